@@ -1,0 +1,191 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.utils import reparameterize_model
+
+from tests.reference.ffn import ffn
+from timm_rep.layers import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
+
+ACTS = {nn.GELU: F.gelu, nn.SiLU: F.silu, nn.ReLU: F.relu}
+
+
+def wild_(mlp, seed=0, log_var=(-8, 8)):
+    """Give a RePaMlp weights and statistics that no initialization has: negative gammas, tiny and huge variances."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in mlp.named_parameters():
+            scale = 1. if 'norm' in name or 'ls' in name else p.shape[-1] ** -0.5
+            p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) * scale)
+        for norm in (mlp.norm1, mlp.norm2):
+            shape = norm.running_mean.shape
+            norm.running_mean.copy_(torch.randn(shape, generator=g) * 3)
+            norm.running_var.copy_(10 ** torch.empty(shape).uniform_(*log_var, generator=g))
+    return mlp
+
+
+def relative(x, y):
+    return ((x - y).abs().max() / y.abs().max()).item()
+
+
+@pytest.mark.parametrize('training', [False, True])
+@pytest.mark.parametrize('act_layer', ACTS)
+@pytest.mark.parametrize('dim,hidden,ratio,bias,init_values', [
+    (8, 32, 0.75, True, None),
+    (7, 30, 0.5, True, 0.1),
+    (5, 13, 0.3, False, None),
+    (12, 12, 0.9, True, 1e-5),
+    (6, 24, 1.0, True, 0.5),
+    (6, 24, 0.0, True, 0.5),
+    (1, 3, 0.5, False, None),
+])
+def test_equation_3(dim, hidden, ratio, bias, init_values, act_layer, training):
+    mlp = RePaMlp(dim, hidden, ratio, act_layer, bias=bias, init_values=init_values, dtype=torch.float64)
+    wild_(mlp).train(training)
+    weights = {k: v.clone() for k, v in mlp.state_dict().items()}
+    x = torch.randn(3, 5, dim, dtype=torch.float64) * 4
+    expected = ffn(x.flatten(0, 1), weights, ACTS[act_layer], math.ceil(hidden * (1 - ratio)), training)
+    assert relative(mlp(x).flatten(0, 1), expected) < 1e-11
+
+
+@pytest.mark.parametrize('act_layer', ACTS)
+@pytest.mark.parametrize('ratio', [0.0, 0.1, 0.5, 0.75, 0.99, 1.0])
+@pytest.mark.parametrize('init_values', [None, 0.3])
+@pytest.mark.parametrize('bias', [True, False])
+def test_fuse_is_exact(act_layer, ratio, init_values, bias):
+    for seed, (dim, hidden) in enumerate([(8, 32), (7, 30), (16, 17), (1, 4)]):
+        mlp = RePaMlp(dim, hidden, ratio, act_layer, bias=bias, init_values=init_values, dtype=torch.float64)
+        wild_(mlp, seed).eval()
+        x = torch.randn(2, 9, dim, dtype=torch.float64)
+        expected = ffn(x.flatten(0, 1), mlp.state_dict(), ACTS[act_layer], math.ceil(hidden * (1 - ratio)))
+        assert relative(mlp.fuse()(x).flatten(0, 1), expected) < 1e-11
+
+
+@pytest.mark.parametrize('dtype,tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
+def test_fuse_rounds_once(dtype, tolerance):
+    """The folded weights are the float64 ones, cast: not a product of rounded factors."""
+    mlp = wild_(RePaMlp(16, 64, init_values=0.3), log_var=(-2, 2)).to(dtype).eval()
+    folded = mlp.fuse()
+    exact = copy.deepcopy(mlp).double().fuse()
+    for (name, p), q in zip(folded.named_parameters(), exact.parameters()):
+        assert p.dtype == dtype
+        assert torch.equal(p, q.to(dtype)), name
+    x = torch.randn(4, 9, 16)
+    expected = ffn(
+        x.to(dtype).double().flatten(0, 1), {k: v.double() for k, v in mlp.state_dict().items()}, F.gelu, 16)
+    assert relative(folded(x.to(dtype)).double().flatten(0, 1), expected) < tolerance
+
+
+def test_fuse_ends():
+    """Ratio 1 leaves one matrix, ratio 0 two, anything between three (section 4.3)."""
+    def shapes(ratio):
+        return {k: tuple(v.shape) for k, v in RePaMlp(8, 32, ratio).fuse().state_dict().items()}
+
+    assert shapes(1.) == {'shortcut.weight': (8, 8), 'shortcut.bias': (8,)}
+    assert shapes(0.) == {
+        'fc_in.weight': (32, 8), 'fc_in.bias': (32,), 'fc_out.weight': (8, 32), 'fc_out.bias': (8,)}
+    assert shapes(.75) == {
+        'fc_in.weight': (8, 8), 'fc_in.bias': (8,), 'fc_out.weight': (8, 8),
+        'shortcut.weight': (8, 8), 'shortcut.bias': (8,)}
+
+
+@pytest.mark.parametrize('training', [True, False])
+def test_fuse_leaves_everything_else_alone(training):
+    mlp = wild_(RePaMlp(8, 32, act_layer=nn.SiLU)).train(training).requires_grad_(False)
+    before = {k: v.clone() for k, v in mlp.state_dict().items()}
+    rng = torch.get_rng_state()
+    deploy = mlp.fuse()
+    assert all(torch.equal(before[k], v) for k, v in mlp.state_dict().items())
+    assert torch.equal(rng, torch.get_rng_state())
+    assert mlp.training == deploy.training == training
+    assert not any(p.requires_grad for p in deploy.parameters())
+    assert isinstance(deploy.act, nn.SiLU)
+    # running statistics whatever the mode
+    x = torch.randn(2, 3, 8)
+    assert relative(deploy(x), mlp.eval()(x)) < 1e-5
+
+
+def test_fuse_as_sync_batchnorm_and_without_affine():
+    mlp = wild_(RePaMlp(8, 32), log_var=(-1, 1)).eval()
+    sync = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(mlp))
+    for p, q in zip(mlp.fuse().parameters(), sync.fuse().parameters()):
+        assert torch.equal(p, q)
+    plain = RePaMlp(8, 32, norm_layer=lambda n, **dd: nn.BatchNorm1d(n, affine=False, **dd)).eval()
+    x = torch.randn(2, 3, 8)
+    assert relative(plain.fuse()(x), plain(x)) < 1e-5
+
+
+def test_deploy_from_scratch_takes_folded_weights():
+    for ratio in (0., .3, .75, 1.):
+        folded = wild_(RePaMlp(8, 32, ratio), log_var=(-1, 1)).eval().fuse()
+        built = RePaMlpDeploy(8, 32, ratio)
+        built.load_state_dict(folded.state_dict())
+        x = torch.randn(2, 3, 8)
+        assert torch.equal(built(x), folded(x))
+        assert repr(built) == repr(folded)
+
+
+def test_works_with_timm_utility():
+    net = nn.Sequential(RePaMlp(8, 32), RePaMlp(8, 16, 0.5))
+    folded = reparameterize_model(net)
+    assert all(isinstance(m, RePaMlpDeploy) for m in folded)
+    assert all(isinstance(m, RePaMlp) for m in net)
+
+
+def test_gradients():
+    mlp = wild_(RePaMlp(4, 8, 0.5, dtype=torch.float64), log_var=(-1, 1)).train()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(mlp, (x,))
+    assert torch.autograd.gradcheck(mlp.eval().fuse(), (x,))
+
+
+def test_drop_path_and_dropout_only_in_training():
+    mlp = wild_(RePaMlp(8, 32, drop=.5, drop_path=.5), log_var=(-1, 1))
+    x = torch.randn(64, 3, 8)
+    y = mlp.train()(x)
+    assert any(torch.equal(a, b) for a, b in zip(x, y))  # some images kept their input
+    assert not torch.equal(x, y)
+    x = torch.randn(4, 3, 8)
+    assert relative(mlp.eval().fuse()(x), mlp(x)) < 1e-5
+
+
+def test_channel_idle():
+    act = ChannelIdle(5, 0.5, nn.ReLU)
+    x = torch.tensor([[-1., -2., -3., -4., -5.], [1., 2., 3., 4., 5.]])
+    assert torch.equal(act(x), torch.tensor([[0., 0., 0., -4., -5.], [1., 2., 3., 4., 5.]]))
+    assert 'active=3, idle=2' in repr(act)
+
+
+def test_active_channels():
+    assert [active_channels(10, r) for r in (0, 0.25, 0.5, 0.74, 0.75, 0.76, 1)] == [10, 8, 5, 3, 3, 3, 0]
+    for bad in (-0.1, 1.1, float('nan')):
+        with pytest.raises(ValueError, match='from 0 to 1'):
+            active_channels(10, bad)
+
+
+def test_idle_ratios():
+    assert idle_ratios(3, 0.6) == [0.6] * 3
+    assert idle_ratios(4, 0.75, 'linear') == pytest.approx([0.5 + 1 / 6, 0.5 + 2 / 6, 1.0, 0.0])
+    assert idle_ratios(1, 0.75, 'linear') == [0.0]
+    assert idle_ratios(12, 1.0, 'linear') == [1.0] * 11 + [0.0]
+    with pytest.raises(ValueError, match='block 0 of 12'):
+        idle_ratios(12, 0.25, 'linear')
+    with pytest.raises(ValueError, match="'constant' or 'linear'"):
+        idle_ratios(12, 0.25, 'cosine')
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match='LayerNorm'):
+        RePaMlp(8, norm_layer=nn.LayerNorm)
+    with pytest.raises(ValueError, match='track_running_stats'):
+        RePaMlp(8, norm_layer=lambda n, **dd: nn.BatchNorm1d(n, track_running_stats=False, **dd)).fuse()
+    mlp = RePaMlp(8, 32).half()
+    mlp.norm1.running_var.fill_(0)
+    mlp.norm1.weight.data.fill_(6e4)
+    with pytest.raises(OverflowError, match='float16'):
+        mlp.fuse()
+    with pytest.raises(ValueError, match='more than 1 value per channel'):
+        RePaMlp(8).train()(torch.zeros(1, 1, 8))

@@ -1,0 +1,396 @@
+import copy
+import io
+import pickle
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load, save
+from timm.models._manipulate import group_parameters
+from timm.optim import create_optimizer_v2
+from timm.utils import reparameterize_model
+
+import timm_rep  # noqa: F401
+from tests.layers.test_channel_idle import relative, wild_
+from tests.reference.ffn import ffn
+from timm_rep.layers import RePaMlp, RePaMlpDeploy
+
+VARIANTS = [
+    'repa_deit_tiny', 'repa_deit_small', 'repa_deit_base',
+    'repa_vit_small', 'repa_vit_base', 'repa_vit_large', 'repa_vit_huge',
+]
+TINY = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
+
+
+def tiny(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model('repa_deit_tiny', **{**TINY, **kwargs})
+
+
+def trained(**kwargs):
+    """A tiny model with the statistics and norm weights of no initialization, in eval mode."""
+    model = tiny(**kwargs)
+    for i, block in enumerate(model.blocks):
+        wild_(block.mlp, i, log_var=(-1, 1))
+    return model.eval()
+
+
+def images(n=2, size=32, **kwargs):
+    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1), **kwargs)
+
+
+def test_registered():
+    assert set(VARIANTS) <= set(timm.list_models('repa_*'))
+    assert set(timm.list_models(module='repa_vit')) == set(VARIANTS)
+    assert timm.is_model('repa_deit_base')
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(),
+    dict(idle_ratio=0.),
+    dict(idle_ratio=1.),
+    dict(idle_ratio=.4, mlp_ratio=2.5, init_values=.1),
+    dict(idle_schedule='linear', act_layer='silu'),
+    dict(class_token=False, global_pool='avg', reg_tokens=2, qk_norm=True),
+    dict(proj_bias=False, qkv_bias=False, norm_layer='rmsnorm', pre_norm=False),
+], ids=str)
+@torch.no_grad()
+def test_reparameterize_is_exact(kwargs):
+    model = trained(**kwargs)
+    x = images()
+    expected = model(x)
+    utility = reparameterize_model(model)
+    assert any(isinstance(m, RePaMlp) for m in model.modules())  # the utility works on a copy
+    model.train()  # timm's scripts fold before .eval()
+    assert model.reparameterize() is model
+    model.eval()
+    assert not any(isinstance(m, (RePaMlp, nn.BatchNorm1d)) for m in model.modules())
+    assert relative(model(x), expected) < 1e-5
+    assert torch.equal(utility(x), model(x))
+    once = {k: v.clone() for k, v in model.state_dict().items()}
+    model.reparameterize()
+    assert once.keys() == model.state_dict().keys()
+    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
+    assert 'RePaMlpDeploy' in repr(model)
+    assert 'BatchNorm' not in repr(model)
+
+    built = tiny(reparameterized=True, **kwargs).eval()
+    assert built.reparameterized
+    built.load_state_dict(once, strict=True)
+    assert torch.equal(built(x), model(x))
+    assert repr(built) == repr(model)
+
+
+@pytest.mark.parametrize('name', ['repa_deit_tiny', 'repa_vit_base'])
+@torch.no_grad()
+def test_reparameterize_full_size(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name)
+    for i, block in enumerate(model.blocks):
+        wild_(block.mlp, i, log_var=(-1, 1))
+    x = images(1, 224)
+    expected = model.eval()(x)
+    assert relative(model.reparameterize()(x), expected) < 1e-5
+
+
+@torch.no_grad()
+def test_block_is_equation_1_and_3():
+    """One block, by hand: attention on the LayerNorm of x, plus x; then the reference FFN."""
+    model = trained(depth=1).double()
+    block = model.blocks[0]
+    x = torch.randn(2, 17, 24, dtype=torch.float64)
+    y = F.layer_norm(x, (24,), block.norm1.weight, block.norm1.bias, 1e-5)
+    q, k, v = (y @ block.attn.qkv.weight.T + block.attn.qkv.bias).reshape(2, 17, 3, 3, 8).permute(2, 0, 3, 1, 4)
+    y = ((q @ k.transpose(-2, -1)) / 8 ** 0.5).softmax(-1) @ v
+    y = x + y.transpose(1, 2).reshape(2, 17, 24) @ block.attn.proj.weight.T + block.attn.proj.bias
+    expected = ffn(y.flatten(0, 1), block.mlp.state_dict(), F.gelu, 24).view(2, 17, 24)
+    assert relative(block(x), expected) < 1e-12
+
+
+def test_norms_are_the_released_ones():
+    model = tiny()
+    assert (model.norm_pre.eps, model.norm.eps, model.blocks[1].norm1.eps) == (1e-6, 1e-6, 1e-5)
+    assert model.patch_embed.proj.bias is None
+    bn = tiny(bn_momentum=.05, bn_eps=1e-3).blocks[2].mlp.norm2
+    assert (bn.momentum, bn.eps) == (.05, 1e-3)
+
+
+def test_keys_are_those_of_timm_vit():
+    """Everything outside the FFN is timm's module under timm's name, so its weights go over as they are."""
+    plain = timm.create_model('deit_tiny_patch16_224', pre_norm=True, **TINY).state_dict()
+    own = tiny().state_dict()
+    outside = {k for k in plain if '.mlp.' not in k and '.norm2.' not in k}
+    assert outside == {k for k in own if '.mlp.' not in k}
+    assert {k for k in plain if '.mlp.' in k} <= own.keys()
+
+
+@pytest.mark.parametrize('strict', [True, False])
+def test_loading_the_other_structure(strict):
+    training, deploy = tiny(), tiny(reparameterized=True)
+    for model, other, match in [
+        (deploy, training, 'checkpoint holds the training structure.*model has the deploy structure.*reparameterize'),
+        (training, deploy, 'checkpoint holds the deploy structure.*model has the training.*reparameterized=True'),
+    ]:
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match=match):
+            model.load_state_dict(other.state_dict(), strict=strict)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        wrapped = nn.ModuleDict({'module': model})
+        with pytest.raises(RuntimeError, match='structure'):
+            wrapped.load_state_dict({f'module.{k}': v for k, v in other.state_dict().items()}, strict=strict)
+    for ratio in (0., 1.):
+        with pytest.raises(RuntimeError, match='deploy structure'):
+            tiny(idle_ratio=ratio).load_state_dict(tiny(idle_ratio=ratio, reparameterized=True).state_dict())
+        with pytest.raises(RuntimeError, match='training structure'):
+            tiny(idle_ratio=ratio, reparameterized=True).load_state_dict(tiny(idle_ratio=ratio).state_dict())
+    # a plain timm ViT is neither: torch names what is missing
+    with pytest.raises(RuntimeError, match='Missing key'):
+        training.load_state_dict(timm.create_model('deit_tiny_patch16_224', **TINY).state_dict())
+
+
+@pytest.mark.parametrize('reparameterized', [False, True])
+def test_state_dict_round_trip(reparameterized):
+    model = trained()
+    if reparameterized:
+        model.reparameterize()
+    other = tiny(reparameterized=reparameterized).eval()
+    other.load_state_dict(load(save(model.state_dict())))
+    assert torch.equal(other(images()), model(images()))
+
+
+@pytest.mark.parametrize('folded_by', ['method', 'utility'])
+def test_config_of_a_folded_model_rebuilds_it(tmp_path, folded_by):
+    """timm's own export records how to build the model, the deploy structure included."""
+    pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
+    from timm.models import save_for_hf
+
+    model = trained(idle_ratio=.6)
+    model = model.reparameterize() if folded_by == 'method' else reparameterize_model(model)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert again.reparameterized
+    assert torch.equal(again(images()), model(images()))
+
+
+@pytest.mark.parametrize('reparameterized', [False, True])
+class TestContract:
+    """What any timm ViT can do, in both structures."""
+
+    @pytest.fixture
+    def model(self, reparameterized):
+        model = trained()
+        return model.reparameterize() if reparameterized else model
+
+    @torch.no_grad()
+    def test_features_and_head(self, model):
+        x = images()
+        features = model.forward_features(x)
+        assert features.shape == (2, 17, 24)
+        assert torch.equal(model.forward_head(features), model(x))
+        assert model.forward_head(features, pre_logits=True).shape == (2, 24)
+
+    @torch.no_grad()
+    def test_forward_intermediates(self, model):
+        x = images()
+        final, taps = model.forward_intermediates(x)
+        assert torch.equal(final, model.forward_features(x))
+        assert [tuple(t.shape) for t in taps] == [(2, 24, 4, 4)] * 3
+        last, prefix = model.forward_intermediates(
+            x, [2], return_prefix_tokens=True, norm=True, output_fmt='NLC', intermediates_only=True)[0]
+        assert torch.equal(torch.cat([prefix, last], 1), final)
+        early = model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)
+        assert torch.equal(early[0], taps[0])
+        assert torch.equal(model.get_intermediate_layers(x, [1], reshape=True)[0], taps[1])
+
+    @torch.no_grad()
+    def test_prune_intermediate_layers(self, model):
+        x = images()
+        taps = model.forward_intermediates(x, intermediates_only=True)
+        model.prune_intermediate_layers([1])
+        assert len(model.blocks) == 2
+        assert torch.equal(model.forward_intermediates(x, [1], intermediates_only=True)[0], taps[1])
+
+    @torch.no_grad()
+    def test_features_only(self, reparameterized):
+        net = timm.create_model(
+            'repa_deit_tiny', features_only=True, out_indices=(0, 2), reparameterized=reparameterized, **TINY)
+        assert net.feature_info.channels() == [24, 24]
+        assert net.feature_info.reduction() == [8, 8]
+        assert [tuple(f.shape) for f in net.eval()(images())] == [(2, 24, 4, 4)] * 2
+        folded = reparameterize_model(net)
+        for a, b in zip(folded(images()), net(images())):
+            assert relative(a, b) < 1e-5
+
+    def test_attention_mask(self, model):
+        mask = torch.ones(17, 17, dtype=torch.bool).tril()
+        with torch.no_grad():
+            assert torch.allclose(model(images(), attn_mask=mask), model(images(), is_causal=True), atol=1e-6)
+
+    def test_classifier(self, model):
+        model.reset_classifier(7)
+        assert model(images()).shape == (2, 7)
+        model.reset_classifier(0, 'avg')
+        assert model(images()).shape == (2, 24)
+
+    @pytest.mark.parametrize('kwargs,shape', [
+        (dict(num_classes=0), (2, 24)),
+        (dict(num_classes=0, global_pool=''), (2, 17, 24)),
+        (dict(global_pool='avg'), (2, 5)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(embed_dim=12, depth=2, mlp_ratio=1.5), (2, 5)),
+        (dict(drop_path_rate=.3, proj_drop_rate=.1, drop_rate=.1, patch_drop_rate=.2), (2, 5)),
+        (dict(fix_init=True, weight_init='jax'), (2, 5)),
+    ], ids=str)
+    def test_arguments(self, reparameterized, kwargs, shape):
+        model = tiny(reparameterized=reparameterized, **kwargs)
+        x = images()[:, :kwargs.get('in_chans', 3)]
+        y = model(x)
+        assert y.shape == shape
+        y.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+    def test_image_sizes(self, model, reparameterized):
+        with torch.no_grad():
+            expected = model(images())
+            dynamic = tiny(dynamic_img_size=True, reparameterized=reparameterized).eval()
+            dynamic.load_state_dict(model.state_dict())
+            assert torch.equal(dynamic(images()), expected)
+            assert dynamic(images(size=48)).shape == (2, 5)
+            model.set_input_size(img_size=48)
+            assert torch.allclose(model(images(size=48)), dynamic(images(size=48)), atol=1e-5)
+            assert tiny(img_size=(48, 32), reparameterized=reparameterized)(torch.randn(2, 3, 48, 32)).shape == (2, 5)
+
+    def test_parameter_groups(self, model):
+        groups = group_parameters(model, model.group_matcher(), reverse=True)
+        names = {n for n, _ in model.named_parameters()}
+        assert groups.keys() == names
+        assert len({groups[n] for n in names if n.startswith('blocks.1.')}) == 1
+        assert len(set(groups.values())) == 2 + 3  # stem, blocks, head and final norm
+        assert model.no_weight_decay() & names == {'pos_embed', 'cls_token'}
+        optimizer = create_optimizer_v2(model, opt='adamw', lr=.1, weight_decay=.1, layer_decay=.8)
+        assert sum(len(g['params']) for g in optimizer.param_groups) == len(names)
+
+    def test_grad_checkpointing(self, model):
+        model.train()
+        grads = []
+        for enable in (False, True):
+            model.zero_grad()
+            model.set_grad_checkpointing(enable)
+            model(images(4)).square().sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        for a, b in zip(*grads):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * b.abs().max())
+
+    @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16, torch.float16])
+    def test_dtype(self, model, reparameterized, dtype):
+        built = tiny(dtype=dtype, reparameterized=reparameterized).eval()
+        assert all(p.dtype == dtype for p in built.parameters())
+        built.load_state_dict(model.state_dict())
+        y = built(images(dtype=dtype))
+        assert y.dtype == dtype
+        assert relative(y.float(), model(images(dtype=dtype).float())) < 5e-2
+
+    def test_autocast(self, model):
+        with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+            y = model(images())
+        assert relative(y.float(), model(images())) < 5e-2
+
+    def test_meta(self, model, reparameterized):
+        meta = tiny(device='meta', reparameterized=reparameterized)
+        assert all(t.is_meta for t in meta.state_dict().values())
+        assert meta.reparameterize()(torch.empty(2, 3, 32, 32, device='meta')).shape == (2, 5)
+        if reparameterized:
+            meta.load_state_dict(model.state_dict(), assign=True)
+            assert torch.equal(meta.eval()(images()), model(images()))
+
+    def test_copy_and_pickle(self, model):
+        x = images()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(x), model(x))
+            assert other.pretrained_cfg == model.pretrained_cfg
+
+    def test_fx(self, model):
+        feature_extraction = pytest.importorskip('torchvision.models.feature_extraction')
+        _, names = feature_extraction.get_graph_node_names(model)
+        net = feature_extraction.create_feature_extractor(model, [names[-1]])
+        assert torch.allclose(net(images())[names[-1]], model(images()), atol=1e-6)
+
+    def test_torchscript(self, model, reparameterized):
+        with timm.layers.set_scriptable(True):
+            scriptable = tiny(scriptable=True, reparameterized=reparameterized).eval()
+        scriptable.load_state_dict(model.state_dict())
+        scripted = torch.jit.script(scriptable)
+        buffer = io.BytesIO()
+        torch.jit.save(scripted, buffer)
+        buffer.seek(0)
+        for net in (scripted, torch.jit.load(buffer), torch.jit.trace(model, images())):
+            assert torch.allclose(net(images()), model(images()), atol=1e-6)
+
+    @torch.no_grad()
+    def test_export(self, model):
+        batch = torch.export.Dim('batch', min=2, max=64)
+        program = torch.export.export(model, (images(3),), dynamic_shapes=({0: batch},))
+        assert torch.allclose(program.module()(images(5)), model(images(5)), atol=1e-5)
+
+    def test_compile(self, model):
+        """One graph, no breaks; the compiler's own code generation is under the slow marker."""
+        compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
+        with torch.no_grad():
+            assert torch.allclose(compiled(images()), model(images()), atol=1e-6)
+        loss = compiled(images()).square().sum()
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+    @pytest.mark.slow
+    def test_compile_inductor(self, model):
+        with torch.no_grad():
+            assert torch.allclose(torch.compile(model)(images()), model(images()), atol=1e-5)
+
+    def test_data_parallel_prefixes(self, model, reparameterized):
+        state = {f'module.{k}': v for k, v in model.state_dict().items()}
+        other = tiny(reparameterized=reparameterized).eval()
+        other.load_state_dict(timm.models.clean_state_dict(state))
+        assert torch.equal(other(images()), model(images()))
+
+
+def test_training_moves_the_statistics_and_lowers_the_loss():
+    model = tiny(global_pool='avg').train()
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
+    x, target = images(16), torch.arange(16) % 5
+    losses = []
+    for _ in range(25):
+        loss = F.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert model.blocks[0].mlp.norm2.num_batches_tracked == 25
+    expected = model.eval()(x)
+    assert relative(model.reparameterize()(x), expected) < 1e-5
+
+
+def test_refusals():
+    for kwargs, match in [
+        (dict(idle_ratio=1.5), 'from 0 to 1'),
+        (dict(idle_schedule='cosine'), "'constant' or 'linear'"),
+        (dict(scale_mlp_norm=True), 'BatchNorm'),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            tiny(**kwargs)
+    with pytest.raises(TypeError):
+        tiny(mlp_layer=timm.layers.SwiGLU)
+    with pytest.raises(TypeError):
+        tiny(not_an_argument=1)
+
+
+def test_deploy_form_is_in_place_everywhere():
+    model = tiny(idle_schedule='linear', depth=5, reparameterized=True)
+    forms = [{n for n, _ in block.mlp.named_parameters()} for block in model.blocks]
+    assert all(isinstance(block.mlp, RePaMlpDeploy) for block in model.blocks)
+    three = {'fc_in.weight', 'fc_in.bias', 'fc_out.weight', 'shortcut.weight', 'shortcut.bias'}
+    assert forms[0] == forms[1] == three
+    assert forms[3] == {'shortcut.weight', 'shortcut.bias'}  # ratio 1
+    assert forms[4] == {'fc_in.weight', 'fc_in.bias', 'fc_out.weight', 'fc_out.bias'}  # ratio 0

@@ -1,0 +1,28 @@
+"""The ``timm-rep`` command."""
+import argparse
+import sys
+from typing import List, Optional
+
+from timm_rep.version import __version__
+
+from . import demo, models
+
+__all__ = ['main']
+
+_COMMANDS = (demo, models)
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run ``timm-rep`` with these arguments, the process's own if None, and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog='timm-rep', description='Structural and gradient re-parameterization for timm.')
+    parser.add_argument('--version', action='version', version=f'timm-rep {__version__}')
+    commands = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as e:
+        print(f'timm-rep: {e}', file=sys.stderr)
+        return 1

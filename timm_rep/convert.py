@@ -1,0 +1,96 @@
+"""The papers' released checkpoints, read into this package's models."""
+import os
+import re
+from typing import Dict, List, Mapping, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.models import clean_state_dict, load_state_dict
+
+from timm_rep.models import RePaVisionTransformer
+
+__all__ = ['load_released']
+
+# For each model class: (pattern, replacement) from a key here to the released key.
+_RELEASED_KEYS: Dict[type, List[Tuple[str, str]]] = {
+    RePaVisionTransformer: [(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.')],
+}
+
+
+def load_released(
+        model: nn.Module,
+        path_or_state_dict: Union[str, os.PathLike, Mapping[str, torch.Tensor]],
+) -> nn.Module:
+    """Load a checkpoint of the papers' released implementations into a model of this package, strictly.
+
+    Reads the RePaViT layout (``blocks.i.attn.norm``, ``blocks.i.mlp.norm1/fc1/norm2/fc2``) of training checkpoints. Of
+    a training run's file it takes the model the authors evaluate, not its moving average.
+
+    Args:
+        model: A model in its training structure, with the checkpoint's configuration.
+        path_or_state_dict: A ``.safetensors`` or pickled file (read with ``weights_only=True``), or a state dict.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: There is no file at the path.
+        TypeError: There is no released layout for this class of model, or the checkpoint holds no state dict.
+        RuntimeError: The checkpoint does not fit: every missing, unexpected and misshapen key is named, by its
+            released name, and nothing is loaded.
+    """
+    renames = next((v for k, v in _RELEASED_KEYS.items() if isinstance(model, k)), None)
+    if renames is None:
+        raise TypeError(
+            f'{type(model).__name__} has no released layout; there is one for '
+            f'{", ".join(k.__name__ for k in _RELEASED_KEYS)}.')
+    if model.reparameterized:
+        raise RuntimeError(
+            'Released checkpoints hold the training structure, the model has the deploy structure: load into a model '
+            'created without reparameterized=True, then call its reparameterize().')
+    released = _read_state_dict(path_or_state_dict)
+
+    own = model.state_dict()
+    names = {}  # released key -> key here
+    for key in own:
+        name = key
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        names[name] = key
+    problems = [f'missing: {name} {tuple(own[key].shape)}' for name, key in names.items() if name not in released]
+    problems += [f'unexpected: {name} {tuple(value.shape)}' for name, value in released.items() if name not in names]
+    problems += [
+        f'misshapen: {name} is {tuple(released[name].shape)}, the model has {tuple(own[key].shape)}'
+        for name, key in names.items()
+        if name in released and released[name].shape != own[key].shape
+    ]
+    if problems:
+        raise RuntimeError(
+            f'The checkpoint does not fit {type(model).__name__}, nothing was loaded. Create the model with the '
+            'configuration it was trained with (embed_dim, depth, mlp_ratio, num_classes, img_size, ...).\n  '
+            + '\n  '.join(problems))
+
+    model.load_state_dict({key: released[name] for name, key in names.items()})
+    return model
+
+
+def _read_state_dict(
+        path_or_state_dict: Union[str, os.PathLike, Mapping[str, torch.Tensor]],
+) -> Dict[str, torch.Tensor]:
+    if isinstance(path_or_state_dict, Mapping):
+        state_dict = path_or_state_dict
+        for wrapper in ('state_dict', 'model'):
+            if isinstance(state_dict.get(wrapper), Mapping):
+                state_dict = state_dict[wrapper]
+        state_dict = clean_state_dict(state_dict)
+    else:
+        path = os.fspath(path_or_state_dict)
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f'No released checkpoint at {path!r}.')
+        state_dict = load_state_dict(path, use_ema=False, weights_only=True)
+    strangers = [repr(k) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
+    if strangers or not state_dict:
+        raise TypeError(
+            'A released checkpoint is a state dict of tensors, or holds one under "model" or "state_dict"; this one '
+            + (f'has other things under {", ".join(strangers[:5])}.' if strangers else 'is empty.'))
+    return state_dict

@@ -1,0 +1,3 @@
+from .repa_vit import RePaVisionTransformer
+
+__all__ = ['RePaVisionTransformer']

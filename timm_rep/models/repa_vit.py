@@ -1,0 +1,230 @@
+"""RePa-ViT and RePa-DeiT: Vision Transformers with re-parameterizable FFNs.
+
+`RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, ICML 2025 as
+`RePaViT` - https://arxiv.org/abs/2505.21847
+"""
+from functools import partial
+from typing import Optional, Sequence, Type
+
+import torch
+import torch.nn as nn
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import LayerNorm, LayerType
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+
+from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
+
+from ._reparameterize import ReparameterizeMixin
+
+__all__ = ['RePaVisionTransformer']
+
+
+class RePaBlock(Block):
+    """timm's pre-norm transformer block, its FFN half replaced by a RePaMlp."""
+
+    def __init__(
+            self,
+            dim: int,
+            num_heads: int,
+            mlp_ratio: float = 4.,
+            scale_mlp_norm: bool = False,
+            proj_bias: bool = True,
+            proj_drop: float = 0.,
+            init_values: Optional[float] = None,
+            drop_path: float = 0.,
+            act_layer: Type[nn.Module] = nn.GELU,
+            norm_layer: Type[nn.Module] = LayerNorm,
+            mlp_layer: Type[nn.Module] = RePaMlp,
+            depth: int = 0,
+            attn_norm_layer: Optional[Type[nn.Module]] = None,
+            mlp_norm_layer: Type[nn.Module] = nn.BatchNorm1d,
+            idle_ratios: Sequence[float] = (0.75,),
+            device=None,
+            dtype=None,
+            **kwargs,
+    ):
+        """
+        Args:
+            norm_layer: Norm before the attention, unless attn_norm_layer is given.
+            mlp_layer: RePaMlp, or RePaMlpDeploy for the deploy structure.
+            depth: Index of this block, as VisionTransformer passes it.
+            mlp_norm_layer: BatchNorm of the FFN.
+            idle_ratios: Idle ratio of every block of the model.
+            kwargs: The other arguments of timm's Block.
+        """
+        if scale_mlp_norm:
+            raise ValueError('scale_mlp_norm is not for RePa models: their FFN has a BatchNorm at that place.')
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__(
+            dim,
+            num_heads,
+            proj_bias=proj_bias,
+            proj_drop=proj_drop,
+            init_values=init_values,
+            drop_path=drop_path,
+            norm_layer=attn_norm_layer or norm_layer,
+            mlp_layer=nn.Identity,
+            depth=depth,
+            **dd,
+            **kwargs,
+        )
+        # the FFN brings its own norm, layer scale, drop path and shortcut, so that they can fold
+        del self.norm2, self.ls2, self.drop_path2
+        train_args = dict(
+            norm_layer=mlp_norm_layer,
+            bias=proj_bias,
+            drop=proj_drop,
+            init_values=init_values,
+            drop_path=drop_path,
+        )
+        self.mlp = mlp_layer(
+            dim,
+            hidden_features=int(dim * mlp_ratio),
+            idle_ratio=idle_ratios[depth],
+            act_layer=act_layer,
+            **({} if mlp_layer is RePaMlpDeploy else train_args),
+            **dd,
+        )
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
+        return self.mlp(x)
+
+
+class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
+    """Vision Transformer with RePaFormer FFNs.
+
+    The arguments of timm's VisionTransformer, but for the FFN and block classes, and those below.
+    """
+
+    def __init__(
+            self,
+            *,
+            depth: int = 12,
+            norm_layer: Optional[LayerType] = None,
+            idle_ratio: float = 0.75,
+            idle_schedule: str = 'constant',
+            reparameterized: bool = False,
+            bn_momentum: float = 0.1,
+            bn_eps: float = 1e-5,
+            **kwargs,
+    ):
+        """
+        Args:
+            depth: Number of blocks.
+            norm_layer: Norm of everything but the FFNs. By default LayerNorm, with eps 1e-5 before the attention and
+                1e-6 elsewhere, as released.
+            idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
+            idle_schedule: 'constant' or 'linear', see :func:`timm_rep.layers.idle_ratios`.
+            reparameterized: Build the deploy structure, for checkpoints of a folded model.
+            bn_momentum: Momentum of the BatchNorms of the FFNs.
+            bn_eps: Epsilon of the BatchNorms of the FFNs.
+            kwargs: The other arguments of timm's VisionTransformer.
+
+        Raises:
+            ValueError: idle_ratio or idle_schedule is out of range.
+        """
+        super().__init__(
+            depth=depth,
+            norm_layer=norm_layer,
+            block_fn=partial(
+                RePaBlock,
+                attn_norm_layer=partial(LayerNorm, eps=1e-5) if norm_layer is None else None,
+                mlp_norm_layer=partial(nn.BatchNorm1d, eps=bn_eps, momentum=bn_momentum),
+                idle_ratios=idle_ratios(depth, idle_ratio, idle_schedule),
+            ),
+            mlp_layer=RePaMlpDeploy if reparameterized else RePaMlp,
+            **kwargs,
+        )
+
+    def fix_init_weight(self) -> None:
+        if not self.reparameterized:  # a deploy structure has no fc2 to rescale, its weights come from a checkpoint
+            super().fix_init_weight()
+
+
+# Table 1. The released models have a LayerNorm before the blocks, and so no patch embedding bias.
+model_cfgs = {
+    'repa_deit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
+    'repa_deit_small': dict(embed_dim=384, depth=12, num_heads=6),
+    'repa_deit_base': dict(embed_dim=768, depth=12, num_heads=12),
+    'repa_vit_small': dict(embed_dim=384, depth=12, num_heads=6),
+    'repa_vit_base': dict(embed_dim=768, depth=12, num_heads=12),
+    'repa_vit_large': dict(embed_dim=1024, depth=24, num_heads=16),
+    'repa_vit_huge': dict(embed_dim=1280, depth=32, num_heads=16),
+}
+
+
+def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs) -> RePaVisionTransformer:
+    model_args = dict(patch_size=16, pre_norm=True, **model_cfgs[variant])
+    out_indices = kwargs.pop('out_indices', 3)
+    return build_model_with_cfg(
+        RePaVisionTransformer,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        **dict(model_args, **kwargs),
+    )
+
+
+def _cfg(url: str = '', **kwargs):
+    return {
+        'url': url,
+        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
+        'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
+        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+        'first_conv': 'patch_embed.proj', 'classifier': 'head',
+        'license': 'apache-2.0',
+        **kwargs
+    }
+
+
+default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+
+
+@register_model
+def repa_deit_tiny(pretrained=False, **kwargs) -> RePaVisionTransformer:
+    """RePa-DeiT-Tiny of table 1: 5.7 M parameters, 3.5 M folded."""
+    return _create_repa_vit('repa_deit_tiny', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repa_deit_small(pretrained=False, **kwargs) -> RePaVisionTransformer:
+    """RePa-DeiT-Small of table 1: 22.1 M parameters, 13.2 M folded."""
+    return _create_repa_vit('repa_deit_small', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repa_deit_base(pretrained=False, **kwargs) -> RePaVisionTransformer:
+    """RePa-DeiT-Base of table 1: 86.6 M parameters, 51.1 M folded."""
+    return _create_repa_vit('repa_deit_base', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repa_vit_small(pretrained=False, **kwargs) -> RePaVisionTransformer:
+    """RePa-ViT-Small of table 5, the self-supervised backbone: 12.8 M parameters folded, without a head."""
+    return _create_repa_vit('repa_vit_small', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repa_vit_base(pretrained=False, **kwargs) -> RePaVisionTransformer:
+    """RePa-ViT-Base of table 5, the self-supervised backbone: 50.4 M parameters folded, without a head."""
+    return _create_repa_vit('repa_vit_base', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repa_vit_large(pretrained=False, **kwargs) -> RePaVisionTransformer:
+    """RePa-ViT-Large of table 1: 304.5 M parameters, 178.4 M folded."""
+    return _create_repa_vit('repa_vit_large', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repa_vit_huge(pretrained=False, **kwargs) -> RePaVisionTransformer:
+    """RePa-ViT-Huge of table 1, patch size 16: 632.5 M parameters, 369.9 M folded."""
+    return _create_repa_vit('repa_vit_huge', pretrained=pretrained, **kwargs)

@@ -1,0 +1,105 @@
+"""The parameters and complexities that the papers publish, and what this package's models count to beside them."""
+from typing import Any, Dict, NamedTuple, Optional
+
+import timm
+
+from timm_rep.profiling import Macs, count_macs, count_params
+
+__all__ = ['PAPER_ROWS', 'Count', 'PaperRow', 'count_row']
+
+
+class PaperRow(NamedTuple):
+    """One row of a table of the RePaFormer paper, and the model it is about.
+
+    Attributes:
+        table: Number of the table.
+        label: The row's name there.
+        model: Name of the timm model, of this package or the vanilla backbone.
+        params: Published parameters, millions.
+        gmacs: Published complexity, 1e9 multiply-accumulates.
+        folded: Whether the figures are those of the deploy structure.
+        model_args: Arguments of create_model.
+    """
+    table: int
+    label: str
+    model: str
+    params: float
+    gmacs: float
+    folded: bool = False
+    model_args: Dict[str, Any] = {}  # noqa: RUF012, a default that nothing changes
+
+
+# timm's ViT-Huge has patch size 14 and, by its first pretrained tag, no classifier
+_VIT_HUGE_16 = dict(patch_size=16, num_classes=1000)
+_HEADLESS = dict(num_classes=0)
+
+PAPER_ROWS = (
+    PaperRow(1, 'RePa-DeiT-Tiny', 'repa_deit_tiny', 5.7, 1.1),
+    PaperRow(1, 'RePa-DeiT-Tiny', 'repa_deit_tiny', 3.5, 0.6, folded=True),
+    PaperRow(1, 'RePa-DeiT-Small', 'repa_deit_small', 22.1, 4.3),
+    PaperRow(1, 'RePa-DeiT-Small', 'repa_deit_small', 13.2, 2.5, folded=True),
+    PaperRow(1, 'RePa-DeiT-Base', 'repa_deit_base', 86.6, 16.9),
+    PaperRow(1, 'RePa-DeiT-Base', 'repa_deit_base', 51.1, 10.6, folded=True),
+    PaperRow(1, 'RePa-ViT-Large', 'repa_vit_large', 304.5, 59.8),
+    PaperRow(1, 'RePa-ViT-Large', 'repa_vit_large', 178.4, 34.9, folded=True),
+    PaperRow(1, 'RePa-ViT-Huge', 'repa_vit_huge', 632.5, 124.4),
+    PaperRow(1, 'RePa-ViT-Huge', 'repa_vit_huge', 369.9, 72.6, folded=True),
+    PaperRow(2, 'DeiT-Tiny', 'deit_tiny_patch16_224', 5.7, 1.3),
+    PaperRow(2, 'RePa-DeiT-Tiny', 'repa_deit_tiny', 3.5, 0.8, folded=True),
+    PaperRow(2, 'DeiT-Small', 'deit_small_patch16_224', 22.1, 4.6),
+    PaperRow(2, 'RePa-DeiT-Small', 'repa_deit_small', 13.2, 2.9, folded=True),
+    PaperRow(2, 'DeiT-Base', 'deit_base_patch16_224', 86.6, 17.6),
+    PaperRow(2, 'RePa-DeiT-Base', 'repa_deit_base', 51.1, 10.6, folded=True),
+    PaperRow(2, 'ViT-Large', 'vit_large_patch16_224', 304.3, 59.7),
+    PaperRow(2, 'RePa-ViT-Large', 'repa_vit_large', 178.4, 34.9, folded=True),
+    PaperRow(2, 'ViT-Huge', 'vit_huge_patch14_224', 632.2, 124.3, model_args=_VIT_HUGE_16),
+    PaperRow(2, 'RePa-ViT-Huge', 'repa_vit_huge', 369.9, 72.6, folded=True),
+    PaperRow(3, 'RePa-DeiT-Base (25%)', 'repa_deit_base', 79.5, 15.5, folded=True, model_args=dict(idle_ratio=0.25)),
+    PaperRow(4, 'RePa-DeiT-Base (100%)', 'repa_deit_base', 37.0, 7.1, folded=True, model_args=dict(idle_ratio=1.0)),
+    PaperRow(4, 'RePa-DeiT-Base (75%)', 'repa_deit_base', 51.1, 10.6, folded=True, model_args=dict(idle_ratio=0.75)),
+    PaperRow(4, 'RePa-DeiT-Base (50%)', 'repa_deit_base', 65.3, 12.7, folded=True, model_args=dict(idle_ratio=0.5)),
+    PaperRow(4, 'RePa-DeiT-Base (25%)', 'repa_deit_base', 79.5, 15.5, folded=True, model_args=dict(idle_ratio=0.25)),
+    PaperRow(4, 'DeiT-Base (vanilla)', 'deit_base_patch16_224', 86.6, 17.6),
+    PaperRow(5, 'ViT-Small', 'vit_small_patch16_224', 21.7, 4.3, model_args=_HEADLESS),
+    PaperRow(5, 'RePa-ViT-Small', 'repa_vit_small', 12.8, 2.5, folded=True, model_args=_HEADLESS),
+    PaperRow(5, 'ViT-Base', 'vit_base_patch16_224', 85.8, 16.9, model_args=_HEADLESS),
+    PaperRow(5, 'RePa-ViT-Base', 'repa_vit_base', 50.4, 9.9, folded=True, model_args=_HEADLESS),
+    PaperRow(8, 'RePa-DeiT-Tiny (75%)', 'repa_deit_tiny', 3.5, 0.8, folded=True, model_args=dict(idle_ratio=0.75)),
+    PaperRow(8, 'RePa-DeiT-Tiny (50%)', 'repa_deit_tiny', 4.4, 1.0, folded=True, model_args=dict(idle_ratio=0.5)),
+    PaperRow(8, 'RePa-DeiT-Tiny (25%)', 'repa_deit_tiny', 5.3, 1.2, folded=True, model_args=dict(idle_ratio=0.25)),
+    PaperRow(8, 'DeiT-Tiny (vanilla)', 'deit_tiny_patch16_224', 5.7, 1.3),
+)
+
+
+class Count(NamedTuple):
+    """What a model counts to, against its row of the paper.
+
+    Attributes:
+        params: Parameters.
+        macs: Multiply-accumulates for one image.
+        agrees: Which of the two counts the published complexity agrees with: 'without attention' or 'with attention'
+            (within 3%; the nearer one), the same followed by ', rounded' (off by more, equal at the one decimal that
+            the paper prints), or None.
+    """
+    params: int
+    macs: Macs
+    agrees: Optional[str]
+
+
+def count_row(row: PaperRow) -> Count:
+    """Count the parameters and multiply-accumulates of a row's model, built on the 'meta' device."""
+    model = timm.create_model(row.model, device='meta', **row.model_args)
+    if row.folded:
+        model.reparameterize()
+    macs = count_macs(model)
+    return Count(params=count_params(model), macs=macs, agrees=_agreement(row.gmacs, macs))
+
+
+def _agreement(gmacs: float, macs: Macs) -> Optional[str]:
+    counts = {'without attention': macs.projections / 1e9, 'with attention': macs.total / 1e9}
+    nearest = min(counts, key=lambda name: abs(counts[name] - gmacs))
+    if abs(counts[nearest] - gmacs) <= 0.03 * gmacs:
+        return nearest
+    if round(counts[nearest], 1) == gmacs:
+        return f'{nearest}, rounded'
+    return None
