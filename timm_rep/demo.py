@@ -54,6 +54,15 @@ class DemoResult(NamedTuple):
     usage: str
 
 
+def _usable(device: Union[str, torch.device]) -> torch.device:
+    try:
+        device = torch.device(device)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e:  # torch builds without CUDA assert
+        raise RuntimeError(f'cannot use the device {str(device)!r}: {str(e).splitlines()[0]}') from e
+    return device
+
+
 class _Images(Dataset):
     def __init__(self, images, targets):
         self.images = [Image.fromarray(image) for image in images]
@@ -203,8 +212,7 @@ def run_demo(
     if epochs < 1:
         raise ValueError(f'epochs is the number of passes over the training images, at least 1, got {epochs}.')
     output = check_writable(output).resolve()
-    device = torch.device(device)
-    torch.zeros(1, device=device)
+    device = _usable(device)
     try:
         import matplotlib  # noqa: F401
 

@@ -317,6 +317,8 @@ class TestContract:
         net = feature_extraction.create_feature_extractor(model, [names[-1]])
         assert torch.allclose(net(images())[names[-1]], model(images()), atol=1e-6)
 
+    @pytest.mark.filterwarnings('ignore:.*is deprecated. Please switch to:FutureWarning')
+    @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
     def test_torchscript(self, model, reparameterized):
         with timm.layers.set_scriptable(True):
             scriptable = tiny(scriptable=True, reparameterized=reparameterized).eval()

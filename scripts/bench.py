@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""Measure this package, section by section.
+
+Each section prints a table and writes scripts/results/<machine>/<section>.json with the machine, the versions and the
+command. The sides of a comparison take turns in one process; medians count.
+"""
+import argparse
+import copy
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.utils import reparameterize_model
+
+import timm_rep
+from timm_rep.atomic import replacing_files
+from timm_rep.layers import RePaMlp
+from timm_rep.profiling import measure_throughput
+
+RESULTS = Path(__file__).parent / 'results'
+
+# model, its vanilla twin, arguments of the twin, published throughput gain of the folded model over the twin (table 2)
+VIT_PAIRS = [
+    ('repa_deit_tiny', 'deit_tiny_patch16_224', {}, 0.326),
+    ('repa_deit_small', 'deit_small_patch16_224', {}, 0.544),
+    ('repa_deit_base', 'deit_base_patch16_224', {}, 0.675),
+    ('repa_vit_large', 'vit_large_patch16_224', {}, 0.668),
+    ('repa_vit_huge', 'vit_huge_patch14_224', dict(patch_size=16, num_classes=1000), 0.687),
+]
+
+
+def machine(device: torch.device) -> str:
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    cpu = platform.processor() or platform.machine()
+    info = Path('/proc/cpuinfo')
+    if info.is_file():
+        cpu = next((line.split(':')[1].strip() for line in info.read_text().splitlines() if 'model name' in line), cpu)
+    return f'{cpu}, {torch.get_num_threads()} threads'
+
+
+def calibrated(name: str, seed: int = 0, **kwargs) -> nn.Module:
+    """A RePa model with norm weights and running statistics that no initialization has, in eval mode."""
+    torch.manual_seed(seed)
+    model = timm.create_model(name, **kwargs)
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+    with torch.no_grad():
+        for norm in norms:
+            norm.weight.normal_(1., 0.5)
+            norm.bias.normal_(0., 0.5)
+            norm.momentum = 1.
+        model.train()(torch.randn(4, *model.pretrained_cfg['input_size']))
+    return model.eval()
+
+
+def relative(x: torch.Tensor, reference: torch.Tensor) -> str:
+    return f'{((x.float() - reference).abs().max() / reference.abs().max()).item():.1e}'
+
+
+def bench_import(args):
+    """Importing timm_rep against importing timm alone, each in a fresh process."""
+    sides = {'import timm': 'import timm', 'import timm_rep': 'import timm_rep'}
+    times = {name: [] for name in sides}
+    for i in range(args.rounds + 1):
+        for name, code in sides.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, '-c', code], check=True)
+            if i:
+                times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    return [
+        {'side': name, 'seconds': round(t, 3), 'ratio': round(t / medians['import timm'], 3)}
+        for name, t in medians.items()
+    ]
+
+
+def bench_fold_precision(args):
+    """Largest difference between the logits of a RePa model before and after folding, relative to the largest logit.
+
+    'folded': the float32 weights folded, then cast. 'cast, then folded': the weights cast before folding.
+    'unfolded': what the dtype alone costs. The last three against the unfolded model in float32.
+    """
+    rows = []
+    for name in args.models or [pair[0] for pair in VIT_PAIRS]:
+        model = calibrated(name)
+        x = torch.randn(2, *model.pretrained_cfg['input_size'])
+        folded = reparameterize_model(model)
+        with torch.inference_mode():
+            expected = model(x)
+
+            row = {'model': name, 'float32': relative(folded(x), expected)}
+            for dtype in (torch.bfloat16, torch.float16):
+                short = str(dtype).removeprefix('torch.')
+                low = copy.deepcopy(model).to(dtype)
+                row[f'{short}: folded'] = relative(copy.deepcopy(folded).to(dtype)(x.to(dtype)), expected)
+                row[f'{short}: unfolded'] = relative(low(x.to(dtype)), expected)
+                row[f'{short}: cast, then folded'] = relative(low.reparameterize()(x.to(dtype)), expected)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def bench_deploy_ffn(args):
+    """Forms of the folded FFN (eq. 7), as speed against the vanilla LayerNorm FFN of its size.
+
+    'one wide GEMM': C + active channels at once, activation on a slice, one addmm. 'two GEMMs, addmm': the same with
+    separate matrices. 'three linears': what RePaMlpDeploy does.
+    """
+    rows = []
+    for dim, tokens in ((192, 8 * 197), (384, 8 * 197), (768, 197), (768, 8 * 197), (1024, 8 * 197)):
+        torch.manual_seed(0)
+        deploy = RePaMlp(dim, 4 * dim).eval().fuse().to(args.device, args.dtype)
+        vanilla = nn.Sequential(nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim)).eval().to(args.device, args.dtype)
+        x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype)
+        fc_in, fc_out, shortcut = deploy.fc_in, deploy.fc_out, deploy.shortcut
+        wide_weight = torch.cat([fc_in.weight, shortcut.weight]).detach()
+        wide_bias = torch.cat([fc_in.bias, shortcut.bias]).detach()
+
+        def one_gemm(x, dim=dim, weight=wide_weight, bias=wide_bias, fc_out=fc_out):
+            h = F.linear(x, weight, bias)
+            return torch.addmm(h[:, dim:], F.gelu(h[:, :dim]), fc_out.weight.t())
+
+        def two_gemms(x, fc_in=fc_in, shortcut=shortcut, fc_out=fc_out):
+            return torch.addmm(shortcut(x), F.gelu(fc_in(x)), fc_out.weight.t())
+
+        for form in (one_gemm, two_gemms):
+            torch.testing.assert_close(form(x), deploy(x), rtol=1e-3, atol=1e-4 if args.dtype == torch.float32 else .1)
+        rates = measure_throughput({
+            'vanilla': lambda x, vanilla=vanilla: x + vanilla(x),
+            'one wide GEMM': one_gemm,
+            'two GEMMs, addmm': two_gemms,
+            'three linears': deploy,
+        }, x, rounds=args.rounds)
+        vanilla_rate = rates.pop('vanilla')
+        rows.append({'C': dim, 'tokens': tokens, **{k: round(v / vanilla_rate, 2) for k, v in rates.items()}})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def bench_repa_infer(args):
+    """Inference throughput of vanilla timm backbones and of their RePa forms, folded or not; images per second."""
+    rows = []
+    for name, twin, twin_args, published in VIT_PAIRS:
+        if args.models and name not in args.models:
+            continue
+        models = {
+            'vanilla': timm.create_model(twin, **twin_args).eval(),
+            'unfolded': timm.create_model(name).eval(),
+        }
+        models['folded'] = reparameterize_model(models['unfolded'])
+        models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
+        x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
+        rates = measure_throughput(models, x, rounds=args.rounds, warmup=2)
+        rows.append({
+            'model': name,
+            **{k: round(v, 2) for k, v in rates.items()},
+            'folded / vanilla': round(rates['folded'] / rates['vanilla'], 2),
+            'paper': round(1 + published, 2),
+            'folded / unfolded': round(rates['folded'] / rates['unfolded'], 2),
+        })
+        print(rows[-1], flush=True)
+    return rows
+
+
+SECTIONS = {
+    'import': bench_import,
+    'fold-precision': bench_fold_precision,
+    'deploy-ffn': bench_deploy_ffn,
+    'repa-infer': bench_repa_infer,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog='\n'.join(f'{k}: {v.__doc__.splitlines()[0]}' for k, v in SECTIONS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('sections', nargs='+', choices=SECTIONS)
+    parser.add_argument('--models', nargs='*', help='only these models')
+    parser.add_argument('--device', default='cpu', type=torch.device)
+    parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16', 'float16'])
+    parser.add_argument('--batch-size', default=8, type=int)
+    parser.add_argument('--rounds', default=11, type=int)
+    args = parser.parse_args()
+    dtype, args.dtype = args.dtype, getattr(torch, args.dtype)
+    where = machine(args.device)
+    folder = RESULTS / re.sub(r'[^a-z0-9]+', '-', where.lower()).strip('-')
+    for name in args.sections:
+        rows = SECTIONS[name](args)
+        widths = {k: max(len(k), *(len(str(row[k])) for row in rows)) for k in rows[0]}
+        print('\n' + '  '.join(k.ljust(w) for k, w in widths.items()))
+        for row in rows:
+            print('  '.join(str(row[k]).ljust(w) for k, w in widths.items()))
+        report = {
+            'section': name,
+            'what': SECTIONS[name].__doc__,
+            'machine': where,
+            'date': date.today().isoformat(),
+            'command': shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+            'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'timm': timm.__version__,
+                         'timm_rep': timm_rep.__version__},
+            'device': str(args.device), 'dtype': dtype, 'batch_size': args.batch_size, 'rounds': args.rounds,
+            'rows': rows,
+        }
+        with replacing_files(folder) as temporary:
+            (temporary / f'{name}.json').write_text(json.dumps(report, indent=2) + '\n')
+        print(f'\n{folder / name}.json')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,78 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from timm_rep.cli import main
+from timm_rep.demo import run_demo
+
+
+@pytest.fixture(scope='module')
+def demo(tmp_path_factory):
+    return run_demo(tmp_path_factory.mktemp('demo') / 'new folder', epochs=1, seed=3)
+
+
+def test_results(demo):
+    plain, repa, folded = demo.rows.values()
+    assert repa['accuracy'] == folded['accuracy']
+    assert all(0 < row['accuracy'] <= 100 and row['throughput'] > 0 for row in demo.rows.values())
+    assert folded['params'] < 0.6 * repa['params']
+    assert folded['macs'] < 0.6 * plain['macs']
+    assert demo.logits_difference < 1e-5
+    assert demo.picture.read_bytes().startswith(b'\x89PNG')
+
+
+def test_usage_runs(demo):
+    assert demo.usage.count('\n') == 2
+    run = subprocess.run(
+        [sys.executable, '-c', demo.usage],
+        capture_output=True, text=True, check=True, env={**os.environ, 'HF_HUB_OFFLINE': '1'},
+    )
+    assert run.stdout.strip() in set('0123456789')
+
+
+def test_reproducible_by_seed(demo, tmp_path):
+    again = run_demo(tmp_path, epochs=1, seed=3)
+    first, second = (load_file(d.model_folder / 'model.safetensors') for d in (demo, again))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(v, second[k]) for k, v in first.items())
+    assert [row['accuracy'] for row in again.rows.values()] == [row['accuracy'] for row in demo.rows.values()]
+
+
+@pytest.mark.slow
+def test_learns(tmp_path, capsys):
+    """The command as a newcomer types it."""
+    assert main(['demo', '--output', str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith('RePa-DeiT, folded'))
+    assert float(row.split()[2].rstrip('%')) > 95
+    assert len(out.strip().splitlines()[-3:]) == 3
+    assert out.strip().splitlines()[-3].startswith('import timm, timm_rep')
+
+
+@pytest.mark.parametrize('args,message', [
+    (['--output', '{file}'], "cannot write to the output folder '{file}'"),
+    (['--device', 'cuda:99'], "cannot use the device 'cuda:99'"),
+    (['--device', 'toaster'], "cannot use the device 'toaster'"),
+    (['--epochs', '0'], 'epochs'),
+], ids=str)
+def test_refused_before_any_training(tmp_path, capsys, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / 'file'
+    file.write_text('old')
+    monkeypatch.setattr('timm_rep.demo._train', lambda *a: pytest.fail('trained'))
+    assert main(['demo', *(a.format(file=file) for a in args)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ''
+    assert message.format(file=file).lower() in captured.err.lower()
+    assert file.read_text() == 'old'
+
+
+def test_missing_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'sklearn', None)
+    monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)
+    assert main(['demo', '--output', str(tmp_path)]) == 1
+    assert "pip install 'timm-rep[demo]'" in capsys.readouterr().err

@@ -1,0 +1,29 @@
+import pytest
+
+from timm_rep.paper import PAPER_ROWS, _agreement, count_row
+from timm_rep.profiling import Macs
+
+
+@pytest.mark.parametrize('row', PAPER_ROWS, ids=lambda row: f'{row.table}-{row.label}-{row.folded}')
+def test_every_row(row):
+    """Parameters within 0.1 M, and one of the two counts of MACs within 3% or equal at the printed decimal."""
+    count = count_row(row)
+    assert abs(count.params / 1e6 - row.params) <= 0.1
+    assert count.agrees is not None
+    nearest = count.macs.total if count.agrees.startswith('with ') else count.macs.projections
+    if count.agrees.endswith('rounded'):
+        assert round(nearest / 1e9, 1) == row.gmacs
+    else:
+        assert abs(nearest / 1e9 - row.gmacs) <= 0.03 * row.gmacs
+
+
+def test_tables_are_covered():
+    assert {row.table for row in PAPER_ROWS} == {1, 2, 3, 4, 5, 8}
+
+
+def test_agreement():
+    macs = Macs(projections=1_000_000_000, attention=200_000_000)
+    assert _agreement(1.02, macs) == 'without attention'
+    assert _agreement(1.19, macs) == 'with attention'
+    assert _agreement(1.1, macs) is None
+    assert _agreement(0.6, Macs(640_000_000, 180_000_000)) == 'without attention, rounded'

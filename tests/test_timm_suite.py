@@ -1,0 +1,44 @@
+"""timm's own model tests on this package's models: ``pytest -m timm_suite``."""
+import os
+import sys
+import tarfile
+
+import pytest
+import timm
+
+from tests.fresh_environment import run
+
+# For models with a 4-D output. timm leaves its own token models out by their names, and gives them another test.
+CONV_CONFIGS = 'test_model_default_cfgs'
+TOKEN_CONFIGS = """
+import timm, timm_rep
+from tests.test_models import test_model_default_cfgs_non_std as check
+
+for name in timm.list_models('repa_*'):
+    check(name, 1, 'meta')
+"""
+
+
+@pytest.mark.timm_suite
+@pytest.mark.timeout(3600)
+def test_models(tmp_path):
+    run([
+        sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--no-binary', 'timm', '--dest', str(tmp_path),
+        f'timm=={timm.__version__}',
+    ])
+    with tarfile.open(tmp_path / f'timm-{timm.__version__}.tar.gz') as archive:
+        archive.extractall(tmp_path, filter='data')
+    suite = tmp_path / f'timm-{timm.__version__}'
+    env = {**os.environ, 'TORCH_BACKEND': 'timm_rep', 'TIMEOUT': '1200'}
+    run([sys.executable, '-c', TOKEN_CONFIGS], cwd=suite, env=env)
+    out = run(
+        [
+            sys.executable, '-m', 'pytest', 'tests/test_models.py', '-q', '-k', 'repa_',
+            '--deselect', f'tests/test_models.py::{CONV_CONFIGS}',
+        ],
+        cwd=suite,
+        env=env,
+    )
+    print(out)
+    assert ' passed' in out
+    assert ' failed' not in out
