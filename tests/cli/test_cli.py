@@ -42,3 +42,32 @@ def test_installed_command():
         [sys.executable, '-c', 'from timm_rep.cli import main; raise SystemExit(main(["--version"]))'],
         capture_output=True, text=True, check=True)
     assert run.stdout == f'timm-rep {__version__}\n'
+
+
+def test_run_script_as_python_would(tmp_path):
+    (tmp_path / 'beside.py').write_text('x = 7')
+    script = tmp_path / 'script.py'
+    script.write_text(
+        'import sys, beside, timm\n'
+        'if __name__ == "__main__":\n'
+        '    print(sys.argv, beside.x, timm.is_model("repa_deit_tiny"))\n'
+        '    raise SystemExit(3)\n')
+    code = 'import sys; from timm_rep.cli import main; main(sys.argv[1:])'
+    run = subprocess.run(
+        [sys.executable, '-c', code, 'run', str(script), '--model', 'm', '-b', '1'], capture_output=True, text=True)
+    assert run.stdout == f"{[str(script), '--model', 'm', '-b', '1']} 7 True\n"
+    assert run.returncode == 3
+
+
+def test_run_without_script(capsys):
+    assert main(['run', 'nowhere.py']) == 1
+    assert capsys.readouterr().err == "timm-rep: no script at 'nowhere.py'.\n"
+
+
+def test_run_shows_where_a_script_fails(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, 'argv', [])
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    script = tmp_path / 'script.py'
+    script.write_text('def f():\n    raise ValueError("deep inside")\n\n\nf()\n')
+    assert main(['run', str(script)]) == 1
+    assert 'line 2, in f' in capsys.readouterr().err

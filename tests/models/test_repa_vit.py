@@ -313,6 +313,10 @@ class TestContract:
 
     def test_fx(self, model):
         feature_extraction = pytest.importorskip('torchvision.models.feature_extraction')
+        try:
+            feature_extraction.get_graph_node_names(timm.create_model('deit_tiny_patch16_224', **TINY))
+        except TypeError as e:
+            pytest.skip(f"FX cannot trace this timm's own ViT: {e}")
         _, names = feature_extraction.get_graph_node_names(model)
         net = feature_extraction.create_feature_extractor(model, [names[-1]])
         assert torch.allclose(net(images())[names[-1]], model(images()), atol=1e-6)
