@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import timm_rep
+from tests.reference.ffn import relative
 
 NAMES = ['repa_vit_theta50', 'repa_vit_theta75', 'repa_vit_theta100', 'repa_vit_linear_schedule']
 TINY = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -23,10 +24,6 @@ def released(model):
 
 def tiny(**kwargs):
     return timm.create_model('repa_deit_tiny', **{**TINY, **kwargs}).eval()
-
-
-def relative(x, y):
-    return ((x - y).abs().max() / y.abs().max()).item()
 
 
 @pytest.mark.parametrize('name', NAMES)

@@ -7,28 +7,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.utils import reparameterize_model
 
-from tests.reference.ffn import ffn
+from tests.reference.ffn import ffn, relative, wild_
 from timm_rep.layers import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 
 ACTS = {nn.GELU: F.gelu, nn.SiLU: F.silu, nn.ReLU: F.relu}
-
-
-def wild_(mlp, seed=0, log_var=(-8, 8)):
-    """Give a RePaMlp weights and statistics that no initialization has: negative gammas, tiny and huge variances."""
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in mlp.named_parameters():
-            scale = 1. if 'norm' in name or 'ls' in name else p.shape[-1] ** -0.5
-            p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) * scale)
-        for norm in (mlp.norm1, mlp.norm2):
-            shape = norm.running_mean.shape
-            norm.running_mean.copy_(torch.randn(shape, generator=g) * 3)
-            norm.running_var.copy_(10 ** torch.empty(shape).uniform_(*log_var, generator=g))
-    return mlp
-
-
-def relative(x, y):
-    return ((x - y).abs().max() / y.abs().max()).item()
 
 
 @pytest.mark.parametrize('training', [False, True])

@@ -13,8 +13,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401
-from tests.layers.test_channel_idle import relative, wild_
-from tests.reference.ffn import ffn
+from tests.reference.ffn import ffn, relative, wild_
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
 VARIANTS = [
