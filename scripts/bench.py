@@ -14,7 +14,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from datetime import date
 from pathlib import Path
 

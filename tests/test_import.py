@@ -14,10 +14,14 @@ def state():
 
 modules, before = set(sys.modules), state()
 models = set(timm.list_models())
-import timm_rep
+import timm_rep  # also makes timm.optim an attribute of timm, as users type it
+timm.optim.create_optimizer_v2
 assert state() == before, 'global state changed'
 new = {m for m in sys.modules if m not in modules}
-print(sorted(m for m in new if not m.startswith('timm_rep')))
+# timm.optim is timm's own part that holds the registry of optimizers, and what it brings
+import timm.optim
+print(sorted(m for m in new if not m.startswith(('timm_rep', 'timm.'))))
+assert {'repsgd', 'repadamw'} <= set(timm.optim.list_optimizers())
 assert set(timm.list_models()) - models == set(timm.list_models('repa_*')) != set()
 assert models <= set(timm.list_models())
 """

@@ -1,0 +1,184 @@
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.reference.ffn import relative
+from tests.reference.rep_optim import grad_mult
+from timm_rep.layers import ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock
+from timm_rep.optim import GradMult, GradTerm, RepAdamW, RepSGD, set_grad_mult
+
+C3, C1, ID = ConvBranch(3), ConvBranch(1), IdentityBranch()
+CSLAS = {
+    'RepOpt-VGG': Csla(8, 8, (C3, C1, ID)),
+    'RepOpt-VGG, first of a stage': Csla(4, 8, (C3, C1), stride=2),
+    'RepOpt-GhostNet': Csla(8, 8, (C3, ID), groups=8),
+    'GhostNet 5x5': Csla(6, 6, (ConvBranch(5), ID), groups=6),
+    'asymmetric': Csla(6, 6, (ConvBranch((1, 3)), ConvBranch((3, 1)), C3)),
+    'groups': Csla(8, 8, (C3, C1, ID), groups=2),
+    'groups, stride, no identity': Csla(8, 4, (ConvBranch(5), C3), stride=(2, 1), groups=4),
+    '1x1 and identity': Csla(5, 5, (C1, ID)),
+    'no branch covers the kernel': Csla(4, 4, (ConvBranch((1, 5)), ConvBranch((3, 1)), ID)),
+    'twice the same': Csla(4, 4, (C3, ConvBranch(3, name='again'), C1, ID)),
+    'one branch': Csla(4, 4, (C3,)),
+    'identity': Csla(4, 4, (ID,)),
+}
+
+
+def random_scales(csla, seed=0, dtype=torch.float64):
+    """Of both signs, as the released ones, one of them zero."""
+    g = torch.Generator().manual_seed(seed)
+    scales = {name: torch.randn(csla.out_channels, generator=g, dtype=dtype) for name in csla.scaled}
+    for scale in scales.values():
+        scale[0] = 0.
+    return scales
+
+
+def train_both(csla, scales, block_opt, target_opt, steps=50, seed=0):
+    """Train the CSLA block and the target operator on the same data, each followed by a BatchNorm."""
+    g = torch.Generator().manual_seed(seed)
+    block = torch.nn.Sequential(CslaBlock(csla, scales, dtype=torch.float64), torch.nn.BatchNorm2d(csla.out_channels))
+    target = torch.nn.Sequential(csla.target(dtype=torch.float64), torch.nn.BatchNorm2d(csla.out_channels))
+    block.double()
+    target.double()
+    with torch.no_grad():
+        target[0].weight.copy_(block[0].equivalent_kernel())
+    set_grad_mult(target[0].weight, csla.grad_mult(scales))
+    optimizers = block_opt(block.parameters()), target_opt(target.parameters())
+    for _ in range(steps):
+        x = torch.randn(3, csla.in_channels, 7, 6, generator=g, dtype=torch.float64)
+        outputs = [block(x), target(x)]
+        y = torch.randn(outputs[0].shape, generator=g, dtype=torch.float64)
+        for optimizer, output in zip(optimizers, outputs):
+            optimizer.zero_grad()
+            F.mse_loss(output, y).backward()
+            optimizer.step()
+    return relative(outputs[1], outputs[0]), relative(target[0].weight, block[0].equivalent_kernel())
+
+
+@pytest.mark.parametrize('name', CSLAS)
+class TestEveryBlock:
+    def test_target_is_the_block(self, name):
+        csla = CSLAS[name]
+        scales = random_scales(csla)
+        x = torch.randn(2, csla.in_channels, 9, 8, dtype=torch.float64)
+        for cls in (CslaBlock, SearchBlock):
+            block = cls(csla, scales, dtype=torch.float64)
+            target = csla.target(dtype=torch.float64)
+            assert target.weight.shape == csla.kernel_shape
+            with torch.no_grad():
+                for weight in block.weights.values():
+                    weight.normal_()
+                target.weight.copy_(block.equivalent_kernel())
+            torch.testing.assert_close(target(x), block(x))
+            assert all(s.requires_grad == (cls is SearchBlock) for s in block.scales.values())
+
+    @pytest.mark.parametrize('rule,power', [('squared', 2), ('absolute', abs)])
+    def test_grad_mult(self, name, rule, power):
+        csla = CSLAS[name]
+        scales = random_scales(csla)
+        branches = [(b.name, None if isinstance(b, IdentityBranch) else b.kernel_size) for b in csla.branches]
+        expected = grad_mult(csla.kernel_shape, branches, scales, power)
+        mult = csla.grad_mult(scales)
+        torch.testing.assert_close(mult.dense(rule, torch.float64), expected)
+        x = torch.randn(csla.kernel_shape, dtype=torch.float64)
+        torch.testing.assert_close(mult.multiply(x, rule), x * expected)
+        middle = csla.out_channels // 2
+        torch.testing.assert_close(mult.multiply(x[middle:], rule, start=middle), (x * expected)[middle:])
+        shard = mult.rows(middle, csla.out_channels)
+        torch.testing.assert_close(shard.multiply(x[middle:], rule), (x * expected)[middle:])
+        again = pickle.loads(pickle.dumps(copy.deepcopy(mult)))
+        assert torch.equal(again.dense(rule), mult.dense(rule))
+
+    @pytest.mark.parametrize('kwargs', [
+        dict(lr=.1),
+        dict(lr=.05, momentum=.9, weight_decay=1e-3, nesterov=True),
+        dict(lr=.01, momentum=.8, dampening=.3, weight_decay=.1),
+        dict(lr=.02, momentum=.9, maximize=True),
+    ], ids=str)
+    def test_csla_is_gr_under_sgd(self, name, kwargs):
+        """The proposition: same outputs and kernels after 50 steps."""
+        csla = CSLAS[name]
+        differences = train_both(
+            csla, random_scales(csla), lambda p: torch.optim.SGD([x for x in p if x.requires_grad], **kwargs),
+            lambda p: RepSGD(p, **kwargs))
+        assert max(differences) < 1e-10
+
+    @pytest.mark.parametrize('kwargs', [
+        dict(lr=.01, weight_decay=.1),
+        dict(lr=.003, betas=(.8, .9), amsgrad=True),
+    ], ids=str)
+    def test_csla_is_gr_under_adamw(self, name, kwargs):
+        csla = CSLAS[name]
+        differences = train_both(
+            csla, random_scales(csla),
+            lambda p: torch.optim.AdamW([x for x in p if x.requires_grad], eps=1e-16, **kwargs),
+            lambda p: RepAdamW(p, eps=1e-16, **kwargs))
+        assert max(differences) < 1e-6
+
+
+def test_signed_sum_of_the_released_adamw_breaks_the_equivalence():
+    """With negative scales, of which the released files have many, only the absolute values keep CSLA = GR."""
+    csla = CSLAS['RepOpt-VGG']
+    scales = random_scales(csla)
+    assert any((s < 0).any() for s in scales.values())
+
+    class Signed(GradMult):
+        def vectors(self, rule, device, dtype):
+            return [(term.kernel_size, term.scale.to(device, dtype)[:, None, None, None], term.diagonal)
+                    for term in sorted(self.terms, key=lambda t: (t.diagonal, -t.kernel_size[0]))]
+
+    def adamw(params):
+        return torch.optim.AdamW([p for p in params if p.requires_grad], lr=.01, eps=1e-16)
+
+    def signed_adamw(params):
+        params = list(params)
+        mult = params[0].grad_mult
+        set_grad_mult(params[0], Signed(mult.shape, mult.terms))
+        return RepAdamW(params, lr=.01, eps=1e-16)
+
+    ours = train_both(csla, scales, adamw, lambda p: RepAdamW(p, lr=.01, eps=1e-16))
+    released = train_both(csla, scales, adamw, signed_adamw)
+    assert max(ours) < 1e-10
+    assert min(released) > 1e-3
+
+
+def test_initial_kernel():
+    """Equation 4: unit scales on the diagonal, both kernels scaled."""
+    csla = Csla(64, 64, (C3, C1, ID))
+    scales = {'conv3x3': torch.full((64,), 3.), 'conv1x1': torch.zeros(64)}
+    torch.manual_seed(0)
+    kernel = csla.initial_kernel(scales)
+    torch.manual_seed(0)
+    plain = CslaBlock(csla, scales).weights['conv3x3']
+    expected = 3 * plain.detach()
+    expected[torch.arange(64), torch.arange(64), 1, 1] += 1
+    torch.testing.assert_close(kernel, expected)
+    bound = (1 / (64 * 9)) ** .5  # torch's default for a convolution
+    assert plain.abs().max() <= bound
+    assert plain.abs().max() > .9 * bound
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match='odd'):
+        ConvBranch(2)
+    with pytest.raises(ValueError, match='name of its own'):
+        Csla(4, 4, (C3, C3))
+    with pytest.raises(ValueError, match='at least one branch'):
+        Csla(4, 4, ())
+    with pytest.raises(ValueError, match='groups=3'):
+        Csla(4, 4, (C3,), groups=3)
+    for kwargs in (dict(out_channels=8), dict(out_channels=4, stride=2)):
+        with pytest.raises(ValueError, match='identity branch'):
+            Csla(4, branches=(C3, ID), **kwargs)
+    csla = CSLAS['RepOpt-VGG']
+    with pytest.raises(ValueError, match="'conv1x1'"):
+        csla.grad_mult({'conv3x3': torch.ones(8)})
+    with pytest.raises(ValueError, match=r'\(7,\).*8 output channels'):
+        CslaBlock(csla, {'conv3x3': torch.ones(7), 'conv1x1': torch.ones(8)})
+    with pytest.raises(ValueError, match='does not fit'):
+        GradMult((8, 8, 3, 3), [GradTerm((2, 2), torch.ones(8))])
+    with pytest.raises(ValueError, match=r'\(8, 8, 3, 3\).*\(8, 8, 1, 1\)'):
+        set_grad_mult(torch.zeros(8, 8, 1, 1), csla.grad_mult(random_scales(csla)))

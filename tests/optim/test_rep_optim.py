@@ -1,0 +1,293 @@
+import copy
+import warnings
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.optim import create_optimizer_v2, list_optimizers
+
+import timm_rep.optim._chunks as chunks
+from tests.reference.ffn import relative
+from timm_rep.layers import ConvBranch, Csla, IdentityBranch
+from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult, set_grad_mult
+
+PAIRS = [(RepSGD, torch.optim.SGD), (RepAdamW, torch.optim.AdamW)]
+SGD_ARGS = [
+    dict(),
+    dict(momentum=.9, nesterov=True, weight_decay=.1),
+    dict(momentum=.5, dampening=.2, maximize=True),
+    dict(momentum=.9, foreach=True),
+    dict(momentum=.9, foreach=False),
+    dict(momentum=.9, fused=True),
+]
+ADAMW_ARGS = [dict(), dict(weight_decay=.3, amsgrad=True), dict(maximize=True), dict(foreach=True), dict(fused=True)]
+
+
+def csla(channels=8):
+    return Csla(channels, channels, (ConvBranch(3), ConvBranch(1), IdentityBranch()))
+
+
+def scales(channels=8):
+    return {name: torch.randn(channels) for name in csla(channels).scaled}
+
+
+def net(dtype=torch.float32, channels=8, attach=True):
+    """Two convolutions with a GradMult, and parameters without one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, channels, 3, 2, 1), csla(channels).target(), nn.BatchNorm2d(channels), nn.ReLU(),
+        csla(channels).target(), nn.Flatten(), nn.LazyLinear(5),
+    )
+    model(torch.randn(2, 3, 16, 16))
+    if attach:
+        for i in (1, 4):
+            set_grad_mult(model[i].weight, csla(channels).grad_mult(scales(channels)))
+    return model.to(dtype)
+
+
+def batch(dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 3, 16, 16, generator=g).to(dtype), torch.arange(4)
+
+
+def backward(model, dtype=torch.float32, seed=0):
+    x, y = batch(dtype, seed)
+    model.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def reference_sgd(params, grads, buffers, mults, lr, momentum=0., dampening=0., weight_decay=0., nesterov=False,
+                  maximize=False, **_):
+    """One step, tensor by tensor; the multiplier on the gradient, before weight decay and momentum."""
+    for i, (p, g, m) in enumerate(zip(params, grads, mults)):
+        d = (-g if maximize else g) * m + weight_decay * p
+        if momentum:
+            buffers[i] = d.clone() if buffers[i] is None else momentum * buffers[i] + (1 - dampening) * d
+            d = d + momentum * buffers[i] if nesterov else buffers[i]
+        p -= lr * d
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@pytest.mark.parametrize('channels_last', [False, True])
+@pytest.mark.parametrize('kwargs', SGD_ARGS, ids=str)
+def test_sgd_against_reference(kwargs, channels_last, dtype, monkeypatch):
+    monkeypatch.setattr(chunks, '_CHUNK_BYTES', 2000)  # several chunks a parameter, the last one smaller
+    model = net(dtype)
+    model = model.to(memory_format=torch.channels_last) if channels_last else model
+    params = list(model.parameters())
+    mults = [m.dense('squared', torch.float64).to(dtype) if (m := get_grad_mult(p)) else torch.ones(()) for p in params]
+    expected, buffers = [p.detach().clone() for p in params], [None] * len(params)
+    optimizer = RepSGD(params, lr=.05, **kwargs)
+    for step in range(4):
+        backward(model, dtype, step)
+        grads = [p.grad.clone() for p in params]
+        reference_sgd(expected, grads, buffers, mults, lr=.05, **kwargs)
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(params, grads))  # left as the backward pass wrote it
+        for p, e in zip(params, expected):
+            assert relative(p.detach(), e) < (1e-5 if dtype == torch.float32 else 1e-12)
+            e.copy_(p.detach())
+        buffers = [optimizer.state[p].get('momentum_buffer') for p in params]
+        buffers = [None if b is None else b.clone() for b in buffers]
+
+
+@pytest.mark.parametrize('kwargs', ADAMW_ARGS, ids=str)
+def test_adamw_against_torch(kwargs, monkeypatch):
+    """What torch's AdamW moves a parameter by, less its decay, times the multiplier."""
+    monkeypatch.setattr(chunks, '_CHUNK_BYTES', 2000)
+    model = net(torch.float64)
+    params = list(model.parameters())
+    mults = [m.dense('absolute', torch.float64) if (m := get_grad_mult(p)) else torch.ones(()) for p in params]
+    bare = [nn.Parameter(torch.zeros_like(p)) for p in params]
+    lr, decay = .01, kwargs.get('weight_decay', .01)
+    optimizer = RepAdamW(params, lr=lr, **kwargs)
+    reference = torch.optim.AdamW(bare, lr=lr, **{**kwargs, 'weight_decay': 0.})
+    for step in range(4):
+        backward(model, torch.float64, step)
+        before = [p.detach().clone() for p in params]
+        for b, p in zip(bare, params):
+            b.data.zero_()
+            b.grad = p.grad.clone()
+        reference.step()
+        optimizer.step()
+        for p, old, b, m in zip(params, before, bare, mults):
+            torch.testing.assert_close(p.detach(), old * (1 - lr * decay) + m * b.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+@pytest.mark.parametrize('flags', [dict(), dict(foreach=True), dict(foreach=False), dict(fused=True)], ids=str)
+def test_without_grad_mults_it_is_torch(rep, plain, flags):
+    models = net(attach=False), net(attach=False)
+    ours = rep(models[0].parameters(), lr=.1, strict=False, **flags)
+    optimizers = ours, plain(models[1].parameters(), lr=.1, **flags)
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers):
+            backward(model, seed=step)
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_state_dicts_go_both_ways(rep, plain):
+    kwargs = dict(lr=.1, momentum=.9) if rep is RepSGD else dict(lr=.1)
+    model = net()
+    optimizer = rep(model.parameters(), **kwargs)
+    backward(model)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = plain(net(attach=False).parameters(), **kwargs)
+    other.load_state_dict(saved)
+    again = rep(model.parameters(), **kwargs)
+    again.load_state_dict(other.state_dict())
+    back = again.state_dict()
+    assert saved['param_groups'] == back['param_groups']
+    assert saved['state'].keys() == back['state'].keys()
+    for i, state in saved['state'].items():
+        assert state.keys() == back['state'][i].keys()
+        assert all(torch.equal(v, back['state'][i][k]) for k, v in state.items())
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_resumed_is_uninterrupted(rep, plain):
+    kwargs = dict(lr=.05, momentum=.9) if rep is RepSGD else dict(lr=.05)
+    straight, resumed = net(), net()
+    optimizer = rep(straight.parameters(), **kwargs)
+    for step in range(4):
+        backward(straight, seed=step)
+        optimizer.step()
+    optimizer = rep(resumed.parameters(), **kwargs)
+    for step in range(4):
+        if step == 2:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = rep(resumed.parameters(), **kwargs)
+            optimizer.load_state_dict(state)
+        backward(resumed, seed=step)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), resumed.parameters()))
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_closure_and_hooks_run_once(rep, plain):
+    model = net()
+    optimizer = rep(model.parameters(), lr=.1)
+    plain(net(attach=False).parameters(), lr=.1)  # patches torch's own step with its hooks
+    calls = []
+    optimizer.register_step_pre_hook(lambda *a: calls.append('pre'))
+    optimizer.register_step_post_hook(lambda *a: calls.append('post'))
+    loss = optimizer.step(lambda: backward(model))
+    assert loss.item() > 0
+    assert calls == ['pre', 'post']
+
+
+def test_parameters_without_gradient_are_left_alone():
+    model = net()
+    optimizer = RepSGD(model.parameters(), lr=.1, momentum=.9, weight_decay=.1)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_parameter_groups_and_schedules():
+    model = net()
+    others = [p for p in model.parameters() if p is not model[1].weight]
+    optimizer = RepSGD([{'params': [model[1].weight], 'lr': 0.}, {'params': others}], lr=.1)
+    before = model[1].weight.detach().clone(), model[4].weight.detach().clone()
+    backward(model)
+    optimizer.step()
+    assert torch.equal(model[1].weight, before[0])
+    assert not torch.equal(model[4].weight, before[1])
+
+
+def test_registered_with_timm():
+    described = dict(list_optimizers(with_description=True))
+    for name in ('repsgd', 'repadamw'):
+        assert name in list_optimizers()
+        assert 'GradMult' in described[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        sgd = create_optimizer_v2(net(), opt='repsgd', lr=.1, weight_decay=4e-5)
+    assert type(sgd) is RepSGD
+    assert [g['weight_decay'] for g in sgd.param_groups] == [0., 4e-5]
+    assert sgd.defaults['nesterov']
+    assert sgd.defaults['momentum'] == .9
+    adamw = create_optimizer_v2(net(), opt='repadamw', lr=.1, betas=(.8, .9), eps=1e-6)
+    assert type(adamw) is RepAdamW
+    assert adamw.defaults['betas'] == (.8, .9)
+    model = net()
+    lookahead = create_optimizer_v2(model, opt='lookahead_repsgd', lr=.1)
+    for step in range(7):
+        backward(model, seed=step)
+        lookahead.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_refusals(rep, plain):
+    name = rep.__name__
+    with pytest.raises(ValueError, match=rf'{name}.*no parameter with a GradMult.*attach_grad_mults.*strict=False'):
+        rep(timm.create_model('test_resnet').parameters(), lr=.1)
+    param = nn.Parameter(torch.zeros(8, 8, 3, 3))
+    set_grad_mult(param, csla().grad_mult(scales()))
+    optimizer = rep([param], lr=.1)
+    param.grad = torch.zeros(8, 8, 3, 3).to_sparse()
+    with pytest.raises(RuntimeError, match='sparse'):
+        optimizer.step()
+    param = nn.Parameter(torch.zeros(8, 8, 3, 3, dtype=torch.complex64))
+    set_grad_mult(param, csla().grad_mult(scales()))
+    optimizer = rep([param], lr=.1)
+    param.grad = torch.zeros_like(param)
+    with pytest.raises(RuntimeError, match='complex'):
+        optimizer.step()
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_low_precision_parameters(rep, plain, dtype):
+    model = net(dtype)
+    optimizer = rep(model.parameters(), lr=.1)
+    before = model[1].weight.detach().clone()
+    backward(model, dtype)
+    optimizer.step()
+    assert model[1].weight.dtype == dtype
+    assert model[1].weight.isfinite().all()
+    assert not torch.equal(before, model[1].weight)
+
+
+class TestMultiplierStaysAttached:
+    def test_through_conversions(self):
+        model = net()
+        mult = get_grad_mult(model[1].weight)
+        for convert in (
+                nn.Module.half, nn.Module.float, nn.Module.double,
+                lambda m: m.to(memory_format=torch.channels_last), lambda m: m.requires_grad_(True),
+                lambda m: m.load_state_dict(net(attach=False).state_dict()) and m,
+        ):
+            convert(model)
+            assert get_grad_mult(model[1].weight) is mult
+
+    def test_vectors_are_compact(self):
+        """O(channels), made once for each device and dtype."""
+        mult = csla(64).grad_mult(scales(64))
+        vectors = mult.vectors('squared', torch.device('cpu'), torch.float32)
+        assert sum(v.numel() for _, v, _ in vectors) == 3 * 64
+        assert mult.vectors('squared', torch.device('cpu'), torch.float32) is vectors
+
+
+@pytest.mark.parametrize('rule', ['sgd', 'adamw'])
+def test_recorded_training(recorded, rule):
+    """The released optimizers' multipliers, which agree with ours where no scale is negative."""
+    tensors, config = recorded(f'repopt_vgg_train_{rule}')
+    assert config['rule'] == rule
+    blocks = sorted({int(k.split('.')[1]) for k in tensors if k.startswith('scales.')})
+    names = [k.removeprefix('grad_mult.') for k in tensors if k.startswith('grad_mult.')]
+    for block, name in zip(blocks, sorted(names)):
+        expected = tensors[f'grad_mult.{name}']
+        found = [tensors[k] for k in sorted(tensors) if k.startswith(f'scales.{block}.')]
+        branches = (ConvBranch(3), ConvBranch(1)) + ((IdentityBranch(),) if len(found) == 3 else ())
+        spec = Csla(expected.shape[1], expected.shape[0], branches)
+        mult = spec.grad_mult({'conv1x1': found[-2], 'conv3x3': found[-1]})
+        torch.testing.assert_close(mult.dense('squared' if rule == 'sgd' else 'absolute'), expected)

@@ -1,0 +1,245 @@
+"""Constant-Scale Linear Addition: one description of a block's linear branches, and all that follows from it.
+
+`Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.2, appendix A.
+
+A CSLA block is a sum of linear branches on the same input, each ``scale * operator``. The same function is one
+convolution, and training that one with its gradients multiplied by constants (its GradMult) is training the block:
+CSLA = GR.
+"""
+import math
+from dataclasses import dataclass
+from typing import Dict, Mapping, Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from timm_rep.optim.grad_mult import GradMult, GradTerm
+
+__all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'IdentityBranch', 'SearchBlock']
+
+
+def _pair(x: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
+    return (x, x) if isinstance(x, int) else (int(x[0]), int(x[1]))
+
+
+@dataclass(frozen=True)
+class ConvBranch:
+    """A convolution with a constant scale for each output channel.
+
+    Attributes:
+        kernel_size: (height, width) or one number, odd: the branches' kernels share their centre.
+        name: Name of the branch, of its scale in a Scales file and of its parameters; from the kernel size if None.
+    """
+    kernel_size: Union[int, Tuple[int, int]]
+    name: Optional[str] = None
+
+    def __post_init__(self):
+        kernel_size = _pair(self.kernel_size)
+        if any(k < 1 or k % 2 == 0 for k in kernel_size):
+            raise ValueError(
+                f'The kernels of a CSLA block share their centre, so their sizes are odd, got {kernel_size}.')
+        object.__setattr__(self, 'kernel_size', kernel_size)
+        object.__setattr__(self, 'name', self.name or f'conv{kernel_size[0]}x{kernel_size[1]}')
+
+
+@dataclass(frozen=True)
+class IdentityBranch:
+    """The input, with a trainable scale for each channel and the constant 1: a depthwise 1 x 1 convolution."""
+    name: str = 'identity'
+    kernel_size = (1, 1)
+
+
+@dataclass(frozen=True)
+class Csla:
+    """The linear branches of a block.
+
+    Attributes:
+        in_channels: Input channels.
+        out_channels: Output channels.
+        branches: At least one ConvBranch or IdentityBranch, of different names.
+        stride: (height, width) or one number.
+        groups: Groups of every convolution.
+
+    Raises:
+        ValueError: The branches do not add up to one operator; the message says which and why.
+    """
+    in_channels: int
+    out_channels: int
+    branches: Tuple[Union[ConvBranch, IdentityBranch], ...]
+    stride: Union[int, Tuple[int, int]] = 1
+    groups: int = 1
+
+    def __post_init__(self):
+        object.__setattr__(self, 'stride', _pair(self.stride))
+        object.__setattr__(self, 'branches', tuple(self.branches))
+        names = [branch.name for branch in self.branches]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f'A CSLA block has at least one branch, each with a name of its own, got {names}.')
+        if self.in_channels % self.groups or self.out_channels % self.groups:
+            raise ValueError(
+                f'groups={self.groups} must divide in_channels={self.in_channels} and '
+                f'out_channels={self.out_channels}.')
+        has_identity = any(isinstance(branch, IdentityBranch) for branch in self.branches)
+        if has_identity and (self.in_channels != self.out_channels or self.stride != (1, 1)):
+            raise ValueError(
+                f'An identity branch needs as many output as input channels and stride 1, got {self.in_channels} to '
+                f'{self.out_channels} channels at stride {self.stride}: leave it out of this block.')
+
+    @property
+    def kernel_size(self) -> Tuple[int, int]:
+        """Kernel of the target operator: the smallest that covers every branch."""
+        return tuple(max(branch.kernel_size[axis] for branch in self.branches) for axis in (0, 1))
+
+    @property
+    def scaled(self) -> Tuple[str, ...]:
+        """Names of the branches that have a scale."""
+        return tuple(branch.name for branch in self.branches if isinstance(branch, ConvBranch))
+
+    @property
+    def kernel_shape(self) -> Tuple[int, int, int, int]:
+        """Shape of the target operator's kernel, (out_channels, in_channels / groups, height, width)."""
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    def check_scales(self, scales: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        """The scales of the conv branches, each (out_channels,); others, as a search model's identity has, are dropped.
+
+        Raises:
+            ValueError: One is missing or misshapen.
+        """
+        for name in self.scaled:
+            if name not in scales:
+                raise ValueError(f'No scale for the branch {name!r}: the block has {list(self.scaled)}.')
+            if tuple(scales[name].shape) != (self.out_channels,):
+                raise ValueError(
+                    f'The scale of the branch {name!r} has the shape {tuple(scales[name].shape)}, expected one number '
+                    f'for each of the {self.out_channels} output channels.')
+        return {name: scales[name].detach() for name in self.scaled}
+
+    def target(self, bias: bool = False, device=None, dtype=None) -> nn.Conv2d:
+        """The target operator: one convolution, freshly initialized as torch does."""
+        return nn.Conv2d(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            stride=self.stride,
+            padding=tuple(k // 2 for k in self.kernel_size),
+            groups=self.groups,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+
+    def grad_mult(self, scales: Mapping[str, torch.Tensor]) -> GradMult:
+        """The multiplier of the target kernel's gradient or update (eq. 3, appendix A).
+
+        Args:
+            scales: Constant scale of each conv branch, (out_channels,).
+        """
+        scales = self.check_scales(scales)
+        return GradMult(self.kernel_shape, [
+            GradTerm(branch.kernel_size, scales[branch.name])
+            if isinstance(branch, ConvBranch) else GradTerm(branch.kernel_size, torch.ones(self.out_channels), True)
+            for branch in self.branches
+        ])
+
+    def kernel(self, weights: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The kernel of the one convolution that equals the block (eq. 4).
+
+        Args:
+            weights: For a conv branch its kernel, for an identity branch its trainable scale (channels,).
+            scales: Constant scale of each conv branch, (out_channels,).
+
+        Returns:
+            The kernel, of shape kernel_shape.
+        """
+        scales = self.check_scales(scales)
+        total = torch.zeros(self.kernel_shape, dtype=next(iter(weights.values())).dtype)
+        for branch in self.branches:
+            weight = weights[branch.name].detach()
+            if isinstance(branch, IdentityBranch):
+                weight = self._diagonal(weight)
+            else:
+                weight = weight * scales[branch.name].to(weight)[:, None, None, None]
+            total = total.to(weight.device) + self._padded(weight)
+        return total
+
+    def initial_kernel(self, scales: Mapping[str, torch.Tensor], device=None, dtype=None) -> torch.Tensor:
+        """A fresh kernel by the rule of initialization (eq. 4): that of an independently initialized CSLA block."""
+        block = CslaBlock(self, scales, device=device, dtype=dtype)
+        return block.equivalent_kernel()
+
+    def _padded(self, kernel: torch.Tensor) -> torch.Tensor:
+        height, width = ((whole - part) // 2 for whole, part in zip(self.kernel_size, kernel.shape[2:]))
+        return F.pad(kernel, (width, width, height, height))
+
+    def _diagonal(self, scale: torch.Tensor) -> torch.Tensor:
+        """The 1 x 1 kernel that multiplies every channel by its scale."""
+        width = self.in_channels // self.groups
+        kernel = scale.new_zeros(self.out_channels, width, 1, 1)
+        rows = torch.arange(self.out_channels, device=scale.device)
+        kernel[rows, rows % width, 0, 0] = scale
+        return kernel
+
+
+class CslaBlock(nn.Module):
+    """A CSLA block as it is declared: every branch an operator of its own, with constant scales.
+
+    Input (N, in_channels, H, W), output (N, out_channels, H', W'). For tests and ablations: the target operator with
+    its GradMult trains the same, faster.
+    """
+    trainable_scales = False
+
+    def __init__(self, csla: Csla, scales: Mapping[str, torch.Tensor], device=None, dtype=None):
+        """
+        Args:
+            csla: The branches.
+            scales: Scale of each conv branch, (out_channels,).
+
+        Raises:
+            ValueError: A scale is missing or misshapen.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        self.csla = csla
+        self.weights = nn.ParameterDict()
+        self.scales = nn.ParameterDict()
+        for branch in csla.branches:
+            if isinstance(branch, ConvBranch):
+                shape = (csla.out_channels, csla.in_channels // csla.groups, *branch.kernel_size)
+                self.weights[branch.name] = nn.Parameter(torch.empty(shape, **dd))
+            else:
+                self.weights[branch.name] = nn.Parameter(torch.empty(csla.out_channels, **dd))
+        for name, scale in csla.check_scales(scales).items():
+            self.scales[name] = nn.Parameter(scale.clone().to(**dd), requires_grad=self.trainable_scales)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Kernels as torch initializes a convolution's (MSRA), identity scales at 1."""
+        for weight in self.weights.values():
+            if weight.ndim == 4:
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            else:
+                nn.init.ones_(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = None
+        for branch in self.csla.branches:
+            weight = self.weights[branch.name]
+            if isinstance(branch, IdentityBranch):
+                z = x * weight[:, None, None]
+            else:
+                padding = tuple(k // 2 for k in branch.kernel_size)
+                z = F.conv2d(x, weight, stride=self.csla.stride, padding=padding, groups=self.csla.groups)
+                z = z * self.scales[branch.name][:, None, None]
+            y = z if y is None else y + z
+        return y
+
+    def equivalent_kernel(self) -> torch.Tensor:
+        """The kernel of the one convolution with the same output (eq. 4)."""
+        return self.csla.kernel(self.weights, self.scales)
+
+
+class SearchBlock(CslaBlock):
+    """The block that Hyper-Search trains: the same branches, their scales trainable (section 3.3)."""
+    trainable_scales = True

@@ -1,0 +1,68 @@
+"""Cutting large parameters into pieces that stay in the cache, and what every RepOptimizer checks."""
+from typing import Iterable, Iterator
+
+import torch
+
+from .grad_mult import get_grad_mult
+
+__all__ = ['Scratch', 'check_grad_mults', 'check_gradient', 'row_chunks', 'use_fused']
+
+_CHUNK_BYTES = 4 << 20
+
+
+def row_chunks(param: torch.Tensor) -> Iterator[slice]:
+    """Slices of dim 0 that cover a parameter, of about 4 MB each on a CPU, whole on other devices."""
+    rows = param.shape[0]
+    row_bytes = max(1, param[:1].numel() * param.element_size())
+    step = max(1, _CHUNK_BYTES // row_bytes) if param.device.type == 'cpu' else rows
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+class Scratch:
+    """Memory for one chunk, reused from chunk to chunk within a step."""
+
+    def __init__(self):
+        self._memory = {}
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """An uninitialized tensor of the size, strides and dtype of x, which must be dense."""
+        key = (x.device, x.dtype)
+        memory = self._memory.get(key)
+        if memory is None or memory.numel() < x.numel():
+            memory = self._memory[key] = torch.empty(x.numel(), device=x.device, dtype=x.dtype)
+        return memory.as_strided(x.size(), x.stride())
+
+
+def use_fused(param: torch.Tensor, group: dict) -> bool:
+    """torch's fused kernel wherever there is one, unless the group says otherwise: one pass over each chunk."""
+    if group['fused'] is not None or group['foreach'] or group['differentiable']:
+        return bool(group['fused'])
+    return param.device.type in ('cpu', 'cuda') and param.is_floating_point()
+
+
+def check_gradient(name: str, param: torch.Tensor) -> None:
+    """Refuse what no multiplier fits.
+
+    Raises:
+        RuntimeError: The gradient is sparse, or the parameter complex.
+    """
+    if param.grad.is_sparse or param.is_complex():
+        kind = 'sparse' if param.grad.is_sparse else 'complex'
+        raise RuntimeError(
+            f'{name} multiplies dense real gradients, got a {kind} one for a parameter of shape {tuple(param.shape)}. '
+            'Take its GradMult off, or make the gradient dense.')
+
+
+def check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> None:
+    """Refuse to start an optimizer that would be a plain one.
+
+    Raises:
+        ValueError: No parameter has a GradMult, and strict is True.
+    """
+    if strict and all(get_grad_mult(p) is None for group in param_groups for p in group['params']):
+        raise ValueError(
+            f'{name} was given no parameter with a GradMult, so it would train like the plain optimizer. Create the '
+            'model with scales (repopt_vgg_* does by default), or attach them with timm_rep.attach_grad_mults(model, '
+            'scales), also after a wrapper that replaces the parameters (FSDP). For a plain optimizer on purpose pass '
+            'strict=False.')

@@ -1,0 +1,21 @@
+"""timm's optimizer registry learns this package's optimizers."""
+from timm.optim import OptimInfo
+from timm.optim._optim_factory import default_registry
+
+from .rep_adamw import RepAdamW
+from .rep_sgd import RepSGD
+
+default_registry.register(OptimInfo(
+    name='repsgd',
+    opt_class=RepSGD,
+    description='torch.optim.SGD with Nesterov momentum, gradients multiplied by the GradMults of a RepOpt model',
+    has_eps=False,
+    has_momentum=True,
+    defaults={'nesterov': True},
+))
+default_registry.register(OptimInfo(
+    name='repadamw',
+    opt_class=RepAdamW,
+    description='torch.optim.AdamW, updates multiplied by the GradMults of a RepOpt model',
+    has_betas=True,
+))

@@ -1,0 +1,123 @@
+"""AdamW that carries a structure's prior: the method is not bound to SGD (RepOptimizers, section 4.2)."""
+from typing import Dict, List, Optional
+
+import torch
+from torch.optim import AdamW
+from torch.optim.adamw import adamw
+
+from ._chunks import Scratch, check_grad_mults, check_gradient, row_chunks, use_fused
+from .grad_mult import get_grad_mult
+
+__all__ = ['RepAdamW']
+
+_STATE = ('exp_avgs', 'exp_avg_sqs', 'max_exp_avg_sqs', 'state_steps')
+
+
+class RepAdamW(AdamW):
+    """``torch.optim.AdamW``, with the update of each parameter that has a GradMult multiplied by it.
+
+    AdamW's update ignores the magnitude of the gradient: a branch's weight moves by ``-lr * sign(scale) * u`` and its
+    contribution by ``scale`` times that, so the multiplier is the sum of the *absolute* scales, on the update (rule of
+    iteration). Weight decay is not multiplied. Exact up to ``eps``, which the branches' gradients meet scaled. Other
+    parameters are updated as torch does; state dicts go both ways between this optimizer and ``torch.optim.AdamW``.
+
+    Clipping gradients before the step breaks the equivalence with the CSLA block, whose gradients it does not see.
+    """
+
+    def __init__(self, params, lr=1e-3, *args, strict: bool = True, **kwargs):
+        """
+        Args:
+            params: Parameters or parameter groups.
+            lr: Learning rate.
+            strict: Refuse to start without any GradMult.
+            args: The other arguments of torch.optim.AdamW.
+            kwargs: Likewise.
+
+        Raises:
+            ValueError: No parameter has a GradMult, and strict is True.
+        """
+        super().__init__(params, lr, *args, **kwargs)
+        check_grad_mults(type(self).__name__, self.param_groups, strict)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> Optional[torch.Tensor]:
+        """Perform one step.
+
+        Args:
+            closure: Reevaluates the model and returns the loss.
+
+        Raises:
+            RuntimeError: A parameter with a GradMult has a sparse or complex gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scratch = Scratch(), Scratch()
+        for group in self.param_groups:
+            params = [p for p in group['params'] if p.grad is not None]
+            plain = [p for p in params if get_grad_mult(p) is None]
+            if plain:
+                self._update(
+                    plain,
+                    [p.grad for p in plain],
+                    self._state_of(plain, group),
+                    group,
+                    weight_decay=group['weight_decay'],
+                    foreach=group['foreach'],
+                    fused=group['fused'],
+                )
+            for param in params:
+                if get_grad_mult(param) is not None:
+                    self._multiplied_update(param, group, scratch)
+        return loss
+
+    def _state_of(self, params: List[torch.Tensor], group: dict) -> Dict[str, List[torch.Tensor]]:
+        """The state of some parameters in the lists that adamw() takes, initialized where it is new."""
+        state: Dict[str, List[torch.Tensor]] = {name: [] for name in _STATE}
+        self._init_group({**group, 'params': params}, [], [], *state.values())
+        return state
+
+    def _update(self, params, grads, state, group, weight_decay, foreach, fused) -> None:
+        beta1, beta2 = group['betas']
+        adamw(
+            params,
+            grads,
+            **state,
+            foreach=foreach,
+            capturable=group['capturable'],
+            fused=fused,
+            grad_scale=getattr(self, 'grad_scale', None),
+            found_inf=getattr(self, 'found_inf', None),
+            has_complex=any(p.is_complex() for p in params),
+            amsgrad=group['amsgrad'],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group['lr'],
+            weight_decay=weight_decay,
+            eps=group['eps'],
+            maximize=group['maximize'],
+        )
+
+    def _multiplied_update(self, param: torch.Tensor, group: dict, scratch) -> None:
+        check_gradient(type(self).__name__, param)
+        grad_mult = get_grad_mult(param)
+        state = self._state_of([param], group)
+        step = state.pop('state_steps')[0]
+        for rows in row_chunks(param):
+            chunk = param[rows]
+            # torch's own arithmetic on a parameter of zeros leaves the bare update
+            update = scratch[0].like(chunk).zero_()
+            chunk_state = {name: [x[rows] for x in tensors] for name, tensors in state.items()}
+            self._update(
+                [update],
+                [param.grad[rows]],
+                {**chunk_state, 'state_steps': [step.clone()]},
+                group,
+                weight_decay=0.,
+                foreach=False,
+                fused=use_fused(param, group),
+            )
+            chunk.mul_(1 - group['lr'] * group['weight_decay'])
+            chunk.add_(grad_mult.multiply(update, 'absolute', out=scratch[1].like(chunk), start=rows.start))
+        step.add_(1)
