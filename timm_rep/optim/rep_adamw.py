@@ -10,8 +10,6 @@ from .grad_mult import get_grad_mult
 
 __all__ = ['RepAdamW']
 
-_STATE = ('exp_avgs', 'exp_avg_sqs', 'max_exp_avg_sqs', 'state_steps')
-
 
 class RepAdamW(AdamW):
     """``torch.optim.AdamW``, with the update of each parameter that has a GradMult multiplied by it.
@@ -73,10 +71,19 @@ class RepAdamW(AdamW):
         return loss
 
     def _state_of(self, params: List[torch.Tensor], group: dict) -> Dict[str, List[torch.Tensor]]:
-        """The state of some parameters in the lists that adamw() takes, initialized where it is new."""
-        state: Dict[str, List[torch.Tensor]] = {name: [] for name in _STATE}
-        self._init_group({**group, 'params': params}, [], [], *state.values())
-        return state
+        """The state of some parameters in the lists that adamw() takes, initialized where it is new, as torch does."""
+        names = {'exp_avgs': 'exp_avg', 'exp_avg_sqs': 'exp_avg_sq'}
+        if group['amsgrad']:
+            names['max_exp_avg_sqs'] = 'max_exp_avg_sq'
+        for param in params:
+            state = self.state[param]
+            if not state:
+                on_device = group['capturable'] or group['fused']
+                state['step'] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else 'cpu')
+                for name in names.values():
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        lists = {'max_exp_avg_sqs': [], **{key: [self.state[p][name] for p in params] for key, name in names.items()}}
+        return {**lists, 'state_steps': [self.state[p]['step'] for p in params]}
 
     def _update(self, params, grads, state, group, weight_decay, foreach, fused) -> None:
         beta1, beta2 = group['betas']
