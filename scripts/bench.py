@@ -6,29 +6,20 @@ command. The sides of a comparison take turns in one process; medians count.
 """
 import argparse
 import copy
-import json
-import os
-import platform
-import re
-import shlex
 import statistics
 import subprocess
 import sys
-from datetime import date
-from pathlib import Path
 
 import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from _report import report
 from timm.utils import reparameterize_model
 
-import timm_rep
-from timm_rep.atomic import replacing_files
+import timm_rep  # noqa: F401, registers the models
 from timm_rep.layers import RePaMlp
 from timm_rep.profiling import measure_throughput
-
-RESULTS = Path(__file__).parent / 'results'
 
 # model, its vanilla twin, arguments of the twin, published throughput gain of the folded model over the twin (table 2)
 VIT_PAIRS = [
@@ -38,16 +29,6 @@ VIT_PAIRS = [
     ('repa_vit_large', 'vit_large_patch16_224', {}, 0.668),
     ('repa_vit_huge', 'vit_huge_patch14_224', dict(patch_size=16, num_classes=1000), 0.687),
 ]
-
-
-def machine(device: torch.device) -> str:
-    if device.type == 'cuda':
-        return torch.cuda.get_device_name(device)
-    cpu = platform.processor() or platform.machine()
-    info = Path('/proc/cpuinfo')
-    if info.is_file():
-        cpu = next((line.split(':')[1].strip() for line in info.read_text().splitlines() if 'model name' in line), cpu)
-    return f'{cpu}, {torch.get_num_threads()} threads'
 
 
 def calibrated(name: str, seed: int = 0, **kwargs) -> nn.Module:
@@ -193,28 +174,9 @@ def main():
     parser.add_argument('--rounds', default=11, type=int)
     args = parser.parse_args()
     dtype, args.dtype = args.dtype, getattr(torch, args.dtype)
-    where = machine(args.device)
-    folder = RESULTS / re.sub(r'[^a-z0-9]+', '-', where.lower()).strip('-')
+    settings = dict(device=str(args.device), dtype=dtype, batch_size=args.batch_size, rounds=args.rounds)
     for name in args.sections:
-        rows = SECTIONS[name](args)
-        widths = {k: max(len(k), *(len(str(row[k])) for row in rows)) for k in rows[0]}
-        print('\n' + '  '.join(k.ljust(w) for k, w in widths.items()))
-        for row in rows:
-            print('  '.join(str(row[k]).ljust(w) for k, w in widths.items()))
-        report = {
-            'section': name,
-            'what': SECTIONS[name].__doc__,
-            'machine': where,
-            'date': date.today().isoformat(),
-            'command': shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-            'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'timm': timm.__version__,
-                         'timm_rep': timm_rep.__version__},
-            'device': str(args.device), 'dtype': dtype, 'batch_size': args.batch_size, 'rounds': args.rounds,
-            'rows': rows,
-        }
-        with replacing_files(folder) as temporary:
-            (temporary / f'{name}.json').write_text(json.dumps(report, indent=2) + '\n')
-        print(f'\n{folder / name}.json')
+        report(name, SECTIONS[name].__doc__, SECTIONS[name](args), args.device, settings)
 
 
 if __name__ == '__main__':

@@ -92,9 +92,27 @@ def test_misfits_are_all_named_and_nothing_is_loaded():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_the_layout_of_this_package_is_not_the_released_one():
-    with pytest.raises(RuntimeError, match=r'missing: blocks\.0\.attn\.norm\.weight'):
+def test_the_layouts_of_this_package_are_not_the_released_one():
+    with pytest.raises(RuntimeError, match=r"own key layout: use the model's load_state_dict"):
         timm_rep.load_released(tiny(), tiny().state_dict())
+    for ratio in (0., .5, 1.):
+        with pytest.raises(RuntimeError, match=r'deploy structure.*reparameterized=True'):
+            timm_rep.load_released(tiny(), tiny(idle_ratio=ratio, reparameterized=True).state_dict())
+
+
+def test_damaged_files(tmp_path):
+    for name in ('model.pth', 'model.safetensors'):
+        path = tmp_path / name
+        path.write_bytes(b'neither')
+        with pytest.raises(RuntimeError, match=rf'Cannot read .*{name}.*safetensors file or one of torch.save'):
+            timm_rep.load_released(tiny(), path)
+
+
+def test_model_on_meta():
+    source = tiny()
+    model = timm_rep.load_released(tiny(device='meta'), released(source)).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(x), source(x))
 
 
 def test_refusals(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from timm_rep.cli import main
-from timm_rep.demo import run_demo
+from timm_rep.demo import _digits, run_demo
 
 
 @pytest.fixture(scope='module')
@@ -42,6 +42,25 @@ def test_reproducible_by_seed(demo, tmp_path):
     assert [row['accuracy'] for row in again.rows.values()] == [row['accuracy'] for row in demo.rows.values()]
 
 
+def test_seed_and_device_matter(demo, tmp_path, monkeypatch):
+    seeds = {seed: [list(part.targets) for part in _digits(seed)] for seed in (3, 4)}
+    assert seeds[3] != seeds[4]
+    moved = []
+    monkeypatch.setattr('timm_rep.demo._train', lambda name, model, loader, epochs, device: moved.append(device))
+    other = run_demo(tmp_path, epochs=1, seed=4, device='cpu:0')
+    assert moved == [torch.device('cpu:0')] * 2
+    assert not torch.equal(*(load_file(d.model_folder / 'model.safetensors')['cls_token'] for d in (demo, other)))
+
+
+def test_existing_output_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr('timm_rep.demo._train', lambda *a: None)
+    first = run_demo(tmp_path, seed=1)
+    before = (first.model_folder / 'model.safetensors').read_bytes()
+    run_demo(tmp_path, seed=2)
+    assert (first.model_folder / 'model.safetensors').read_bytes() != before
+    assert sorted(os.listdir(tmp_path)) == ['demo.png', 'digit.png', 'model']
+
+
 @pytest.mark.slow
 def test_learns(tmp_path, capsys):
     """The command as a newcomer types it."""
@@ -57,18 +76,27 @@ def test_learns(tmp_path, capsys):
     (['--output', '{file}'], "cannot write to the output folder '{file}'"),
     (['--device', 'cuda:99'], "cannot use the device 'cuda:99'"),
     (['--device', 'toaster'], "cannot use the device 'toaster'"),
+    (['--device', 'meta'], "cannot use the device 'meta'"),
     (['--epochs', '0'], 'epochs'),
+    (['--seed', '-1'], 'seed'),
+    (['--seed', str(2 ** 32)], 'seed'),
+    (['--output', '{parent}'], "demo.png in it is a folder"),
+    (['--output', '{blocked}'], "cannot write to the output folder '{blocked}/model'"),
 ], ids=str)
 def test_refused_before_any_training(tmp_path, capsys, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / 'file'
-    file.write_text('old')
+    places = {name: tmp_path / name for name in ('file', 'parent', 'blocked')}
+    places['file'].write_text('old')
+    (places['parent'] / 'demo.png').mkdir(parents=True)
+    places['blocked'].mkdir()
+    (places['blocked'] / 'model').write_text('old')
     monkeypatch.setattr('timm_rep.demo._train', lambda *a: pytest.fail('trained'))
-    assert main(['demo', *(a.format(file=file) for a in args)]) == 1
+    assert main(['demo', *(a.format(**places) for a in args)]) == 1
     captured = capsys.readouterr()
     assert captured.out == ''
-    assert message.format(file=file).lower() in captured.err.lower()
-    assert file.read_text() == 'old'
+    assert message.format(**places).lower() in captured.err.lower()
+    assert places['file'].read_text() == (places['blocked'] / 'model').read_text() == 'old'
+    assert not (tmp_path / 'timm-rep-demo').exists()
 
 
 def test_missing_extra(tmp_path, monkeypatch, capsys):

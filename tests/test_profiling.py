@@ -1,10 +1,12 @@
 import time
 
 import pytest
+import timm
 import torch
 import torch.nn as nn
 from timm.layers import Attention
 
+import timm_rep  # noqa: F401
 from timm_rep.profiling import count_macs, count_params, measure_throughput
 
 
@@ -30,6 +32,17 @@ def test_count_macs_by_hand(device):
     assert macs.total == macs.projections + macs.attention
     assert net.training
     assert not net.attn.training
+
+
+def test_count_macs_of_the_size_the_model_was_built_for():
+    kwargs = dict(patch_size=8, embed_dim=24, depth=1, num_heads=3, num_classes=5, device='meta')
+    sizes = [(1, 32, 32), (3, 32, 48)]
+    for chans, *size in sizes:
+        model = timm.create_model('repa_deit_tiny', img_size=size, in_chans=chans, **kwargs)
+        assert count_macs(model) == count_macs(model, (chans, *size))
+    model.set_input_size(img_size=(64, 64))
+    assert count_macs(model) == count_macs(model, (3, 64, 64))
+    assert count_macs(timm.create_model('resnet18', device='meta')).projections == pytest.approx(1.814e9, rel=1e-3)
 
 
 def test_count_params():

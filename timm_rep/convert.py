@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from timm.models import clean_state_dict, load_state_dict
 
+from timm_rep.layers import mlp_structure
 from timm_rep.models import RePaVisionTransformer
 
 __all__ = ['load_released']
@@ -36,8 +37,8 @@ def load_released(
     Raises:
         FileNotFoundError: There is no file at the path.
         TypeError: There is no released layout for this class of model, or the checkpoint holds no state dict.
-        RuntimeError: The checkpoint does not fit: every missing, unexpected and misshapen key is named, by its
-            released name, and nothing is loaded.
+        RuntimeError: The file cannot be read, or the checkpoint does not fit: every missing, unexpected and misshapen
+            key is named, by its released name, and nothing is loaded.
     """
     renames = next((v for k, v in _RELEASED_KEYS.items() if isinstance(model, k)), None)
     if renames is None:
@@ -49,8 +50,14 @@ def load_released(
             'Released checkpoints hold the training structure, the model has the deploy structure: load into a model '
             'created without reparameterized=True, then call its reparameterize().')
     released = _read_state_dict(path_or_state_dict)
+    if any(mlp_structure(released, key.rpartition('.')[0].rpartition('.')[0] + '.') == 'deploy' for key in released):
+        raise RuntimeError(
+            "The checkpoint holds this package's deploy structure, not a released layout: create the model with "
+            'reparameterized=True and use its load_state_dict().')
 
     own = model.state_dict()
+    if released.keys() == own.keys():
+        raise RuntimeError("The checkpoint has this package's own key layout: use the model's load_state_dict().")
     names = {}  # released key -> key here
     for key in own:
         name = key
@@ -70,7 +77,9 @@ def load_released(
             'configuration it was trained with (embed_dim, depth, mlp_ratio, num_classes, img_size, ...).\n  '
             + '\n  '.join(problems))
 
-    model.load_state_dict({key: released[name] for name, key in names.items()})
+    # a model on 'meta' has no memory to copy into
+    assign = any(value.is_meta for value in own.values())
+    model.load_state_dict({key: released[name] for name, key in names.items()}, assign=assign)
     return model
 
 
@@ -87,7 +96,12 @@ def _read_state_dict(
         path = os.fspath(path_or_state_dict)
         if not os.path.isfile(path):
             raise FileNotFoundError(f'No released checkpoint at {path!r}.')
-        state_dict = load_state_dict(path, use_ema=False, weights_only=True)
+        try:
+            state_dict = load_state_dict(path, use_ema=False, weights_only=True)
+        except Exception as e:  # whatever the two libraries make of a damaged file
+            raise RuntimeError(
+                f'Cannot read {path!r} as a checkpoint, which is a .safetensors file or one of torch.save() that loads '
+                f'with weights_only=True: {type(e).__name__}: {e}') from e
     strangers = [repr(k) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
     if strangers or not state_dict:
         raise TypeError(

@@ -57,10 +57,20 @@ class DemoResult(NamedTuple):
 def _usable(device: Union[str, torch.device]) -> torch.device:
     try:
         device = torch.device(device)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:  # torch builds without CUDA assert
         raise RuntimeError(f'cannot use the device {str(device)!r}: {str(e).splitlines()[0]}') from e
     return device
+
+
+def _usable_output(output: Union[str, os.PathLike]) -> Path:
+    output = Path(output).resolve()
+    for folder in (output, output / 'model'):
+        check_writable(folder)
+    for file in ('demo.png', 'digit.png', 'model/model.safetensors', 'model/config.json'):
+        if (output / file).is_dir():
+            raise OSError(f'cannot write to the output folder {str(output)!r}: {file} in it is a folder.')
+    return output
 
 
 class _Images(Dataset):
@@ -206,12 +216,13 @@ def run_demo(
     Raises:
         OSError: The output folder cannot be written.
         ModuleNotFoundError: scikit-learn or matplotlib is missing.
-        RuntimeError: The device is not there.
-        ValueError: The number of epochs is below 1.
+        RuntimeError: The device cannot be used.
+        ValueError: The number of epochs or the seed is out of range.
     """
     if epochs < 1:
         raise ValueError(f'epochs is the number of passes over the training images, at least 1, got {epochs}.')
-    output = check_writable(output).resolve()
+    if not 0 <= seed < 2 ** 32:
+        raise ValueError(f'seed is a number from 0 to 2 ** 32 - 1, got {seed}.')
     device = _usable(device)
     try:
         import matplotlib  # noqa: F401
@@ -219,6 +230,7 @@ def run_demo(
         train_set, val_set = _digits(seed)
     except ModuleNotFoundError as e:
         raise ModuleNotFoundError(f"{e.name} is missing, the demo needs it: pip install 'timm-rep[demo]'.") from e
+    output = _usable_output(output)
 
     models = {}
     for label, name in (('plain ViT', 'deit_tiny_patch16_224'), ('RePa-DeiT', 'repa_deit_tiny')):

@@ -38,13 +38,16 @@ def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -
 
     Args:
         model: A model; its mode is as before afterwards.
-        input_size: (channels, height, width), that of the model's pretrained_cfg if None.
+        input_size: (channels, height, width); if None the size that the model was built for, where it has a fixed one,
+            or that of its pretrained_cfg.
 
     Returns:
         The counts, half of the counted floating-point operations.
     """
     if input_size is None:
-        input_size = model.pretrained_cfg['input_size']
+        channels, *size = model.pretrained_cfg['input_size']
+        size = getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size
+        input_size = (getattr(model, 'in_chans', channels), *size)
     param = next(model.parameters())
     modes = {m: m.training for m in model.modules()}
     try:

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -27,6 +28,8 @@ def test_models(capsys):
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if line.split()[:2] == ['1', 'RePa-DeiT-Tiny'] and ' yes ' in line)
     assert row.split() == ['1', 'RePa-DeiT-Tiny', 'repa_deit_tiny', 'yes', '3.49', '3.5', '0.64', '~', '0.82', '0.6']
+    row = next(line for line in lines if line.split()[:2] == ['1', 'RePa-DeiT-Tiny'] and ' no ' in line)
+    assert row.split() == ['1', 'RePa-DeiT-Tiny', 'repa_deit_tiny', 'no', '5.74', '5.7', '1.07', '=', '1.25', '1.1']
     assert not any('repa_deit_base' in line for line in lines)
 
 
@@ -38,10 +41,8 @@ def test_errors_are_one_line(capsys):
 
 
 def test_installed_command():
-    run = subprocess.run(
-        [sys.executable, '-c', 'from timm_rep.cli import main; raise SystemExit(main(["--version"]))'],
-        capture_output=True, text=True, check=True)
-    assert run.stdout == f'timm-rep {__version__}\n'
+    command, = entry_points(group='console_scripts', name='timm-rep')
+    assert command.load() is main
 
 
 def test_run_script_as_python_would(tmp_path):

@@ -1,5 +1,6 @@
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -82,7 +83,8 @@ def test_reparameterize_is_exact(kwargs):
     assert repr(built) == repr(model)
 
 
-@pytest.mark.parametrize('name', ['repa_deit_tiny', 'repa_vit_base'])
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.slow if 'large' in name or 'huge' in name else ()) for name in VARIANTS])
 @torch.no_grad()
 def test_reparameterize_full_size(name):
     torch.manual_seed(0)
@@ -94,18 +96,61 @@ def test_reparameterize_full_size(name):
     assert relative(model.reparameterize()(x), expected) < 1e-5
 
 
+def test_a_failed_reparameterization_changes_nothing():
+    for error, spoil in [
+        (ValueError, lambda mlp: setattr(mlp.norm1, 'running_mean', None)),
+        (OverflowError, lambda mlp: mlp.half().norm1.weight.data.fill_(6e4)),
+    ]:
+        model = trained()
+        spoil(model.blocks[1].mlp)
+        with pytest.raises(error):
+            model.reparameterize()
+        assert all(type(block.mlp) is RePaMlp for block in model.blocks)
+        assert not model.reparameterized
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(),
+    dict(init_values=.3),
+    dict(act_layer='relu'),
+    dict(mlp_ratio=2.5, idle_ratio=.5),
+    dict(proj_bias=False),
+], ids=str)
 @torch.no_grad()
-def test_block_is_equation_1_and_3():
+def test_block_is_equation_1_and_3(kwargs):
     """One block, by hand: attention on the LayerNorm of x, plus x; then the reference FFN."""
-    model = trained(depth=1).double()
+    model = trained(depth=1, **kwargs).double()
     block = model.blocks[0]
+    gamma = 1.
+    if 'init_values' in kwargs:
+        gamma = block.ls1.gamma.normal_()
+        assert 'ls.gamma' in block.mlp.state_dict()
+    hidden = int(24 * kwargs.get('mlp_ratio', 4))
+    assert block.mlp.fc1.out_features == hidden
+    assert (block.mlp.fc1.bias is None) == (block.mlp.fc2.bias is None) == ('proj_bias' in kwargs)
     x = torch.randn(2, 17, 24, dtype=torch.float64)
     y = F.layer_norm(x, (24,), block.norm1.weight, block.norm1.bias, 1e-5)
     q, k, v = (y @ block.attn.qkv.weight.T + block.attn.qkv.bias).reshape(2, 17, 3, 3, 8).permute(2, 0, 3, 1, 4)
     y = ((q @ k.transpose(-2, -1)) / 8 ** 0.5).softmax(-1) @ v
-    y = x + y.transpose(1, 2).reshape(2, 17, 24) @ block.attn.proj.weight.T + block.attn.proj.bias
-    expected = ffn(y.flatten(0, 1), block.mlp.state_dict(), F.gelu, 24).view(2, 17, 24)
+    y = y.transpose(1, 2).reshape(2, 17, 24) @ block.attn.proj.weight.T
+    y = x + gamma * (y if block.attn.proj.bias is None else y + block.attn.proj.bias)
+    act = F.relu if 'act_layer' in kwargs else F.gelu
+    active = math.ceil(hidden * (1 - kwargs.get('idle_ratio', .75)))
+    expected = ffn(y.flatten(0, 1), block.mlp.state_dict(), act, active).view(2, 17, 24)
     assert relative(block(x), expected) < 1e-12
+
+
+def test_drop_rates_reach_both_halves_of_a_block():
+    model = tiny(drop_path_rate=.5, proj_drop_rate=.25, attn_drop_rate=.125).train()
+    block = model.blocks[2]
+    assert (block.drop_path1.drop_prob, block.mlp.drop_path.drop_prob) == (.5, .5)
+    assert (block.attn.proj_drop.p, block.mlp.drop1.p, block.mlp.drop2.p) == (.25, .25, .25)
+    assert block.attn.attn_drop.p == .125
+    block.attn.eval()
+    block.mlp = nn.Identity()
+    x = torch.randn(64, 17, 24)
+    kept = sum(torch.equal(a, b) for a, b in zip(x, block(x)))  # images whose attention was dropped
+    assert 10 < kept < 54
 
 
 def test_norms_are_the_released_ones():
@@ -225,7 +270,9 @@ class TestContract:
     def test_attention_mask(self, model):
         mask = torch.ones(17, 17, dtype=torch.bool).tril()
         with torch.no_grad():
-            assert torch.allclose(model(images(), attn_mask=mask), model(images(), is_causal=True), atol=1e-6)
+            causal = model(images(), is_causal=True)
+            assert torch.allclose(model(images(), attn_mask=mask), causal, atol=1e-6)
+            assert relative(model(images()), causal) > 1e-3
 
     def test_classifier(self, model):
         model.reset_classifier(7)
@@ -273,12 +320,14 @@ class TestContract:
 
     def test_grad_checkpointing(self, model):
         model.train()
-        grads = []
+        grads, calls = [], []
+        model.blocks[1].register_forward_pre_hook(lambda *args: calls.append(1))
         for enable in (False, True):
             model.zero_grad()
             model.set_grad_checkpointing(enable)
             model(images(4)).square().sum().backward()
             grads.append([p.grad.clone() for p in model.parameters()])
+        assert len(calls) == 1 + 2  # once more for the backward pass
         for a, b in zip(*grads):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * b.abs().max())
 
@@ -385,8 +434,9 @@ def test_refusals():
     ]:
         with pytest.raises(ValueError, match=match):
             tiny(**kwargs)
-    with pytest.raises(TypeError):
-        tiny(mlp_layer=timm.layers.SwiGLU)
+    for name in ('mlp_layer', 'block_fn'):
+        with pytest.raises(TypeError, match=f'{name} is not for RePa models'):
+            tiny(**{name: nn.Identity})
     with pytest.raises(TypeError):
         tiny(not_an_argument=1)
 

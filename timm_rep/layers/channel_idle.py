@@ -18,6 +18,9 @@ __all__ = ['ChannelIdle', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_r
 def active_channels(channels: int, idle_ratio: float) -> int:
     """How many of ``channels`` are activated: ``ceil(channels * (1 - idle_ratio))``, the first ones.
 
+    In floating point, as the released implementation has it and its checkpoints need it: where ``1 - idle_ratio`` is
+    rounded up the result can be one more than on paper, 33 of 192 channels for the ratio 5 / 6.
+
     Raises:
         ValueError: The ratio is not in [0, 1].
     """
@@ -184,7 +187,8 @@ class RePaMlpDeploy(nn.Module):
     """The deploy form of the RePaFormer FFN: at most three small matrices (eq. 7).
 
     ``fc_out(act(fc_in(x))) + shortcut(x)``. Without idle channels the shortcut is the identity, without active ones
-    there is only the shortcut. Input and output: (..., in_features), channels last.
+    there is only the shortcut. Input and output: (..., in_features), channels last. Three plain linear layers, which
+    measure no slower than one wide matrix with an activation on its slice (``scripts/bench.py deploy-ffn``).
     """
     structure = 'deploy'
     has_active: Final[bool]

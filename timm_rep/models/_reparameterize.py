@@ -2,7 +2,6 @@
 from typing import Any, Dict, Mapping
 
 import torch
-from timm.utils import reparameterize_model
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, mlp_structure
 
@@ -26,19 +25,31 @@ class ReparameterizeMixin:
     @property
     def reparameterized(self) -> bool:
         """Whether the model has the deploy structure."""
-        return any(isinstance(module, RePaMlpDeploy) for module in self.modules())
+        kinds = {type(module) for module in self.modules()}
+        return RePaMlpDeploy in kinds and RePaMlp not in kinds
 
     @torch.jit.ignore
     def reparameterize(self):
         """Fold the training structure into the deploy structure, in place; same function as in eval mode.
 
         Folds running statistics whatever the mode, in float64 (RePaFormer, eq. 4-7). On a folded model it does
-        nothing. ``timm.models.reparameterize_model(model)`` does the same to a copy.
+        nothing. ``timm.utils.reparameterize_model(model)`` does the same to a copy.
 
         Returns:
             The model.
+
+        Raises:
+            ValueError: A BatchNorm has no running statistics; the model is as it was.
+            OverflowError: A folded weight does not fit the dtype of the model; the model is as it was.
         """
-        return reparameterize_model(self, inplace=True)
+        # timm's utility replaces layer after layer, and would leave a model half folded where one of them fails
+        fused = [
+            (parent, name, child.fuse())
+            for parent in self.modules() for name, child in parent.named_children() if hasattr(child, 'fuse')
+        ]
+        for parent, name, layer in fused:
+            setattr(parent, name, layer)
+        return self
 
     # timm's save_for_hf() and push_to_hf_hub() write these into config.json, and create_model() builds from them: a
     # folded model must say that it is, also when timm's own utility, which sees only its layers, folded it.
@@ -54,7 +65,7 @@ class ReparameterizeMixin:
         self._created_with = dict(args)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # runs before any layer below has loaded anything
+        # runs before any layer of this model has loaded anything, though perhaps after what a wrapper has beside it
         for name, module in self.named_modules(prefix=prefix.rstrip('.')):
             if isinstance(module, (RePaMlp, RePaMlpDeploy)):
                 found = mlp_structure(state_dict, f'{name}.')

@@ -39,14 +39,16 @@ class RePaBlock(Block):
             depth: int = 0,
             attn_norm_layer: Optional[Type[nn.Module]] = None,
             mlp_norm_layer: Type[nn.Module] = nn.BatchNorm1d,
-            idle_ratios: Sequence[float] = (0.75,),
+            *,
+            idle_ratios: Sequence[float],
             device=None,
             dtype=None,
             **kwargs,
     ):
         """
         Args:
-            norm_layer: Norm before the attention, unless attn_norm_layer is given.
+            norm_layer: Norm before and, with qk_norm or scale_attn_norm, within the attention, unless attn_norm_layer
+                is given.
             mlp_layer: RePaMlp, or RePaMlpDeploy for the deploy structure.
             depth: Index of this block, as VisionTransformer passes it.
             mlp_norm_layer: BatchNorm of the FFN.
@@ -118,18 +120,22 @@ class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
         """
         Args:
             depth: Number of blocks.
-            norm_layer: Norm of everything but the FFNs. By default LayerNorm, with eps 1e-5 before the attention and
-                1e-6 elsewhere, as released.
+            norm_layer: Norm of everything but the FFNs. By default (None, not 'layernorm') LayerNorm, with eps 1e-5 in
+                the attention half of the blocks and 1e-6 elsewhere, as released.
             idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
             idle_schedule: 'constant' or 'linear', see :func:`timm_rep.layers.idle_ratios`.
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
             bn_momentum: Momentum of the BatchNorms of the FFNs.
             bn_eps: Epsilon of the BatchNorms of the FFNs.
-            kwargs: The other arguments of timm's VisionTransformer.
+            kwargs: The other arguments of timm's VisionTransformer, but for mlp_layer, block_fn and scale_mlp_norm.
 
         Raises:
-            ValueError: idle_ratio or idle_schedule is out of range.
+            ValueError: idle_ratio or idle_schedule is out of range, or scale_mlp_norm is set.
+            TypeError: mlp_layer or block_fn is given.
         """
+        for name in ('mlp_layer', 'block_fn'):
+            if name in kwargs:
+                raise TypeError(f'{name} is not for RePa models: their blocks and FFNs are what makes them foldable.')
         super().__init__(
             depth=depth,
             norm_layer=norm_layer,

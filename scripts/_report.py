@@ -1,0 +1,72 @@
+"""How the scripts of this folder print what they measured and keep it."""
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any, Dict, List
+
+import timm
+import torch
+
+import timm_rep
+from timm_rep.atomic import replacing_files
+
+__all__ = ['report']
+
+RESULTS = Path(__file__).parent / 'results'
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    cpu = platform.processor() or platform.machine()
+    info = Path('/proc/cpuinfo')
+    if info.is_file():
+        cpu = next((line.split(':')[1].strip() for line in info.read_text().splitlines() if 'model name' in line), cpu)
+    return f'{cpu}, {torch.get_num_threads()} threads'
+
+
+def report(
+        section: str,
+        what: str,
+        rows: List[Dict[str, Any]],
+        device: torch.device,
+        settings: Dict[str, Any],
+) -> None:
+    """Print rows of one form as a table and write results/<machine>/<section>.json.
+
+    Args:
+        section: Name of the measurement.
+        what: What the rows say.
+        rows: The results.
+        device: Where they were measured.
+        settings: What they depend on besides the versions and the command, which are kept too.
+    """
+    widths = {k: max(len(k), *(len(str(row[k])) for row in rows)) for k in rows[0]}
+    print('\n' + '  '.join(k.ljust(w) for k, w in widths.items()))
+    for row in rows:
+        print('  '.join(str(row[k]).ljust(w) for k, w in widths.items()))
+    machine = _machine(device)
+    folder = RESULTS / re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')
+    content = {
+        'section': section,
+        'what': what,
+        'machine': machine,
+        'date': date.today().isoformat(),
+        'command': shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        'versions': {
+            'python': platform.python_version(),
+            'torch': torch.__version__,
+            'timm': timm.__version__,
+            'timm_rep': timm_rep.__version__,
+        },
+        **settings,
+        'rows': rows,
+    }
+    with replacing_files(folder) as temporary:
+        (temporary / f'{section}.json').write_text(json.dumps(content, indent=2) + '\n')
+    print(f'\n{folder / section}.json')
