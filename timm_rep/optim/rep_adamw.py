@@ -1,17 +1,18 @@
 """AdamW that carries a structure's prior: the method is not bound to SGD (RepOptimizers, section 4.2)."""
-from typing import Dict, List, Optional
+from typing import Dict, List, Tuple
 
 import torch
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from ._chunks import Scratch, check_grad_mults, check_gradient, row_chunks, use_fused
+from ._chunks import Scratch, row_chunks, use_fused
+from ._rep_optimizer import RepOptimizerMixin
 from .grad_mult import get_grad_mult
 
 __all__ = ['RepAdamW']
 
 
-class RepAdamW(AdamW):
+class RepAdamW(RepOptimizerMixin, AdamW):
     """``torch.optim.AdamW``, with the update of each parameter that has a GradMult multiplied by it.
 
     AdamW's update ignores the magnitude of the gradient: a branch's weight moves by ``-lr * sign(scale) * u`` and its
@@ -22,53 +23,16 @@ class RepAdamW(AdamW):
     Clipping gradients before the step breaks the equivalence with the CSLA block, whose gradients it does not see.
     """
 
-    def __init__(self, params, lr=1e-3, *args, strict: bool = True, **kwargs):
-        """
-        Args:
-            params: Parameters or parameter groups.
-            lr: Learning rate.
-            strict: Refuse to start without any GradMult.
-            args: The other arguments of torch.optim.AdamW.
-            kwargs: Likewise.
-
-        Raises:
-            ValueError: No parameter has a GradMult, and strict is True.
-        """
-        super().__init__(params, lr, *args, **kwargs)
-        check_grad_mults(type(self).__name__, self.param_groups, strict)
-
-    @torch.no_grad()
-    def step(self, closure=None) -> Optional[torch.Tensor]:
-        """Perform one step.
-
-        Args:
-            closure: Reevaluates the model and returns the loss.
-
-        Raises:
-            RuntimeError: A parameter with a GradMult has a sparse or complex gradient.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        scratch = Scratch(), Scratch()
-        for group in self.param_groups:
-            params = [p for p in group['params'] if p.grad is not None]
-            plain = [p for p in params if get_grad_mult(p) is None]
-            if plain:
-                self._update(
-                    plain,
-                    [p.grad for p in plain],
-                    self._state_of(plain, group),
-                    group,
-                    weight_decay=group['weight_decay'],
-                    foreach=group['foreach'],
-                    fused=group['fused'],
-                )
-            for param in params:
-                if get_grad_mult(param) is not None:
-                    self._multiplied_update(param, group, scratch)
-        return loss
+    def _plain_update(self, params: List[torch.Tensor], group: dict) -> None:
+        self._update(
+            params,
+            [p.grad for p in params],
+            self._state_of(params, group),
+            group,
+            weight_decay=group['weight_decay'],
+            foreach=group['foreach'],
+            fused=group['fused'],
+        )
 
     def _state_of(self, params: List[torch.Tensor], group: dict) -> Dict[str, List[torch.Tensor]]:
         """The state of some parameters in the lists that adamw() takes, initialized where it is new, as torch does."""
@@ -106,8 +70,7 @@ class RepAdamW(AdamW):
             maximize=group['maximize'],
         )
 
-    def _multiplied_update(self, param: torch.Tensor, group: dict, scratch) -> None:
-        check_gradient(type(self).__name__, param)
+    def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Tuple[Scratch, Scratch]) -> None:
         grad_mult = get_grad_mult(param)
         state = self._state_of([param], group)
         step = state.pop('state_steps')[0]
