@@ -228,7 +228,7 @@ def test_registered_with_timm():
 @pytest.mark.parametrize('rep,plain', PAIRS)
 def test_refusals(rep, plain):
     name = rep.__name__
-    with pytest.raises(ValueError, match=rf'{name}.*no parameter with a GradMult.*attach_grad_mults.*strict=False'):
+    with pytest.raises(ValueError, match=rf'{name}.*no parameter with a GradMult.*set_grad_mult.*strict=False'):
         rep(timm.create_model('test_resnet').parameters(), lr=.1)
     param = nn.Parameter(torch.zeros(8, 8, 3, 3))
     set_grad_mult(param, csla().grad_mult(scales()))

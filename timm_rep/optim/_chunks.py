@@ -64,7 +64,7 @@ def check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> N
     """
     if strict and all(get_grad_mult(p) is None for group in param_groups for p in group['params']):
         raise ValueError(
-            f'{name} was given no parameter with a GradMult, so it would train like the plain optimizer. Create the '
-            'model with scales (repopt_vgg_* does by default), or attach them with timm_rep.attach_grad_mults(model, '
-            'scales), also after a wrapper that replaces the parameters (FSDP). For a plain optimizer on purpose pass '
+            f'{name} was given no parameter with a GradMult, so it would train like the plain optimizer. Attach them '
+            'with timm_rep.optim.set_grad_mult(param, csla.grad_mult(scales)), again after a wrapper that replaces the '
+            'parameters (FSDP) or a copy.deepcopy of the model. For a plain optimizer on purpose pass '
             'strict=False.')
