@@ -1,11 +1,9 @@
-"""Cutting large parameters into pieces that stay in the cache, and what every RepOptimizer checks."""
-from typing import Iterable, Iterator
+"""Cutting large parameters into pieces that stay in the cache, and updating a piece in one pass."""
+from typing import Iterator
 
 import torch
 
-from .grad_mult import get_grad_mult
-
-__all__ = ['Scratch', 'check_grad_mults', 'check_gradient', 'row_chunks', 'use_fused']
+__all__ = ['Scratch', 'row_chunks', 'use_fused']
 
 _CHUNK_BYTES = 4 << 20
 
@@ -41,30 +39,3 @@ def use_fused(param: torch.Tensor, group: dict) -> bool:
     if param.device.type == 'cpu':  # with half precision on a CPU, that of torch 2.5 leaves parameters as they were
         return param.dtype in (torch.float32, torch.float64)
     return param.device.type == 'cuda' and param.is_floating_point()
-
-
-def check_gradient(name: str, param: torch.Tensor) -> None:
-    """Refuse what no multiplier fits.
-
-    Raises:
-        RuntimeError: The gradient is sparse, or the parameter complex.
-    """
-    if param.grad.is_sparse or param.is_complex():
-        kind = 'sparse' if param.grad.is_sparse else 'complex'
-        raise RuntimeError(
-            f'{name} multiplies dense real gradients, got a {kind} one for a parameter of shape {tuple(param.shape)}. '
-            'Take its GradMult off, or make the gradient dense.')
-
-
-def check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> None:
-    """Refuse to start an optimizer that would be a plain one.
-
-    Raises:
-        ValueError: No parameter has a GradMult, and strict is True.
-    """
-    if strict and all(get_grad_mult(p) is None for group in param_groups for p in group['params']):
-        raise ValueError(
-            f'{name} was given no parameter with a GradMult, so it would train like the plain optimizer. Attach them '
-            'with timm_rep.optim.set_grad_mult(param, csla.grad_mult(scales)), again after a wrapper that replaces the '
-            'parameters (FSDP) or a copy.deepcopy of the model. For a plain optimizer on purpose pass '
-            'strict=False.')

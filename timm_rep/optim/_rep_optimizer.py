@@ -1,9 +1,9 @@
-"""What the optimizers of this package share: the check at the start, and the two kinds of parameters in a step."""
-from typing import Optional
+"""What the optimizers of this package share: what they refuse, and the two kinds of parameters in a step."""
+from typing import Iterable, Optional
 
 import torch
 
-from ._chunks import Scratch, check_grad_mults, check_gradient
+from ._chunks import Scratch
 from .grad_mult import get_grad_mult
 
 __all__ = ['RepOptimizerMixin']
@@ -25,7 +25,7 @@ class RepOptimizerMixin:
             ValueError: No parameter has a GradMult, and strict is True.
         """
         super().__init__(params, lr, *args, **kwargs)
-        check_grad_mults(type(self).__name__, self.param_groups, strict)
+        _check_grad_mults(type(self).__name__, self.param_groups, strict)
 
     @torch.no_grad()
     def step(self, closure=None) -> Optional[torch.Tensor]:
@@ -49,6 +49,33 @@ class RepOptimizerMixin:
                 self._plain_update(plain, group)
             for param in params:
                 if get_grad_mult(param) is not None:
-                    check_gradient(type(self).__name__, param)
+                    _check_gradient(type(self).__name__, param)
                     self._multiplied_update(param, group, scratch)
         return loss
+
+
+def _check_gradient(name: str, param: torch.Tensor) -> None:
+    """Refuse what no multiplier fits.
+
+    Raises:
+        RuntimeError: The gradient is sparse, or the parameter complex.
+    """
+    if param.grad.is_sparse or param.is_complex():
+        kind = 'sparse' if param.grad.is_sparse else 'complex'
+        raise RuntimeError(
+            f'{name} multiplies dense real gradients, got a {kind} one for a parameter of shape {tuple(param.shape)}. '
+            'Take its GradMult off, or make the gradient dense.')
+
+
+def _check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> None:
+    """Refuse to start an optimizer that would be a plain one.
+
+    Raises:
+        ValueError: No parameter has a GradMult, and strict is True.
+    """
+    if strict and all(get_grad_mult(p) is None for group in param_groups for p in group['params']):
+        raise ValueError(
+            f'{name} was given no parameter with a GradMult, so it would train like the plain optimizer. Attach them '
+            'with timm_rep.optim.set_grad_mult(param, csla.grad_mult(scales)), again after a wrapper that replaces the '
+            'parameters (FSDP) or a copy.deepcopy of the model. For a plain optimizer on purpose pass '
+            'strict=False.')
