@@ -22,7 +22,9 @@ new = {m for m in sys.modules if m not in modules}
 import timm.optim
 print(sorted(m for m in new if not m.startswith(('timm_rep', 'timm.'))))
 assert {'repsgd', 'repadamw'} <= set(timm.optim.list_optimizers())
-assert set(timm.list_models()) - models == set(timm.list_models('repa_*')) != set()
+ours = set(timm.list_models('repa_*')), set(timm.list_models('repopt_*'))
+assert all(ours)
+assert set(timm.list_models()) - models == set.union(*ours)
 assert models <= set(timm.list_models())
 """
 

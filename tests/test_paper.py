@@ -6,7 +6,7 @@ from timm_rep.paper import PAPER_ROWS, _agreement, count_row
 from timm_rep.profiling import Macs
 
 
-@pytest.mark.parametrize('row', PAPER_ROWS, ids=lambda row: f'{row.table}-{row.label}-{row.folded}')
+@pytest.mark.parametrize('row', PAPER_ROWS, ids=lambda row: f'{row.paper}-{row.table}-{row.label}-{row.folded}')
 def test_every_row(row):
     """Parameters within 0.1 M, and one of the two counts of MACs within 3% or equal at the printed decimal."""
     count = count_row(row)
@@ -20,9 +20,13 @@ def test_every_row(row):
 
 
 def test_tables_are_covered():
-    """Every row of the ViT and DeiT models, counted in the paper."""
-    assert Counter(row.table for row in PAPER_ROWS) == {1: 10, 2: 10, 3: 1, 4: 5, 5: 4, 8: 4}
-    assert len({(row.table, row.label, row.folded) for row in PAPER_ROWS}) == len(PAPER_ROWS)
+    """Every row of the ViT, DeiT and RepOpt-VGG models, counted in the papers."""
+    tables = {
+        paper: Counter(row.table for row in PAPER_ROWS if row.paper == paper)
+        for paper in {row.paper for row in PAPER_ROWS}
+    }
+    assert tables == {'RePaFormer': {1: 10, 2: 10, 3: 1, 4: 5, 5: 4, 8: 4}, 'RepOptimizers': {1: 4}}
+    assert len({(row.paper, row.table, row.label, row.folded) for row in PAPER_ROWS}) == len(PAPER_ROWS)
 
 
 def test_agreement():

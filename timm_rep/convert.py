@@ -1,20 +1,32 @@
 """The papers' released checkpoints, read into this package's models."""
 import os
 import re
-from typing import Dict, List, Mapping, Tuple, Union
+from typing import Callable, Dict, List, Mapping, Tuple, Union
 
 import torch
 import torch.nn as nn
 from timm.models import clean_state_dict, load_state_dict
 
-from timm_rep.layers import mlp_structure
-from timm_rep.models import RePaVisionTransformer
+from timm_rep.models import RePaVisionTransformer, RepOptVgg
+from timm_rep.models._reparameterize import holds_structure
 
 __all__ = ['load_released']
 
 # For each model class: (pattern, replacement) from a key here to the released key.
-_RELEASED_KEYS: Dict[type, List[Tuple[str, str]]] = {
+_RELEASED_KEYS: Dict[type, List[Tuple[str, Union[str, Callable[[re.Match], str]]]]] = {
     RePaVisionTransformer: [(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.')],
+    RepOptVgg: [
+        (r'^stem\.', 'stage0.'),
+        (r'^stages\.(\d)\.', lambda match: f'stage{int(match[1]) + 1}.'),
+        (r'\.conv\.weights\.conv3x3$', '.conv.weight'),
+        (r'\.conv\.scales\.conv3x3$', '.scale_conv.weight'),
+        (r'\.conv\.weights\.conv1x1$', '.conv_1x1.weight'),
+        (r'\.conv\.scales\.conv1x1$', '.scale_1x1.weight'),
+        (r'\.conv\.weights\.identity$', '.scale_identity.weight'),
+        (r'\.attn\.fc1\.', '.post_se.down.'),
+        (r'\.attn\.fc2\.', '.post_se.up.'),
+        (r'^head\.fc\.', 'linear.'),
+    ],
 }
 
 
@@ -24,8 +36,9 @@ def load_released(
 ) -> nn.Module:
     """Load a checkpoint of the papers' released implementations into a model of this package, strictly.
 
-    Reads the RePaViT layout (``blocks.i.attn.norm``, ``blocks.i.mlp.norm1/fc1/norm2/fc2``) of training checkpoints. Of
-    a training run's file it takes the model the authors evaluate, not its moving average.
+    Reads the RePaViT layout (``blocks.i.attn.norm``, ``blocks.i.mlp.norm1/fc1/norm2/fc2``) of training checkpoints, and
+    the RepOpt-VGG layout (``stage0.conv``, ``stage1.0.conv``, ``linear``) of the target, Hyper-Search and CSLA
+    structures. Of a training run's file it takes the model the authors evaluate, not its moving average.
 
     Args:
         model: A model in its training structure, with the checkpoint's configuration.
@@ -50,7 +63,7 @@ def load_released(
             'Released checkpoints hold the training structure, the model has the deploy structure: load into a model '
             'created without reparameterized=True, then call its reparameterize().')
     released = _read_state_dict(path_or_state_dict)
-    if any(mlp_structure(released, key.rpartition('.')[0].rpartition('.')[0] + '.') == 'deploy' for key in released):
+    if holds_structure(model, released, 'deploy'):
         raise RuntimeError(
             "The checkpoint holds this package's deploy structure, not a released layout: create the model with "
             'reparameterized=True and use its load_state_dict().')
@@ -74,7 +87,7 @@ def load_released(
     if problems:
         raise RuntimeError(
             f'The checkpoint does not fit {type(model).__name__}, nothing was loaded. Create the model with the '
-            'configuration it was trained with (embed_dim, depth, mlp_ratio, num_classes, img_size, ...).\n  '
+            'configuration it was trained with (structure, widths, depth, num_classes, img_size, ...).\n  '
             + '\n  '.join(problems))
 
     # a model on 'meta' has no memory to copy into

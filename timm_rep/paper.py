@@ -9,7 +9,7 @@ __all__ = ['PAPER_ROWS', 'Count', 'PaperRow', 'count_row']
 
 
 class PaperRow(NamedTuple):
-    """One row of a table of the RePaFormer paper, and the model it is about.
+    """One row of a paper's table, and the model it is about.
 
     Attributes:
         table: Number of the table.
@@ -19,6 +19,7 @@ class PaperRow(NamedTuple):
         gmacs: Published complexity, 1e9 multiply-accumulates.
         folded: Whether the figures are those of the deploy structure.
         model_args: Arguments of create_model.
+        paper: 'RePaFormer' or 'RepOptimizers'.
     """
     table: int
     label: str
@@ -27,6 +28,7 @@ class PaperRow(NamedTuple):
     gmacs: float
     folded: bool = False
     model_args: Dict[str, Any] = {}  # noqa: RUF012, a default that nothing changes
+    paper: str = 'RePaFormer'
 
 
 # timm's ViT-Huge has patch size 14 and, by its first pretrained tag, no classifier
@@ -68,6 +70,10 @@ PAPER_ROWS = (
     PaperRow(8, 'RePa-DeiT-Tiny (50%)', 'repa_deit_tiny', 4.4, 1.0, folded=True, model_args=dict(idle_ratio=0.5)),
     PaperRow(8, 'RePa-DeiT-Tiny (25%)', 'repa_deit_tiny', 5.3, 1.2, folded=True, model_args=dict(idle_ratio=0.25)),
     PaperRow(8, 'DeiT-Tiny (vanilla)', 'deit_tiny_patch16_224', 5.7, 1.3),
+    PaperRow(1, 'RepOpt-VGG-B1', 'repopt_vgg_b1', 51.8, 11.9, paper='RepOptimizers'),
+    PaperRow(1, 'RepOpt-VGG-B2', 'repopt_vgg_b2', 80.3, 18.4, paper='RepOptimizers'),
+    PaperRow(1, 'RepOpt-VGG-L1', 'repopt_vgg_l1', 76.0, 21.0, paper='RepOptimizers'),
+    PaperRow(1, 'RepOpt-VGG-L2', 'repopt_vgg_l2', 118.1, 32.8, paper='RepOptimizers'),
 )
 
 

@@ -26,10 +26,11 @@ def test_help_and_version(capsys):
 def test_models(capsys):
     assert main(['models', '*deit_tiny*']) == 0
     lines = capsys.readouterr().out.splitlines()
-    row = next(line for line in lines if line.split()[:2] == ['1', 'RePa-DeiT-Tiny'] and ' yes ' in line)
-    assert row.split() == ['1', 'RePa-DeiT-Tiny', 'repa_deit_tiny', 'yes', '3.49', '3.5', '0.64', '~', '0.82', '0.6']
-    row = next(line for line in lines if line.split()[:2] == ['1', 'RePa-DeiT-Tiny'] and ' no ' in line)
-    assert row.split() == ['1', 'RePa-DeiT-Tiny', 'repa_deit_tiny', 'no', '5.74', '5.7', '1.07', '=', '1.25', '1.1']
+    row = next(line for line in lines if line.split()[1:3] == ['1', 'RePa-DeiT-Tiny'] and ' yes ' in line)
+    assert row.split() == [
+        'RePaFormer', '1', 'RePa-DeiT-Tiny', 'repa_deit_tiny', 'yes', '3.49', '3.5', '0.64', '~', '0.82', '0.6']
+    row = next(line for line in lines if line.split()[1:3] == ['1', 'RePa-DeiT-Tiny'] and ' no ' in line)
+    assert row.split()[1:] == ['1', 'RePa-DeiT-Tiny', 'repa_deit_tiny', 'no', '5.74', '5.7', '1.07', '=', '1.25', '1.1']
     assert not any('repa_deit_base' in line for line in lines)
 
 

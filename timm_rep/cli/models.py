@@ -5,7 +5,7 @@ from timm_rep.paper import PAPER_ROWS, count_row
 
 _NOTES = """
 MACs of one image, counted by torch.utils.flop_counter: 'layers' are linear layers and convolutions, 'all' adds the
-products of attention (q k^T and its product with v). The paper's column mixes the two; '=' marks the count that it
+products of attention (q k^T and its product with v). The papers' column mixes the two; '=' marks the count that it
 agrees with, within 3%. '~' marks one that is further off but the same when rounded to the one decimal that the paper
 prints, '!' a row that agrees with neither.
 """
@@ -21,14 +21,15 @@ def run(args) -> int:
     rows = [row for row in PAPER_ROWS if fnmatch.fnmatch(row.model, args.filter)]
     if not rows:
         raise ValueError(f'no model of the papers\' tables matches {args.filter!r}; see timm-rep models.')
-    header = ('table', 'row', 'model', 'folded', 'params M', 'paper', 'MACs G: layers', 'all', 'paper')
-    layout = '{:>5}  {:<22} {:<22} {:<6} {:>8} {:>6}  {:>15} {:>9} {:>6}'
+    header = ('paper', 'table', 'row', 'model', 'folded', 'params M', 'paper', 'MACs G: layers', 'all', 'paper')
+    layout = '{:<13} {:>5}  {:<22} {:<22} {:<6} {:>8} {:>6}  {:>15} {:>9} {:>6}'
     print(layout.format(*header))
     for row in rows:
         count = count_row(row)
         agrees = count.agrees or '!'
         sign = '~' if 'rounded' in agrees else '='
         print(layout.format(
+            row.paper,
             row.table,
             row.label,
             row.model,

@@ -1,5 +1,5 @@
-from .channel_idle import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios, mlp_structure
-from .csla import ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock
+from .channel_idle import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
+from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock
 from .fold import Affine, batch_norm_scale_shift
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     'ConvBranch',
     'Csla',
     'CslaBlock',
+    'CslaConv2d',
     'IdentityBranch',
     'RePaMlp',
     'RePaMlpDeploy',
@@ -15,5 +16,4 @@ __all__ = [
     'active_channels',
     'batch_norm_scale_shift',
     'idle_ratios',
-    'mlp_structure',
 ]

@@ -12,7 +12,7 @@ from torch.jit import Final
 
 from .fold import Affine
 
-__all__ = ['ChannelIdle', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios', 'mlp_structure']
+__all__ = ['ChannelIdle', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
 
 
 def active_channels(channels: int, idle_ratio: float) -> int:
@@ -85,6 +85,15 @@ class ChannelIdle(nn.Module):
         return f'active={self.active_channels}, idle={self.channels - self.active_channels}'
 
 
+def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
+    """Which form of the FFN a state dict holds under ``prefix``: 'training', 'deploy', or None if neither."""
+    if f'{prefix}norm1.running_mean' in state_dict:
+        return 'training'
+    if f'{prefix}fc_in.weight' in state_dict or f'{prefix}shortcut.weight' in state_dict:
+        return 'deploy'
+    return None
+
+
 class RePaMlp(nn.Module):
     """The training form of the RePaFormer FFN, normalization and shortcut included (eq. 3).
 
@@ -92,6 +101,7 @@ class RePaMlp(nn.Module):
     tokens of all images. Input and output: (..., in_features), channels last.
     """
     structure = 'training'
+    structure_in = staticmethod(_structure_in)
 
     def __init__(
             self,
@@ -191,6 +201,7 @@ class RePaMlpDeploy(nn.Module):
     measure no slower than one wide matrix with an activation on its slice (``scripts/bench.py deploy-ffn``).
     """
     structure = 'deploy'
+    structure_in = staticmethod(_structure_in)
     has_active: Final[bool]
 
     def __init__(
@@ -228,12 +239,3 @@ class RePaMlpDeploy(nn.Module):
         if self.has_active:
             return self.fc_out(self.act(self.fc_in(x))) + self.shortcut(x)
         return self.shortcut(x)
-
-
-def mlp_structure(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
-    """Which form of the FFN a state dict holds under ``prefix``: 'training', 'deploy', or None if neither."""
-    if f'{prefix}norm1.running_mean' in state_dict:
-        return RePaMlp.structure
-    if f'{prefix}fc_in.weight' in state_dict or f'{prefix}shortcut.weight' in state_dict:
-        return RePaMlpDeploy.structure
-    return None

@@ -14,9 +14,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from timm_rep.optim.grad_mult import GradMult, GradTerm
+from timm_rep.optim.grad_mult import GradMult, GradTerm, set_grad_mult
 
-__all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'IdentityBranch', 'SearchBlock']
+__all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'CslaConv2d', 'IdentityBranch', 'SearchBlock']
 
 
 def _pair(x: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
@@ -60,6 +60,8 @@ class Csla:
         branches: At least one ConvBranch or IdentityBranch, of different names.
         stride: (height, width) or one number.
         groups: Groups of every convolution.
+        dilation: (height, width) or one number.
+        initial_scale: What the trainable scales of the conv branches start at in Hyper-Search.
 
     Raises:
         ValueError: The branches do not add up to one operator; the message says which and why.
@@ -69,9 +71,12 @@ class Csla:
     branches: Tuple[Union[ConvBranch, IdentityBranch], ...]
     stride: Union[int, Tuple[int, int]] = 1
     groups: int = 1
+    dilation: Union[int, Tuple[int, int]] = 1
+    initial_scale: float = 1.
 
     def __post_init__(self):
         object.__setattr__(self, 'stride', _pair(self.stride))
+        object.__setattr__(self, 'dilation', _pair(self.dilation))
         object.__setattr__(self, 'branches', tuple(self.branches))
         names = [branch.name for branch in self.branches]
         if not names or len(set(names)) < len(names):
@@ -101,6 +106,10 @@ class Csla:
         """Shape of the target operator's kernel, (out_channels, in_channels / groups, height, width)."""
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
+    def padding(self, kernel_size: Tuple[int, int]) -> Tuple[int, int]:
+        """What keeps the kernels of the branches on the same centre."""
+        return tuple(k // 2 * d for k, d in zip(kernel_size, self.dilation))
+
     def check_scales(self, scales: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """The scales of the conv branches, each (out_channels,); others, as a search model's identity has, are dropped.
 
@@ -116,19 +125,16 @@ class Csla:
                     f'for each of the {self.out_channels} output channels.')
         return {name: scales[name].detach() for name in self.scaled}
 
-    def target(self, bias: bool = False, device=None, dtype=None) -> nn.Conv2d:
-        """The target operator: one convolution, freshly initialized as torch does."""
-        return nn.Conv2d(
-            self.in_channels,
-            self.out_channels,
-            self.kernel_size,
-            stride=self.stride,
-            padding=tuple(k // 2 for k in self.kernel_size),
-            groups=self.groups,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
+    def initial_scales(self, device=None, dtype=None) -> Dict[str, torch.Tensor]:
+        """What Hyper-Search starts from: initial_scale for every channel of each conv branch."""
+        return {
+            name: torch.full((self.out_channels,), self.initial_scale, device=device, dtype=dtype)
+            for name in self.scaled
+        }
+
+    def target(self, bias: bool = False, device=None, dtype=None) -> 'CslaConv2d':
+        """The target operator: one convolution, freshly initialized as torch does, without a GradMult yet."""
+        return CslaConv2d(self, bias=bias, device=device, dtype=dtype)
 
     def grad_mult(self, scales: Mapping[str, torch.Tensor]) -> GradMult:
         """The multiplier of the target kernel's gradient or update (eq. 3, appendix A).
@@ -139,7 +145,8 @@ class Csla:
         scales = self.check_scales(scales)
         return GradMult(self.kernel_shape, [
             GradTerm(branch.kernel_size, scales[branch.name])
-            if isinstance(branch, ConvBranch) else GradTerm(branch.kernel_size, torch.ones(self.out_channels), True)
+            if isinstance(branch, ConvBranch) else
+            GradTerm(branch.kernel_size, torch.ones(self.out_channels, device='cpu'), True)
             for branch in self.branches
         ])
 
@@ -182,6 +189,78 @@ class Csla:
         return kernel
 
 
+class CslaConv2d(nn.Conv2d):
+    """The target operator of a CSLA block: a plain convolution, but its GradMult stays with its weight.
+
+    torch replaces a parameter, and loses what is attached to it, when a model is copied, unpickled, moved from 'meta'
+    or loaded with ``assign=True``; the multiplier follows. Input (N, in_channels, H, W), output
+    (N, out_channels, H', W').
+    """
+
+    def __init__(self, csla: Csla, bias: bool = False, device=None, dtype=None):
+        """
+        Args:
+            csla: The branches that this operator stands for.
+            bias: Whether it has a bias, which is no part of them.
+        """
+        super().__init__(
+            csla.in_channels,
+            csla.out_channels,
+            csla.kernel_size,
+            stride=csla.stride,
+            padding=csla.padding(csla.kernel_size),
+            dilation=csla.dilation,
+            groups=csla.groups,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.csla = csla
+        self.grad_mult: Optional[GradMult] = None
+
+    def set_scales(self, scales: Optional[Mapping[str, torch.Tensor]]) -> None:
+        """Give the weight the multiplier of these scales (rule of iteration), or take it off (None).
+
+        Raises:
+            ValueError: A scale is missing or misshapen.
+        """
+        self.grad_mult = None if scales is None else self.csla.grad_mult(scales)
+        set_grad_mult(self.weight, self.grad_mult)
+
+    @torch.no_grad()
+    def reset_kernel(self, scales: Mapping[str, torch.Tensor]) -> None:
+        """Draw the kernel anew, by the rule of initialization (eq. 4).
+
+        Raises:
+            ValueError: A scale is missing or misshapen.
+        """
+        self.weight.copy_(self.csla.initial_kernel(scales, device=self.weight.device, dtype=self.weight.dtype))
+
+    def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        """The kernel, as the blocks with branches have it."""
+        return self.weight.detach().to(dtype or self.weight.dtype)
+
+    def register_parameter(self, name: str, param: Optional[nn.Parameter]) -> None:
+        super().register_parameter(name, param)
+        if name == 'weight':
+            self._follow()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._follow()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._follow()
+        return self
+
+    def _follow(self) -> None:
+        grad_mult = self.__dict__.get('grad_mult')
+        # where a wrapper has put a shard of the weight in its place, attach_grad_mults() gives it its rows
+        if grad_mult is not None and tuple(self.weight.shape) == grad_mult.shape:
+            set_grad_mult(self.weight, grad_mult)
+
+
 class CslaBlock(nn.Module):
     """A CSLA block as it is declared: every branch an operator of its own, with constant scales.
 
@@ -190,11 +269,17 @@ class CslaBlock(nn.Module):
     """
     trainable_scales = False
 
-    def __init__(self, csla: Csla, scales: Mapping[str, torch.Tensor], device=None, dtype=None):
+    def __init__(
+            self,
+            csla: Csla,
+            scales: Optional[Mapping[str, torch.Tensor]] = None,
+            device=None,
+            dtype=None,
+    ):
         """
         Args:
             csla: The branches.
-            scales: Scale of each conv branch, (out_channels,).
+            scales: Scale of each conv branch, (out_channels,); what Hyper-Search starts from if None.
 
         Raises:
             ValueError: A scale is missing or misshapen.
@@ -210,7 +295,8 @@ class CslaBlock(nn.Module):
                 self.weights[branch.name] = nn.Parameter(torch.empty(shape, **dd))
             else:
                 self.weights[branch.name] = nn.Parameter(torch.empty(csla.out_channels, **dd))
-        for name, scale in csla.check_scales(scales).items():
+        scales = csla.initial_scales(**dd) if scales is None else csla.check_scales(scales)
+        for name, scale in scales.items():
             self.scales[name] = nn.Parameter(scale.clone().to(**dd), requires_grad=self.trainable_scales)
         self.reset_parameters()
 
@@ -222,6 +308,16 @@ class CslaBlock(nn.Module):
             else:
                 nn.init.ones_(weight)
 
+    @torch.no_grad()
+    def set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
+        """Replace the scales of the conv branches.
+
+        Raises:
+            ValueError: A scale is missing or misshapen.
+        """
+        for name, scale in self.csla.check_scales(scales).items():
+            self.scales[name].copy_(scale)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = None
         for branch in self.csla.branches:
@@ -229,15 +325,24 @@ class CslaBlock(nn.Module):
             if isinstance(branch, IdentityBranch):
                 z = x * weight[:, None, None]
             else:
-                padding = tuple(k // 2 for k in branch.kernel_size)
-                z = F.conv2d(x, weight, stride=self.csla.stride, padding=padding, groups=self.csla.groups)
+                z = F.conv2d(
+                    x,
+                    weight,
+                    stride=self.csla.stride,
+                    padding=self.csla.padding(branch.kernel_size),
+                    dilation=self.csla.dilation,
+                    groups=self.csla.groups,
+                )
                 z = z * self.scales[branch.name][:, None, None]
             y = z if y is None else y + z
         return y
 
-    def equivalent_kernel(self) -> torch.Tensor:
-        """The kernel of the one convolution with the same output (eq. 4)."""
-        return self.csla.kernel(self.weights, self.scales)
+    def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        """The kernel of the one convolution with the same output (eq. 4), computed in a dtype or the parameters'."""
+        weights, scales = (
+            {name: x.detach().to(dtype or x.dtype) for name, x in group.items()}
+            for group in (self.weights, self.scales))
+        return self.csla.kernel(weights, scales)
 
 
 class SearchBlock(CslaBlock):

@@ -3,7 +3,7 @@
 Every function computes in float64, whatever the dtype of the model: rounding happens once, when
 :meth:`Affine.write_to` casts the result back.
 """
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -43,10 +43,10 @@ def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch
 
 
 class Affine(NamedTuple):
-    """The map ``y = x @ weight.T + bias`` on channels, in float64.
+    """The map ``y = x @ weight.T + bias`` on channels, in float64; of a convolution, on the entries of its window.
 
     Attributes:
-        weight: (out, in).
+        weight: (out, in), of a convolution (out, in * height * width).
         bias: (out,).
     """
     weight: torch.Tensor
@@ -62,6 +62,11 @@ class Affine(NamedTuple):
         """``x -> self(norm(x))`` (RePaFormer, eq. 4)."""
         scale, shift = batch_norm_scale_shift(norm)
         return Affine(self.weight * scale, self.bias + self.weight @ shift)
+
+    def before_norm(self, norm: nn.modules.batchnorm._BatchNorm) -> 'Affine':
+        """``x -> norm(self(x))``."""
+        scale, shift = batch_norm_scale_shift(norm)
+        return Affine(self.weight * scale[:, None], self.bias * scale + shift)
 
     def after(self, inner: 'Affine') -> 'Affine':
         """``x -> self(inner(x))`` (RePaFormer, eq. 6 and 9)."""
@@ -85,11 +90,17 @@ class Affine(NamedTuple):
         """The map on the input channels ``start:stop``, the others being zero."""
         return Affine(self.weight[:, start:stop], self.bias)
 
-    def write_to(self, linear: nn.Linear, like: nn.Parameter) -> None:
+    @classmethod
+    def from_kernel(cls, kernel: torch.Tensor) -> 'Affine':
+        """The map of a convolution without bias, its kernel (out, in, height, width)."""
+        weight = _wide(kernel).flatten(1)
+        return cls(weight, weight.new_zeros(weight.shape[0]))
+
+    def write_to(self, linear: Union[nn.Linear, nn.Conv2d], like: nn.Parameter) -> None:
         """Replace the parameters of ``linear`` by this map's, cast once.
 
         Args:
-            linear: A linear of the same shape. Where it has no bias this map's is left out.
+            linear: A linear or convolution of the same shape. Where it has no bias this map's is left out.
             like: The parameter whose dtype, device and ``requires_grad`` the new ones take.
 
         Raises:
@@ -98,10 +109,13 @@ class Affine(NamedTuple):
         for name, value in self._asdict().items():
             if getattr(linear, name) is None:
                 continue
-            cast = value.to(dtype=like.dtype, device=like.device).contiguous()
+            cast = value.to(dtype=like.dtype, device=like.device)
             if not cast.is_meta and not torch.equal(value.isfinite().to(cast.device), cast.isfinite()):
                 raise OverflowError(
                     f'The folded {name} of shape {tuple(value.shape)} reaches {value.abs().max():.3g}, more than '
                     f'{like.dtype} holds ({torch.finfo(like.dtype).max:.3g}): convert the model to float32 or '
                     'bfloat16 before reparameterizing.')
+            cast = cast.reshape(getattr(linear, name).shape)
+            # a convolution's kernel keeps its memory format
+            cast = torch.empty_like(like).copy_(cast) if cast.shape == like.shape else cast.contiguous()
             setattr(linear, name, nn.Parameter(cast, requires_grad=like.requires_grad))

@@ -1,3 +1,4 @@
 from .repa_vit import RePaVisionTransformer
+from .repopt_vgg import RepOptVgg
 
-__all__ = ['RePaVisionTransformer']
+__all__ = ['RePaVisionTransformer', 'RepOptVgg']

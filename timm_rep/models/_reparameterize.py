@@ -1,32 +1,54 @@
 """What every model of this package with a training and a deploy structure shares."""
-from typing import Any, Dict, Mapping
+from typing import Any, Dict, Iterator, Mapping, Tuple
 
 import torch
+import torch.nn as nn
 
-from timm_rep.layers import RePaMlp, RePaMlpDeploy, mlp_structure
+__all__ = ['ReparameterizeMixin', 'holds_structure']
 
-__all__ = ['ReparameterizeMixin']
-
+# (structure of the checkpoint, structure of the model)
 _MISMATCH = {
-    'training':
+    ('training', 'deploy'):
         'the checkpoint holds the training structure ({key}), the model has the deploy structure: load it into a model '
         'created without reparameterized=True, then call its reparameterize().',
-    'deploy':
+    ('branches', 'deploy'):
+        'the checkpoint holds the branches of the search or CSLA structure ({key}), the model has the deploy '
+        "structure: load it into a model created with structure='search', then call its reparameterize().",
+    ('deploy', 'training'):
         'the checkpoint holds the deploy structure ({key}), which cannot be unfolded, and the model has the training '
         'structure: create the model with reparameterized=True to load it.',
+    ('branches', 'training'):
+        'the checkpoint holds the branches of the search or CSLA structure ({key}), the model has the target '
+        "structure: load it into a model created with structure='search'; a target model takes only the scales, "
+        'timm_rep.Scales.from_model(search_model).',
+    ('training', 'branches'):
+        'the checkpoint holds the target structure ({key}), the model has the branches of the search or CSLA '
+        "structure: load it into a model created with structure='target'.",
 }
+_MISMATCH['deploy', 'branches'] = _MISMATCH['deploy', 'training']
+
+
+def _foldable(module: nn.Module, prefix: str = '') -> Iterator[Tuple[str, nn.Module]]:
+    """The layers that have several structures and know them: ``structure``, ``structure_in(state_dict, prefix)``."""
+    for name, layer in module.named_modules(prefix=prefix):
+        if hasattr(layer, 'structure_in'):
+            yield name, layer
+
+
+def holds_structure(model: nn.Module, state_dict: Mapping[str, Any], structure: str) -> bool:
+    """Whether a state dict, of this package's layout, holds a layer of the model in this structure."""
+    return any(layer.structure_in(state_dict, f'{name}.') == structure for name, layer in _foldable(model))
 
 
 class ReparameterizeMixin:
-    """Adds ``reparameterize()`` to a timm model whose layers have ``fuse()``, and keeps its two structures apart."""
+    """Adds ``reparameterize()`` to a timm model whose layers have ``fuse()``, and keeps its structures apart."""
 
     __jit_unused_properties__ = ('reparameterized', '_model_args')
 
     @property
     def reparameterized(self) -> bool:
         """Whether the model has the deploy structure."""
-        kinds = {type(module) for module in self.modules()}
-        return RePaMlpDeploy in kinds and RePaMlp not in kinds
+        return {layer.structure for _, layer in _foldable(self)} == {'deploy'}
 
     @torch.jit.ignore
     def reparameterize(self):
@@ -66,11 +88,11 @@ class ReparameterizeMixin:
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # runs before any layer of this model has loaded anything, though perhaps after what a wrapper has beside it
-        for name, module in self.named_modules(prefix=prefix.rstrip('.')):
-            if isinstance(module, (RePaMlp, RePaMlpDeploy)):
-                found = mlp_structure(state_dict, f'{name}.')
-                if found is not None and found != module.structure:
-                    key = next(k for k in state_dict if k.startswith(f'{name}.'))
-                    raise RuntimeError(
-                        f'Cannot load into {type(self).__name__}: ' + _MISMATCH[found].format(key=repr(key)))
+        for name, layer in _foldable(self, prefix.rstrip('.')):
+            found = layer.structure_in(state_dict, f'{name}.')
+            if found is not None and found != layer.structure:
+                key = next(k for k in state_dict if k.startswith(f'{name}.'))
+                raise RuntimeError(
+                    f'Cannot load into {type(self).__name__}: '
+                    + _MISMATCH[found, layer.structure].format(key=repr(key)))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

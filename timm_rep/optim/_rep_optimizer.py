@@ -75,7 +75,7 @@ def _check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> 
     """
     if strict and all(get_grad_mult(p) is None for group in param_groups for p in group['params']):
         raise ValueError(
-            f'{name} was given no parameter with a GradMult, so it would train like the plain optimizer. Attach them '
-            'with timm_rep.optim.set_grad_mult(param, csla.grad_mult(scales)), again after a wrapper that replaces the '
-            'parameters (FSDP) or a copy.deepcopy of the model. For a plain optimizer on purpose pass '
-            'strict=False.')
+            f'{name} was given no parameter with a GradMult, so it would train like the plain optimizer. Create a '
+            "RepOpt model with scales (timm.create_model('repopt_vgg_b1')), or call timm_rep.attach_grad_mults(model, "
+            'scales) before making the optimizer, also after a wrapper that replaces the parameters (FSDP). For a '
+            'plain optimizer on purpose pass strict=False.')

@@ -6,7 +6,7 @@ from typing import Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 
-__all__ = ['GradMult', 'GradTerm', 'get_grad_mult', 'set_grad_mult']
+__all__ = ['GradMult', 'GradTerm', 'get_grad_mult', 'local', 'set_grad_mult']
 
 _ATTRIBUTE = 'grad_mult'
 
@@ -143,15 +143,37 @@ class GradMult:
 def set_grad_mult(param: torch.Tensor, grad_mult: Optional[GradMult]) -> None:
     """Attach a multiplier to a parameter, where an optimizer of this package finds it; None takes it off.
 
+    Args:
+        param: A kernel. Of a shard on dim 0 (a DTensor, as FSDP2 makes them) the multiplier's rows are attached.
+        grad_mult: For the whole kernel.
+
     Raises:
-        ValueError: It is for a kernel of another shape.
+        ValueError: It is for a kernel of another shape, or the parameter is sharded otherwise.
     """
     if grad_mult is not None and tuple(param.shape) != grad_mult.shape:
         raise ValueError(
             f'A GradMult for the shape {grad_mult.shape} does not fit a parameter of shape {tuple(param.shape)}.')
+    if grad_mult is not None and local(param) is not param:
+        grad_mult = _rows_of_shard(param, grad_mult)
     setattr(param, _ATTRIBUTE, grad_mult)
 
 
 def get_grad_mult(param: torch.Tensor) -> Optional[GradMult]:
     """The multiplier attached to a parameter, or None."""
     return getattr(param, _ATTRIBUTE, None)
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: the shard of a DTensor, any other tensor itself."""
+    return x.to_local() if hasattr(x, 'to_local') else x
+
+
+def _rows_of_shard(param: torch.Tensor, grad_mult: GradMult) -> GradMult:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    if tuple(shape[1:]) != grad_mult.shape[1:]:
+        raise ValueError(
+            f'A GradMult goes to a kernel that is sharded on dim 0, this one of shape {tuple(param.shape)} has the '
+            f'placements {param.placements}.')
+    return grad_mult.rows(offset[0], offset[0] + shape[0])

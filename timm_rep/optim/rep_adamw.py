@@ -7,7 +7,7 @@ from torch.optim.adamw import adamw
 
 from ._chunks import Scratch, row_chunks, use_fused
 from ._rep_optimizer import RepOptimizerMixin
-from .grad_mult import get_grad_mult
+from .grad_mult import get_grad_mult, local
 
 __all__ = ['RepAdamW']
 
@@ -74,6 +74,9 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         grad_mult = get_grad_mult(param)
         state = self._state_of([param], group)
         step = state.pop('state_steps')[0]
+        state = {name: [local(x) for x in tensors] for name, tensors in state.items()}
+        fused = use_fused(param, group)
+        param, grad = local(param), local(param.grad)
         for rows in row_chunks(param):
             chunk = param[rows]
             # torch's own arithmetic on a parameter of zeros leaves the bare update
@@ -81,12 +84,12 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             chunk_state = {name: [x[rows] for x in tensors] for name, tensors in state.items()}
             self._update(
                 [update],
-                [param.grad[rows]],
+                [grad[rows]],
                 {**chunk_state, 'state_steps': [step.clone()]},
                 group,
                 weight_decay=0.,
                 foreach=False,
-                fused=use_fused(param, group),
+                fused=fused,
             )
             chunk.mul_(1 - group['lr'] * group['weight_decay'])
             chunk.add_(grad_mult.multiply(update, 'absolute', out=scratch[1].like(chunk), start=rows.start))

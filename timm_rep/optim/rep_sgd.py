@@ -7,7 +7,7 @@ from torch.optim.sgd import sgd
 
 from ._chunks import Scratch, row_chunks, use_fused
 from ._rep_optimizer import RepOptimizerMixin
-from .grad_mult import get_grad_mult
+from .grad_mult import get_grad_mult, local
 
 __all__ = ['RepSGD']
 
@@ -54,10 +54,12 @@ class RepSGD(RepOptimizerMixin, SGD):
         first = group['momentum'] != 0 and buffer is None
         if first:
             buffer = self.state[param]['momentum_buffer'] = torch.empty_like(param)
+        fused = use_fused(param, group)
+        param, grad, buffer = local(param), local(param.grad), None if buffer is None else local(buffer)
         for rows in row_chunks(param):
             chunk = param[rows]
-            product = grad_mult.multiply(param.grad[rows], 'squared', out=scratch[0].like(chunk), start=rows.start)
+            product = grad_mult.multiply(grad[rows], 'squared', out=scratch[0].like(chunk), start=rows.start)
             buffers = [None if first or buffer is None else buffer[rows]]
-            self._update([chunk], [product], buffers, group, foreach=False, fused=use_fused(param, group))
+            self._update([chunk], [product], buffers, group, foreach=False, fused=fused)
             if first:
                 buffer[rows] = buffers[0]

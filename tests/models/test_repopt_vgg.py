@@ -1,0 +1,697 @@
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load, save
+from timm.models._manipulate import group_parameters
+from timm.optim import create_optimizer_v2
+from timm.utils import ModelEmaV3, reparameterize_model
+
+import timm_rep
+from tests.reference.ffn import relative
+from tests.reference.rep_optim import grad_mult
+from timm_rep.layers import CslaBlock, SearchBlock
+from timm_rep.models import RepOptVgg
+from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
+from timm_rep.scales import Scales, csla_layers
+
+VARIANTS = {
+    'repopt_vgg_a0': (2, 4, 14, 1), 'repopt_vgg_a1': (2, 4, 14, 1), 'repopt_vgg_b0': (4, 6, 16, 1),
+    'repopt_vgg_b1': (4, 6, 16, 1), 'repopt_vgg_b2': (4, 6, 16, 1),
+    'repopt_vgg_l1': (8, 14, 24, 1), 'repopt_vgg_l2': (8, 14, 24, 1), 'repopt_vgg_l2se': (8, 14, 24, 1),
+}
+# six blocks, two of them with an identity
+TINY = dict(depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, num_classes=5)
+SE = dict(attn_layer='se', attn_kwargs=dict(rd_ratio=.25, rd_divisor=1))
+STRUCTURES = ['target', 'search', 'csla']
+
+
+def tiny(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model('repopt_vgg_a0', **{**TINY, **kwargs})
+
+
+def random_scales(model, seed=0, negative=True):
+    g = torch.Generator().manual_seed(seed)
+    sign = (lambda n: torch.randint(0, 2, (n,), generator=g) * 2. - 1) if negative else torch.ones
+    return Scales({
+        name: {branch: (.3 + torch.rand(len(s), generator=g)) * sign(len(s)) for branch, s in branches.items()}
+        for name, branches in Scales.ones(model).items()
+    })
+
+
+def trained(**kwargs):
+    """A tiny model with the statistics, norms and scales of no initialization, in eval mode."""
+    model = tiny(**kwargs)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                n = module.num_features
+                module.weight.copy_(torch.randn(n, generator=g))
+                module.bias.copy_(torch.randn(n, generator=g))
+                module.running_mean.copy_(torch.randn(n, generator=g))
+                module.running_var.copy_(torch.randn(n, generator=g).exp())
+            elif isinstance(module, CslaBlock):
+                for scale in module.scales.values():
+                    scale.copy_(torch.randn(len(scale), generator=g))
+    return model.eval()
+
+
+def images(n=2, size=64, **kwargs):
+    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1), **kwargs)
+
+
+def test_registered():
+    assert set(timm.list_models(module='repopt_vgg')) == set(VARIANTS)
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_architecture(name):
+    """Table 1, appendix B: one convolution a block, strides, identities, the scales' initial values."""
+    model = timm.create_model(name, device='meta')
+    assert tuple(len(stage) for stage in model.stages) == VARIANTS[name]
+    assert [f['reduction'] for f in model.feature_info] == [2, 4, 8, 16, 32]
+    search = timm.create_model(name, structure='search', device='meta')
+    for stages, conv in ((model.stages, model.stem.conv), (search.stages, search.stem.conv)):
+        assert conv.csla.stride == (2, 2)
+        for stage in stages:
+            for index, block in enumerate(stage):
+                csla = block.conv.csla
+                assert csla.stride == ((1, 1) if index else (2, 2))
+                assert ('identity' in [b.name for b in csla.branches]) == (index > 0)
+                assert csla.initial_scale == (math.sqrt(2 / index) if index else 1)
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert len(convs) == 1 + sum(VARIANTS[name])
+    assert all(c.bias is None for c in convs)
+
+
+def test_se_follows_the_activation():
+    model = trained(**SE)
+    block = model.stages[1][0]
+    x = torch.randn(2, 8, 9, 9)
+    y = F.relu(block.bn.act(F.batch_norm(
+        block.conv(x), block.bn.running_mean, block.bn.running_var, block.bn.weight, block.bn.bias)))
+    z = y.mean((2, 3), keepdim=True)
+    z = torch.sigmoid(block.attn.fc2(F.relu(block.attn.fc1(z))))
+    torch.testing.assert_close(block(x), y * z)
+    assert block.attn.fc1.out_channels == 4
+    assert isinstance(model.stem.attn, type(block.attn))
+
+
+@torch.no_grad()
+def test_search_structure_at_its_start():
+    model = tiny(structure='search')
+    for stage in model.stages:
+        for index, block in enumerate(stage):
+            assert type(block.conv) is SearchBlock
+            assert all(s.requires_grad for s in block.conv.scales.values())
+            for scale in block.conv.scales.values():
+                assert torch.equal(scale, torch.full_like(scale, math.sqrt(2 / index) if index else 1.))
+            if index:
+                identity = block.conv.weights['identity']
+                assert identity.requires_grad
+                assert torch.equal(identity, torch.ones_like(identity))
+
+
+@pytest.mark.parametrize('structure', ['search', 'csla'])
+def test_branches_take_the_scales(structure):
+    scales = random_scales(tiny())
+    model = tiny(structure=structure, scales=scales)
+    for name, layer in csla_layers(model).items():
+        assert all(torch.equal(layer.scales[b], scales[name][b]) for b in layer.scales)
+        assert all(s.requires_grad == (structure == 'search') for s in layer.scales.values())
+    read = Scales.from_model(model)
+    assert all(torch.equal(read[n][b], scales[n][b]) for n in scales for b in scales[n])
+    assert 'identity' in read['stages.1.1.conv']
+
+
+def test_target_has_the_multipliers_and_kernels_of_its_scales():
+    plain = tiny()
+    scales = random_scales(plain)
+    model = tiny(scales=scales)
+    for name, layer in csla_layers(model).items():
+        branches = [(b.name, None if b.name == 'identity' else b.kernel_size) for b in layer.csla.branches]
+        expected = grad_mult(layer.weight.shape, branches, scales[name], 2)
+        torch.testing.assert_close(get_grad_mult(layer.weight).dense('squared', torch.float64), expected)
+    # the kernel of an identity block: 1 on the diagonal, and each row as large as its scales
+    layer = model.stages[1][1].conv
+    bound = 1 / math.sqrt(16 * 9)
+    corner = layer.weight[:, :, 0, 0].abs() / scales['stages.1.1.conv']['conv3x3'].abs()[:, None]
+    assert .8 * bound < corner.max() <= bound * 1.0001
+    centre = layer.weight[:, :, 1, 1]
+    limit = scales['stages.1.1.conv']['conv3x3'].abs() * bound + scales['stages.1.1.conv']['conv1x1'].abs() / 4
+    assert ((centre.diagonal() - 1).abs() <= limit * 1.0001).all()
+    assert (centre.diagonal() - 1).abs().max() > 0
+    again = tiny(scales=scales, reinit=False).stages[1][1].conv
+    assert again.weight.abs().max() <= bound
+    assert get_grad_mult(again.weight) is not None
+
+
+def test_forms_of_scales(tmp_path):
+    scales = random_scales(tiny())
+    scales.save(tmp_path / 's.safetensors')
+    name = 'stages.2.1.conv'
+
+    def dense(form):
+        return csla_layers(tiny(scales=form))[name].grad_mult.dense('squared')
+
+    path = tmp_path / 's.safetensors'
+    for form in ({n: dict(b) for n, b in scales.items()}, str(path), path):
+        assert torch.equal(dense(form), dense(scales))
+    assert torch.equal(dense('init'), dense('default'))
+    torch.testing.assert_close(dense('init')[0, 1], torch.tensor([[2., 2., 2.], [2., 4., 2.], [2., 2., 2.]]))
+    assert dense('ones')[0, :2, 1, 1].tolist() == [3., 2.]
+    mean = scales[name]['conv3x3'].mean().square().item()
+    torch.testing.assert_close(dense(scales.mean_over_channels())[:, :, 0, 0], torch.full((24, 24), mean))
+    for nothing in ('none', 'None'):
+        plain = tiny(scales=nothing)
+        assert all(get_grad_mult(p) is None for p in plain.parameters())
+        with pytest.raises(ValueError, match='no parameter with a GradMult'):
+            create_optimizer_v2(plain, opt='repsgd', lr=.1)
+        assert create_optimizer_v2(plain, opt='repsgd', lr=.1, strict=False)
+    assert all(get_grad_mult(p) is None for p in RepOptVgg(**TINY, scales=None).parameters())
+
+
+def test_refusals(tmp_path):
+    for kwargs, match in [
+        (dict(structure='train'), r"'target', 'search' or 'csla', got 'train'"),
+        (dict(structure='csla', scales='none'), 'csla structure has scales'),
+        (dict(drop_path_rate=.1), 'no shortcut to drop'),
+        (dict(strides=(2, 2, 2, 2)), 'five numbers'),
+        (dict(strides=(2, 2, 2, 2, 4)), 'five numbers, 1 or 2'),
+        (dict(strides=(1, 2, 2, 2, 2), output_stride=8), 'set one of them'),
+        (dict(scales=random_scales(tiny(widths=(8, 16, 24, 40)))), r'(?s)do not fit RepOptVgg.*stages\.3\.0\.conv.*40'),
+        (dict(scales=random_scales(tiny(depths=(1, 2, 3, 1)))), r'stages\.2\.2\.conv: not a layer'),
+        (dict(scales=random_scales(tiny(depths=(1, 1, 2, 1)))), r"stages\.1\.1\.conv: No scale for.*'conv3x3'"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            tiny(**kwargs)
+    with pytest.raises(FileNotFoundError, match=r'nowhere.safetensors.*owner/name'):
+        tiny(scales=str(tmp_path / 'nowhere.safetensors'))
+    for kwargs, match in [
+        (dict(stem_type='rep'), 'stem_type: not for RepOpt-VGG'),
+        (dict(norm_layer='groupnorm'), 'norm_layer: not for'),
+        (dict(not_an_argument=1), 'not_an_argument'),
+    ]:
+        with pytest.raises(TypeError, match=match):
+            tiny(**kwargs)
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(),
+    dict(structure='search'),
+    dict(structure='csla'),
+    SE,
+    dict(SE, structure='search', act_layer='silu'),
+    dict(output_stride=8),
+    dict(output_stride=16, structure='search'),
+    dict(strides=(1, 1, 2, 1, 2), structure='csla'),
+    dict(drop_block_rate=.3),
+    dict(in_chans=1),
+], ids=str)
+@torch.no_grad()
+def test_reparameterize_is_exact(kwargs):
+    model = trained(**kwargs)
+    x = images()[:, :kwargs.get('in_chans', 3)]
+    expected = model(x)
+    utility = reparameterize_model(model)
+    assert not model.reparameterized
+    model.train()
+    assert model.reparameterize() is model
+    model.eval()
+    assert model.reparameterized
+    assert utility.reparameterized
+    assert not any(isinstance(m, (nn.BatchNorm2d, CslaBlock)) for m in model.modules())
+    assert all(type(m) is nn.Conv2d and m.bias is not None for m in model.modules() if isinstance(m, nn.Conv2d))
+    assert relative(model(x), expected) < 1e-5
+    assert torch.equal(utility(x), model(x))
+    once = {k: v.clone() for k, v in model.state_dict().items()}
+    model.reparameterize()
+    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
+
+    built = tiny(reparameterized=True, **kwargs).eval()
+    built.load_state_dict(once, strict=True)
+    assert torch.equal(built(x), model(x))
+    assert repr(built).replace('drop_rate=0.0', '') == repr(model).replace('drop_rate=0.0', '')
+
+
+@torch.no_grad()
+def test_reparameterize_keeps_the_memory_format():
+    model = trained().to(memory_format=torch.channels_last)
+    expected = model(images())
+    model.reparameterize()
+    assert model.stages[1][1].conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert relative(model(images()), expected) < 1e-5
+
+
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.slow if name.split('_')[2][0] == 'l' else ()) for name in VARIANTS])
+@torch.no_grad()
+def test_reparameterize_full_size(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.uniform_(.1, .5)
+            module.running_mean.normal_(std=.1)
+            module.bias.normal_()
+    x = images(1, 96)
+    expected = model(x)
+    assert relative(model.reparameterize()(x), expected) < 1e-5
+
+
+def test_a_failed_reparameterization_changes_nothing():
+    for error, spoil in [
+        (ValueError, lambda block: setattr(block.bn, 'running_mean', None)),
+        (OverflowError, lambda block: block.half().bn.weight.data.fill_(6e4)),
+    ]:
+        model = trained()
+        spoil(model.stages[1][1])
+        with pytest.raises(error):
+            model.reparameterize()
+        assert all('bn' in dict(block.named_children()) for stage in model.stages for block in stage)
+
+
+@pytest.mark.parametrize('strict', [True, False])
+def test_loading_another_structure(strict):
+    models = {'deploy': tiny(reparameterized=True), **{s: tiny(structure=s) for s in STRUCTURES}}
+    for model, other, match in [
+        ('deploy', 'target', 'training structure.*model has the deploy structure.*reparameterize'),
+        ('deploy', 'search', "branches of the search.*model has the deploy structure.*structure='search'"),
+        ('target', 'deploy', 'deploy structure.*reparameterized=True'),
+        ('target', 'csla', "branches of the search.*the target structure.*Scales.from_model"),
+        ('search', 'target', "target structure.*structure='target'"),
+        ('csla', 'deploy', 'deploy structure.*reparameterized=True'),
+    ]:
+        before = copy.deepcopy(models[model].state_dict())
+        with pytest.raises(RuntimeError, match=match):
+            models[model].load_state_dict(models[other].state_dict(), strict=strict)
+        assert all(torch.equal(v, before[k]) for k, v in models[model].state_dict().items())
+    models['csla'].load_state_dict(models['search'].state_dict())  # the same branches
+
+
+@pytest.mark.parametrize('folded_by', ['method', 'utility'])
+def test_config_of_a_folded_model_rebuilds_it(tmp_path, folded_by):
+    pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
+    from timm.models import save_for_hf
+
+    model = trained(scales=random_scales(tiny()), **SE)
+    model = model.reparameterize() if folded_by == 'method' else reparameterize_model(model)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert again.reparameterized
+    assert torch.equal(again(images()), model(images()))
+
+
+def test_config_leaves_scales_of_this_machine_out(tmp_path):
+    random_scales(tiny()).save(tmp_path / 's.safetensors')
+    assert tiny(scales=str(tmp_path / 's.safetensors'), strides=(2, 2, 2, 2, 1))._model_args.keys() >= {'strides'}
+    assert 'scales' not in tiny(scales=str(tmp_path / 's.safetensors'))._model_args
+    if 'depths' in tiny()._model_args:  # since timm 1.0.31
+        assert tiny(scales='ones')._model_args['scales'] == 'ones'
+
+
+class TestMultiplierFollowsTheWeight:
+    """Whatever happens to the model, the optimizer finds the multipliers that it was created with."""
+
+    @pytest.fixture
+    def model(self):
+        return tiny(scales=random_scales(tiny()))
+
+    @staticmethod
+    def check(model, like):
+        layers, expected = csla_layers(model), csla_layers(like)
+        assert layers.keys() == expected.keys() != set()
+        params = set(model.parameters())
+        for name, layer in layers.items():
+            assert layer.weight in params
+            found = get_grad_mult(layer.weight)
+            assert torch.equal(found.dense('squared'), expected[name].grad_mult.dense('squared'))
+        create_optimizer_v2(model, opt='repsgd', lr=.1)
+
+    @pytest.mark.parametrize('change', [
+        copy.deepcopy,
+        copy.copy,
+        lambda m: pickle.loads(pickle.dumps(m)),
+        lambda m: m.half(),
+        lambda m: m.bfloat16().float(),
+        lambda m: m.to(torch.float64),
+        lambda m: m.to(memory_format=torch.channels_last),
+        lambda m: m.to('meta').to_empty(device='cpu'),
+        lambda m: m.share_memory(),
+        lambda m: nn.SyncBatchNorm.convert_sync_batchnorm(m),
+        lambda m: timm.layers.convert_sync_batchnorm(m),
+        lambda m: timm.utils.freeze(m, ['stem']) or m,
+        lambda m: torch.compile(m),
+        lambda m: m.load_state_dict(tiny(scales='ones').state_dict()) and m,
+        lambda m: m.load_state_dict(tiny(scales='ones').state_dict(), assign=True) and m,
+        lambda m: (m.to('meta').load_state_dict(tiny(scales='ones').state_dict(), assign=True) and m) or m,
+        lambda m: ModelEmaV3(m).module,
+        lambda m: m.set_grad_checkpointing(True) or m,
+        lambda m: nn.Sequential(m)[0],
+        lambda m: m.reset_classifier(3) or m,
+    ], ids=range(20))
+    def test_through(self, model, change):
+        like = copy.deepcopy(model)
+        self.check(change(model), like)
+
+    def test_a_saved_model(self, model, tmp_path):
+        torch.save(model, tmp_path / 'model.pt')
+        self.check(torch.load(tmp_path / 'model.pt', weights_only=False), model)
+
+    def test_state_dicts_hold_tensors_only(self, model, tmp_path):
+        torch.save(model.state_dict(), tmp_path / 'state.pt')
+        torch.load(tmp_path / 'state.pt', weights_only=True)
+        assert not any('scale' in k or 'grad' in k for k in model.state_dict())
+
+    def test_overwritten_parameters(self, model):
+        like = copy.deepcopy(model)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            self.check(model.double(), like)
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+    def test_copies_are_independent(self, model):
+        other = copy.deepcopy(model)
+        timm_rep.attach_grad_mults(other, 'ones')
+        name = 'stages.1.1.conv'
+        assert not torch.equal(
+            csla_layers(other)[name].grad_mult.dense('squared'), csla_layers(model)[name].grad_mult.dense('squared'))
+
+    def test_features_only(self):
+        net = timm.create_model('repopt_vgg_a0', features_only=True, **TINY)
+        create_optimizer_v2(net, opt='repsgd', lr=.1)
+        assert sum(get_grad_mult(p) is not None for p in net.parameters()) == 7
+
+
+def train(model, optimizer, steps, seed=0, nonlinear=True):
+    g = torch.Generator().manual_seed(seed)
+    outputs = []
+    for _ in range(steps):
+        x = torch.randn(8, 3, 64, 64, generator=g, dtype=torch.float64)
+        y = torch.randint(0, 5, (8,), generator=g)
+        output = model(x)
+        outputs.append(output.detach())
+        optimizer.zero_grad()
+        F.cross_entropy(output, y).backward()
+        optimizer.step()
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize('kwargs', [dict(), SE], ids=['plain', 'se'])
+@pytest.mark.parametrize('rep,plain,args,tolerance', [
+    (RepSGD, torch.optim.SGD, dict(lr=.01), 1e-10),
+    (RepSGD, torch.optim.SGD, dict(lr=.02, momentum=.9, weight_decay=1e-3, nesterov=True), 1e-10),
+    (RepAdamW, torch.optim.AdamW, dict(lr=1e-3, weight_decay=.05, eps=1e-16), 1e-6),
+], ids=['sgd', 'nesterov', 'adamw'])
+def test_csla_is_gr_end_to_end(kwargs, rep, plain, args, tolerance):
+    """The proposition, on a RepOpt-VGG of six blocks and a stem, negative scales among them."""
+    scales = random_scales(tiny())
+    csla = tiny(structure='csla', scales=scales, dtype=torch.float64, **kwargs)
+    target = tiny(scales=scales, dtype=torch.float64, **kwargs)
+    with torch.no_grad():
+        ours = csla_layers(target)
+        for name, block in csla_layers(csla).items():
+            ours[name].weight.copy_(block.equivalent_kernel())
+        rest = {k: v for k, v in csla.state_dict().items() if '.conv.' not in k}
+        assert not target.load_state_dict(rest, strict=False).unexpected_keys
+    steps = 50
+    a = train(csla, plain([p for p in csla.parameters() if p.requires_grad], **args), steps)
+    b = train(target, rep(target.parameters(), **args), steps)
+    # rounding grows from step to step through the ReLUs and the normalization: what counts is the kernels' agreement
+    assert relative(b[:10], a[:10]) < tolerance
+    assert relative(b, a) < tolerance
+    for name, block in csla_layers(csla).items():
+        assert relative(ours[name].weight, block.equivalent_kernel()) < tolerance
+
+
+@pytest.mark.parametrize('rule', ['sgd', 'adamw'])
+def test_recorded_training(recorded, rule):
+    """Six steps of the released optimizers.
+
+    The recorded ``start`` is that of after the steps (it equals ``end``). It was drawn from the seed 0: first the 3 x 3
+    kernels and the classifier, then from the same seed the 1 x 1 kernels; the recorded first loss confirms it.
+    """
+    tensors, config = recorded(f'repopt_vgg_train_{rule}')
+    model = released_size(scales='none')
+    layers = csla_layers(model)
+    scales = {}
+    for i, name in enumerate(layers):
+        found = [tensors[f'scales.{i}.{j}'] for j in range(3) if f'scales.{i}.{j}' in tensors]
+        scales[name] = dict(zip(('identity', 'conv1x1', 'conv3x3')[-len(found):], found))
+    timm_rep.attach_grad_mults(model, scales)
+    for name, layer in layers.items():
+        recorded_name = 'stage0' if name == 'stem.conv' else 'stage{}.{}'.format(
+            int(name.split('.')[1]) + 1, name.split('.')[2])
+        dense = layer.grad_mult.dense('squared' if rule == 'sgd' else 'absolute')
+        torch.testing.assert_close(dense, tensors[f'grad_mult.{recorded_name}.conv.weight'])
+
+    torch.manual_seed(0)
+    wide = {n: nn.Conv2d(c.in_channels, c.out_channels, 3, bias=False).weight for n, c in layers.items()}
+    model.head.fc.load_state_dict(nn.Linear(64, 10).state_dict())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            narrow = nn.Conv2d(layer.in_channels, layer.out_channels, 1).weight
+            weights = {'conv3x3': wide[name], 'conv1x1': narrow, 'identity': scales[name].get('identity')}
+            layer.weight.copy_(layer.csla.kernel(weights, scales[name]))
+
+    args = dict(config['optimizer'])
+    nesterov = args.pop('nesterov', None)
+    optimizer = create_optimizer_v2(model.parameters(), opt=f'rep{rule}', **args)
+    assert optimizer.defaults.get('nesterov') == nesterov
+    model.train()
+    for x, y, loss in zip(tensors['inputs'], tensors['targets'], tensors['losses']):
+        ours = F.cross_entropy(model(x), y)
+        assert abs(ours.item() - loss.item()) < 1e-5
+        optimizer.zero_grad()
+        ours.backward()
+        optimizer.step()
+    end = released_size()
+    timm_rep.load_released(end, {k.removeprefix('end.'): v for k, v in tensors.items() if k.startswith('end.')})
+    for key, value in end.state_dict().items():
+        ours, value = model.state_dict()[key].double(), value.double()
+        # as a whole: under AdamW an entry whose gradient is next to nothing moves by the sign of a rounding error
+        assert (ours - value).norm() <= 1e-5 * value.norm() + 1e-7
+        if rule == 'sgd':
+            torch.testing.assert_close(ours, value, rtol=1e-5, atol=1e-5)
+
+
+def released_size(**kwargs):
+    return timm.create_model(
+        'repopt_vgg_a0', depths=(1, 2, 2, 1), widths=(16, 16, 32, 64), stem_width=16, num_classes=10, **kwargs)
+
+
+@pytest.mark.parametrize('name,kwargs', [
+    ('repopt_vgg_hs', dict(structure='search')), ('repopt_vgg_se_target', SE)])
+@torch.no_grad()
+def test_recorded_outputs(recorded, name, kwargs):
+    tensors, _ = recorded(name)
+    model = released_size(**kwargs)
+    weights = {k.removeprefix('weights.'): v for k, v in tensors.items() if k.startswith('weights.')}
+    assert timm_rep.load_released(model, weights) is model
+    model.eval()
+    assert relative(model(tensors['input']), tensors['output']) < 1e-5
+    assert relative(model.reparameterize()(tensors['input']), tensors['output']) < 1e-5
+    with pytest.raises(RuntimeError, match=r'(?s)does not fit RepOptVgg.*missing: stage0'):
+        timm_rep.load_released(released_size(structure='csla' if name.endswith('target') else 'target', **SE), weights)
+
+
+@pytest.mark.parametrize('kind', [*STRUCTURES, 'deploy'])
+class TestContract:
+    """What any timm conv net can do, in every structure."""
+
+    @staticmethod
+    def arguments(kind):
+        return dict(reparameterized=True) if kind == 'deploy' else dict(structure=kind)
+
+    @pytest.fixture
+    def model(self, kind):
+        return trained().reparameterize() if kind == 'deploy' else trained(structure=kind)
+
+    @torch.no_grad()
+    def test_features_and_head(self, model):
+        x = images()
+        features = model.forward_features(x)
+        assert features.shape == (2, 32, 2, 2)
+        assert torch.equal(model.forward_head(features), model(x))
+        assert model.forward_head(features, pre_logits=True).shape == (2, 32)
+
+    @torch.no_grad()
+    def test_forward_intermediates(self, model):
+        x = images()
+        final, taps = model.forward_intermediates(x)
+        assert torch.equal(final, model.forward_features(x))
+        assert [tuple(t.shape[1:]) for t in taps] == [
+            (8, 32, 32), (8, 16, 16), (16, 8, 8), (24, 4, 4), (32, 2, 2)]
+        early = model.forward_intermediates(x, [1], stop_early=True, intermediates_only=True)
+        assert torch.equal(early[0], taps[1])
+        model.prune_intermediate_layers([2])
+        assert len(model.stages) == 2
+        assert torch.equal(model.forward_intermediates(x, [2], intermediates_only=True)[0], taps[2])
+
+    @pytest.mark.parametrize('output_stride', [8, 16, 32])
+    @torch.no_grad()
+    def test_features_only(self, kind, output_stride):
+        net = timm.create_model(
+            'repopt_vgg_a0', features_only=True, output_stride=output_stride, **self.arguments(kind), **TINY).eval()
+        assert net.feature_info.channels() == [8, 8, 16, 24, 32]
+        reductions = [min(r, output_stride) for r in (2, 4, 8, 16, 32)]
+        assert net.feature_info.reduction() == reductions
+        features = net(images())
+        assert [tuple(f.shape[2:]) for f in features] == [(64 // r, 64 // r) for r in reductions]
+        for a, b in zip(reparameterize_model(net)(images()), features):
+            assert relative(a, b) < 1e-5
+
+    @torch.no_grad()
+    def test_output_stride_is_the_same_net(self, kind, model):
+        """Dilation for stride: at every other position of the denser map, the very same features."""
+        dense = tiny(output_stride=16, **self.arguments(kind)).eval()
+        dense.load_state_dict(model.state_dict())
+        y = dense.forward_features(images())
+        assert y.shape == (2, 32, 4, 4)
+        torch.testing.assert_close(y[:, :, ::2, ::2], model.forward_features(images()), rtol=1e-4, atol=1e-4)
+
+    def test_strides(self, kind):
+        for strides in ((1, 2, 2, 2, 2), (2, 1, 2, 1, 2), (1, 1, 1, 1, 1)):
+            model = tiny(strides=strides, **self.arguments(kind)).eval()
+            reduction = math.prod(strides)
+            assert model.feature_info[-1]['reduction'] == reduction
+            assert model.forward_features(images()).shape[2:] == (64 // reduction,) * 2
+
+    def test_classifier(self, model):
+        model.reset_classifier(7)
+        assert model(images()).shape == (2, 7)
+        model.reset_classifier(0, 'avg')
+        assert model(images()).shape == (2, 32)
+
+    @pytest.mark.parametrize('kwargs,shape', [
+        (dict(num_classes=0), (2, 32)),
+        (dict(num_classes=0, global_pool=''), (2, 32, 2, 2)),
+        (dict(global_pool='max'), (2, 5)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(drop_rate=.1, drop_block_rate=.1), (2, 5)),
+        (SE, (2, 5)),
+        (dict(act_layer='silu'), (2, 5)),
+    ], ids=str)
+    def test_arguments(self, kind, kwargs, shape):
+        model = tiny(**self.arguments(kind), **kwargs)
+        y = model(images()[:, :kwargs.get('in_chans', 3)])
+        assert y.shape == shape
+        y.sum().backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+    @pytest.mark.parametrize('size', [(32, 32), (97, 65), (224, 160)])
+    def test_image_sizes(self, model, size):
+        assert model(torch.randn(1, 3, *size)).shape == (1, 5)
+
+    def test_parameter_groups(self, model):
+        groups = group_parameters(model, model.group_matcher(), reverse=True)
+        names = {n for n, _ in model.named_parameters()}
+        assert groups.keys() == names
+        assert len(set(groups.values())) == 1 + 6 + 1
+        optimizer = create_optimizer_v2(model, opt='sgd', lr=.1, weight_decay=.1, layer_decay=.8)
+        assert sum(len(g['params']) for g in optimizer.param_groups) == sum(
+            p.requires_grad for p in model.parameters())
+
+    def test_grad_checkpointing(self, model):
+        model.train()
+        grads = []
+        for enable in (False, True):
+            model.zero_grad()
+            model.set_grad_checkpointing(enable)
+            model(images(4)).square().sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * b.abs().max().item())
+
+    @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+    def test_dtype(self, kind, dtype):
+        built = tiny(dtype=dtype, **self.arguments(kind)).eval()
+        assert all(p.dtype == dtype for p in built.parameters())
+        assert built(images(dtype=dtype)).dtype == dtype
+
+    def test_meta(self, kind, model):
+        meta = tiny(device='meta', **self.arguments(kind))
+        assert all(t.is_meta for t in meta.state_dict().values())
+        meta.load_state_dict(model.state_dict(), assign=True)
+        assert torch.equal(meta.eval()(images()), model(images()))
+        empty = tiny(device='meta', **self.arguments(kind)).reparameterize()
+        assert empty(torch.empty(2, 3, 64, 64, device='meta')).shape == (2, 5)
+
+    def test_copy_and_pickle(self, model):
+        x = images()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(x), model(x))
+            assert other.pretrained_cfg == model.pretrained_cfg
+
+    def test_state_dict_round_trip(self, kind, model):
+        other = tiny(**self.arguments(kind)).eval()
+        other.load_state_dict(load(save(model.state_dict())))
+        assert torch.equal(other(images()), model(images()))
+        prefixed = {f'module.{k}': v for k, v in model.state_dict().items()}
+        other.load_state_dict(timm.models.clean_state_dict(prefixed))
+
+    def test_fx(self, model):
+        feature_extraction = pytest.importorskip('torchvision.models.feature_extraction')
+        _, names = feature_extraction.get_graph_node_names(model)
+        net = feature_extraction.create_feature_extractor(model, [names[-1]])
+        assert torch.allclose(net(images())[names[-1]], model(images()), atol=1e-6)
+
+    @pytest.mark.filterwarnings('ignore:.*is deprecated. Please switch to:FutureWarning')
+    @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
+    def test_torchscript(self, kind, model):
+        traced = torch.jit.trace(model, images())
+        assert torch.allclose(traced(images()), model(images()), atol=1e-6)
+        if kind in ('search', 'csla'):
+            return  # a block's branches are a loop over its declaration, which only tracing unrolls
+        with timm.layers.set_scriptable(True):
+            scriptable = tiny(scriptable=True, **self.arguments(kind)).eval()
+        scriptable.load_state_dict(model.state_dict())
+        buffer = io.BytesIO()
+        torch.jit.save(torch.jit.script(scriptable), buffer)
+        buffer.seek(0)
+        assert torch.allclose(torch.jit.load(buffer)(images()), model(images()), atol=1e-6)
+
+    @torch.no_grad()
+    def test_export(self, model):
+        batch = torch.export.Dim('batch', min=2, max=64)
+        program = torch.export.export(model, (images(3),), dynamic_shapes=({0: batch},))
+        assert torch.allclose(program.module()(images(5)), model(images(5)), atol=1e-5)
+
+    def test_compile(self, model):
+        compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
+        with torch.no_grad():
+            assert torch.allclose(compiled(images()), model(images()), atol=1e-5)
+        compiled(images()).square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_first_conv_and_classifier_are_where_the_config_says():
+    for name in VARIANTS:
+        model = timm.create_model(name, device='meta')
+        assert isinstance(model.get_submodule(model.default_cfg['first_conv']), nn.Conv2d)
+        assert model.get_submodule(model.default_cfg['classifier']) is model.get_classifier()
+
+
+@pytest.mark.parametrize('opt', ['repsgd', 'repadamw'])
+def test_training_lowers_the_loss(opt):
+    model = tiny(widths=(16, 16, 24, 32)).train()
+    optimizer = create_optimizer_v2(model, opt=opt, lr=.02 if opt == 'repsgd' else 3e-3, weight_decay=4e-5)
+    x, target = images(20), torch.arange(20) % 5
+    losses = []
+    for _ in range(20):
+        loss = F.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]

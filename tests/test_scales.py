@@ -1,0 +1,206 @@
+import http.server
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from safetensors.torch import load_file, save_file
+
+import timm_rep
+from timm_rep.layers import ConvBranch, Csla
+from timm_rep.optim import RepSGD, get_grad_mult
+from timm_rep.scales import Scales, csla_layers
+
+TINY = dict(depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, num_classes=5)
+
+
+def tiny(**kwargs):
+    return timm.create_model('repopt_vgg_a0', **{**TINY, **kwargs})
+
+
+def some_scales(seed=0):
+    torch.manual_seed(seed)
+    model = tiny(structure='search')
+    with torch.no_grad():
+        for layer in csla_layers(model).values():
+            for scale in layer.scales.values():
+                scale.normal_()
+            if 'identity' in layer.weights:
+                layer.weights['identity'].normal_()
+    return Scales.from_model(model)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        a[n].keys() == b[n].keys() and all(torch.equal(a[n][k], b[n][k]) for k in a[n]) for n in a)
+
+
+def test_round_trip(tmp_path):
+    scales = some_scales()
+    scales.metadata.update(model='repopt_vgg_a0', epochs='3')
+    for path in (tmp_path / 's.safetensors', str(tmp_path / 'new' / 's.safetensors')):
+        scales.save(path)
+        read = Scales.load(path)
+        assert same(read, scales)
+        assert read.metadata == {'model': 'repopt_vgg_a0', 'epochs': '3'}
+    assert repr(read) == "Scales(7 layers, epochs='3', model='repopt_vgg_a0')"
+    assert load_file(path).keys() >= {'stem.conv.conv3x3', 'stages.1.1.conv.identity'}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / 's.safetensors'
+    some_scales(1).save(path)
+    before = path.read_bytes()
+    broken = some_scales(2)
+    broken.metadata['epochs'] = 3  # safetensors takes strings only
+    with pytest.raises(Exception, match='int'):
+        broken.save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ['s.safetensors']
+
+
+def test_scales_are_constants():
+    """Float32 on the CPU, and not those of the model they were read from."""
+    model = tiny(structure='search', dtype=torch.float64)
+    scales = Scales.from_model(model)
+    layer = csla_layers(model)['stem.conv']
+    before = scales['stem.conv']['conv3x3'].clone()
+    with torch.no_grad():
+        layer.scales['conv3x3'].add_(1)
+    assert torch.equal(scales['stem.conv']['conv3x3'], before)
+    assert before.dtype == torch.float32
+    assert not before.requires_grad
+
+
+def test_mean_over_channels():
+    scales = some_scales()
+    mean = scales.mean_over_channels()
+    for layer, branches in scales.items():
+        for branch, scale in branches.items():
+            torch.testing.assert_close(mean[layer][branch], torch.full_like(scale, scale.mean().item()))
+
+
+def test_refusals(tmp_path):
+    for value in (torch.ones(3, 3), torch.tensor([1., float('nan')]), torch.tensor([float('inf')])):
+        with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
+            Scales({'stem.conv': {'conv3x3': value}})
+    path = tmp_path / 's.safetensors'
+    path.write_bytes(b'neither')
+    with pytest.raises(ValueError, match=r's\.safetensors.*no safetensors file of scales'):
+        Scales.load(path)
+    save_file({'a.weight': torch.ones(3, 3)}, path)
+    with pytest.raises(ValueError, match=r"s\.safetensors' holds no scales.*one finite number"):
+        Scales.load(path)
+    for name in ('nowhere.safetensors', 'owner/name.safetensors', 'plain-word', tmp_path / 'nowhere'):
+        with pytest.raises(FileNotFoundError, match=r"expected a .safetensors file, a Hub repository"):
+            Scales.load(name)
+    with pytest.raises(ValueError, match="structure='search' or 'csla'"):
+        Scales.from_model(tiny())
+    with pytest.raises(ValueError, match=r'ResNet has no target operator'):
+        timm_rep.attach_grad_mults(timm.create_model('test_resnet'), 'ones')
+    for model in (tiny(structure='csla'), tiny().reparameterize()):
+        with pytest.raises(ValueError, match=r"no target operator.*structure='target'"):
+            timm_rep.attach_grad_mults(model, 'ones')
+
+
+def test_attach_checks_everything_before_it_changes_anything():
+    model = tiny(scales='ones')
+    before = {n: layer.grad_mult for n, layer in csla_layers(model).items()}
+    scales = {n: dict(b) for n, b in some_scales().items()}
+    scales['stages.3.0.conv']['conv1x1'] = torch.ones(31)
+    del scales['stages.0.0.conv']
+    with pytest.raises(ValueError, match='do not fit') as e:
+        timm_rep.attach_grad_mults(model, scales)
+    assert "stages.3.0.conv: The scale of the branch 'conv1x1' has the shape (31,)" in str(e.value)
+    assert "stages.0.0.conv: No scale for the branch 'conv3x3'" in str(e.value)
+    assert all(layer.grad_mult is before[n] for n, layer in csla_layers(model).items())
+
+
+@pytest.mark.parametrize('wrap', [
+    lambda m: m, nn.DataParallel, torch.compile, lambda m: nn.DataParallel(torch.compile(m))], ids=range(4))
+def test_attach_through_wrappers(wrap):
+    model = tiny(scales='none')
+    scales = some_scales()
+    wrapped = wrap(model)
+    assert timm_rep.attach_grad_mults(wrapped, scales) is wrapped
+    expected = csla_layers(tiny(scales=scales))
+    for name, layer in csla_layers(model).items():
+        found = get_grad_mult(layer.weight).dense('squared')
+        assert torch.equal(found, expected[name].grad_mult.dense('squared'))
+    timm_rep.attach_grad_mults(wrapped, None)
+    assert all(get_grad_mult(p) is None for p in model.parameters())
+
+
+def test_a_model_of_your_own():
+    """Any model with target operators has names for its scales, and multipliers that survive what torch does to it."""
+    csla = Csla(4, 4, branches=(ConvBranch((1, 3)), ConvBranch(3)))
+    model = nn.Sequential(csla.target(), nn.ReLU(), nn.ModuleDict({'inner': csla.target()})['inner'])
+    timm_rep.attach_grad_mults(model, {n: {b: torch.rand(4) for b in csla.scaled} for n in ('0', '2')})
+    assert RepSGD(model.parameters(), lr=.1)
+    with pytest.raises(ValueError, match='has no CSLA layers'):
+        timm_rep.scales.resolve_scales(nn.Linear(2, 2), 'ones')
+
+
+HUB_SCRIPT = """
+import sys, timm, timm_rep, torch
+scales = timm_rep.Scales.load(sys.argv[1])
+model = timm.create_model('repopt_vgg_a0', depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8,
+                          scales=sys.argv[1])
+print(scales.metadata, scales['stem.conv']['conv3x3'].sum().item(), model.stem.conv.grad_mult)
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """The Hub's download protocol on loopback, for huggingface_hub's own client; yields (endpoint, requests)."""
+    some_scales().save(tmp_path / 'scales.safetensors')
+    content = (tmp_path / 'scales.safetensors').read_bytes()
+    requests = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            requests.append((self.command, self.path))
+            known = self.path in (
+                '/owner/name/resolve/main/scales.safetensors', '/owner/name/resolve/v1.0/scales.safetensors')
+            self.send_response(200 if known else 404)
+            if known:
+                self.send_header('ETag', '"0123"')
+                self.send_header('X-Repo-Commit', 'c' * 40)
+            else:
+                self.send_header('X-Error-Code', 'EntryNotFound')
+            self.send_header('Content-Length', str(len(content) if known else 0))
+            self.end_headers()
+            return known
+
+        def do_GET(self):
+            if self.do_HEAD():
+                self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_port}', requests
+    server.shutdown()
+
+
+def test_from_the_hub(hub, tmp_path):
+    endpoint, requests = hub
+    env = {**os.environ, 'HF_ENDPOINT': endpoint, 'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_DISABLE_XET': '1'}
+    env = {k: v for k, v in env.items() if k not in ('HF_HUB_OFFLINE', 'HF_HUB_CACHE') and 'proxy' not in k.lower()}
+    for source in ('owner/name', 'hf-hub:owner/name@v1.0'):
+        run = subprocess.run([sys.executable, '-c', HUB_SCRIPT, source], env=env, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert f"{some_scales()['stem.conv']['conv3x3'].sum().item()}" in run.stdout
+    files = [(method, path) for method, path in requests if path.startswith('/owner/')]
+    assert {path for _, path in files} == {
+        '/owner/name/resolve/main/scales.safetensors', '/owner/name/resolve/v1.0/scales.safetensors'}
+    assert sum(method == 'GET' for method, _ in files) == 1  # the same file once, from the cache after
+    env['HF_HUB_OFFLINE'] = '1'
+    run = subprocess.run([sys.executable, '-c', HUB_SCRIPT, 'owner/name'], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,390 @@
+"""RepOpt-VGG: plain stacks of 3 x 3 convolutions whose structural prior is in the optimizer.
+
+`Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242
+"""
+from dataclasses import fields
+from functools import partial
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._manipulate import named_apply
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
+
+from timm_rep.layers import Affine, ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock
+from timm_rep.scales import ScalesLike, csla_layers, resolve_scales
+
+from ._reparameterize import ReparameterizeMixin
+
+__all__ = ['RepOptVgg']
+
+
+def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
+    """Which form of the block a state dict holds under ``prefix``, or None if none."""
+    if f'{prefix}conv.weights.conv3x3' in state_dict:
+        return 'branches'
+    if f'{prefix}bn.running_mean' in state_dict:
+        return 'training'
+    return 'deploy' if f'{prefix}conv.bias' in state_dict else None
+
+
+class RepOptBlock(nn.Module):
+    """3 x 3 convolution, BatchNorm, ReLU, and SE where there is one; or the branches that the convolution stands for.
+
+    Input (N, in_chs, H, W), output (N, out_chs, H', W').
+    """
+    structure_in = staticmethod(_structure_in)
+
+    def __init__(
+            self,
+            in_chs: int,
+            out_chs: int,
+            stride: int = 1,
+            dilation: Tuple[int, int] = (1, 1),
+            layers: Optional[LayerFn] = None,
+            drop_block: Optional[Callable[..., nn.Module]] = None,
+            structure: str = 'target',
+            initial_scale: float = 1.,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ):
+        """
+        Args:
+            in_chs: Input channels.
+            out_chs: Output channels.
+            stride: Stride of every branch.
+            dilation: Of the first convolution and of the block, as timm passes them.
+            layers: The norm, activation and attention layers.
+            drop_block: DropBlock layer.
+            structure: 'target', 'search' or 'csla'.
+            initial_scale: What Hyper-Search starts the scales of this block from.
+            kwargs: What timm's ByobNet passes to every block and this one has no use for.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        layers = layers or LayerFn()
+        # as timm's RepVGG: where output_stride turns a stride into dilation there is no identity either
+        has_identity = in_chs == out_chs and stride == 1 and dilation[0] == dilation[1]
+        csla = Csla(
+            in_chs,
+            out_chs,
+            branches=(ConvBranch(3), ConvBranch(1)) + ((IdentityBranch(),) if has_identity else ()),
+            stride=stride,
+            dilation=dilation[0],
+            initial_scale=initial_scale,
+        )
+        if structure == 'target':
+            self.conv = csla.target(**dd)
+        else:
+            self.conv = {'search': SearchBlock, 'csla': CslaBlock}[structure](csla, **dd)
+        self.structure = 'training' if structure == 'target' else 'branches'
+        self.bn = layers.norm_act(out_chs, drop_layer=drop_block, **dd)
+        self.attn = nn.Identity() if layers.attn is None else layers.attn(out_chs, **dd)
+
+    def init_weights(self, zero_init_last: bool = False) -> None:
+        # timm's ByobNet has initialized the convolutions by their fan-out; the rule of initialization is about torch's
+        self.conv.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        x = self.bn(x)
+        x = self.attn(x)
+        return x
+
+    @torch.jit.ignore
+    @torch.no_grad()
+    def fuse(self) -> 'RepOptBlockDeploy':
+        """The same function in eval mode as a new block with one convolution and no norm.
+
+        Raises:
+            ValueError: The BatchNorm has no running statistics.
+            OverflowError: A folded weight does not fit the dtype of the model.
+        """
+        csla = self.conv.csla
+        deploy = RepOptBlockDeploy(
+            csla.in_channels,
+            csla.out_channels,
+            stride=csla.stride,
+            dilation=csla.dilation,
+            device='meta',  # nothing to initialize, and no random numbers drawn
+        )
+        kernel = self.conv.equivalent_kernel(dtype=torch.float64)
+        like = self.conv.weight if self.structure == 'training' else self.conv.weights['conv3x3']
+        Affine.from_kernel(kernel).before_norm(self.bn).write_to(deploy.conv, like=like)
+        deploy.act = self.bn.act
+        deploy.attn = self.attn
+        return deploy.train(self.training)
+
+
+class RepOptBlockDeploy(nn.Module):
+    """3 x 3 convolution with a bias, ReLU, and SE where there is one."""
+    structure = 'deploy'
+    structure_in = staticmethod(_structure_in)
+
+    def __init__(
+            self,
+            in_chs: int,
+            out_chs: int,
+            stride: int = 1,
+            dilation: Tuple[int, int] = (1, 1),
+            layers: Optional[LayerFn] = None,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ):
+        """
+        Args:
+            in_chs: Input channels.
+            out_chs: Output channels.
+            stride: Stride.
+            dilation: Of the convolution, and of the block, as timm passes them.
+            layers: The activation and attention layers.
+            kwargs: The other arguments of RepOptBlock, of which nothing is left when it is folded.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        layers = layers or LayerFn()
+        self.conv = nn.Conv2d(
+            in_chs,
+            out_chs,
+            3,
+            stride=stride,
+            padding=dilation[0],
+            dilation=dilation[0],
+            **dd,
+        )
+        self.act = layers.act(inplace=True)
+        self.attn = nn.Identity() if layers.attn is None else layers.attn(out_chs, **dd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        x = self.act(x)
+        x = self.attn(x)
+        return x
+
+
+class RepOptVgg(ReparameterizeMixin, ByobNet):
+    """RepOpt-VGG: a stem and four stages of 3 x 3 convolutions, one convolution a block.
+
+    timm's ByobNet with blocks of its own.
+    """
+
+    def __init__(
+            self,
+            depths: Sequence[int],
+            widths: Sequence[int],
+            stem_width: int = 64,
+            in_chans: int = 3,
+            structure: str = 'target',
+            scales: Optional[ScalesLike] = 'init',
+            reinit: bool = True,
+            strides: Sequence[int] = (2, 2, 2, 2, 2),
+            reparameterized: bool = False,
+            output_stride: int = 32,
+            drop_path_rate: float = 0.,
+            act_layer: str = 'relu',
+            attn_layer: Optional[str] = None,
+            attn_kwargs: Optional[Dict[str, Any]] = None,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ):
+        """
+        Args:
+            depths: Blocks of each stage (table 1).
+            widths: Channels of each stage, multiples of 8 (table 1).
+            stem_width: Channels of the stem.
+            in_chans: Channels of the images.
+            structure: 'target', the plain net; 'search', the net that Hyper-Search trains, every convolution a sum of
+                branches with trainable scales; 'csla', the same with constant scales.
+            scales: Constants of the branches: Scales, a path, a Hub repository, 'ones', or 'init', the values that the
+                search structure starts from. A target net gets its GradMults and its initial kernels from them, the
+                other structures their scales. 'none' (or None, which timm's create_model drops): a plain net, for
+                plain optimizers.
+            reinit: Initialize the kernels of a target net by the rule of initialization. If False they start as those
+                of a plain net do, a row of table 4.
+            strides: Of the stem and of each stage (table 6).
+            reparameterized: Build the deploy structure, for checkpoints of a folded model.
+            output_stride: 8, 16 or 32: the strides beyond become dilation.
+            drop_path_rate: Only 0, there is no shortcut to drop.
+            act_layer: Activation.
+            attn_layer: Attention after the activation of every block, 'se' for example.
+            attn_kwargs: Its arguments.
+            kwargs: Of timm's ByobNet: num_classes, global_pool, drop_rate, drop_block_rate.
+
+        Raises:
+            FileNotFoundError: There is no such file of scales.
+            ValueError: The structure is unknown, the scales do not fit, the strides do not go together, or
+                drop_path_rate is set.
+            TypeError: An argument would change the blocks or the norm, which could then not be folded.
+        """
+        _check_arguments(structure, strides, output_stride, drop_path_rate, kwargs)
+        dd = {'device': device, 'dtype': dtype}
+        block = RepOptBlockDeploy if reparameterized else partial(RepOptBlock, structure=structure)
+        stages = tuple(
+            tuple(
+                ByoBlockCfg(
+                    type=partial(block, initial_scale=(2 / index) ** .5 if index else 1.),
+                    d=1,
+                    c=width,
+                    s=1 if index else stride,
+                ) for index in range(depth))
+            for depth, width, stride in zip(depths, widths, strides[1:])
+        )
+        cfg = ByoModelCfg(
+            blocks=stages,
+            stem_chs=stem_width,
+            stem_pool=None,
+            act_layer=act_layer,
+            attn_layer=attn_layer,
+            attn_kwargs=attn_kwargs or {},
+        )
+        super().__init__(cfg, in_chans=in_chans, output_stride=output_stride, **dd, **kwargs)
+        # timm builds the stems that it names, and all of them at stride 2
+        self.stem = block(in_chans, stem_width, stride=strides[0], layers=get_layer_fns(cfg), **dd)
+        named_apply(_init_weights, self.stem, include_root=True)
+        for info in self.feature_info:
+            info['reduction'] = info['reduction'] * strides[0] // 2
+        if not reparameterized:
+            self._set_scales(structure, scales, reinit)
+
+    def _set_scales(self, structure: str, scales: Optional[ScalesLike], reinit: bool) -> None:
+        scales = resolve_scales(self, scales)
+        if scales is None:
+            if structure != 'target':
+                raise ValueError(
+                    f"The {structure} structure has scales: pass them, or 'ones' or 'init'; without any there is only "
+                    "the plain net, structure='target'.")
+            return
+        for name, layer in csla_layers(self).items():
+            layer.set_scales(scales[name])
+            if structure == 'target' and reinit:
+                layer.reset_kernel(scales[name])
+
+    # Scales that are tensors or a local path have no place in a published config.json: who loads it has neither.
+    @property
+    def _model_args(self) -> Dict[str, Any]:
+        args = super()._model_args
+        if args.get('scales') not in (None, 'ones', 'init', 'none'):
+            del args['scales']
+        return args
+
+    @_model_args.setter
+    def _model_args(self, args: Mapping[str, Any]) -> None:
+        ReparameterizeMixin._model_args.fset(self, args)
+
+
+def _check_arguments(
+        structure: str,
+        strides: Sequence[int],
+        output_stride: int,
+        drop_path_rate: float,
+        kwargs: Mapping[str, Any],
+) -> None:
+    if structure not in ('target', 'search', 'csla'):
+        raise ValueError(f"structure is 'target', 'search' or 'csla', got {structure!r}.")
+    if len(strides) != 5 or not set(strides) <= {1, 2}:
+        raise ValueError(f'strides are five numbers, 1 or 2, of the stem and of each stage, got {strides}.')
+    if output_stride != 32 and tuple(strides) != (2,) * 5:
+        raise ValueError('strides and output_stride both change the strides of the stages: set one of them.')
+    if drop_path_rate:
+        raise ValueError(
+            f'drop_path_rate={drop_path_rate}, but RepOpt-VGG has no shortcut to drop: leave it at 0; drop_rate and '
+            'drop_block_rate work.')
+    fixed = kwargs.keys() & {field.name for field in fields(ByoModelCfg)}
+    if fixed:
+        raise TypeError(f'{", ".join(sorted(fixed))}: not for RepOpt-VGG, whose blocks are what makes them foldable.')
+
+
+_L2 = dict(depths=(8, 14, 24, 1), widths=(160, 320, 640, 2560))
+
+# Table 1; A0, A1 and B0 have the depths and widths of RepVGG.
+model_cfgs = {
+    'repopt_vgg_a0': dict(depths=(2, 4, 14, 1), widths=(48, 96, 192, 1280), stem_width=48),
+    'repopt_vgg_a1': dict(depths=(2, 4, 14, 1), widths=(64, 128, 256, 1280)),
+    'repopt_vgg_b0': dict(depths=(4, 6, 16, 1), widths=(64, 128, 256, 1280)),
+    'repopt_vgg_b1': dict(depths=(4, 6, 16, 1), widths=(128, 256, 512, 2048)),
+    'repopt_vgg_b2': dict(depths=(4, 6, 16, 1), widths=(160, 320, 640, 2560)),
+    'repopt_vgg_l1': dict(depths=(8, 14, 24, 1), widths=(128, 256, 512, 2048)),
+    'repopt_vgg_l2': _L2,
+    # table 3; a quarter of the channels between the two layers of an SE block, as released
+    'repopt_vgg_l2se': dict(_L2, attn_layer='se', attn_kwargs=dict(rd_ratio=.25, rd_divisor=1)),
+}
+
+
+def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepOptVgg:
+    if kwargs.get('scales') == 'default':
+        del kwargs['scales']
+    return build_model_with_cfg(
+        RepOptVgg,
+        variant,
+        pretrained,
+        feature_cfg=dict(flatten_sequential=True),
+        **dict(model_cfgs[variant], **kwargs),
+    )
+
+
+def _cfg(url: str = '', **kwargs):
+    return {
+        'url': url,
+        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
+        'crop_pct': .875, 'interpolation': 'bilinear',
+        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+        'first_conv': 'stem.conv', 'classifier': 'head.fc',
+        'license': 'apache-2.0',
+        **kwargs
+    }
+
+
+default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+
+
+@register_model
+def repopt_vgg_a0(pretrained=False, **kwargs) -> RepOptVgg:
+    """RepOpt-VGG with the depths and widths of RepVGG-A0."""
+    return _create_repopt_vgg('repopt_vgg_a0', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repopt_vgg_a1(pretrained=False, **kwargs) -> RepOptVgg:
+    """RepOpt-VGG with the depths and widths of RepVGG-A1."""
+    return _create_repopt_vgg('repopt_vgg_a1', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repopt_vgg_b0(pretrained=False, **kwargs) -> RepOptVgg:
+    """RepOpt-VGG with the depths and widths of RepVGG-B0."""
+    return _create_repopt_vgg('repopt_vgg_b0', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repopt_vgg_b1(pretrained=False, **kwargs) -> RepOptVgg:
+    """RepOpt-VGG-B1 of table 1: 51.8 M parameters."""
+    return _create_repopt_vgg('repopt_vgg_b1', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repopt_vgg_b2(pretrained=False, **kwargs) -> RepOptVgg:
+    """RepOpt-VGG-B2 of table 1: 80.3 M parameters."""
+    return _create_repopt_vgg('repopt_vgg_b2', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repopt_vgg_l1(pretrained=False, **kwargs) -> RepOptVgg:
+    """RepOpt-VGG-L1 of table 1: 76.0 M parameters."""
+    return _create_repopt_vgg('repopt_vgg_l1', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repopt_vgg_l2(pretrained=False, **kwargs) -> RepOptVgg:
+    """RepOpt-VGG-L2 of table 1: 118.1 M parameters."""
+    return _create_repopt_vgg('repopt_vgg_l2', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repopt_vgg_l2se(pretrained=False, **kwargs) -> RepOptVgg:
+    """RepOpt-VGG-L2 with an SE block after every convolution, of table 3."""
+    return _create_repopt_vgg('repopt_vgg_l2se', pretrained=pretrained, **kwargs)
