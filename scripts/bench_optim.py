@@ -1,70 +1,95 @@
 #!/usr/bin/env python3
-"""Measure one step of RepSGD and RepAdamW against torch's SGD and AdamW, on the parameters of RepOpt-VGG-B1.
+"""Measure RepSGD and RepAdamW against torch's SGD and AdamW, on RepOpt-VGG-B1.
 
-The optimizers take turns in one process; medians count. 'released' is the formulation of the released optimizers: every
-gradient times a dense multiplier, before torch's own step.
+The sides take turns in one process; medians count. 'released' is the formulation of the released optimizers: every
+gradient times a dense multiplier, before torch's own step. 'training step' is a forward pass, a backward pass and the
+optimizer's step on a batch of images.
 """
 import argparse
-import itertools
 import statistics
 import time
 
+import timm
 import torch
-import torch.nn as nn
+import torch.nn.functional as F
 from _report import report
 
-from timm_rep.layers import ConvBranch, Csla, IdentityBranch
-from timm_rep.optim import RepAdamW, RepSGD, set_grad_mult
+import timm_rep
+import timm_rep.optim._chunks as chunks
+from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
+from timm_rep.scales import Scales
 
-# stem, then table 1 of the paper: channels and 3x3 layers of the four stages
-WIDTHS, DEPTHS, STEM, CLASSES = (128, 256, 512, 2048), (4, 6, 16, 1), 64, 1000
+MODEL = 'repopt_vgg_b1'
 
 
-def parameters(device):
-    """The parameters of RepOpt-VGG-B1 with gradients, and the CSLA blocks of those that are 3x3 kernels."""
+def build(device):
+    """The model with some searched-looking scales, negative ones among them, and gradients."""
     torch.manual_seed(0)
-    channels = [3, STEM] + [width for width, depth in zip(WIDTHS, DEPTHS) for _ in range(depth)]
-    blocks = []
-    for in_channels, out_channels in itertools.pairwise(channels):
-        same = (IdentityBranch(),) if in_channels == out_channels else ()
-        blocks.append(Csla(in_channels, out_channels, (ConvBranch(3), ConvBranch(1), *same)))
-    shapes = [block.kernel_shape for block in blocks]
-    shapes += [(channels_,) for channels_ in channels[1:] for _ in range(2)]  # BatchNorm
-    shapes += [(CLASSES, WIDTHS[-1]), (CLASSES,)]
-    params = [nn.Parameter(torch.randn(shape, device=device) * 0.1) for shape in shapes]
-    for param in params:
+    model = timm.create_model(MODEL, scales='none', reinit=False)
+    scales = {n: {b: torch.randn_like(s) for b, s in branches.items()} for n, branches in Scales.ones(model).items()}
+    model = timm_rep.attach_grad_mults(model, scales).to(device).train()
+    for param in model.parameters():
         param.grad = torch.randn_like(param)
-    return params, blocks
-
-
-def with_grad_mults(cls, device, **kwargs):
-    params, blocks = parameters(device)
-    for param, block in zip(params, blocks):
-        set_grad_mult(param, block.grad_mult({name: torch.randn(block.out_channels) for name in block.scaled}))
-    return cls(params, **kwargs)
+    return model
 
 
 class Released:
     """Gradients times dense multipliers in place, then torch's step, one tensor at a time as then."""
 
-    def __init__(self, cls, rule, device, **kwargs):
-        self.params, blocks = parameters(device)
-        self.mults = [
-            block.grad_mult({name: torch.randn(block.out_channels) for name in block.scaled}).dense(rule).to(device)
-            for block in blocks
-        ]
-        self.optimizer = cls(self.params, foreach=False, **kwargs)
+    def __init__(self, cls, rule, params, **kwargs):
+        self.mults = [(p, get_grad_mult(p).dense(rule).to(p.device)) for p in params if get_grad_mult(p)]
+        self.optimizer = cls(params, foreach=False, **kwargs)
+        self.state = self.optimizer.state
 
     def step(self):
-        for param, mult in zip(self.params, self.mults):
+        for param, mult in self.mults:
             param.grad = param.grad * mult
         self.optimizer.step()
+
+
+def megabytes(tensors):
+    return round(sum(t.numel() * t.element_size() for t in tensors) / 1e6, 1)
+
+
+def state_memory(optimizer):
+    return megabytes(t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))
+
+
+def scratch_memory(optimizer):
+    """What a step allocates beside the state: its scratch, and the multipliers in compact form, made once."""
+    sizes = []
+    like = chunks.Scratch.like
+    try:
+        chunks.Scratch.like = lambda self, x: sizes.append(x.numel() * x.element_size()) or like(self, x)
+        optimizer.step()
+    finally:
+        chunks.Scratch.like = like
+    vectors = [
+        vector for group in optimizer.param_groups for p in group['params'] if get_grad_mult(p)
+        for regions in get_grad_mult(p)._vectors.values() for _, vector, _ in regions
+    ]
+    return round(max(sizes) / 1e6, 1) + megabytes(vectors)
+
+
+def timed(device, fn, *args):
+    start = time.perf_counter()
+    fn(*args)
+    if device.type == 'cuda':
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def training_step(model, optimizer, images, targets):
+    optimizer.zero_grad()
+    F.cross_entropy(model(images), targets).backward()
+    optimizer.step()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--device', default='cpu', type=torch.device)
     parser.add_argument('--rounds', default=11, type=int)
+    parser.add_argument('--batch-size', default=8, type=int)
     args = parser.parse_args()
     sgd = dict(lr=1e-4, momentum=0.9, nesterov=True, weight_decay=4e-5)
     adamw = dict(lr=1e-4, weight_decay=0.05)
@@ -72,37 +97,48 @@ def main():
         'SGD': (torch.optim.SGD, RepSGD, 'squared', sgd),
         'AdamW': (torch.optim.AdamW, RepAdamW, 'absolute', adamw),
     }
+    images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
+    targets = torch.arange(args.batch_size, device=args.device)
     rows = []
     for family, (plain, rep, rule, kwargs) in families.items():
+        model = build(args.device)
+
+        def params():
+            return list(build(args.device).parameters())
+
+        ours = rep(model.parameters(), **kwargs)
         sides = {
-            'torch, fused': plain(parameters(args.device)[0], fused=True, **kwargs),
-            'torch, foreach': plain(parameters(args.device)[0], foreach=True, **kwargs),
-            'torch, one at a time': plain(parameters(args.device)[0], foreach=False, **kwargs),
-            'released': Released(plain, rule, args.device, **kwargs),
-            'ours': with_grad_mults(rep, args.device, **kwargs),
+            'torch, fused': plain(params(), fused=True, **kwargs),
+            'torch, foreach': plain(params(), foreach=True, **kwargs),
+            'torch, one at a time': plain(params(), foreach=False, **kwargs),
+            'released': Released(plain, rule, params(), **kwargs),
+            'ours': ours,
         }
         times = {name: [] for name in sides}
         for i in range(args.rounds + 2):
             for name, side in sides.items():
-                start = time.perf_counter()
-                side.step()
-                if args.device.type == 'cuda':
-                    torch.cuda.synchronize()
+                elapsed = timed(args.device, side.step)
                 if i >= 2:
-                    times[name].append(1e3 * (time.perf_counter() - start))
+                    times[name].append(elapsed)
         medians = {name: statistics.median(t) for name, t in times.items()}
+        whole = statistics.median(
+            timed(args.device, training_step, model, ours, images, targets) for _ in range(3))
         rows += [
             {
                 'optimizer': family,
                 'form': name,
                 'ms per step': round(median, 1),
                 'against torch, fused': round(median / medians['torch, fused'], 2),
-                'dense multipliers (MB)': round(
-                    sum(m.numel() * m.element_size() for m in getattr(sides[name], 'mults', [])) / 1e6),
+                'state (MB)': state_memory(sides[name]),
+                'beside it (MB)': (
+                    scratch_memory(ours) if name == 'ours' else megabytes(m for _, m in sides[name].mults)
+                    if name == 'released' else 0),
+                f'% of a training step, batch {args.batch_size}': round(100 * median / whole, 2),
             }
             for name, median in medians.items()
         ]
-    report('optim', __doc__, rows, args.device, dict(device=str(args.device), rounds=args.rounds))
+    report('optim', __doc__, rows, args.device, dict(
+        device=str(args.device), rounds=args.rounds, batch_size=args.batch_size))
 
 
 if __name__ == '__main__':

@@ -180,5 +180,7 @@ def test_refusals():
         CslaBlock(csla, {'conv3x3': torch.ones(7), 'conv1x1': torch.ones(8)})
     with pytest.raises(ValueError, match='does not fit'):
         GradMult((8, 8, 3, 3), [GradTerm((2, 2), torch.ones(8))])
+    with pytest.raises(ValueError, match='at least one term'):
+        GradMult((8, 8, 3, 3), [])
     with pytest.raises(ValueError, match=r'\(8, 8, 3, 3\).*\(8, 8, 1, 1\)'):
         set_grad_mult(torch.zeros(8, 8, 1, 1), csla.grad_mult(random_scales(csla)))

@@ -41,7 +41,7 @@ class RepOptimizerMixin:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scratch = Scratch(), Scratch()
+        scratch = Scratch()
         for group in self.param_groups:
             params = [p for p in group['params'] if p.grad is not None]
             plain = [p for p in params if get_grad_mult(p) is None]

@@ -43,7 +43,7 @@ class GradMult:
             first_row: Where the rows of a shard start in the whole kernel: the diagonal depends on it.
 
         Raises:
-            ValueError: A term does not fit the shape.
+            ValueError: There is no term, or one does not fit the shape.
         """
         self.shape = tuple(shape)
         self.first_row = first_row
@@ -58,6 +58,8 @@ class GradMult:
                     f'kernel of shape {self.shape}: it needs one scale for each output channel, and a kernel that can '
                     'be centred in it.')
             self.terms.append(GradTerm(tuple(term.kernel_size), scale, term.diagonal))
+        if not self.terms:
+            raise ValueError('A GradMult has at least one term: without any nothing would be trained.')
         self._vectors = {}
 
     def __repr__(self) -> str:
@@ -116,24 +118,33 @@ class GradMult:
             The product.
         """
         out = torch.empty_like(x) if out is None else out
+        (kernel_size, vector, diagonal), *others = self._rows_of_vectors(x, rule, start)
+        if kernel_size == self.shape[2:] and not diagonal:
+            torch.mul(x, vector, out=out)
+            self._add_regions(out, x, others, start)
+        else:
+            self._add_regions(out.zero_(), x, [(kernel_size, vector, diagonal), *others], start)
+        return out
+
+    def add_product(self, target: torch.Tensor, x: torch.Tensor, rule: str, start: int = 0) -> None:
+        """Add ``x`` times the multiplier's rows from ``start`` on to ``target``, in place; see multiply()."""
+        self._add_regions(target, x, self._rows_of_vectors(x, rule, start), start)
+
+    def _rows_of_vectors(self, x: torch.Tensor, rule: str, start: int) -> List[tuple]:
         stop = start + x.shape[0]
-        covered = False
-        for kernel_size, vector, diagonal in self.vectors(rule, x.device, x.dtype):
-            vector = vector[start:stop]
+        return [(size, vector[start:stop], diagonal)
+                for size, vector, diagonal in self.vectors(rule, x.device, x.dtype)]
+
+    def _add_regions(self, target: torch.Tensor, x: torch.Tensor, regions: List[tuple], start: int) -> None:
+        for kernel_size, vector, diagonal in regions:
             if diagonal:
-                out = out if covered else out.zero_()
                 rows = torch.arange(x.shape[0], device=x.device)
                 columns = (rows + self.first_row + start) % self.shape[1]
                 centre = (rows, columns, self.shape[2] // 2, self.shape[3] // 2)
-                out[centre] += x[centre] * vector[:, 0, 0, 0]
-            elif kernel_size == self.shape[2:]:
-                torch.mul(x, vector, out=out)
+                target[centre] += x[centre] * vector[:, 0, 0, 0]
             else:
-                out = out if covered else out.zero_()
                 region = (..., *(slice((w - k) // 2, (w + k) // 2) for w, k in zip(self.shape[2:], kernel_size)))
-                out[region].addcmul_(x[region], vector)
-            covered = True
-        return out
+                target[region].addcmul_(x[region], vector)
 
     def dense(self, rule: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The multiplier of every entry, of the kernel's shape; for inspection, the optimizers never build it."""

@@ -1,5 +1,5 @@
 """AdamW that carries a structure's prior: the method is not bound to SGD (RepOptimizers, section 4.2)."""
-from typing import Dict, List, Tuple
+from typing import Dict, List
 
 import torch
 from torch.optim import AdamW
@@ -70,7 +70,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             maximize=group['maximize'],
         )
 
-    def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Tuple[Scratch, Scratch]) -> None:
+    def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Scratch) -> None:
         grad_mult = get_grad_mult(param)
         state = self._state_of([param], group)
         step = state.pop('state_steps')[0]
@@ -80,7 +80,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         for rows in row_chunks(param):
             chunk = param[rows]
             # torch's own arithmetic on a parameter of zeros leaves the bare update
-            update = scratch[0].like(chunk).zero_()
+            update = scratch.like(chunk).zero_()
             chunk_state = {name: [x[rows] for x in tensors] for name, tensors in state.items()}
             self._update(
                 [update],
@@ -92,5 +92,5 @@ class RepAdamW(RepOptimizerMixin, AdamW):
                 fused=fused,
             )
             chunk.mul_(1 - group['lr'] * group['weight_decay'])
-            chunk.add_(grad_mult.multiply(update, 'absolute', out=scratch[1].like(chunk), start=rows.start))
+            grad_mult.add_product(chunk, update, 'absolute', start=rows.start)
         step.add_(1)

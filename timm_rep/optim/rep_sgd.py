@@ -1,5 +1,5 @@
 """SGD that carries a structure's prior (RepOptimizers, section 3.4)."""
-from typing import List, Tuple
+from typing import List
 
 import torch
 from torch.optim import SGD
@@ -48,7 +48,7 @@ class RepSGD(RepOptimizerMixin, SGD):
             maximize=group['maximize'],
         )
 
-    def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Tuple[Scratch, Scratch]) -> None:
+    def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Scratch) -> None:
         grad_mult = get_grad_mult(param)
         buffer = self.state[param].get('momentum_buffer')
         first = group['momentum'] != 0 and buffer is None
@@ -58,7 +58,7 @@ class RepSGD(RepOptimizerMixin, SGD):
         param, grad, buffer = local(param), local(param.grad), None if buffer is None else local(buffer)
         for rows in row_chunks(param):
             chunk = param[rows]
-            product = grad_mult.multiply(grad[rows], 'squared', out=scratch[0].like(chunk), start=rows.start)
+            product = grad_mult.multiply(grad[rows], 'squared', out=scratch.like(chunk), start=rows.start)
             buffers = [None if first or buffer is None else buffer[rows]]
             self._update([chunk], [product], buffers, group, foreach=False, fused=fused)
             if first:
