@@ -76,7 +76,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         step = state.pop('state_steps')[0]
         state = {name: [local(x) for x in tensors] for name, tensors in state.items()}
         fused = use_fused(param, group)
-        param, grad = local(param), local(param.grad)
+        param, grad = local(param).detach(), local(param.grad)
         for rows in row_chunks(param):
             chunk = param[rows]
             # torch's own arithmetic on a parameter of zeros leaves the bare update

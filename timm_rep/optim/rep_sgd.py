@@ -55,7 +55,7 @@ class RepSGD(RepOptimizerMixin, SGD):
         if first:
             buffer = self.state[param]['momentum_buffer'] = torch.empty_like(param)
         fused = use_fused(param, group)
-        param, grad, buffer = local(param), local(param.grad), None if buffer is None else local(buffer)
+        param, grad, buffer = local(param).detach(), local(param.grad), None if buffer is None else local(buffer)
         for rows in row_chunks(param):
             chunk = param[rows]
             product = grad_mult.multiply(grad[rows], 'squared', out=scratch.like(chunk), start=rows.start)

@@ -1,0 +1,337 @@
+"""Training with timm's own parts, as its train.py puts them together: factory, task, EMA, scaler, saver, resume."""
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from PIL import Image
+from timm.models import resume_checkpoint
+from timm.optim import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler import create_scheduler_v2
+from timm.task import ClassificationTask
+from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, ParseKwargs
+
+import timm_rep
+from tests.reference.ffn import relative
+from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
+from timm_rep.scales import Scales, csla_layers
+
+TINY = dict(depths=(1, 2, 1, 1), widths=(8, 16, 16, 24), stem_width=8, num_classes=4)
+
+
+def scales_of(model, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return Scales({n: {b: torch.randn(len(s), generator=g) for b, s in branches.items()}
+                   for n, branches in Scales.ones(model).items()})
+
+
+def create(**kwargs):
+    torch.manual_seed(0)
+    model = timm.create_model('repopt_vgg_a0', **TINY, **kwargs)
+    return timm_rep.attach_grad_mults(model, scales_of(model))
+
+
+def batch(step):
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(8, 3, 64, 64, generator=g), torch.randint(0, 4, (8,), generator=g)
+
+
+class Run:
+    """What train.py keeps, and its inner loop."""
+
+    def __init__(self, opt, amp=False, accumulate=1, channels_last=False, compiler=None):
+        self.model = create()
+        if channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)
+        self.channels_last, self.accumulate = channels_last, accumulate
+        self.optimizer = create_optimizer_v2(self.model, opt=opt, lr=.02 if opt == 'repsgd' else 1e-3, weight_decay=.01)
+        self.scheduler, _ = create_scheduler_v2(self.optimizer, num_epochs=4, warmup_epochs=1, warmup_lr=1e-4)
+        self.ema = ModelEmaV3(self.model, decay=.9)
+        self.autocast = (lambda: torch.autocast('cpu', torch.bfloat16)) if amp else contextlib.nullcontext
+        self.scaler = NativeScaler('cpu') if amp else None
+        self.task = ClassificationTask(self.model, nn.CrossEntropyLoss(), verbose=False)
+        if compiler:
+            self.task = torch.compile(self.task, backend=compiler)
+
+    def train(self, epochs):
+        self.model.train()
+        for epoch in epochs:
+            self.scheduler.step(epoch)
+            for step in range(self.accumulate):
+                x, y = batch(epoch * self.accumulate + step)
+                x = x.to(memory_format=torch.channels_last) if self.channels_last else x
+                with self.autocast():
+                    loss = self.task(x, y)['loss'] / self.accumulate
+                update = step == self.accumulate - 1
+                if self.scaler:
+                    self.scaler(loss, self.optimizer, parameters=self.model.parameters(), need_update=update)
+                else:
+                    loss.backward()
+                    if update:
+                        self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.ema.update(self.model)
+        return self
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(amp=True), dict(accumulate=3), dict(channels_last=True), dict(compiler='aot_eager'),
+    pytest.param(dict(compiler='inductor'), marks=pytest.mark.slow),
+], ids=str)
+@pytest.mark.parametrize('opt', ['repsgd', 'repadamw'])
+def test_resumed_is_uninterrupted(tmp_path, opt, kwargs):
+    straight = Run(opt, **kwargs).train(range(4))
+    first = Run(opt, **kwargs).train(range(2))
+    saver = CheckpointSaver(
+        first.model, first.optimizer, model_ema=first.ema, amp_scaler=first.scaler, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(1, metric=1.)
+    second = Run(opt, **kwargs)
+    path = tmp_path / 'last.pth.tar'
+    assert resume_checkpoint(second.model, str(path), second.optimizer, second.scaler, log_info=False) == 2
+    timm.models.load_checkpoint(second.ema.module, str(path), use_ema=True)
+    second.train(range(2, 4))
+    for a, b in ((straight.model, second.model), (straight.ema.module, second.ema.module)):
+        for (key, x), y in zip(a.state_dict().items(), b.state_dict().values()):
+            assert torch.equal(x, y), key
+    # and the average can go on training
+    assert all(get_grad_mult(layer.weight) is not None for layer in csla_layers(second.ema.module).values())
+
+
+@pytest.mark.parametrize('opt,plain', [('repsgd', 'sgd'), ('repadamw', 'adamw')])
+def test_the_multiplier_is_what_differs(opt, plain):
+    ours = Run(opt).train(range(4)).model
+    theirs = Run(plain).train(range(4)).model
+    assert relative(ours.stages[1][1].conv.weight, theirs.stages[1][1].conv.weight) > 1e-5
+    timm_rep.attach_grad_mults(ours, None)
+    with pytest.raises(ValueError, match='no parameter with a GradMult'):
+        create_optimizer_v2(ours, opt=opt, lr=.1)
+
+
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_amp_skips_a_step_with_infinite_gradients(rep):
+    model = create()
+    optimizer = rep(model.parameters(), lr=.1)
+    scaler = torch.amp.GradScaler('cpu', init_scale=4.)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    for spoil in (True, False):
+        x, y = batch(0)
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model.eval()(x), y)).backward()
+        if spoil:
+            model.stem.conv.weight.grad[0, 0, 0, 0] = float('inf')
+        scaler.step(optimizer)
+        scaler.update()
+        changed = any(not torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert changed == (not spoil)
+
+
+@pytest.mark.parametrize('fused', [None, True, False])
+@pytest.mark.parametrize('rep,plain', [(RepSGD, torch.optim.SGD), (RepAdamW, torch.optim.AdamW)])
+def test_amp_unscales(rep, plain, fused):
+    """Whether torch unscales before the step or hands the scale to a fused kernel, the step is that without a scale."""
+    weights = []
+    for scale in (None, 1024.):
+        model = create()
+        optimizer = rep(model.parameters(), lr=.01, fused=fused)
+        for step in range(3):
+            x, y = batch(step)
+            loss = F.cross_entropy(model.eval()(x), y)
+            optimizer.zero_grad()
+            if scale is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler = torch.amp.GradScaler('cpu', init_scale=scale)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        weights.append({k: v.clone() for k, v in model.state_dict().items()})
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_accumulated_gradients_are_those_of_the_whole_batch(rep):
+    models = []
+    for parts in (1, 4):
+        model = create().eval()
+        optimizer = rep(model.parameters(), lr=.01)
+        x, y = batch(0)
+        for xs, ys in zip(x.chunk(parts), y.chunk(parts)):
+            (F.cross_entropy(model(xs), ys) / parts).backward()
+        optimizer.step()
+        models.append(model)
+    for a, b in zip(*(m.parameters() for m in models)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_breaks_the_equivalence():
+    """As documented: the norm of the gradients is not that of the CSLA net's."""
+    results = []
+    for clip in (None, .01):
+        csla = timm.create_model('repopt_vgg_a0', structure='csla', dtype=torch.float64, **TINY)
+        target = timm.create_model('repopt_vgg_a0', dtype=torch.float64, **TINY)
+        scales = scales_of(target)
+        timm_rep.attach_grad_mults(target, scales)
+        with torch.no_grad():
+            target.load_state_dict(
+                {k: v for k, v in csla.state_dict().items() if '.conv.' not in k}, strict=False)
+            for name, block in csla_layers(csla).items():
+                block.set_scales(scales[name])
+                csla_layers(target)[name].weight.copy_(block.equivalent_kernel())
+        x, y = batch(0)
+        for model, cls in ((csla, torch.optim.SGD), (target, RepSGD)):
+            params = [p for p in model.parameters() if p.requires_grad]
+            optimizer = cls(params, lr=.1)
+            F.cross_entropy(model(x.double()), y).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(params, clip)
+            optimizer.step()
+        results.append(max(
+            relative(csla_layers(target)[name].weight, block.equivalent_kernel())
+            for name, block in csla_layers(csla).items()))
+    assert results[0] < 1e-10
+    assert results[1] > 1e-6
+
+
+@pytest.mark.parametrize('rep,options', [(RepSGD, dict(momentum=.9)), (RepAdamW, {}), (RepAdamW, dict(capturable=True))])
+@pytest.mark.slow
+def test_compiled_step(rep, options):
+    """torch.compile of the step: the same weights as without."""
+    models = []
+    for compiled in (False, True):
+        model = create().eval()
+        if options.get('capturable'):
+            pytest.skip('torch allows capturable on accelerators only')
+        optimizer = rep(model.parameters(), lr=.01, **options)
+        step = torch.compile(optimizer.step) if compiled else optimizer.step
+        for i in range(3):
+            x, y = batch(i)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            step()
+        models.append(model)
+    for a, b in zip(*(m.parameters() for m in models)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_arguments_of_the_command_line(tmp_path):
+    """What train.py makes of ``--opt repsgd --opt-kwargs ... --model-kwargs ...``."""
+    path = tmp_path / 's.safetensors'
+    model = timm.create_model('repopt_vgg_a0', **TINY)
+    scales_of(model).save(path)
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--opt-kwargs', nargs='*', default={}, action=ParseKwargs)
+    parser.add_argument('--model-kwargs', nargs='*', default={}, action=ParseKwargs)
+    args = parser.parse_args(
+        ['--opt-kwargs', 'dampening=0.0', 'nesterov=False', '--model-kwargs', f'scales={path}', 'reinit=False'])
+    model = timm.create_model('repopt_vgg_a0', **TINY, **args.model_kwargs)
+    expected = csla_layers(create())['stages.1.1.conv'].grad_mult.dense('squared')
+    assert torch.equal(csla_layers(model)['stages.1.1.conv'].grad_mult.dense('squared'), expected)
+    cfg = argparse.Namespace(opt='repsgd', lr=.1, weight_decay=4e-5, momentum=.8)
+    optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=cfg), **args.opt_kwargs)
+    assert type(optimizer) is RepSGD
+    assert (optimizer.defaults['nesterov'], optimizer.defaults['momentum']) == (False, .8)
+
+
+_CHECKOUT = os.environ.get('TIMM_CHECKOUT')
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    root = tmp_path_factory.mktemp('images')
+    g = torch.Generator().manual_seed(0)
+    for split in ('train', 'validation'):
+        for label in range(4):
+            folder = root / split / str(label)
+            folder.mkdir(parents=True)
+            for i in range(8):
+                pixels = torch.randint(0, 100, (64, 64, 3), generator=g, dtype=torch.uint8)
+                pixels[16 * label:16 * label + 16] += 120
+                Image.fromarray(pixels.numpy()).save(folder / f'{i}.png')
+    return root
+
+
+@pytest.fixture(scope='module')
+def train_script(images, tmp_path_factory):
+    output = tmp_path_factory.mktemp('output')
+    scales = output / 'scales.safetensors'
+    scales_of(timm.create_model('repopt_vgg_a0', **TINY)).save(scales)
+    model_kwargs = [f'{k}={v!r}' for k, v in TINY.items() if k != 'num_classes']
+
+    def run(experiment, *more, opt='repsgd'):
+        command = [
+            sys.executable, str(Path(_CHECKOUT) / 'train.py'), '--data-dir', str(images), '--output', str(output),
+            '--experiment', experiment, '--device', 'cpu', '--device-modules', 'timm_rep',
+            '--model', 'repopt_vgg_a0', '--num-classes', '4', '--img-size', '64', '--opt', opt,
+            '--model-kwargs', *model_kwargs, f'scales={str(scales)!r}',
+            '--opt-kwargs', 'dampening=0.0', '--lr', '0.02', '--weight-decay', '4e-5', '--epochs', '4',
+            '--warmup-epochs', '1', '--cooldown-epochs', '0', '--batch-size', '32', '--no-aug', '-j', '1',
+            '--seed', '1', *more,
+        ]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=_CHECKOUT)
+        assert result.returncode == 0, result.stderr[-3000:]
+        with torch.serialization.safe_globals([argparse.Namespace]):  # its arguments
+            return torch.load(output / experiment / 'last.pth.tar', weights_only=True), output / experiment
+
+    return run
+
+
+@pytest.fixture(scope='module')
+def straight(train_script):
+    return train_script('straight', '--model-ema', '--model-ema-decay', '0.9')
+
+
+@pytest.mark.skipif(not _CHECKOUT, reason='TIMM_CHECKOUT names no checkout of timm with a train.py')
+@pytest.mark.timeout(1800)
+class TestTrainScript:
+    """timm's train.py, unmodified, on a batch that is the whole data set, so that a resumed run sees the same steps."""
+
+    @staticmethod
+    def difference(a, b, key='state_dict'):
+        """Of all kernels as a whole, relative."""
+        kernels = [k for k, v in b[key].items() if v.ndim == 4]
+        x, y = (torch.cat([c[key][k].flatten() for k in kernels]).double() for c in (a, b))
+        return ((x - y).norm() / y.norm()).item()
+
+    def test_trains_and_writes_checkpoints(self, straight, train_script):
+        last, folder = straight
+        assert {'checkpoint-3.pth.tar', 'model_best.pth.tar', 'summary.csv', 'args.yaml'} <= {
+            p.name for p in folder.iterdir()}
+        assert last['epoch'] == 3
+        plain, _ = train_script('plain', opt='sgd')
+        assert self.difference(plain, last) > 1e-4  # the multipliers were at work
+        model = timm.create_model('repopt_vgg_a0', checkpoint_path=str(folder / 'last.pth.tar'), **TINY)
+        assert model.eval().reparameterize()(torch.randn(2, 3, 64, 64)).shape == (2, 4)
+
+    def test_resume(self, straight, train_script):
+        last, folder = straight
+        resumed, _ = train_script(
+            'resumed', '--model-ema', '--model-ema-decay', '0.9', '--resume', str(folder / 'checkpoint-1.pth.tar'))
+        assert self.difference(resumed, last) < 1e-6
+        assert self.difference(resumed, last, 'state_dict_ema') < 1e-6
+
+    @pytest.mark.parametrize('name,options,tolerance', [
+        ('channels_last', ['--channels-last'], 1e-6),
+        ('inductor', ['--torchcompile', 'inductor'], 1e-6),
+        ('amp', ['--amp', '--amp-dtype', 'bfloat16'], 1e-3),
+        ('accumulated', ['--grad-accum-steps', '2', '--batch-size', '16'], None),
+        ('clipped', ['--clip-grad', '5.0'], None),
+        ('drop', ['--drop', '0.1', '--drop-block', '0.1', '--mixup', '0.2', '--smoothing', '0.1'], None),
+    ])
+    def test_options(self, straight, train_script, name, options, tolerance):
+        last, _ = train_script(name, *options)
+        assert all(v.isfinite().all() for v in last['state_dict'].values())
+        if tolerance is not None:
+            assert self.difference(last, straight[0]) < tolerance
+
+    def test_adamw(self, train_script):
+        last, _ = train_script('adamw', '--opt-eps', '1e-8', '--opt-kwargs', opt='repadamw')
+        assert all(v.isfinite().all() for v in last['state_dict'].values())
