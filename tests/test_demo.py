@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from timm_rep.cli import main
-from timm_rep.demo import _digits, run_demo
+from timm_rep.demo import run_demo
+from timm_rep.demo.training import load_split
 
 
 @pytest.fixture(scope='module')
@@ -22,6 +23,11 @@ def test_results(demo):
     assert folded['params'] < 0.6 * repa['params']
     assert folded['macs'] < 0.6 * plain['macs']
     assert demo.logits_difference < 1e-5
+    assert all(0 < accuracy <= 100 for accuracy in demo.repopt.accuracy.values())
+    assert all(len(losses) == 44 for losses in demo.repopt.losses.values())
+    assert all(len(difference) == 50 for difference in demo.repopt.csla_difference.values())
+    assert max(demo.repopt.csla_difference['RepSGD']) < 1e-10
+    assert demo.repopt.csla_difference['SGD'][-1] > 1e-2
     assert demo.picture.read_bytes().startswith(b'\x89PNG')
 
 
@@ -39,21 +45,22 @@ def test_reproducible_by_seed(demo, tmp_path):
     first, second = (load_file(d.model_folder / 'model.safetensors') for d in (demo, again))
     assert first.keys() == second.keys()
     assert all(torch.equal(v, second[k]) for k, v in first.items())
+    assert again.repopt == demo.repopt
     assert [row['accuracy'] for row in again.rows.values()] == [row['accuracy'] for row in demo.rows.values()]
 
 
 def test_seed_and_device_matter(demo, tmp_path, monkeypatch):
-    seeds = {seed: [list(part.targets) for part in _digits(seed)] for seed in (3, 4)}
+    seeds = {seed: [list(part.targets) for part in load_split(seed)] for seed in (3, 4)}
     assert seeds[3] != seeds[4]
     moved = []
-    monkeypatch.setattr('timm_rep.demo._train', lambda name, model, loader, epochs, device: moved.append(device))
+    monkeypatch.setattr('timm_rep.demo.training.train', lambda *args, **kwargs: moved.append(args[4]) or [1.])
     other = run_demo(tmp_path, epochs=1, seed=4, device='cpu:0')
-    assert moved == [torch.device('cpu:0')] * 2
+    assert moved == [torch.device('cpu:0')] * 4
     assert not torch.equal(*(load_file(d.model_folder / 'model.safetensors')['cls_token'] for d in (demo, other)))
 
 
 def test_existing_output_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr('timm_rep.demo._train', lambda *a: None)
+    monkeypatch.setattr('timm_rep.demo.training.train', lambda *a, **k: [1.])
     first = run_demo(tmp_path, seed=1)
     before = (first.model_folder / 'model.safetensors').read_bytes()
     run_demo(tmp_path, seed=2)
@@ -68,6 +75,10 @@ def test_learns(tmp_path, capsys):
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if line.startswith('RePa-DeiT, folded'))
     assert float(row.split()[2].rstrip('%')) > 95
+    row = next(line for line in out.splitlines() if line.startswith('One stack'))
+    with_rep, without = (float(word.rstrip('%')) for word in row.split() if word.endswith('%'))
+    assert with_rep > 95
+    assert with_rep > without + 10
     assert len(out.strip().splitlines()[-3:]) == 3
     assert out.strip().splitlines()[-3].startswith('import timm, timm_rep')
 
@@ -90,7 +101,7 @@ def test_refused_before_any_training(tmp_path, capsys, monkeypatch, args, messag
     (places['parent'] / 'demo.png').mkdir(parents=True)
     places['blocked'].mkdir()
     (places['blocked'] / 'model').write_text('old')
-    monkeypatch.setattr('timm_rep.demo._train', lambda *a: pytest.fail('trained'))
+    monkeypatch.setattr('timm_rep.demo.training.train', lambda *a, **k: pytest.fail('trained'))
     assert main(['demo', *(a.format(**places) for a in args)]) == 1
     captured = capsys.readouterr()
     assert captured.out == ''

@@ -1,0 +1,88 @@
+"""The second part of the demo: a plain stack of convolutions as deep as RepOpt-VGG-B1, with RepSGD and with SGD."""
+from typing import Dict, List, NamedTuple
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.utils import random_seed
+from torch.optim import SGD
+
+from timm_rep import attach_grad_mults
+from timm_rep.optim import RepSGD
+from timm_rep.scales import Scales, csla_layers
+
+from . import training
+
+# 28 convolutions in a row, narrow enough for two CPU cores
+_MODEL_ARGS = dict(depths=(4, 6, 16, 1), widths=(16, 24, 32, 64), stem_width=16, strides=(1, 1, 2, 2, 2))
+_OPTIMIZER_ARGS = dict(lr=0.1, momentum=0.9, weight_decay=4e-5)  # those of the paper
+# float64 on a net of six blocks and a stem
+_SMALL_ARGS = dict(_MODEL_ARGS, depths=(1, 2, 2, 1))
+_STEPS = 50
+
+
+class RepOptResult(NamedTuple):
+    """What the second part measured.
+
+    Attributes:
+        accuracy: Percent of the validation images, by optimizer: 'SGD', 'RepSGD'.
+        losses: Training loss of every step, by optimizer.
+        csla_difference: For 50 steps, by the optimizer of the plain net: the difference between its logits and those
+            of the CSLA net that torch's SGD trains beside it, relative to the largest.
+    """
+    accuracy: Dict[str, float]
+    losses: Dict[str, List[float]]
+    csla_difference: Dict[str, List[float]]
+
+
+def run_repopt(
+        train_set: training.Images,
+        val_set: training.Images,
+        device: torch.device,
+        seed: int,
+        epochs: int,
+) -> RepOptResult:
+    """Train the same net twice, and one in three forms in step."""
+    accuracy, losses = {}, {}
+    for label, opt, scales in (('SGD', 'sgd', 'none'), ('RepSGD', 'repsgd', 'init')):
+        model = training.create_model('repopt_vgg_b1', seed, device, scales=scales, **_MODEL_ARGS)
+        losses[label] = training.train(
+            f'plain VGG, {label}',
+            model,
+            training.create_loader_for(train_set, model, is_training=True),
+            epochs,
+            device,
+            opt=opt,
+            **_OPTIMIZER_ARGS,
+        )
+        val_loader = training.create_loader_for(val_set, model, is_training=False)
+        accuracy[label] = training.predict(model, val_loader, device)[1]
+    return RepOptResult(accuracy, losses, _csla_difference(train_set, seed))
+
+
+def _csla_difference(train_set: training.Images, seed: int) -> Dict[str, List[float]]:
+    random_seed(seed)
+    csla = timm.create_model(
+        'repopt_vgg_b1', pretrained_cfg_overlay=training.DATA, in_chans=1, structure='csla', **_SMALL_ARGS).double()
+    nets, optimizers = {}, {'csla': SGD([p for p in csla.parameters() if p.requires_grad], **_OPTIMIZER_ARGS)}
+    for label, cls in (('RepSGD', RepSGD), ('SGD', SGD)):
+        net = timm.create_model(
+            'repopt_vgg_b1', pretrained_cfg_overlay=training.DATA, in_chans=1, **_SMALL_ARGS).double()
+        net.load_state_dict({k: v for k, v in csla.state_dict().items() if '.conv.' not in k}, strict=False)
+        for name, layer in csla_layers(net).items():
+            layer.weight.data = csla_layers(csla)[name].equivalent_kernel()
+        attach_grad_mults(net, Scales.from_model(csla) if cls is RepSGD else None)
+        nets[label], optimizers[label] = net, cls(net.parameters(), **_OPTIMIZER_ARGS)
+    loader = training.create_loader_for(train_set, csla, is_training=True)
+    differences = {label: [] for label in nets}
+    while len(differences['SGD']) < _STEPS:
+        for images, targets in loader:
+            logits = {label: net(images.double()) for label, net in {'csla': csla, **nets}.items()}
+            for label, optimizer in optimizers.items():
+                optimizer.zero_grad()
+                F.cross_entropy(logits[label], targets).backward()
+                optimizer.step()
+            for label, difference in differences.items():
+                expected = logits['csla'].detach()
+                difference.append(((logits[label].detach() - expected).abs().max() / expected.abs().max()).item())
+    return {label: difference[:_STEPS] for label, difference in differences.items()}

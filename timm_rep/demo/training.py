@@ -1,0 +1,118 @@
+"""The demo's images, 1,797 handwritten digits of 8 x 8 pixels which come with scikit-learn, and training on them."""
+from typing import List, Tuple
+
+import timm
+import torch
+import torch.nn as nn
+from PIL import Image
+from timm.data import create_loader, resolve_model_data_config
+from timm.loss import LabelSmoothingCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import AverageMeter, accuracy, random_seed
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+DATA = dict(tag='digits', input_size=(1, 16, 16), num_classes=10, mean=(0.5,), std=(0.5,), crop_pct=1.0)
+_VAL_BATCH_SIZE = 256
+_TRAIN_BATCH_SIZE = 32
+
+
+class Images(Dataset):
+    def __init__(self, images, targets):
+        self.images = [Image.fromarray(image) for image in images]
+        self.targets = targets
+        self.transform = None  # timm's loader sets it
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
+        return self.transform(self.images[index]), int(self.targets[index])
+
+
+def load_split(seed: int) -> Tuple[Images, Images]:
+    """The images to train on and those to validate on."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    images = (digits.images * (255 / 16)).round().astype('uint8')
+    parts = train_test_split(images, digits.target, test_size=0.2, stratify=digits.target, random_state=seed)
+    return Images(parts[0], parts[2]), Images(parts[1], parts[3])
+
+
+def create_loader_for(dataset: Images, model: nn.Module, is_training: bool) -> DataLoader:
+    augmentation = dict(hflip=0., color_jitter=0., scale=(0.85, 1.), ratio=(0.9, 1.1)) if is_training else {}
+    data_config = resolve_model_data_config(model)
+    return create_loader(
+        dataset,
+        input_size=data_config['input_size'],
+        interpolation=data_config['interpolation'],
+        mean=data_config['mean'],
+        std=data_config['std'],
+        crop_pct=data_config['crop_pct'],
+        batch_size=_TRAIN_BATCH_SIZE if is_training else _VAL_BATCH_SIZE,
+        is_training=is_training,
+        num_workers=0,
+        persistent_workers=False,
+        use_prefetcher=False,
+        **augmentation,
+    )
+
+
+def create_model(name: str, seed: int, device: torch.device, **kwargs) -> nn.Module:
+    random_seed(seed)
+    return timm.create_model(name, pretrained_cfg_overlay=DATA, in_chans=1, **kwargs).to(device)
+
+
+def train(
+        name: str,
+        model: nn.Module,
+        loader: DataLoader,
+        epochs: int,
+        device: torch.device,
+        **optimizer_args,
+) -> List[float]:
+    """Train a model in place.
+
+    Returns:
+        The loss of every step.
+    """
+    optimizer = create_optimizer_v2(model, **optimizer_args)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched='cosine',
+        num_epochs=epochs,
+        warmup_epochs=1,
+        warmup_lr=1e-5,
+        step_on_epochs=False,
+        updates_per_epoch=len(loader),
+    )
+    loss_fn = LabelSmoothingCrossEntropy(0.1)
+    average = AverageMeter()
+    losses = []
+    model.train()
+    with tqdm(total=epochs * len(loader), desc=f'training {name}', unit='step') as progress:
+        for _ in range(epochs):
+            average.reset()
+            for images, targets in loader:
+                scheduler.step_update(len(losses))
+                loss = loss_fn(model(images.to(device)), targets.to(device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+                average.update(losses[-1], len(images))
+                progress.update()
+                progress.set_postfix(loss=f'{average.avg:.3f}', refresh=False)
+    return losses
+
+
+@torch.inference_mode()
+def predict(model: nn.Module, loader: DataLoader, device: torch.device) -> Tuple[torch.Tensor, float]:
+    """The logits of all validation images, in their order, and the percentage that is right."""
+    model.eval()
+    logits, targets = zip(*((model(images.to(device)).cpu(), targets) for images, targets in loader))
+    logits, targets = torch.cat(logits), torch.cat(targets)
+    return logits, accuracy(logits, targets)[0].item()
