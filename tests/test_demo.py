@@ -53,6 +53,7 @@ def test_seed_and_device_matter(demo, tmp_path, monkeypatch):
     seeds = {seed: [list(part.targets) for part in load_split(seed)] for seed in (3, 4)}
     assert seeds[3] != seeds[4]
     moved = []
+    monkeypatch.setattr('timm_rep.demo.repopt._STEPS', 2)
     monkeypatch.setattr('timm_rep.demo.training.train', lambda *args, **kwargs: moved.append(args[4]) or [1.])
     other = run_demo(tmp_path, epochs=1, seed=4, device='cpu:0')
     assert moved == [torch.device('cpu:0')] * 4
@@ -60,6 +61,7 @@ def test_seed_and_device_matter(demo, tmp_path, monkeypatch):
 
 
 def test_existing_output_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr('timm_rep.demo.repopt._STEPS', 2)
     monkeypatch.setattr('timm_rep.demo.training.train', lambda *a, **k: [1.])
     first = run_demo(tmp_path, seed=1)
     before = (first.model_folder / 'model.safetensors').read_bytes()

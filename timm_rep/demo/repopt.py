@@ -17,7 +17,7 @@ from . import training
 _MODEL_ARGS = dict(depths=(4, 6, 16, 1), widths=(16, 24, 32, 64), stem_width=16, strides=(1, 1, 2, 2, 2))
 _OPTIMIZER_ARGS = dict(lr=0.1, momentum=0.9, weight_decay=4e-5)  # those of the paper
 # float64 on a net of six blocks and a stem
-_SMALL_ARGS = dict(_MODEL_ARGS, depths=(1, 2, 2, 1))
+_SMALL_ARGS = dict(_MODEL_ARGS, depths=(1, 2, 2, 1), strides=(2, 1, 2, 1, 2))
 _STEPS = 50
 
 
