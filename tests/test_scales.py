@@ -1,5 +1,6 @@
 import http.server
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+import torch.nn.utils.prune
 from safetensors.torch import load_file, save_file
 
 import timm_rep
@@ -34,18 +36,13 @@ def some_scales(seed=0):
     return Scales.from_model(model)
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(
-        a[n].keys() == b[n].keys() and all(torch.equal(a[n][k], b[n][k]) for k in a[n]) for n in a)
-
-
 def test_round_trip(tmp_path):
     scales = some_scales()
     scales.metadata.update(model='repopt_vgg_a0', epochs='3')
     for path in (tmp_path / 's.safetensors', str(tmp_path / 'new' / 's.safetensors')):
         scales.save(path)
         read = Scales.load(path)
-        assert same(read, scales)
+        assert read == scales
         assert read.metadata == {'model': 'repopt_vgg_a0', 'epochs': '3'}
     assert repr(read) == "Scales(7 layers, epochs='3', model='repopt_vgg_a0')"
     assert load_file(path).keys() >= {'stem.conv.conv3x3', 'stages.1.1.conv.identity'}
@@ -76,6 +73,21 @@ def test_scales_are_constants():
     assert not before.requires_grad
 
 
+def test_equality():
+    a, b = some_scales(), some_scales()
+    b.metadata['epochs'] = '3'
+    assert a == b
+    other = {n: dict(s) for n, s in a.items()}
+    other['stem.conv']['conv1x1'] = other['stem.conv']['conv1x1'] + 1
+    assert a != Scales(other)
+    del other['stem.conv']
+    assert a != Scales(other)
+    assert a != 'ones'
+    with pytest.raises(TypeError):
+        a['stem.conv']['conv1x1'] = torch.ones(8)
+    assert pickle.loads(pickle.dumps(a)) == a
+
+
 def test_mean_over_channels():
     scales = some_scales()
     mean = scales.mean_over_channels()
@@ -84,18 +96,28 @@ def test_mean_over_channels():
             torch.testing.assert_close(mean[layer][branch], torch.full_like(scale, scale.mean().item()))
 
 
-def test_refusals(tmp_path):
+def test_refusals(tmp_path, monkeypatch):
     for value in (torch.ones(3, 3), torch.tensor([1., float('nan')]), torch.tensor([float('inf')])):
         with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
             Scales({'stem.conv': {'conv3x3': value}})
+    for value in ([1., 2.], torch.ones(3, dtype=torch.complex64), torch.tensor([1e300], dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
+            Scales({'stem.conv': {'conv3x3': value}})
+    with pytest.raises(ValueError, match=r"vectors by branch; 'stem.conv' has tensor"):
+        Scales({'stem.conv': torch.ones(8)})
+    for value in (3, True, [1, 2]):
+        with pytest.raises(ValueError, match=r"'init' or 'none', got"):
+            tiny(scales=value)
     path = tmp_path / 's.safetensors'
     path.write_bytes(b'neither')
     with pytest.raises(ValueError, match=r's\.safetensors.*no safetensors file of scales'):
         Scales.load(path)
     save_file({'a.weight': torch.ones(3, 3)}, path)
-    with pytest.raises(ValueError, match=r"s\.safetensors' holds no scales.*one finite number"):
+    with pytest.raises(ValueError, match=r"s\.safetensors' holds no scales.*one real number"):
         Scales.load(path)
-    for name in ('nowhere.safetensors', 'owner/name.safetensors', 'plain-word', tmp_path / 'nowhere'):
+    (tmp_path / 'runs' / 'folder').mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ('nowhere.safetensors', 'owner/name.safetensors', 'plain-word', tmp_path / 'nowhere', 'runs/folder'):
         with pytest.raises(FileNotFoundError, match=r"expected a .safetensors file, a Hub repository"):
             Scales.load(name)
     with pytest.raises(ValueError, match="structure='search' or 'csla'"):
@@ -133,6 +155,29 @@ def test_attach_through_wrappers(wrap):
         assert torch.equal(found, expected[name].grad_mult.dense('squared'))
     timm_rep.attach_grad_mults(wrapped, None)
     assert all(get_grad_mult(p) is None for p in model.parameters())
+
+
+def test_attach_where_the_weight_is_no_parameter():
+    """What an optimizer trains then are other tensors, which would silently be trained without a multiplier."""
+    for change in (
+            torch.nn.utils.parametrizations.weight_norm,
+            lambda conv: torch.nn.utils.prune.identity(conv, 'weight'),
+            lambda conv: torch.nn.utils.parametrize.register_parametrization(conv, 'weight', nn.Identity()),
+    ):
+        model = tiny(scales='none')
+        change(model.stages[1][1].conv)
+        with pytest.raises(ValueError, match=r'stages.1.1.conv: The weight is no parameter.*weight_norm'):
+            timm_rep.attach_grad_mults(model, 'ones')
+        assert all(get_grad_mult(p) is None for p in model.parameters())
+
+
+def test_a_part_named_as_a_wrapper_would():
+    csla = Csla(4, 4, branches=(ConvBranch(3),))
+    inner = nn.ModuleDict({'conv': csla.target()})
+    model = nn.ModuleDict({'y': nn.ModuleDict({'conv': csla.target(), 'module': inner})})
+    assert csla_layers(model).keys() == {'y.conv', 'y.module.conv'}
+    timm_rep.attach_grad_mults(model, 'ones')
+    assert all(get_grad_mult(p) is not None for p in model.parameters())
 
 
 def test_a_model_of_your_own():
@@ -201,6 +246,8 @@ def test_from_the_hub(hub, tmp_path):
     assert {path for _, path in files} == {
         '/owner/name/resolve/main/scales.safetensors', '/owner/name/resolve/v1.0/scales.safetensors'}
     assert sum(method == 'GET' for method, _ in files) == 1  # the same file once, from the cache after
+    run = subprocess.run([sys.executable, '-c', HUB_SCRIPT, 'owner/nothing'], env=env, capture_output=True, text=True)
+    assert "FileNotFoundError: No scales at 'owner/nothing'" in run.stderr
     env['HF_HUB_OFFLINE'] = '1'
     run = subprocess.run([sys.executable, '-c', HUB_SCRIPT, 'owner/name'], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -114,10 +114,11 @@ def test_the_multiplier_is_what_differs(opt, plain):
         create_optimizer_v2(ours, opt=opt, lr=.1)
 
 
+@pytest.mark.parametrize('fused', [None, True, False])
 @pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
-def test_amp_skips_a_step_with_infinite_gradients(rep):
+def test_amp_skips_a_step_with_infinite_gradients(rep, fused):
     model = create()
-    optimizer = rep(model.parameters(), lr=.1)
+    optimizer = rep(model.parameters(), lr=.1, weight_decay=.5, fused=fused)
     scaler = torch.amp.GradScaler('cpu', init_scale=4.)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     for spoil in (True, False):
@@ -130,6 +131,7 @@ def test_amp_skips_a_step_with_infinite_gradients(rep):
         scaler.update()
         changed = any(not torch.equal(v, before[k]) for k, v in model.state_dict().items())
         assert changed == (not spoil)
+        assert all(float(state['step']) == (not spoil) for state in optimizer.state.values() if 'step' in state)
 
 
 @pytest.mark.parametrize('fused', [None, True, False])

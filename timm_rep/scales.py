@@ -5,6 +5,7 @@
 import os
 import re
 from pathlib import Path
+from types import MappingProxyType
 from typing import Callable, Dict, Iterator, List, Mapping, Optional, Union
 
 import torch
@@ -49,23 +50,27 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         """
         self._layers: Dict[str, Dict[str, torch.Tensor]] = {}
         for layer, branches in layers.items():
-            for branch, scale in branches.items():
-                if scale.ndim != 1 or not scale.isfinite().all():
-                    raise ValueError(
-                        f'The scale of the branch {branch!r} of {layer!r} is one finite number for each channel, got '
-                        f'the shape {tuple(scale.shape)}' + ('.' if scale.ndim != 1 else ' with other values.'))
-            self._layers[layer] = {
-                branch: scale.detach().to('cpu', torch.float32, copy=True) for branch, scale in branches.items()}
+            if not isinstance(branches, Mapping):
+                raise ValueError(f'Scales hold, for each layer, vectors by branch; {layer!r} has {branches!r:.100}.')
+            self._layers[layer] = {branch: _constant(layer, branch, scale) for branch, scale in branches.items()}
         self.metadata = dict(metadata or {})
 
     def __getitem__(self, layer: str) -> Mapping[str, torch.Tensor]:
-        return self._layers[layer]
+        return MappingProxyType(self._layers[layer])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def __eq__(self, other) -> bool:
+        """Whether the layers, their branches and all numbers are the same; their origin does not matter."""
+        if not isinstance(other, Scales):
+            return NotImplemented
+        return self.keys() == other.keys() and all(
+            self[n].keys() == other[n].keys() and all(torch.equal(x, other[n][b]) for b, x in self[n].items())
+            for n in self)
 
     def __repr__(self) -> str:
         origin = ''.join(f', {key}={value!r}' for key, value in sorted(self.metadata.items()))
@@ -132,11 +137,16 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         path = os.fspath(source)
         hub_id = _HUB_ID.fullmatch(path)
         if not os.path.isfile(path):
-            if not hub_id or path.endswith(('.safetensors', '.pth', '.pt')):
+            if not hub_id or os.path.exists(path) or path.endswith(('.safetensors', '.pth', '.pt')):
                 raise FileNotFoundError(
                     f'No scales at {path!r}: expected a .safetensors file, a Hub repository (owner/name), '
                     "'ones', 'init' or 'none'.")
-            path = hf_hub_download(hub_id['repo'], _HUB_FILE, revision=hub_id['revision'])
+            try:
+                path = hf_hub_download(hub_id['repo'], _HUB_FILE, revision=hub_id['revision'])
+            except (OSError, ValueError) as e:
+                raise FileNotFoundError(
+                    f'No scales at {path!r}: there is no such file here, and the Hub has no {_HUB_FILE} in a '
+                    f'repository of that name, or cannot be reached: {e}') from e
         layers: Dict[str, Dict[str, torch.Tensor]] = {}
         try:
             with safe_open(path, 'pt') as file:
@@ -152,15 +162,27 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             raise ValueError(f'{path!r} holds no scales. {e}') from e
 
 
+def _constant(layer: str, branch: str, scale: torch.Tensor) -> torch.Tensor:
+    if not isinstance(scale, torch.Tensor) or scale.ndim != 1 or scale.is_complex():
+        shape = f'a tensor of shape {tuple(scale.shape)}' if isinstance(scale, torch.Tensor) else f'{scale!r:.100}'
+        raise ValueError(
+            f'The scale of the branch {branch!r} of {layer!r} is a tensor of one real number for each channel, got '
+            f'{shape}.')
+    constant = scale.detach().to('cpu', torch.float32, copy=True)
+    if not constant.isfinite().all():
+        raise ValueError(f'The scale of the branch {branch!r} of {layer!r} is not finite in float32.')
+    return constant
+
+
 ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike]
 
 
 def csla_layers(model: nn.Module) -> Dict[str, nn.Module]:
     """The layers of a model that a CSLA declaration stands behind, by their names without those of torch's wrappers."""
-    return {
-        '.'.join(part for part in name.split('.') if part not in _WRAPPERS): module
-        for name, module in model.named_modules() if isinstance(module, (CslaBlock, CslaConv2d))
-    }
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (CslaBlock, CslaConv2d))}
+    names = ['.'.join(part for part in name.split('.') if part not in _WRAPPERS) for name in layers]
+    # a model may have a part of such a name itself
+    return dict(zip(names, layers.values())) if len(set(names)) == len(names) else layers
 
 
 def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[Scales]:
@@ -186,8 +208,12 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         scales = scales if isinstance(scales, Scales) else Scales(scales)
     elif scales in ('ones', 'init'):
         scales = Scales.ones(model) if scales == 'ones' else Scales.initial(model)
-    else:
+    elif isinstance(scales, (str, os.PathLike)):
         scales = Scales.load(scales)
+    else:
+        raise ValueError(
+            f"scales are Scales, a mapping like theirs, a path, a Hub repository, 'ones', 'init' or 'none', got "
+            f'{scales!r}.')
     problems: List[str] = [f'{name}: not a layer of the model' for name in scales if name not in layers]
     for name, layer in layers.items():
         try:
@@ -225,6 +251,11 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
             "structure='target' (the default), and do not reparameterize it before training; in a model of your own "
             'use the convolution that Csla.target() makes.')
     scales = resolve_scales(model, scales)
+    for name, layer in targets.items():
+        try:
+            layer.check_weight()
+        except ValueError as e:
+            raise ValueError(f'{name}: {e}') from None
     for name, layer in targets.items():
         layer.set_scales(None if scales is None else scales[name])
     return model

@@ -173,7 +173,24 @@ def test_refusals():
     for kwargs in (dict(out_channels=8), dict(out_channels=4, stride=2)):
         with pytest.raises(ValueError, match='identity branch'):
             Csla(4, branches=(C3, ID), **kwargs)
+    for name in ('a.b', 'keys', '1x1', ''):
+        for branch in (ConvBranch, IdentityBranch):
+            if name or branch is IdentityBranch:
+                with pytest.raises(ValueError, match='name of a branch'):
+                    branch(3, name=name) if branch is ConvBranch else branch(name=name)
+    for kwargs, match in [
+        (dict(stride=0), 'stride is'), (dict(dilation=(1, 2, 3)), 'dilation is'), (dict(groups=0), 'groups is at'),
+        (dict(in_channels=0), 'in_channels is at'), (dict(branches=(3, 1)), r'A branch is a ConvBranch.*\[3, 1\]'),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            Csla(**{**dict(in_channels=4, out_channels=4, branches=(C3,)), **kwargs})
+    with pytest.raises(ValueError, match='kernel_size is'):
+        ConvBranch((3,))
     csla = CSLAS['RepOpt-VGG']
+    with pytest.raises(ValueError, match='not all finite'):
+        csla.grad_mult({'conv3x3': torch.full((8,), float('nan')), 'conv1x1': torch.ones(8)})
+    with pytest.raises(OverflowError, match=r'9e\+04.*float16 holds'):
+        csla.grad_mult({'conv3x3': torch.full((8,), 300.), 'conv1x1': torch.zeros(8)}).dense('squared', torch.float16)
     with pytest.raises(ValueError, match="'conv1x1'"):
         csla.grad_mult({'conv3x3': torch.ones(8)})
     with pytest.raises(ValueError, match=r'\(7,\).*8 output channels'):

@@ -18,7 +18,7 @@ from tests.reference.ffn import relative
 from tests.reference.rep_optim import grad_mult
 from timm_rep.layers import CslaBlock, SearchBlock
 from timm_rep.models import RepOptVgg
-from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
+from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult, set_grad_mult
 from timm_rep.scales import Scales, csla_layers
 
 VARIANTS = {
@@ -90,6 +90,28 @@ def test_architecture(name):
     convs = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
     assert len(convs) == 1 + sum(VARIANTS[name])
     assert all(c.bias is None for c in convs)
+
+
+def test_dilation_for_stride_adds_no_identity():
+    """Where output_stride takes the stride of a stage that keeps the width, the block stays what it was."""
+    args = dict(widths=(8, 16, 16, 16))
+    for structure in ('target', 'search'):
+        model, dense = tiny(structure=structure, **args), tiny(structure=structure, output_stride=8, **args)
+        assert model.state_dict().keys() == dense.state_dict().keys()
+        for name, layer in csla_layers(dense).items():
+            assert layer.csla.branches == csla_layers(model)[name].csla.branches
+        assert dense.stages[3][0].conv.csla.stride == (1, 1)
+
+
+def test_initialization_of_the_stem_is_that_of_any_block():
+    """timm's for what is no CSLA layer: a fan-out normal distribution and zeros."""
+    model = tiny(stem_width=64, **dict(SE, attn_kwargs=dict(rd_ratio=1., rd_divisor=1)))
+    fc = model.stem.attn.fc1
+    assert fc.bias.abs().max() == 0
+    assert abs(fc.weight.std().item() - math.sqrt(2 / 64)) < .01
+    deploy = tiny(stem_width=64, reparameterized=True).stem.conv
+    assert deploy.bias.abs().max() == 0
+    assert abs(deploy.weight.std().item() - math.sqrt(2 / (9 * 64))) < .005
 
 
 def test_se_follows_the_activation():
@@ -185,6 +207,13 @@ def test_refusals(tmp_path):
         (dict(structure='csla', scales='none'), 'csla structure has scales'),
         (dict(drop_path_rate=.1), 'no shortcut to drop'),
         (dict(strides=(2, 2, 2, 2)), 'five numbers'),
+        (dict(strides=2), 'strides: expected five numbers.*got 2'),
+        (dict(depths=(1, 2)), 'depths: expected four numbers of at least 1'),
+        (dict(depths=(1, 0, 2, 1)), r'depths: expected four.*\(1, 0, 2, 1\)'),
+        (dict(widths=(8, 16, 24)), 'widths: expected four multiples of 8'),
+        (dict(widths=(10, 20, 30, 44)), 'widths: expected four multiples of 8'),
+        (dict(stem_width=0), 'stem_width: expected a number of at least 1, got 0'),
+        (dict(output_stride=4), 'output_stride: expected 8, 16 or 32, got 4'),
         (dict(strides=(2, 2, 2, 2, 4)), 'five numbers, 1 or 2'),
         (dict(strides=(1, 2, 2, 2, 2), output_stride=8), 'set one of them'),
         (dict(scales=random_scales(tiny(widths=(8, 16, 24, 40)))), r'(?s)do not fit RepOptVgg.*stages\.3\.0\.conv.*40'),
@@ -311,11 +340,19 @@ def test_config_of_a_folded_model_rebuilds_it(tmp_path, folded_by):
 
 
 def test_config_leaves_scales_of_this_machine_out(tmp_path):
-    random_scales(tiny()).save(tmp_path / 's.safetensors')
-    assert tiny(scales=str(tmp_path / 's.safetensors'), strides=(2, 2, 2, 2, 1))._model_args.keys() >= {'strides'}
-    assert 'scales' not in tiny(scales=str(tmp_path / 's.safetensors'))._model_args
-    if 'depths' in tiny()._model_args:  # since timm 1.0.31
-        assert tiny(scales='ones')._model_args['scales'] == 'ones'
+    """Whoever loads it does not train with other multipliers unawares."""
+    pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
+    from timm.models import save_for_hf
+
+    path = tmp_path / 's.safetensors'
+    random_scales(tiny()).save(path)
+    for scales in (random_scales(tiny()), str(path)):
+        save_for_hf(tiny(scales=scales, strides=(2, 2, 2, 2, 1)), tmp_path / 'hub')
+        again = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True)
+        assert again.feature_info[-1]['reduction'] == 16
+        with pytest.raises(ValueError, match='no parameter with a GradMult'):
+            create_optimizer_v2(again, opt='repsgd', lr=.1)
+    assert tiny(scales='ones')._model_args['scales'] == 'ones'
 
 
 class TestMultiplierFollowsTheWeight:
@@ -379,6 +416,31 @@ class TestMultiplierFollowsTheWeight:
         finally:
             torch.__future__.set_overwrite_module_params_on_conversion(False)
 
+    def test_swapped_parameters(self, model):
+        like = copy.deepcopy(model)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            self.check(model.double(), like)
+            model.load_state_dict(like.double().state_dict())
+            self.check(model, like)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    def test_one_set_by_hand_stays(self, model):
+        conv = model.stages[1][1].conv
+        set_grad_mult(conv.weight, None)
+        assert copy.deepcopy(model.half()).stages[1][1].conv.grad_mult is None
+        mult = conv.csla.grad_mult(Scales.ones(model)['stages.1.1.conv'])
+        set_grad_mult(conv.weight, mult)
+        found = copy.deepcopy(model.float()).stages[1][1].conv.grad_mult
+        assert torch.equal(found.dense('squared'), mult.dense('squared'))
+
+    def test_without_a_weight(self, model):
+        conv = model.stages[1][1].conv
+        conv.weight = None
+        assert conv.grad_mult is None
+        model.half()
+
     def test_copies_are_independent(self, model):
         other = copy.deepcopy(model)
         timm_rep.attach_grad_mults(other, 'ones')
@@ -392,7 +454,7 @@ class TestMultiplierFollowsTheWeight:
         assert sum(get_grad_mult(p) is not None for p in net.parameters()) == 7
 
 
-def train(model, optimizer, steps, seed=0, nonlinear=True):
+def train(model, optimizer, steps, seed=0):
     g = torch.Generator().manual_seed(seed)
     outputs = []
     for _ in range(steps):
@@ -559,6 +621,13 @@ class TestContract:
         y = dense.forward_features(images())
         assert y.shape == (2, 32, 4, 4)
         torch.testing.assert_close(y[:, :, ::2, ::2], model.forward_features(images()), rtol=1e-4, atol=1e-4)
+
+    def test_strides_and_features(self, kind):
+        for strides, reductions in (((1, 2, 1, 2, 2), [1, 2, 4, 8]), ((2, 1, 1, 1, 1), [2])):
+            net = timm.create_model(
+                'repopt_vgg_a0', features_only=True, strides=strides, **self.arguments(kind), **TINY).eval()
+            assert net.feature_info.reduction() == reductions
+            assert [64 // f.shape[2] for f in net(images())] == reductions
 
     def test_strides(self, kind):
         for strides in ((1, 2, 2, 2, 2), (2, 1, 2, 1, 2), (1, 1, 1, 1, 1)):

@@ -1,4 +1,5 @@
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from timm.optim import create_optimizer_v2, list_optimizers
 import timm_rep.optim._chunks as chunks
 from tests.reference.ffn import relative
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
-from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult, set_grad_mult
+from timm_rep.optim import GradMult, GradTerm, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
 
 PAIRS = [(RepSGD, torch.optim.SGD), (RepAdamW, torch.optim.AdamW)]
 SGD_ARGS = [
@@ -247,15 +248,128 @@ def test_refusals(rep, plain):
 @pytest.mark.parametrize('rep,plain', PAIRS)
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_low_precision_parameters(rep, plain, dtype):
+    """What torch's moves a parameter by in that dtype, times the multiplier."""
     model = net(dtype)
-    # the default eps of AdamW is zero in float16
-    optimizer = rep(model.parameters(), lr=.1, **({} if rep is RepSGD else dict(eps=1e-4)))
-    before = model[1].weight.detach().clone()
     backward(model, dtype)
-    optimizer.step()
-    assert model[1].weight.dtype == dtype
-    assert model[1].weight.isfinite().all()
-    assert not torch.equal(before, model[1].weight)
+    param = model[1].weight
+    before = param.detach().clone()
+    bare = nn.Parameter(torch.zeros_like(param))
+    bare.grad = param.grad.clone()
+    # the default eps of AdamW is zero in float16
+    kwargs = dict(lr=.1, **({} if rep is RepSGD else dict(eps=1e-4)))
+    plain([bare], **kwargs).step()
+    rep(model.parameters(), **kwargs, weight_decay=0.).step()
+    dense = get_grad_mult(param).dense('squared' if rep is RepSGD else 'absolute')
+    assert param.dtype == dtype
+    expected = before.float() + bare.detach().float() * dense
+    torch.testing.assert_close(param.detach().float(), expected, rtol=2e-2, atol=2e-3)
+    assert (expected - before.float()).abs().max() > .03
+
+
+def ones(param):
+    """A multiplier of ones, with which the optimizer is torch's."""
+    set_grad_mult(param, GradMult(param.shape, [GradTerm((3, 3), torch.ones(param.shape[0]))]))
+    return param
+
+
+@pytest.mark.parametrize('flags', [dict(), dict(fused=True), dict(foreach=False), dict(foreach=True)], ids=str)
+@pytest.mark.parametrize('rep,plain', PAIRS)
+@pytest.mark.parametrize('change', ['gradient', 'parameter', 'state', 'not dense'])
+def test_layouts_may_differ(rep, plain, flags, change):
+    """Parameter, gradient and state each in a memory format of its own, as after a resume in another one."""
+    results = []
+    for cls, kwargs in ((rep, flags), (plain, {})):
+        g = torch.Generator().manual_seed(0)
+        data = torch.randn(4, 16, 3, 3, generator=g)[:, :4]
+        param = nn.Parameter(data if change == 'not dense' else data.contiguous())
+        kwargs = dict(kwargs, momentum=.9) if plain is torch.optim.SGD else kwargs
+        optimizer = cls([ones(param) if cls is rep else param], lr=.1, **kwargs)
+        for step in range(4):
+            param.grad = torch.randn(4, 4, 3, 3, generator=g)
+            if change == 'gradient' and step % 2:
+                param.grad = param.grad.to(memory_format=torch.channels_last)
+            if change == 'parameter' and step == 2:
+                param.data = param.data.to(memory_format=torch.channels_last)
+            if change == 'state' and step == 2:
+                for name, value in optimizer.state[param].items():
+                    if value.ndim == 4:
+                        optimizer.state[param][name] = value.to(memory_format=torch.channels_last)
+            optimizer.step()
+        results.append(param.detach())
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_copies_of_the_optimizer_keep_the_multipliers(rep, plain):
+    model = net()
+    optimizer = rep(model.parameters(), lr=.1)
+    expected = [mult and mult.dense('squared') for mult in map(get_grad_mult, model.parameters())]
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        params = [p for group in other.param_groups for p in group['params']]
+        for param, dense in zip(params, expected):
+            found = get_grad_mult(param)
+            assert (found is None) == (dense is None)
+            assert found is None or torch.equal(found.dense('squared'), dense)
+        assert not any('mult' in key for key in vars(other))
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_a_refused_gradient_changes_nothing(rep, plain):
+    params = [ones(nn.Parameter(torch.ones(4, 4, 3, 3))), ones(nn.Parameter(torch.ones(4, 4, 3, 3))),
+              nn.Parameter(torch.ones(3))]
+    optimizer = rep(params, lr=.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    params[1].grad = params[1].grad.to_sparse()
+    with pytest.raises(RuntimeError, match='sparse'):
+        optimizer.step()
+    assert all(torch.equal(p, torch.ones_like(p)) for p in params)
+    assert not optimizer.state
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = rep(embedding.parameters(), lr=.1, strict=False)
+    before = embedding.weight.detach().clone()
+    embedding(torch.tensor([1])).sum().backward()
+    if rep is RepSGD:  # as torch.optim.SGD
+        optimizer.step()
+        assert not torch.equal(embedding.weight, before)
+    else:
+        with pytest.raises(RuntimeError, match='sparse'):
+            optimizer.step()
+
+
+def test_options_that_are_not_for_them():
+    param = ones(nn.Parameter(torch.ones(4, 4, 3, 3)))
+    for rep in (RepSGD, RepAdamW):
+        with pytest.raises(ValueError, match='differentiable'):
+            rep([param], lr=.1, differentiable=True)
+        optimizer = rep([param], lr=.1)
+        with pytest.raises(ValueError, match='differentiable'):
+            optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(1))], differentiable=True))
+    with pytest.raises(ValueError, match='decoupled_weight_decay'):
+        RepAdamW([dict(params=[param], decoupled_weight_decay=False)], lr=.1)
+
+
+def test_memory_of_a_step(monkeypatch):
+    """Beside the state of torch's optimizer: one chunk of at most 8 MB, and O(channels) of multipliers."""
+    wide = Csla(512, 512, (ConvBranch(3), ConvBranch(1), IdentityBranch()))
+    conv = wide.target()
+    conv.set_scales({name: torch.ones(512) for name in wide.scaled})
+    sizes = []
+    like = chunks.Scratch.like
+    monkeypatch.setattr(
+        chunks.Scratch, 'like', lambda self, x: sizes.append(x.numel() * x.element_size()) or like(self, x))
+    for rep, plain in PAIRS:
+        kwargs = dict(lr=.1, momentum=.9) if rep is RepSGD else dict(lr=.1)
+        optimizer, reference = rep([conv.weight], **kwargs), plain([nn.Parameter(torch.ones(512, 512, 3, 3))], **kwargs)
+        for o in (optimizer, reference):
+            param = o.param_groups[0]['params'][0]
+            param.grad = torch.ones_like(param)
+            o.step()
+        state, = optimizer.state.values()
+        expected, = reference.state.values()
+        assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected.items()}
+        assert len(pickle.dumps(conv.grad_mult)) < 16 * 512  # what is cached for a device is not written
+    assert 0 < max(sizes) <= 8e6
 
 
 class TestMultiplierStaysAttached:

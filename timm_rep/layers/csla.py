@@ -14,13 +14,23 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from timm_rep.optim.grad_mult import GradMult, GradTerm, set_grad_mult
+from timm_rep.optim.grad_mult import GradMult, GradTerm, get_grad_mult, set_grad_mult
 
 __all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'CslaConv2d', 'IdentityBranch', 'SearchBlock']
 
 
-def _pair(x: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
-    return (x, x) if isinstance(x, int) else (int(x[0]), int(x[1]))
+def _pair(x: Union[int, Tuple[int, int]], what: str) -> Tuple[int, int]:
+    pair = (x, x) if isinstance(x, int) else tuple(x)
+    if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
+        raise ValueError(f'{what} is (height, width) or one number, each at least 1, got {x!r}.')
+    return pair
+
+
+def _check_name(name: str) -> None:
+    # it names a parameter, and part of a key in a file
+    if not name.isidentifier() or hasattr(nn.ParameterDict, name):
+        raise ValueError(
+            f'The name of a branch is a word of letters, digits and underscores and no method of a dict, got {name!r}.')
 
 
 @dataclass(frozen=True)
@@ -35,12 +45,13 @@ class ConvBranch:
     name: Optional[str] = None
 
     def __post_init__(self):
-        kernel_size = _pair(self.kernel_size)
-        if any(k < 1 or k % 2 == 0 for k in kernel_size):
+        kernel_size = _pair(self.kernel_size, 'kernel_size')
+        if any(k % 2 == 0 for k in kernel_size):
             raise ValueError(
                 f'The kernels of a CSLA block share their centre, so their sizes are odd, got {kernel_size}.')
         object.__setattr__(self, 'kernel_size', kernel_size)
         object.__setattr__(self, 'name', self.name or f'conv{kernel_size[0]}x{kernel_size[1]}')
+        _check_name(self.name)
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,9 @@ class IdentityBranch:
     """The input, with a trainable scale for each channel and the constant 1: a depthwise 1 x 1 convolution."""
     name: str = 'identity'
     kernel_size = (1, 1)
+
+    def __post_init__(self):
+        _check_name(self.name)
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,15 @@ class Csla:
     initial_scale: float = 1.
 
     def __post_init__(self):
-        object.__setattr__(self, 'stride', _pair(self.stride))
-        object.__setattr__(self, 'dilation', _pair(self.dilation))
+        object.__setattr__(self, 'stride', _pair(self.stride, 'stride'))
+        object.__setattr__(self, 'dilation', _pair(self.dilation, 'dilation'))
         object.__setattr__(self, 'branches', tuple(self.branches))
+        for what in ('in_channels', 'out_channels', 'groups'):
+            if getattr(self, what) < 1:
+                raise ValueError(f'{what} is at least 1, got {getattr(self, what)}.')
+        strangers = [b for b in self.branches if not isinstance(b, (ConvBranch, IdentityBranch))]
+        if strangers:
+            raise ValueError(f'A branch is a ConvBranch(kernel_size) or an IdentityBranch(), got {strangers}.')
         names = [branch.name for branch in self.branches]
         if not names or len(set(names)) < len(names):
             raise ValueError(f'A CSLA block has at least one branch, each with a name of its own, got {names}.')
@@ -196,6 +216,7 @@ class CslaConv2d(nn.Conv2d):
     or loaded with ``assign=True``; the multiplier follows. Input (N, in_channels, H, W), output
     (N, out_channels, H', W').
     """
+    __jit_unused_properties__ = ('grad_mult',)
 
     def __init__(self, csla: Csla, bias: bool = False, device=None, dtype=None):
         """
@@ -216,16 +237,32 @@ class CslaConv2d(nn.Conv2d):
             dtype=dtype,
         )
         self.csla = csla
-        self.grad_mult: Optional[GradMult] = None
+
+    @property
+    def grad_mult(self) -> Optional[GradMult]:
+        """The multiplier of the weight, if it has one."""
+        weight = self._parameters.get('weight')
+        return None if weight is None else get_grad_mult(weight)
 
     def set_scales(self, scales: Optional[Mapping[str, torch.Tensor]]) -> None:
         """Give the weight the multiplier of these scales (rule of iteration), or take it off (None).
 
         Raises:
-            ValueError: A scale is missing or misshapen.
+            ValueError: A scale is missing or misshapen, or the weight is no parameter.
         """
-        self.grad_mult = None if scales is None else self.csla.grad_mult(scales)
-        set_grad_mult(self.weight, self.grad_mult)
+        self.check_weight()
+        set_grad_mult(self.weight, None if scales is None else self.csla.grad_mult(scales))
+
+    def check_weight(self) -> None:
+        """Make sure that the weight is a parameter, which can have a multiplier.
+
+        Raises:
+            ValueError: It is computed from others.
+        """
+        if self._parameters.get('weight') is None:
+            raise ValueError(
+                'The weight is no parameter: something computes it from others (a parametrization, weight_norm, '
+                'pruning), which an optimizer trains in its place. Remove that, then attach the GradMult.')
 
     @torch.no_grad()
     def reset_kernel(self, scales: Mapping[str, torch.Tensor]) -> None:
@@ -240,25 +277,37 @@ class CslaConv2d(nn.Conv2d):
         """The kernel, as the blocks with branches have it."""
         return self.weight.detach().to(dtype or self.weight.dtype)
 
-    def register_parameter(self, name: str, param: Optional[nn.Parameter]) -> None:
-        super().register_parameter(name, param)
-        if name == 'weight':
-            self._follow()
+    # The multiplier belongs to the parameter. Wherever torch puts another one in its place, it is handed on.
+    def _hand_on(self, grad_mult: Optional[GradMult]) -> None:
+        weight = self._parameters.get('weight')
+        if grad_mult is not None and weight is not None and get_grad_mult(weight) is None:
+            if tuple(weight.shape) == grad_mult.shape:
+                set_grad_mult(weight, grad_mult)
 
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self._follow()
+    def register_parameter(self, name: str, param: Optional[nn.Parameter]) -> None:
+        grad_mult = self.grad_mult
+        super().register_parameter(name, param)
+        self._hand_on(grad_mult)
 
     def _apply(self, fn, recurse=True):
+        grad_mult = self.grad_mult
         super()._apply(fn, recurse)
-        self._follow()
+        self._hand_on(grad_mult)
         return self
 
-    def _follow(self) -> None:
-        grad_mult = self.__dict__.get('grad_mult')
-        # where a wrapper has put a shard of the weight in its place, attach_grad_mults() gives it its rows
-        if grad_mult is not None and tuple(self.weight.shape) == grad_mult.shape:
-            set_grad_mult(self.weight, grad_mult)
+    def _load_from_state_dict(self, *args, **kwargs):
+        grad_mult = self.grad_mult
+        super()._load_from_state_dict(*args, **kwargs)
+        self._hand_on(grad_mult)
+
+    def __getstate__(self):
+        return {**self.__dict__, '_handed_on': self.grad_mult}
+
+    def __setstate__(self, state):
+        state = dict(state)
+        grad_mult = state.pop('_handed_on')
+        super().__setstate__(state)
+        self._hand_on(grad_mult)
 
 
 class CslaBlock(nn.Module):

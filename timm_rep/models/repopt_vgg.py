@@ -221,7 +221,8 @@ class RepOptVgg(ReparameterizeMixin, ByobNet):
                 drop_path_rate is set.
             TypeError: An argument would change the blocks or the norm, which could then not be folded.
         """
-        _check_arguments(structure, strides, output_stride, drop_path_rate, kwargs)
+        _check_architecture(depths, widths, stem_width, strides, output_stride)
+        _check_arguments(structure, drop_path_rate, kwargs)
         dd = {'device': device, 'dtype': dtype}
         block = RepOptBlockDeploy if reparameterized else partial(RepOptBlock, structure=structure)
         stages = tuple(
@@ -264,32 +265,43 @@ class RepOptVgg(ReparameterizeMixin, ByobNet):
             if structure == 'target' and reinit:
                 layer.reset_kernel(scales[name])
 
-    # Scales that are tensors or a local path have no place in a published config.json: who loads it has neither.
-    @property
-    def _model_args(self) -> Dict[str, Any]:
-        args = super()._model_args
-        if args.get('scales') not in (None, 'ones', 'init', 'none'):
-            del args['scales']
-        return args
-
-    @_model_args.setter
+    # Who loads a published config.json has neither the tensors nor the file that the scales came from, and shall not
+    # train with others unawares: RepSGD asks for them then.
+    @ReparameterizeMixin._model_args.setter
     def _model_args(self, args: Mapping[str, Any]) -> None:
+        args = dict(args)
+        if args.get('scales') not in (None, 'default', 'ones', 'init'):
+            args['scales'] = 'none'
         ReparameterizeMixin._model_args.fset(self, args)
 
 
-def _check_arguments(
-        structure: str,
+def _check_architecture(
+        depths: Sequence[int],
+        widths: Sequence[int],
+        stem_width: int,
         strides: Sequence[int],
         output_stride: int,
-        drop_path_rate: float,
-        kwargs: Mapping[str, Any],
 ) -> None:
-    if structure not in ('target', 'search', 'csla'):
-        raise ValueError(f"structure is 'target', 'search' or 'csla', got {structure!r}.")
-    if len(strides) != 5 or not set(strides) <= {1, 2}:
-        raise ValueError(f'strides are five numbers, 1 or 2, of the stem and of each stage, got {strides}.')
+    for name, numbers, count, fits, what in (
+            ('depths', depths, 4, lambda n: n > 0, 'four numbers of at least 1'),
+            ('widths', widths, 4, lambda n: n > 0 and n % 8 == 0, 'four multiples of 8'),
+            ('strides', strides, 5, lambda n: n in (1, 2), 'five numbers, 1 or 2, of the stem and of each stage'),
+            ('stem_width', (stem_width,), 1, lambda n: n > 0, 'a number of at least 1'),
+            ('output_stride', (output_stride,), 1, lambda n: n in (8, 16, 32), '8, 16 or 32'),
+    ):
+        try:
+            good = len(numbers) == count and all(isinstance(n, int) and fits(n) for n in numbers)
+        except TypeError:  # no sequence
+            good = False
+        if not good:
+            raise ValueError(f'{name}: expected {what}, got {numbers if count > 1 else numbers[0]!r}.')
     if output_stride != 32 and tuple(strides) != (2,) * 5:
         raise ValueError('strides and output_stride both change the strides of the stages: set one of them.')
+
+
+def _check_arguments(structure: str, drop_path_rate: float, kwargs: Mapping[str, Any]) -> None:
+    if structure not in ('target', 'search', 'csla'):
+        raise ValueError(f"structure is 'target', 'search' or 'csla', got {structure!r}.")
     if drop_path_rate:
         raise ValueError(
             f'drop_path_rate={drop_path_rate}, but RepOpt-VGG has no shortcut to drop: leave it at 0; drop_rate and '
@@ -318,12 +330,16 @@ model_cfgs = {
 def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepOptVgg:
     if kwargs.get('scales') == 'default':
         del kwargs['scales']
+    model_args = dict(model_cfgs[variant], **kwargs)
+    # where a stage keeps the resolution there is no feature before it
+    strides = model_args.get('strides', (2,) * 5)
+    features = 1 + sum(stride != 1 for stride in strides[1:]) if isinstance(strides, Sequence) else 0
     return build_model_with_cfg(
         RepOptVgg,
         variant,
         pretrained,
-        feature_cfg=dict(flatten_sequential=True),
-        **dict(model_cfgs[variant], **kwargs),
+        feature_cfg=dict(flatten_sequential=True, out_indices=tuple(range(features))),
+        **model_args,
     )
 
 

@@ -3,7 +3,7 @@ from typing import Iterator
 
 import torch
 
-__all__ = ['Scratch', 'row_chunks', 'use_fused']
+__all__ = ['Scratch', 'in_layout_of', 'is_dense', 'row_chunks', 'use_fused']
 
 _CHUNK_BYTES = 4 << 20
 
@@ -24,7 +24,9 @@ class Scratch:
         self._memory = {}
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
-        """An uninitialized tensor of the size, strides and dtype of x, which must be dense."""
+        """An uninitialized tensor of the size and dtype of x, and of its strides where it is dense."""
+        if not is_dense(x):
+            return torch.empty_like(x)
         key = (x.device, x.dtype)
         memory = self._memory.get(key)
         if memory is None or memory.numel() < x.numel():
@@ -32,9 +34,25 @@ class Scratch:
         return memory.as_strided(x.size(), x.stride())
 
 
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements of x, in whatever order, fill its memory without gaps."""
+    return x.numel() == 0 or sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1 == x.numel()
+
+
+def in_layout_of(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it with the strides of the parameter.
+
+    A fused kernel on a CPU walks through the memory of all its tensors alike, and asks nobody for the strides.
+    """
+    strides = [[stride for n, stride in zip(t.shape, t.stride()) if n > 1] for t in (param, x)]
+    return x if strides[0] == strides[1] or not is_dense(param) else torch.empty_like(param, dtype=x.dtype).copy_(x)
+
+
 def use_fused(param: torch.Tensor, group: dict) -> bool:
     """torch's fused kernel wherever there is one, unless the group says otherwise: one pass over each chunk."""
-    if group['fused'] is not None or group['foreach'] or group['differentiable']:
+    if not is_dense(param):
+        return False
+    if group['fused'] is not None or group['foreach'] is not None:
         return bool(group['fused'])
     if param.device.type == 'cpu':  # with half precision on a CPU, that of torch 2.5 leaves parameters as they were
         return param.dtype in (torch.float32, torch.float64)

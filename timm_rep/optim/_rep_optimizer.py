@@ -1,10 +1,10 @@
 """What the optimizers of this package share: what they refuse, and the two kinds of parameters in a step."""
-from typing import Iterable, Optional
+from typing import Any, Dict, Iterable, Optional
 
 import torch
 
 from ._chunks import Scratch
-from .grad_mult import get_grad_mult
+from .grad_mult import get_grad_mult, set_grad_mult
 
 __all__ = ['RepOptimizerMixin']
 
@@ -27,6 +27,26 @@ class RepOptimizerMixin:
         super().__init__(params, lr, *args, **kwargs)
         _check_grad_mults(type(self).__name__, self.param_groups, strict)
 
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        if param_group.get('differentiable', self.defaults['differentiable']):
+            raise ValueError(
+                f'{type(self).__name__} does not differentiate through its steps: leave differentiable at False.')
+        super().add_param_group(param_group)
+
+    # A copy of an optimizer has copies of the parameters, which torch makes without what is attached to them.
+    def __getstate__(self) -> Dict[str, Any]:
+        grad_mults = [[get_grad_mult(p) for p in group['params']] for group in self.param_groups]
+        return {**super().__getstate__(), '_grad_mults': grad_mults}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        state = dict(state)
+        grad_mults = state.pop('_grad_mults', [])
+        super().__setstate__(state)
+        for group, mults in zip(self.param_groups, grad_mults):
+            for param, grad_mult in zip(group['params'], mults):
+                if grad_mult is not None and get_grad_mult(param) is None:
+                    set_grad_mult(param, grad_mult)
+
     @torch.no_grad()
     def step(self, closure=None) -> Optional[torch.Tensor]:
         """Perform one step.
@@ -35,12 +55,21 @@ class RepOptimizerMixin:
             closure: Reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: A parameter with a GradMult has a sparse or complex gradient.
+            RuntimeError: A gradient is sparse or complex where a dense real one is needed; nothing has been updated.
+            OverflowError: A multiplier is more than the dtype of its parameter holds.
         """
+        if hasattr(self, '_accelerator_graph_capture_health_check'):
+            self._accelerator_graph_capture_health_check()
+        else:  # its name before torch 2.9
+            self._cuda_graph_capture_health_check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            for param in group['params']:
+                if param.grad is not None:
+                    self._check_gradient(param)
         scratch = Scratch()
         for group in self.param_groups:
             params = [p for p in group['params'] if p.grad is not None]
@@ -49,22 +78,21 @@ class RepOptimizerMixin:
                 self._plain_update(plain, group)
             for param in params:
                 if get_grad_mult(param) is not None:
-                    _check_gradient(type(self).__name__, param)
                     self._multiplied_update(param, group, scratch)
         return loss
 
-
-def _check_gradient(name: str, param: torch.Tensor) -> None:
-    """Refuse what no multiplier fits.
-
-    Raises:
-        RuntimeError: The gradient is sparse, or the parameter complex.
-    """
-    if param.grad.is_sparse or param.is_complex():
-        kind = 'sparse' if param.grad.is_sparse else 'complex'
+    def _check_gradient(self, param: torch.Tensor) -> None:
+        multiplied = get_grad_mult(param) is not None
+        if param.grad.is_sparse and (multiplied or not self._plain_takes_sparse):
+            kind = 'sparse'
+        elif param.is_complex() and multiplied:
+            kind = 'complex'
+        else:
+            return
         raise RuntimeError(
-            f'{name} multiplies dense real gradients, got a {kind} one for a parameter of shape {tuple(param.shape)}. '
-            'Take its GradMult off, or make the gradient dense.')
+            f'{type(self).__name__} takes dense real gradients, got a {kind} one for a parameter of shape '
+            f'{tuple(param.shape)}. ' + ('Take its GradMult off, or make' if multiplied else 'Make')
+            + ' the gradient dense.')
 
 
 def _check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> None:

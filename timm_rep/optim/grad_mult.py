@@ -43,7 +43,7 @@ class GradMult:
             first_row: Where the rows of a shard start in the whole kernel: the diagonal depends on it.
 
         Raises:
-            ValueError: There is no term, or one does not fit the shape.
+            ValueError: There is no term, or one does not fit the shape or is not finite.
         """
         self.shape = tuple(shape)
         self.first_row = first_row
@@ -57,6 +57,8 @@ class GradMult:
                     f'A branch with kernel {tuple(term.kernel_size)} and {tuple(scale.shape)} scales does not fit a '
                     f'kernel of shape {self.shape}: it needs one scale for each output channel, and a kernel that can '
                     'be centred in it.')
+            if not scale.isfinite().all():
+                raise ValueError(f'The scales of the branch with kernel {tuple(term.kernel_size)} are not all finite.')
             self.terms.append(GradTerm(tuple(term.kernel_size), scale, term.diagonal))
         if not self.terms:
             raise ValueError('A GradMult has at least one term: without any nothing would be trained.')
@@ -84,6 +86,9 @@ class GradMult:
         """For each region of the kernel (kernel size, vector (out_channels, 1, 1, 1), diagonal), the largest first.
 
         Branches that reach the same region are summed.
+
+        Raises:
+            OverflowError: A sum is more than the dtype holds.
         """
         key = (rule, device, dtype)
         if key not in self._vectors:
@@ -92,6 +97,11 @@ class GradMult:
             for kernel_size, scale, diagonal in self.terms:
                 region = (diagonal, kernel_size)
                 regions[region] = regions.get(region, 0) + power(scale.double())
+            largest = max(x.max().item() for x in regions.values())
+            if largest > torch.finfo(dtype).max:
+                raise OverflowError(
+                    f'The multiplier of a kernel of shape {self.shape} reaches {largest:.3g}, more than {dtype} holds: '
+                    'keep the parameters in float32 or bfloat16.')
             ordered = sorted(regions, key=lambda r: (r[0], -r[1][0] * r[1][1]))
             self._vectors[key] = [
                 (kernel_size, regions[diagonal, kernel_size].to(device, dtype)[:, None, None, None], diagonal)

@@ -1,11 +1,11 @@
 """AdamW that carries a structure's prior: the method is not bound to SGD (RepOptimizers, section 4.2)."""
-from typing import Dict, List
+from typing import Any, Dict, List
 
 import torch
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from ._chunks import Scratch, row_chunks, use_fused
+from ._chunks import Scratch, in_layout_of, row_chunks, use_fused
 from ._rep_optimizer import RepOptimizerMixin
 from .grad_mult import get_grad_mult, local
 
@@ -20,8 +20,18 @@ class RepAdamW(RepOptimizerMixin, AdamW):
     iteration). Weight decay is not multiplied. Exact up to ``eps``, which the branches' gradients meet scaled. Other
     parameters are updated as torch does; state dicts go both ways between this optimizer and ``torch.optim.AdamW``.
 
+    ``decoupled_weight_decay`` is always true.
+
     Clipping gradients before the step breaks the equivalence with the CSLA block, whose gradients it does not see.
     """
+
+    _plain_takes_sparse = False
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        if not param_group.get('decoupled_weight_decay', True):
+            raise ValueError(
+                'RepAdamW decays the weights apart from their gradients: decoupled_weight_decay=False is not for it.')
+        super().add_param_group(param_group)
 
     def _plain_update(self, params: List[torch.Tensor], group: dict) -> None:
         self._update(
@@ -72,11 +82,17 @@ class RepAdamW(RepOptimizerMixin, AdamW):
 
     def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Scratch) -> None:
         grad_mult = get_grad_mult(param)
+        for name, x in self.state[param].items():
+            if name != 'step':
+                self.state[param][name] = in_layout_of(param, x)
         state = self._state_of([param], group)
         step = state.pop('state_steps')[0]
         state = {name: [local(x) for x in tensors] for name, tensors in state.items()}
-        fused = use_fused(param, group)
         param, grad = local(param).detach(), local(param.grad)
+        fused = use_fused(param, group)
+        # where GradScaler leaves it to a fused kernel to skip a step, what is not in the kernel is skipped here
+        found_inf = getattr(self, 'found_inf', None)
+        taken = 1 if found_inf is None else 1 - found_inf
         for rows in row_chunks(param):
             chunk = param[rows]
             # torch's own arithmetic on a parameter of zeros leaves the bare update
@@ -84,13 +100,13 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             chunk_state = {name: [x[rows] for x in tensors] for name, tensors in state.items()}
             self._update(
                 [update],
-                [grad[rows]],
-                {**chunk_state, 'state_steps': [step.clone()]},
+                [in_layout_of(chunk, grad[rows])],
+                {**chunk_state, 'state_steps': [step.to(param.device if fused else step.device, copy=True)]},
                 group,
                 weight_decay=0.,
                 foreach=False,
                 fused=fused,
             )
-            chunk.mul_(1 - group['lr'] * group['weight_decay'])
+            chunk.mul_(1 - group['lr'] * group['weight_decay'] * taken)
             grad_mult.add_product(chunk, update, 'absolute', start=rows.start)
-        step.add_(1)
+        step.add_(taken)

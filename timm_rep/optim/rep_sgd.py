@@ -5,7 +5,7 @@ import torch
 from torch.optim import SGD
 from torch.optim.sgd import sgd
 
-from ._chunks import Scratch, row_chunks, use_fused
+from ._chunks import Scratch, in_layout_of, row_chunks, use_fused
 from ._rep_optimizer import RepOptimizerMixin
 from .grad_mult import get_grad_mult, local
 
@@ -21,6 +21,8 @@ class RepSGD(RepOptimizerMixin, SGD):
 
     Clipping gradients before the step breaks the equivalence with the CSLA block, whose gradients it does not see.
     """
+
+    _plain_takes_sparse = True
 
     def _plain_update(self, params: List[torch.Tensor], group: dict) -> None:
         buffers = [self.state[p].get('momentum_buffer') for p in params]
@@ -50,12 +52,15 @@ class RepSGD(RepOptimizerMixin, SGD):
 
     def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Scratch) -> None:
         grad_mult = get_grad_mult(param)
-        buffer = self.state[param].get('momentum_buffer')
+        state = self.state[param]
+        buffer = state.get('momentum_buffer')
         first = group['momentum'] != 0 and buffer is None
         if first:
-            buffer = self.state[param]['momentum_buffer'] = torch.empty_like(param)
-        fused = use_fused(param, group)
+            buffer = state['momentum_buffer'] = torch.empty_like(param)
+        elif buffer is not None:
+            buffer = state['momentum_buffer'] = in_layout_of(param, buffer)
         param, grad, buffer = local(param).detach(), local(param.grad), None if buffer is None else local(buffer)
+        fused = use_fused(param, group)
         for rows in row_chunks(param):
             chunk = param[rows]
             product = grad_mult.multiply(grad[rows], 'squared', out=scratch.like(chunk), start=rows.start)
