@@ -77,8 +77,8 @@ def main(path, opt, parallel, batch_size):
             loss.backward()
             optimizer.step()
     state = {
-        name.removeprefix('module.'): value.full_tensor() if hasattr(value, 'full_tensor') else value
-        for name, value in task.trainable_module.state_dict().items()
+        name: value.full_tensor() if hasattr(value, 'full_tensor') else value
+        for name, value in model.state_dict().items()
     }
     torch.save(state, f'{path}.{dist.get_rank()}')
     dist.destroy_process_group()

@@ -35,3 +35,16 @@ def test_asymmetric_block():
 
 def test_folding():
     example('timm.create_model(\'repa_deit_base\')             # train')
+
+
+def test_repopt():
+    """What the example attaches last is what the optimizer, made before, multiplies by."""
+    names = example("'repopt_vgg_a0', num_classes=10")
+    model, conv = names['model'], names['model'].stages[2][1].conv
+    assert conv.grad_mult.dense('squared')[0, :2, 1, 1].tolist() == [3., 2.]
+    before = conv.weight.detach().clone()
+    F.cross_entropy(model(torch.randn(2, 3, 64, 64)), torch.tensor([1, 2])).backward()
+    names['optimizer'].step()
+    grad = conv.weight.grad + 0.
+    step = 0.1 * 1.9 * (conv.grad_mult.dense('squared') * grad + 4e-5 * before)  # Nesterov momentum 0.9, first step
+    torch.testing.assert_close(conv.weight.detach(), before - step)

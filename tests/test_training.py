@@ -231,7 +231,7 @@ def test_arguments_of_the_command_line(tmp_path):
     parser.add_argument('--opt-kwargs', nargs='*', default={}, action=ParseKwargs)
     parser.add_argument('--model-kwargs', nargs='*', default={}, action=ParseKwargs)
     args = parser.parse_args(
-        ['--opt-kwargs', 'dampening=0.0', 'nesterov=False', '--model-kwargs', f'scales={path}', 'reinit=False'])
+        ['--opt-kwargs', 'dampening=0.0', 'nesterov=False', '--model-kwargs', f'scales={str(path)!r}', 'reinit=False'])
     model = timm.create_model('repopt_vgg_a0', **TINY, **args.model_kwargs)
     expected = csla_layers(create())['stages.1.1.conv'].grad_mult.dense('squared')
     assert torch.equal(csla_layers(model)['stages.1.1.conv'].grad_mult.dense('squared'), expected)

@@ -229,7 +229,8 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
     """Attach a GradMult to the kernel of every target operator of a model, where RepSGD and RepAdamW find it.
 
     ``create_model`` does it for the models of this package. Again it is needed for other scales, and after a wrapper
-    that replaces the parameters (FSDP): a shard on dim 0 gets the multiplier of its rows. Before the optimizer is made.
+    that replaces the parameters (FSDP): a shard on dim 0 gets the multiplier of its rows. An optimizer that has the
+    parameters already takes the new multipliers from its next step on.
 
     Args:
         model: A model with target operators (:meth:`Csla.target`), wrapped or not.
@@ -241,8 +242,8 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The model has no target operator, the scales do not fit it, or a parameter is sharded on another
-            dim; nothing has changed but in the last case.
+        ValueError: The model has no target operator, the scales do not fit it, a weight is no parameter (a
+            parametrization computes it), or one is sharded on another dim; nothing has changed but in the last case.
     """
     targets = {name: layer for name, layer in csla_layers(model).items() if isinstance(layer, CslaConv2d)}
     if not targets:
