@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 # where the recorded outputs of the released implementations are, if they are here
-_FIXTURES = Path(os.environ.get('TIMM_REP_FIXTURES', Path(__file__).parents[2] / 'shared' / 'ref' / 'fixtures'))
+_REFERENCE = Path(os.environ.get('TIMM_REP_REFERENCE', Path(__file__).parents[2] / 'shared' / 'ref'))
 
 
 @pytest.fixture
@@ -15,10 +15,23 @@ def recorded():
     from safetensors import safe_open
 
     def read(name):
-        path = _FIXTURES / f'{name}.safetensors'
+        path = _REFERENCE / 'fixtures' / f'{name}.safetensors'
         if not path.is_file():
             pytest.skip(f'the recorded outputs of the released implementation are not here: {path}')
         with safe_open(path, 'pt') as f:
             return {key: f.get_tensor(key) for key in f.keys()}, json.loads(f.metadata()['config'])
 
     return read
+
+
+@pytest.fixture
+def released_scales():
+    """The path of a file of scales that the authors of RepOptimizers released."""
+
+    def find(name):
+        path = _REFERENCE / 'scales' / name
+        if not path.is_file():
+            pytest.skip(f'the released scales are not here: {path}')
+        return path
+
+    return find

@@ -15,8 +15,9 @@ from timm.task import ClassificationTask
 from torch.utils.data import Dataset
 
 import timm_rep
+from timm_rep.layers import csla_layers
 from timm_rep.optim import get_grad_mult
-from timm_rep.scales import Scales, csla_layers
+from timm_rep.scales import Scales
 
 TINY = dict(depths=(1, 2, 1, 1), widths=(8, 16, 16, 24), stem_width=8, num_classes=4)
 

@@ -13,9 +13,9 @@ import torch.nn.utils.prune
 from safetensors.torch import load_file, save_file
 
 import timm_rep
-from timm_rep.layers import ConvBranch, Csla
+from timm_rep.layers import ConvBranch, Csla, csla_layers
 from timm_rep.optim import RepSGD, get_grad_mult
-from timm_rep.scales import Scales, csla_layers
+from timm_rep.scales import Scales
 
 TINY = dict(depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, num_classes=5)
 
@@ -71,6 +71,33 @@ def test_scales_are_constants():
     assert torch.equal(scales['stem.conv']['conv3x3'], before)
     assert before.dtype == torch.float32
     assert not before.requires_grad
+
+
+def test_summary():
+    scales = Scales({
+        'stem.conv': {'conv3x3': torch.tensor([1., -3.]), 'conv1x1': torch.tensor([2., 2.])},
+        'stages.0.1.conv': {'conv3x3': torch.tensor([.5, .5]), 'identity': torch.tensor([0., 1.])},
+    })
+    assert scales.summary().splitlines() == [
+        'layer            conv3x3         conv1x1         identity',
+        'stem.conv        -1.000 (2.000)  +2.000 (0.000)',
+        'stages.0.1.conv  +0.500 (0.000)                  +0.500 (0.500)',
+    ]
+
+
+def test_compare():
+    scales = some_scales()
+    own = scales.compare(scales)
+    assert own.keys() == {'conv3x3', 'conv1x1', 'identity'}
+    assert abs(own['conv3x3'].correlation - 1) < 1e-6
+    turned = Scales({n: {b: -2 * s for b, s in branches.items()} for n, branches in scales.items()})
+    comparison = scales.compare(turned)['conv1x1']
+    assert abs(comparison.correlation + 1) < 1e-6
+    assert list(comparison.stage_means) == ['stem', 'stages.0', 'stages.1', 'stages.2', 'stages.3']
+    mean = torch.stack([scales[f'stages.1.{i}.conv']['conv1x1'].mean() for i in (0, 1)]).mean().item()
+    assert comparison.stage_means['stages.1'] == pytest.approx((mean, -2 * mean))
+    with pytest.raises(ValueError, match='no layers in common'):
+        scales.compare(Scales({'other': {'conv3x3': torch.ones(2)}}))
 
 
 def test_equality():
@@ -188,6 +215,61 @@ def test_a_model_of_your_own():
     assert RepSGD(model.parameters(), lr=.1)
     with pytest.raises(ValueError, match='has no CSLA layers'):
         timm_rep.scales.resolve_scales(nn.Linear(2, 2), 'ones')
+
+
+def released_layout(model):
+    """A search model's state dict as the authors' code would name it, kernels and all."""
+    names = {'conv3x3': 'scale_conv', 'conv1x1': 'scale_1x1', 'identity': 'scale_identity'}
+    state = {'linear.weight': torch.ones(5, 32)}
+    for layer, branches in Scales.from_model(model).items():
+        block = 'stage0' if layer == 'stem.conv' else 'stage{}.{}'.format(
+            int(layer.split('.')[1]) + 1, layer.split('.')[2])
+        state[f'{block}.conv.weight'] = torch.ones(2, 2, 3, 3)
+        state.update({f'{block}.{names[branch]}.weight': scale for branch, scale in branches.items()})
+    return state
+
+
+def test_released_layout(tmp_path):
+    model = tiny(structure='search', scales=some_scales())
+    expected = Scales.from_model(model)
+    for content in (released_layout(model), {'model': released_layout(model), 'epoch': 3}):
+        torch.save(content, tmp_path / 'scales.pth')
+        read = Scales.load(tmp_path / 'scales.pth')
+        assert read == expected
+        assert read.metadata == {'source': 'scales.pth'}
+    assert csla_layers(tiny(scales=str(tmp_path / 'scales.pth')))['stem.conv'].grad_mult is not None
+    torch.save({'conv.weight': torch.ones(3)}, tmp_path / 'scales.pth')
+    with pytest.raises(ValueError, match='no scales in the released layout'):
+        Scales.load(tmp_path / 'scales.pth')
+
+
+class _Payload:
+    def __reduce__(self):
+        return os.mkdir, ('executed',)
+
+
+def test_pickled_code_does_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({'stage0.scale_conv.weight': torch.ones(3), 'args': _Payload()}, 'evil.pth')
+    with pytest.raises(ValueError, match='weights_only'):
+        Scales.load('evil.pth')
+    assert not (tmp_path / 'executed').exists()
+
+
+@pytest.mark.parametrize('name,negative', [('b1', 156), ('b2', None), ('l1', 1538), ('l2', None)])
+def test_released_scales_fit_the_models(released_scales, name, negative):
+    """All of them, and they hold negative entries, where the sum of the scales is no multiplier for AdamW."""
+    path = released_scales(f'RepOpt-VGG-{name.upper()}-scales.pth')
+    model = timm.create_model(f'repopt_vgg_{name}', scales='none', reinit=False, device='meta')
+    timm_rep.attach_grad_mults(model, path)
+    assert all(layer.grad_mult is not None for layer in csla_layers(model).values())
+    scales = Scales.load(path)
+    found = sum((scale < 0).sum().item() for branches in scales.values() for scale in branches.values())
+    assert found == negative or (negative is None and found > 0)
+    for other in {'b1', 'b2', 'l1', 'l2'} - {name}:
+        with pytest.raises(ValueError, match='stages'):
+            timm_rep.attach_grad_mults(
+                timm.create_model(f'repopt_vgg_{other}', scales='none', reinit=False, device='meta'), path)
 
 
 HUB_SCRIPT = """

@@ -20,8 +20,9 @@ from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, ParseKwargs
 
 import timm_rep
 from tests.reference.ffn import relative
+from timm_rep.layers import csla_layers
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
-from timm_rep.scales import Scales, csla_layers
+from timm_rep.scales import Scales
 
 TINY = dict(depths=(1, 2, 1, 1), widths=(8, 16, 16, 24), stem_width=8, num_classes=4)
 

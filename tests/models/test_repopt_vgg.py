@@ -16,10 +16,10 @@ from timm.utils import ModelEmaV3, reparameterize_model
 import timm_rep
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import grad_mult
-from timm_rep.layers import CslaBlock, SearchBlock
+from timm_rep.layers import CslaBlock, SearchBlock, csla_layers
 from timm_rep.models import RepOptVgg
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult, set_grad_mult
-from timm_rep.scales import Scales, csla_layers
+from timm_rep.scales import Scales
 
 VARIANTS = {
     'repopt_vgg_a0': (2, 4, 14, 1), 'repopt_vgg_a1': (2, 4, 14, 1), 'repopt_vgg_b0': (4, 6, 16, 1),

@@ -8,8 +8,9 @@ from timm.utils import random_seed
 from torch.optim import SGD
 
 from timm_rep import attach_grad_mults
+from timm_rep.layers import csla_layers
 from timm_rep.optim import RepSGD
-from timm_rep.scales import Scales, csla_layers
+from timm_rep.scales import Scales
 
 from . import training
 

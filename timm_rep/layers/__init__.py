@@ -1,5 +1,5 @@
 from .channel_idle import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
-from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock
+from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock, csla_layers
 from .fold import Affine, batch_norm_scale_shift
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     'SearchBlock',
     'active_channels',
     'batch_norm_scale_shift',
+    'csla_layers',
     'idle_ratios',
 ]

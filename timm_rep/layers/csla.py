@@ -16,7 +16,11 @@ import torch.nn.functional as F
 
 from timm_rep.optim.grad_mult import GradMult, GradTerm, get_grad_mult, set_grad_mult
 
-__all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'CslaConv2d', 'IdentityBranch', 'SearchBlock']
+__all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'CslaConv2d', 'IdentityBranch', 'SearchBlock', 'csla_layers']
+
+
+# what torch's wrappers put between the names of modules
+_WRAPPERS = {'module', '_orig_mod', '_checkpoint_wrapped_module', '_fsdp_wrapped_module'}
 
 
 def _pair(x: Union[int, Tuple[int, int]], what: str) -> Tuple[int, int]:
@@ -397,3 +401,11 @@ class CslaBlock(nn.Module):
 class SearchBlock(CslaBlock):
     """The block that Hyper-Search trains: the same branches, their scales trainable (section 3.3)."""
     trainable_scales = True
+
+
+def csla_layers(model: nn.Module) -> Dict[str, nn.Module]:
+    """The layers of a model that a CSLA declaration stands behind, by their names without those of torch's wrappers."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (CslaBlock, CslaConv2d))}
+    names = ['.'.join(part for part in name.split('.') if part not in _WRAPPERS) for name in layers]
+    # a model may have a part of such a name itself
+    return dict(zip(names, layers.values())) if len(set(names)) == len(names) else layers

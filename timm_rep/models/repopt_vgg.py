@@ -13,8 +13,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._manipulate import named_apply
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
-from timm_rep.layers import Affine, ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock
-from timm_rep.scales import ScalesLike, csla_layers, resolve_scales
+from timm_rep.layers import Affine, ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock, csla_layers
+from timm_rep.scales import ScalesLike, resolve_scales
 
 from ._reparameterize import ReparameterizeMixin
 

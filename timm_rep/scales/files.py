@@ -1,0 +1,94 @@
+"""Where scales come from, and the layouts of their files."""
+import os
+import re
+from pathlib import Path
+from typing import Dict, Mapping, Tuple, Union
+
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from timm.models import load_state_dict
+
+from timm_rep.atomic import replacing_files
+
+__all__ = ['locate', 'read', 'write']
+
+Layers = Mapping[str, Mapping[str, torch.Tensor]]
+
+_HUB_FILE = 'scales.safetensors'
+_HUB_ID = re.compile(r'(?:hf-hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?')
+_PICKLED = ('.pth', '.pt')
+# the layout of the authors' code for RepOpt-VGG: stage0 is the stem
+_RELEASED_KEY = re.compile(r'stage(?P<stage>\d)(?:\.(?P<block>\d+))?\.(?P<scale>scale_\w+)\.weight')
+_RELEASED_BRANCHES = {'scale_conv': 'conv3x3', 'scale_1x1': 'conv1x1', 'scale_identity': 'identity'}
+
+
+def locate(source: Union[str, os.PathLike]) -> str:
+    """The path of a file of scales, downloaded into the Hub's cache where ``source`` names a repository.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    source = os.fspath(source)
+    if os.path.isfile(source):
+        return source
+    hub_id = _HUB_ID.fullmatch(source)
+    if not hub_id or os.path.exists(source) or source.endswith(('.safetensors', *_PICKLED)):
+        raise FileNotFoundError(
+            f'No scales at {source!r}: expected a .safetensors file, a Hub repository (owner/name), '
+            "'ones', 'init' or 'none'.")
+    try:
+        return hf_hub_download(hub_id['repo'], _HUB_FILE, revision=hub_id['revision'])
+    except (OSError, ValueError) as e:
+        raise FileNotFoundError(
+            f'No scales at {source!r}: there is no such file here, and the Hub has no {_HUB_FILE} in a '
+            f'repository of that name, or cannot be reached: {e}') from e
+
+
+def read(path: str) -> Tuple[Layers, Mapping[str, str]]:
+    """The layers of a file of scales, and its metadata.
+
+    Raises:
+        ValueError: The file cannot be read, or has another layout.
+    """
+    return _read_released(path) if path.endswith(_PICKLED) else _read_safetensors(path)
+
+
+def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathLike]) -> None:
+    """Write a safetensors file; a failure leaves the old one intact."""
+    path = Path(path)
+    tensors = {f'{layer}.{branch}': scale for layer, branches in layers.items() for branch, scale in branches.items()}
+    with replacing_files(path.parent) as temporary:
+        save_file(tensors, temporary / path.name, metadata=dict(metadata))
+
+
+def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
+    layers: Dict[str, Dict[str, torch.Tensor]] = {}
+    try:
+        with safe_open(path, 'pt') as file:
+            for key in file.keys():
+                layer, _, branch = key.rpartition('.')
+                layers.setdefault(layer, {})[branch] = file.get_tensor(key)
+            return layers, file.metadata() or {}
+    except SafetensorError as e:
+        raise ValueError(f'{path!r} is no safetensors file of scales: {e}') from e
+
+
+def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
+    try:
+        state_dict = load_state_dict(path, use_ema=False, weights_only=True)
+    except Exception as e:  # whatever torch makes of a damaged file
+        raise ValueError(
+            f'{path!r} cannot be read with weights_only=True as a file of scales: {type(e).__name__}: {e}') from e
+    layers: Dict[str, Dict[str, torch.Tensor]] = {}
+    for key, value in state_dict.items():
+        match = _RELEASED_KEY.fullmatch(key)
+        if match and match['scale'] in _RELEASED_BRANCHES:
+            stage, block = int(match['stage']), match['block']
+            layer = 'stem.conv' if stage == 0 else f'stages.{stage - 1}.{block}.conv'
+            layers.setdefault(layer, {})[_RELEASED_BRANCHES[match['scale']]] = value
+    if not layers:
+        raise ValueError(
+            f'{path!r} holds no scales in the released layout of RepOpt-VGG (stage1.0.scale_conv.weight, ...).')
+    return layers, {'source': os.path.basename(path)}

@@ -1,0 +1,196 @@
+"""The constants of a RepOptimizer: what Hyper-Search finds and a model's GradMults are made of.
+
+`Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.3.
+"""
+import os
+from types import MappingProxyType
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+
+from timm_rep.layers import CslaBlock, csla_layers
+
+from .files import locate, read, write
+
+__all__ = ['BranchComparison', 'Scales']
+
+
+class BranchComparison(NamedTuple):
+    """One branch of two models' scales.
+
+    Attributes:
+        correlation: Pearson's, of the layers' means over depth.
+        stage_means: The means over each stage, of the one and of the other.
+    """
+    correlation: float
+    stage_means: Dict[str, Tuple[float, float]]
+
+
+class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
+    """For each CSLA layer of a model, by its name, a vector (channels,) for each branch, by its name.
+
+    The layers of RepOpt-VGG are ``stem.conv``, ``stages.0.0.conv`` and so on, their branches ``conv3x3``, ``conv1x1``
+    and, where Hyper-Search trained it, ``identity``, which no GradMult uses.
+
+    Attributes:
+        metadata: What is known about their origin, strings by name.
+    """
+
+    def __init__(
+            self,
+            layers: Mapping[str, Mapping[str, torch.Tensor]],
+            metadata: Optional[Mapping[str, str]] = None,
+    ):
+        """
+        Args:
+            layers: Vectors by branch, by layer.
+            metadata: Strings by name.
+
+        Raises:
+            ValueError: A scale is no finite vector.
+        """
+        self._layers: Dict[str, Dict[str, torch.Tensor]] = {}
+        for layer, branches in layers.items():
+            if not isinstance(branches, Mapping):
+                raise ValueError(f'Scales hold, for each layer, vectors by branch; {layer!r} has {branches!r:.100}.')
+            self._layers[layer] = {branch: _constant(layer, branch, scale) for branch, scale in branches.items()}
+        self.metadata = dict(metadata or {})
+
+    def __getitem__(self, layer: str) -> Mapping[str, torch.Tensor]:
+        return MappingProxyType(self._layers[layer])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __eq__(self, other) -> bool:
+        """Whether the layers, their branches and all numbers are the same; their origin does not matter."""
+        if not isinstance(other, Scales):
+            return NotImplemented
+        return self.keys() == other.keys() and all(
+            self[n].keys() == other[n].keys() and all(torch.equal(x, other[n][b]) for b, x in self[n].items())
+            for n in self)
+
+    def __repr__(self) -> str:
+        origin = ''.join(f', {key}={value!r}' for key, value in sorted(self.metadata.items()))
+        return f'{type(self).__name__}({len(self)} layers{origin})'
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> 'Scales':
+        """The scales that a model in the search or CSLA structure has now.
+
+        Raises:
+            ValueError: The model has no such structure.
+        """
+        layers = {name: layer for name, layer in csla_layers(model).items() if isinstance(layer, CslaBlock)}
+        if not layers:
+            raise ValueError(
+                f"{type(model).__name__} has no scales to read: create it with structure='search' or 'csla'.")
+        return cls({
+            name: {**layer.scales, **{k: w for k, w in layer.weights.items() if k not in layer.scales}}
+            for name, layer in layers.items()
+        })
+
+    @classmethod
+    def initial(cls, model: nn.Module) -> 'Scales':
+        """What the search structure of this model starts from, ``sqrt(2 / l)`` in RepOpt-VGG (appendix B)."""
+        return cls({name: layer.csla.initial_scales(device='cpu') for name, layer in csla_layers(model).items()})
+
+    @classmethod
+    def ones(cls, model: nn.Module) -> 'Scales':
+        """All ones, the row `All 1` of table 4."""
+        return cls.initial(model)._mapped(torch.ones_like)
+
+    def mean_over_channels(self) -> 'Scales':
+        """Each scale replaced by its mean over the channels, the row `Average across channels` of table 4."""
+        return self._mapped(lambda scale: scale.mean().expand_as(scale))
+
+    def summary(self) -> str:
+        """A table: for each layer, and so by stage and depth, the mean and standard deviation of each branch."""
+        names = self.branches()
+        rows = [('layer', *names)]
+        for layer, branches in self.items():
+            cells = (branches.get(name) for name in names)
+            rows.append((layer, *(
+                '' if s is None else f'{s.mean():+.3f} ({s.std(correction=0):.3f})' for s in cells)))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return '\n'.join('  '.join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
+
+    def branches(self) -> List[str]:
+        """The names of all branches, in the order in which they first appear."""
+        return list(dict.fromkeys(branch for branches in self.values() for branch in branches))
+
+    def compare(self, other: 'Scales') -> Dict[str, 'BranchComparison']:
+        """How much alike these scales and others of the same model are, by branch (figures 6 and 7).
+
+        Raises:
+            ValueError: They have no layers in common.
+        """
+        if not self.keys() & other.keys():
+            raise ValueError(f'{self!r} and {other!r} have no layers in common: they are not of the same model.')
+        comparisons = {}
+        for branch in self.branches():
+            layers = [n for n in self if branch in self[n] and branch in other.get(n, {})]
+            means = torch.tensor([[s[n][branch].mean().item() for n in layers] for s in (self, other)])
+            stages: Dict[str, List[int]] = {}
+            for i, layer in enumerate(layers):
+                stages.setdefault(_stage(layer), []).append(i)
+            comparisons[branch] = BranchComparison(
+                correlation=torch.corrcoef(means)[0, 1].item() if len(layers) > 1 else float('nan'),
+                stage_means={stage: tuple(means[:, i].mean(1).tolist()) for stage, i in stages.items()},
+            )
+        return comparisons
+
+    def _mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> 'Scales':
+        return Scales({
+            layer: {branch: fn(scale) for branch, scale in branches.items()} for layer, branches in self.items()
+        }, self.metadata)
+
+    def save(self, path: Union[str, os.PathLike]) -> None:
+        """Write a safetensors file; a failure leaves the old one intact.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write(self._layers, self.metadata, path)
+
+    @classmethod
+    def load(cls, source: Union[str, os.PathLike]) -> 'Scales':
+        """Read scales.
+
+        Args:
+            source: A file that save() wrote; a file of the authors' released code, their searched scales or a whole
+                Hyper-Search checkpoint of RepOpt-VGG (``.pth``, read with ``weights_only=True``); or a Hub repository
+                with a file named scales.safetensors: ``owner/name``, a revision after ``@``.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file holds no scales.
+        """
+        path = locate(source)
+        layers, metadata = read(path)
+        try:
+            return cls(layers, metadata)
+        except ValueError as e:
+            raise ValueError(f'{path!r} holds no scales. {e}') from e
+
+
+def _stage(layer: str) -> str:
+    """``stages.2`` of ``stages.2.5.conv``, ``stem`` of ``stem.conv``."""
+    parts = layer.split('.')
+    return '.'.join(parts[:2] if len(parts) > 1 and parts[1].isdigit() else parts[:1])
+
+
+def _constant(layer: str, branch: str, scale: torch.Tensor) -> torch.Tensor:
+    if not isinstance(scale, torch.Tensor) or scale.ndim != 1 or scale.is_complex():
+        shape = f'a tensor of shape {tuple(scale.shape)}' if isinstance(scale, torch.Tensor) else f'{scale!r:.100}'
+        raise ValueError(
+            f'The scale of the branch {branch!r} of {layer!r} is a tensor of one real number for each channel, got '
+            f'{shape}.')
+    constant = scale.detach().to('cpu', torch.float32, copy=True)
+    if not constant.isfinite().all():
+        raise ValueError(f'The scale of the branch {branch!r} of {layer!r} is not finite in float32.')
+    return constant
