@@ -37,14 +37,12 @@ class Images(Dataset):
 
 
 def shard(model):
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # before torch 2.6
-        from torch.distributed._composable.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard
+
     mesh = dist.device_mesh.init_device_mesh('cpu', (dist.get_world_size(),))
     for stage in model.stages:
         fully_shard(stage, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def main(path, opt, parallel, batch_size):
