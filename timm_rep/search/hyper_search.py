@@ -1,0 +1,183 @@
+"""Hyper-Search: the constants of a RepOptimizer are the trained scales of a multi-branch net.
+
+`Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.3 and 4.1.
+"""
+import contextlib
+import os
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional, Union
+
+import timm
+import torch
+import torch.nn as nn
+from timm.loss import LabelSmoothingCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import AverageMeter, accuracy, random_seed, unwrap_model
+from tqdm import tqdm
+
+from timm_rep.atomic import check_writable, replacing_files
+from timm_rep.layers import CslaBlock
+from timm_rep.scales import Scales
+from timm_rep.version import __version__
+
+__all__ = ['hyper_search', 'parameter_groups']
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
+    """Weight decay on kernels and identity scales; none on the other scales, biases and norms (section 4.1)."""
+    identity = {
+        id(weight)
+        for layer in model.modules() if isinstance(layer, CslaBlock)
+        for weight in layer.weights.values()
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1 or id(p) in identity]
+    chosen = {id(p) for p in decayed}
+    return [
+        {'params': decayed, 'weight_decay': weight_decay},
+        {'params': [p for p in trained if id(p) not in chosen], 'weight_decay': 0.},
+    ]
+
+
+def hyper_search(
+        model: Union[str, nn.Module],
+        train_loader: Iterable,
+        val_loader: Optional[Iterable] = None,
+        *,
+        epochs: int = 240,
+        lr: float = 0.1,
+        warmup_epochs: int = 5,
+        weight_decay: float = 4e-5,
+        smoothing: float = 0.1,
+        clip_grad: Optional[float] = 5.0,
+        device: Union[str, torch.device] = 'cpu',
+        amp_dtype: Optional[torch.dtype] = None,
+        seed: int = 0,
+        checkpoint: Optional[Union[str, os.PathLike]] = None,
+        resume: bool = False,
+        progress: bool = True,
+        metadata: Optional[Dict[str, str]] = None,
+        **model_args,
+) -> Scales:
+    """Train the search structure of a model; its scales in the end are the constants of the RepOptimizer.
+
+    SGD with Nesterov momentum 0.9, a cosine schedule after a linear warm-up.
+
+    Args:
+        model: Name of a RepOpt model, or one in its search structure, which is trained in place.
+        train_loader: Batches of images (N, 3, H, W) and targets (N,), the same number every epoch. Its randomness comes
+            from torch's, NumPy's and Python's generators, which are seeded anew before each epoch, so that a resumed
+            search is the uninterrupted one; workers must not outlive an epoch (no ``persistent_workers``).
+        val_loader: Batches for the accuracy in the metadata; none if None.
+        epochs: Passes over the training images.
+        lr: Learning rate at the end of the warm-up.
+        warmup_epochs: Epochs of warm-up, fewer than epochs.
+        weight_decay: On kernels and identity scales.
+        smoothing: Of the labels.
+        clip_grad: Largest norm of all gradients; no clipping if None.
+        device: Where to train.
+        amp_dtype: Autocast to this dtype, torch.bfloat16 for example; float32 if None.
+        seed: Of the initialization and of every epoch.
+        checkpoint: A file that is replaced after every epoch; none if None.
+        resume: Go on from the checkpoint, if there is one.
+        progress: Show a progress bar.
+        metadata: What else to note in the Scales: the data set, for example.
+        model_args: Arguments of create_model, where model is a name.
+
+    Returns:
+        The scales, with the model, the epochs and the accuracy as metadata.
+
+    Raises:
+        ValueError: The model is not in its search structure, a number is out of range, or the checkpoint is that of
+            another search.
+        OSError: The checkpoint cannot be written.
+    """
+    if not 0 <= warmup_epochs < epochs:
+        raise ValueError(f'warmup_epochs is less than epochs, got {warmup_epochs} of {epochs}.')
+    checkpoint = None if checkpoint is None else Path(checkpoint)
+    if checkpoint is not None:
+        check_writable(checkpoint.parent)
+    name = model if isinstance(model, str) else type(model).__name__
+    random_seed(seed)
+    if isinstance(model, str):
+        model = timm.create_model(model, structure='search', **model_args)
+    if not any(isinstance(layer, CslaBlock) and layer.trainable_scales for layer in model.modules()):
+        raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
+    device = torch.device(device)
+    model = model.to(device)
+    optimizer = create_optimizer_v2(
+        parameter_groups(model, weight_decay), opt='sgd', lr=lr, momentum=0.9, weight_decay=weight_decay)
+    steps = len(train_loader)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched='cosine',
+        num_epochs=epochs,
+        warmup_epochs=warmup_epochs,
+        warmup_lr=0.,
+        warmup_prefix=False,
+        step_on_epochs=False,
+        updates_per_epoch=steps,
+    )
+    settings = dict(
+        model=name, epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
+        clip_grad=clip_grad, seed=seed, steps=steps)
+    start = _resume(checkpoint, model, optimizer, settings) if resume and checkpoint is not None else 0
+    loss_fn = LabelSmoothingCrossEntropy(smoothing)
+    autocast = contextlib.nullcontext if amp_dtype is None else lambda: torch.autocast(device.type, amp_dtype)
+    losses = AverageMeter()
+    model.train()
+    with tqdm(total=epochs * steps, initial=start * steps, desc=f'searching {name}', unit='step',
+              disable=not progress) as bar:
+        for epoch in range(start, epochs):
+            random_seed(seed + 1 + epoch)
+            losses.reset()
+            for step, (images, targets) in enumerate(train_loader):
+                scheduler.step_update(epoch * steps + step)
+                with autocast():
+                    loss = loss_fn(model(images.to(device, non_blocking=True)), targets.to(device, non_blocking=True))
+                optimizer.zero_grad()
+                loss.backward()
+                if clip_grad is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
+                optimizer.step()
+                losses.update(loss.detach(), len(images))
+                bar.update()
+            bar.set_postfix(epoch=epoch + 1, loss=f'{losses.avg:.3f}')
+            if checkpoint is not None:
+                _save(checkpoint, model, optimizer, settings, epoch + 1)
+    noted = {'model': name, 'epochs': str(epochs), 'timm_rep': __version__, **(metadata or {})}
+    if val_loader is not None:
+        noted['accuracy'] = f'{_accuracy(model, val_loader, device):.2f}'
+    scales = Scales.from_model(unwrap_model(model))
+    scales.metadata.update(noted)
+    return scales
+
+
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Dict[str, Any], epoch: int) -> None:
+    state = dict(
+        model=unwrap_model(model).state_dict(), optimizer=optimizer.state_dict(), settings=settings, epoch=epoch)
+    with replacing_files(path.parent) as temporary:
+        torch.save(state, temporary / path.name)
+
+
+def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Dict[str, Any]) -> int:
+    if not path.is_file():
+        return 0
+    state = torch.load(path, map_location='cpu', weights_only=True)
+    found = state.get('settings', {}) if isinstance(state, dict) else {}
+    others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]
+    if others:
+        raise ValueError(f'{str(path)!r} is the checkpoint of another search: {", ".join(others)}.')
+    unwrap_model(model).load_state_dict(state['model'])
+    optimizer.load_state_dict(state['optimizer'])
+    return state['epoch']
+
+
+@torch.inference_mode()
+def _accuracy(model: nn.Module, loader: Iterable, device: torch.device) -> float:
+    top1 = AverageMeter()
+    model.eval()
+    for images, targets in loader:
+        top1.update(accuracy(model(images.to(device)), targets.to(device))[0].item(), len(images))
+    return top1.avg
