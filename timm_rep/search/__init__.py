@@ -1,3 +1,6 @@
+from .data import count_classes, create_search_dataset, create_search_loader
 from .hyper_search import hyper_search, parameter_groups
 
-__all__ = ['hyper_search', 'parameter_groups']
+__all__ = [
+    'count_classes', 'create_search_dataset', 'create_search_loader', 'hyper_search', 'parameter_groups',
+]

@@ -101,7 +101,10 @@ def hyper_search(
     name = model if isinstance(model, str) else type(model).__name__
     random_seed(seed)
     if isinstance(model, str):
-        model = timm.create_model(model, structure='search', **model_args)
+        try:
+            model = timm.create_model(model, structure='search', **model_args)
+        except TypeError as e:
+            raise ValueError(f"{name} cannot be built with structure='search': a RepOpt model can. {e}") from e
     if not any(isinstance(layer, CslaBlock) and layer.trainable_scales for layer in model.modules()):
         raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
     device = torch.device(device)

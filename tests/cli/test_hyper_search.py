@@ -1,0 +1,74 @@
+import pytest
+import torch
+from PIL import Image
+
+from timm_rep.cli import main
+from timm_rep.scales import Scales
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    """Folders of 40 x 40 images, four classes."""
+    root = tmp_path_factory.mktemp('images')
+    g = torch.Generator().manual_seed(0)
+    for split, n in (('train', 5), ('validation', 2)):
+        for label in range(4):
+            folder = root / split / str(label)
+            folder.mkdir(parents=True)
+            for i in range(n):
+                pixels = torch.randint(0, 100, (40, 40, 3), generator=g, dtype=torch.uint8) + 30 * label
+                Image.fromarray(pixels.numpy()).save(folder / f'{i}.png')
+    return root
+
+
+def command(images, output, *more):
+    return [
+        'hyper-search', 'repopt_vgg_a0', '--dataset', '', '--data-dir', str(images), '-o', str(output),
+        '--epochs', '2', '--warmup-epochs', '0', '--batch-size', '10', '-j', '1', *more,
+    ]
+
+
+def test_command(images, tmp_path, capsys):
+    """Finds scales; the same seed and a resumed search give the same ones, another seed others."""
+    outputs = {name: tmp_path / name / 's.safetensors' for name in ('a', 'b', 'other')}
+    assert main(command(images, outputs['a'])) == 0
+    out = capsys.readouterr().out
+    assert 'stages.3.0.conv' in out
+    assert out.splitlines()[-1] == f'Written: {outputs["a"]}'
+    scales = Scales.load(outputs['a'])
+    assert (scales.metadata['dataset'], scales.metadata['epochs']) == (str(images), '2')
+    assert 0 <= float(scales.metadata['accuracy']) <= 100
+    assert main(command(images, outputs['b'], '--resume')) == 0
+    assert main(command(images, outputs['b'], '--resume')) == 0  # from its end
+    assert Scales.load(outputs['b']) == scales
+    assert main(command(images, outputs['other'], '--seed', '1', '--val-split', '')) == 0
+    other = Scales.load(outputs['other'])
+    assert other != scales
+    assert 'accuracy' not in other.metadata
+
+
+@pytest.mark.parametrize('change,message', [
+    (['--data-dir', '/nowhere'], "Cannot open the split 'train' of the data set ''"),
+    (['--val-split', 'nothing'], "Cannot open the split 'nothing'"),
+    (['--dataset', 'torch/nothing'], "Cannot open the split 'train' of the data set 'torch/nothing'"),
+    (['-o', '{tmp}/scales.pth'], '--output is a .safetensors file'),
+    (['-o', '{tmp}/file/s.safetensors'], "cannot write to the output folder '{tmp}/file'"),
+    (['--batch-size', '21'], '--batch-size is 21, more than the images'),
+    (['--epochs', '0'], 'warmup_epochs is less than epochs'),
+], ids=str)
+def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, message):
+    (tmp_path / 'file').write_text('old')
+    change = [c.format(tmp=tmp_path) for c in change]
+    assert main([*command(images, tmp_path / 's.safetensors'), *change]) == 1
+    captured = capsys.readouterr()
+    assert message.format(tmp=tmp_path) in captured.err
+    assert captured.out == ''
+    assert [p.name for p in tmp_path.iterdir()] == ['file']
+
+
+def test_models_that_cannot_be_searched(images, tmp_path, capsys):
+    args = command(images, tmp_path / 's.safetensors')
+    for model, message in (('resnet18', 'resnet18 cannot be built with structure'), ('repopt_x', 'Unknown model')):
+        args[1] = model
+        assert main(args) == 1
+        assert message in capsys.readouterr().err

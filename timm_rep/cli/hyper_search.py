@@ -1,0 +1,64 @@
+"""``timm-rep hyper-search``: find the constants of a RepOptimizer."""
+from pathlib import Path
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small data set')
+    parser.add_argument('model', help='name of a RepOpt model, e.g. repopt_vgg_b1')
+    parser.add_argument('-o', '--output', required=True, metavar='FILE', help='scales to write, a .safetensors file')
+    parser.add_argument('--dataset', default='torch/cifar100', help="as timm names them, '' for folders (%(default)s)")
+    parser.add_argument('--data-dir', metavar='DIR', help='where the data set is')
+    parser.add_argument('--train-split', default='train', help='(%(default)s)')
+    parser.add_argument('--val-split', default='validation', help="'' for none (%(default)s)")
+    parser.add_argument('--num-classes', type=int, help='where the data set does not say')
+    parser.add_argument('--img-size', type=int, default=32, help='pixels (%(default)s)')
+    parser.add_argument('--epochs', type=int, default=240, help='(%(default)s)')
+    parser.add_argument('--warmup-epochs', type=int, default=5, help='(%(default)s)')
+    parser.add_argument('--batch-size', type=int, default=256, help='(%(default)s)')
+    parser.add_argument('--lr', type=float, default=0.1, help='(%(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
+    parser.add_argument('--device', default='cpu', help='(%(default)s)')
+    parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
+    parser.add_argument('-j', '--workers', type=int, default=2, help='processes that load images (%(default)s)')
+    parser.add_argument('--resume', action='store_true', help='go on from FILE.checkpoint, if there is one')
+    parser.set_defaults(run=run)
+
+
+def run(args) -> int:
+    import torch
+
+    from timm_rep.atomic import check_writable
+    from timm_rep.search import count_classes, create_search_dataset, create_search_loader, hyper_search
+
+    output = Path(args.output)
+    if output.suffix != '.safetensors' or output.is_dir():
+        raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
+    check_writable(output.parent)
+    loaders = []
+    for split, is_training in ((args.train_split, True), (args.val_split, False)):
+        if split:
+            dataset = create_search_dataset(args.dataset, args.data_dir, split, args.img_size, is_training)
+            loaders.append(create_search_loader(dataset, args.batch_size, is_training, args.workers))
+    classes = args.num_classes or count_classes(loaders[0].dataset)
+    if not classes:
+        raise ValueError(f'The data set {args.dataset!r} does not say how many classes it has: pass --num-classes.')
+    if not len(loaders[0]):
+        raise ValueError(f'--batch-size is {args.batch_size}, more than the images of {args.dataset!r}.')
+    scales = hyper_search(
+        args.model,
+        loaders[0],
+        loaders[1] if len(loaders) > 1 else None,
+        epochs=args.epochs,
+        warmup_epochs=args.warmup_epochs,
+        lr=args.lr,
+        seed=args.seed,
+        device=args.device,
+        amp_dtype=torch.bfloat16 if args.amp else None,
+        checkpoint=f'{output}.checkpoint',
+        resume=args.resume,
+        metadata={'dataset': args.dataset or str(args.data_dir)},
+        num_classes=classes,
+    )
+    scales.save(output)
+    print(f'{scales.summary()}\n\n{scales!r}\nWritten: {output}')
+    return 0
