@@ -15,9 +15,9 @@ from timm.task import ClassificationTask
 from torch.utils.data import Dataset
 
 import timm_rep
+from tests.reference.rep_optim import normal_scales
 from timm_rep.layers import csla_layers
 from timm_rep.optim import get_grad_mult
-from timm_rep.scales import Scales
 
 TINY = dict(depths=(1, 2, 1, 1), widths=(8, 16, 16, 24), stem_width=8, num_classes=4)
 
@@ -49,9 +49,7 @@ def main(path, opt, parallel, batch_size):
     dist.init_process_group('gloo')
     torch.manual_seed(0)
     model = timm.create_model('repopt_vgg_a0', dtype=torch.float64, **TINY)
-    g = torch.Generator().manual_seed(1)
-    scales = Scales({n: {b: torch.randn(len(s), generator=g) for b, s in branches.items()}
-                     for n, branches in Scales.ones(model).items()})
+    scales = normal_scales(model, seed=1)
     timm_rep.attach_grad_mults(model, scales)
     model = freeze_batch_norm_2d(model)  # torch's SyncBatchNorm is for accelerators only
     loader = create_loader(

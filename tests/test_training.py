@@ -20,23 +20,17 @@ from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, ParseKwargs
 
 import timm_rep
 from tests.reference.ffn import relative
+from tests.reference.rep_optim import normal_scales
 from timm_rep.layers import csla_layers
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
-from timm_rep.scales import Scales
 
 TINY = dict(depths=(1, 2, 1, 1), widths=(8, 16, 16, 24), stem_width=8, num_classes=4)
-
-
-def scales_of(model, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return Scales({n: {b: torch.randn(len(s), generator=g) for b, s in branches.items()}
-                   for n, branches in Scales.ones(model).items()})
 
 
 def create(**kwargs):
     torch.manual_seed(0)
     model = timm.create_model('repopt_vgg_a0', **TINY, **kwargs)
-    return timm_rep.attach_grad_mults(model, scales_of(model))
+    return timm_rep.attach_grad_mults(model, normal_scales(model, seed=0))
 
 
 def batch(step):
@@ -181,7 +175,7 @@ def test_clipping_breaks_the_equivalence():
     for clip in (None, .01):
         csla = timm.create_model('repopt_vgg_a0', structure='csla', dtype=torch.float64, **TINY)
         target = timm.create_model('repopt_vgg_a0', dtype=torch.float64, **TINY)
-        scales = scales_of(target)
+        scales = normal_scales(target, seed=0)
         timm_rep.attach_grad_mults(target, scales)
         with torch.no_grad():
             target.load_state_dict(
@@ -227,7 +221,7 @@ def test_arguments_of_the_command_line(tmp_path):
     """What train.py makes of ``--opt repsgd --opt-kwargs ... --model-kwargs ...``."""
     path = tmp_path / 's.safetensors'
     model = timm.create_model('repopt_vgg_a0', **TINY)
-    scales_of(model).save(path)
+    normal_scales(model, seed=0).save(path)
     parser = argparse.ArgumentParser()
     parser.add_argument('--opt-kwargs', nargs='*', default={}, action=ParseKwargs)
     parser.add_argument('--model-kwargs', nargs='*', default={}, action=ParseKwargs)
@@ -264,7 +258,7 @@ def images(tmp_path_factory):
 def train_script(images, tmp_path_factory):
     output = tmp_path_factory.mktemp('output')
     scales = output / 'scales.safetensors'
-    scales_of(timm.create_model('repopt_vgg_a0', **TINY)).save(scales)
+    normal_scales(timm.create_model('repopt_vgg_a0', **TINY), seed=0).save(scales)
     model_kwargs = [f'{k}={v!r}' for k, v in TINY.items() if k != 'num_classes']
 
     def run(experiment, *more, opt='repsgd'):

@@ -37,11 +37,15 @@ def tiny(**kwargs):
     return timm.create_model('repopt_vgg_a0', **{**TINY, **kwargs})
 
 
-def random_scales(model, seed=0, negative=True):
-    g = torch.Generator().manual_seed(seed)
-    sign = (lambda n: torch.randint(0, 2, (n,), generator=g) * 2. - 1) if negative else torch.ones
+def random_scales(model):
+    """Of both signs, none near zero."""
+    g = torch.Generator().manual_seed(0)
+
+    def scale(n):
+        return (.3 + torch.rand(n, generator=g)) * (torch.randint(0, 2, (n,), generator=g) * 2. - 1)
+
     return Scales({
-        name: {branch: (.3 + torch.rand(len(s), generator=g)) * sign(len(s)) for branch, s in branches.items()}
+        name: {branch: scale(len(s)) for branch, s in branches.items()}
         for name, branches in Scales.ones(model).items()
     })
 

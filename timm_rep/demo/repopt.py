@@ -1,10 +1,8 @@
 """The second part of the demo: a plain stack of convolutions as deep as RepOpt-VGG-B1, with RepSGD and with SGD."""
 from typing import Dict, List, NamedTuple
 
-import timm
 import torch
 import torch.nn.functional as F
-from timm.utils import random_seed
 from torch.optim import SGD
 
 from timm_rep import attach_grad_mults
@@ -62,13 +60,11 @@ def run_repopt(
 
 
 def _csla_difference(train_set: training.Images, seed: int) -> Dict[str, List[float]]:
-    random_seed(seed)
-    csla = timm.create_model(
-        'repopt_vgg_b1', pretrained_cfg_overlay=training.DATA, in_chans=1, structure='csla', **_SMALL_ARGS).double()
+    cpu = torch.device('cpu')
+    csla = training.create_model('repopt_vgg_b1', seed, cpu, structure='csla', **_SMALL_ARGS).double()
     nets, optimizers = {}, {'csla': SGD([p for p in csla.parameters() if p.requires_grad], **_OPTIMIZER_ARGS)}
     for label, cls in (('RepSGD', RepSGD), ('SGD', SGD)):
-        net = timm.create_model(
-            'repopt_vgg_b1', pretrained_cfg_overlay=training.DATA, in_chans=1, **_SMALL_ARGS).double()
+        net = training.create_model('repopt_vgg_b1', seed, cpu, **_SMALL_ARGS).double()
         net.load_state_dict({k: v for k, v in csla.state_dict().items() if '.conv.' not in k}, strict=False)
         for name, layer in csla_layers(net).items():
             layer.weight.data = csla_layers(csla)[name].equivalent_kernel()

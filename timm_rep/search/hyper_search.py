@@ -152,7 +152,7 @@ def hyper_search(
     noted = {'model': name, 'epochs': str(epochs), 'timm_rep': __version__, **(metadata or {})}
     if val_loader is not None:
         noted['accuracy'] = f'{_accuracy(model, val_loader, device):.2f}'
-    scales = Scales.from_model(unwrap_model(model))
+    scales = Scales.from_model(model)
     scales.metadata.update(noted)
     return scales
 
