@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from timm.models import clean_state_dict, load_state_dict
 
-from timm_rep.models import RePaVisionTransformer, RepOptVgg
+from timm_rep.models import RePaVisionTransformer, RepOptGhostNet, RepOptVgg
 from timm_rep.models._reparameterize import holds_structure
 
 __all__ = ['load_released']
@@ -27,6 +27,12 @@ _RELEASED_KEYS: Dict[type, List[Tuple[str, Union[str, Callable[[re.Match], str]]
         (r'\.attn\.fc2\.', '.post_se.up.'),
         (r'^head\.fc\.', 'linear.'),
     ],
+    RepOptGhostNet: [
+        (r'\.cheap_operation\.1\.', '.final_bn.'),
+        (r'\.cheap_operation\.0\.weights\.conv3x3$', '.cheap_operation.0.weight'),
+        (r'\.cheap_operation\.0\.scales\.conv3x3$', '.cheap_operation.1.weight'),
+        (r'\.cheap_operation\.0\.weights\.identity$', '.fusion_scale.weight'),
+    ],
 }
 
 
@@ -37,8 +43,9 @@ def load_released(
     """Load a checkpoint of the papers' released implementations into a model of this package, strictly.
 
     Reads the RePaViT layout (``blocks.i.attn.norm``, ``blocks.i.mlp.norm1/fc1/norm2/fc2``) of training checkpoints, and
-    the RepOpt-VGG layout (``stage0.conv``, ``stage1.0.conv``, ``linear``) of the target, Hyper-Search and CSLA
-    structures. Of a training run's file it takes the model the authors evaluate, not its moving average.
+    the layouts of RepOpt-VGG (``stage0.conv``, ``stage1.0.conv``, ``linear``) and RepOpt-GhostNet
+    (``blocks.0.0.ghost1.final_bn``) of the target, Hyper-Search and CSLA structures. Of a
+    training run's file it takes the model the authors evaluate, not its moving average.
 
     Args:
         model: A model in its training structure, with the checkpoint's configuration.

@@ -75,6 +75,27 @@ class TestEveryBlock:
             torch.testing.assert_close(target(x), block(x))
             assert all(s.requires_grad == (cls is SearchBlock) for s in block.scales.values())
 
+    def test_search_block_is_the_branches(self, name):
+        """Added up as kernels or as feature maps: the same output and the same gradient of everything."""
+        csla = CSLAS[name]
+        scales = random_scales(csla)
+        blocks = [cls(csla, scales, dtype=torch.float64) for cls in (CslaBlock, SearchBlock)]
+        for scale in blocks[0].scales.values():
+            scale.requires_grad_()
+        with torch.no_grad():
+            for weight in blocks[0].weights.values():
+                weight.normal_()
+        blocks[1].load_state_dict(blocks[0].state_dict())
+        x = torch.randn(2, csla.in_channels, 9, 8, dtype=torch.float64)
+        found = []
+        for block in blocks:
+            inputs = x.clone().requires_grad_()
+            y = block(inputs)
+            y.sin().sum().backward()
+            found.append([y, inputs.grad, *(p.grad for p in block.parameters())])
+        assert len(found[0]) == 2 + len(csla.branches) + len(csla.scaled)
+        torch.testing.assert_close(found[1], found[0])
+
     @pytest.mark.parametrize('rule,power', [('squared', 2), ('absolute', abs)])
     def test_grad_mult(self, name, rule, power):
         csla = CSLAS[name]

@@ -19,6 +19,9 @@ def add_parser(commands) -> None:
     parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
     parser.add_argument('--device', default='cpu', help='(%(default)s)')
     parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
+    parser.add_argument('--channels-last', action='store_true', help='train in channels-last memory')
+    parser.add_argument(
+        '--preload', action='store_true', help='hold all images on the device, and crop and flip them there')
     parser.add_argument('-j', '--workers', type=int, default=2, help='processes that load images (%(default)s)')
     parser.add_argument('--resume', action='store_true', help='go on from FILE.checkpoint, if there is one')
     parser.set_defaults(run=run)
@@ -28,7 +31,7 @@ def run(args) -> int:
     import torch
 
     from timm_rep.atomic import check_writable
-    from timm_rep.search import count_classes, create_search_dataset, create_search_loader, hyper_search
+    from timm_rep.search import DeviceLoader, count_classes, create_search_dataset, create_search_loader, hyper_search
 
     output = Path(args.output)
     if output.suffix != '.safetensors' or output.is_dir():
@@ -37,8 +40,13 @@ def run(args) -> int:
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:
-            dataset = create_search_dataset(args.dataset, args.data_dir, split, args.img_size, is_training)
-            loaders.append(create_search_loader(dataset, args.batch_size, is_training, args.workers))
+            dataset = create_search_dataset(
+                args.dataset, args.data_dir, split, args.img_size, is_training, raw=args.preload)
+            if args.preload:
+                loader = DeviceLoader(dataset, args.batch_size, is_training, args.device, args.workers)
+            else:
+                loader = create_search_loader(dataset, args.batch_size, is_training, args.workers)
+            loaders.append(loader)
     classes = args.num_classes or count_classes(loaders[0].dataset)
     if not classes:
         raise ValueError(f'The data set {args.dataset!r} does not say how many classes it has: pass --num-classes.')
@@ -54,9 +62,10 @@ def run(args) -> int:
         seed=args.seed,
         device=args.device,
         amp_dtype=torch.bfloat16 if args.amp else None,
+        channels_last=args.channels_last,
         checkpoint=f'{output}.checkpoint',
         resume=args.resume,
-        metadata={'dataset': args.dataset or str(args.data_dir)},
+        metadata={'dataset': args.dataset or str(args.data_dir), 'batch_size': str(args.batch_size)},
         num_classes=classes,
     )
     scales.save(output)

@@ -175,24 +175,31 @@ class Csla:
         ])
 
     def kernel(self, weights: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The kernel of the one convolution that equals the block (eq. 4).
+        """The kernel of the one convolution that equals the block (eq. 4), differentiable.
 
         Args:
             weights: For a conv branch its kernel, for an identity branch its trainable scale (channels,).
-            scales: Constant scale of each conv branch, (out_channels,).
+            scales: Scale of each conv branch, (out_channels,).
 
         Returns:
             The kernel, of shape kernel_shape.
+
+        Raises:
+            ValueError: A scale is missing or misshapen.
         """
-        scales = self.check_scales(scales)
-        total = torch.zeros(self.kernel_shape, dtype=next(iter(weights.values())).dtype)
+        self.check_scales(scales)
+        by_size: Dict[Tuple[int, int], torch.Tensor] = {}
         for branch in self.branches:
-            weight = weights[branch.name].detach()
+            weight = weights[branch.name]
             if isinstance(branch, IdentityBranch):
-                weight = self._diagonal(weight)
+                kernel = self._diagonal(weight)
             else:
-                weight = weight * scales[branch.name].to(weight)[:, None, None, None]
-            total = total.to(weight.device) + self._padded(weight)
+                kernel = weight * scales[branch.name].to(weight)[:, None, None, None]
+            size = branch.kernel_size
+            by_size[size] = by_size[size] + kernel if size in by_size else kernel
+        total = self._padded(by_size.pop(max(by_size)))
+        for kernel in by_size.values():
+            total = total + self._padded(kernel)
         return total
 
     def initial_kernel(self, scales: Mapping[str, torch.Tensor], device=None, dtype=None) -> torch.Tensor:
@@ -202,6 +209,8 @@ class Csla:
 
     def _padded(self, kernel: torch.Tensor) -> torch.Tensor:
         height, width = ((whole - part) // 2 for whole, part in zip(self.kernel_size, kernel.shape[2:]))
+        if not height and not width:
+            return kernel
         return F.pad(kernel, (width, width, height, height))
 
     def _diagonal(self, scale: torch.Tensor) -> torch.Tensor:
@@ -399,8 +408,21 @@ class CslaBlock(nn.Module):
 
 
 class SearchBlock(CslaBlock):
-    """The block that Hyper-Search trains: the same branches, their scales trainable (section 3.3)."""
+    """The block that Hyper-Search trains: the same branches, their scales trainable (section 3.3).
+
+    The branches are added up as kernels, not as feature maps: same outputs, same gradients, one convolution.
+    """
     trainable_scales = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(
+            x,
+            self.csla.kernel(self.weights, self.scales),
+            stride=self.csla.stride,
+            padding=self.csla.padding(self.csla.kernel_size),
+            dilation=self.csla.dilation,
+            groups=self.csla.groups,
+        )
 
 
 def csla_layers(model: nn.Module) -> Dict[str, nn.Module]:

@@ -1,4 +1,5 @@
 from .repa_vit import RePaVisionTransformer
+from .repopt_ghostnet import RepOptGhostNet
 from .repopt_vgg import RepOptVgg
 
-__all__ = ['RePaVisionTransformer', 'RepOptVgg']
+__all__ = ['RePaVisionTransformer', 'RepOptGhostNet', 'RepOptVgg']

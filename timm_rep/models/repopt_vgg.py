@@ -13,10 +13,10 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._manipulate import named_apply
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
-from timm_rep.layers import Affine, ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock, csla_layers
-from timm_rep.scales import ScalesLike, resolve_scales
+from timm_rep.layers import ConvBranch, Csla, IdentityBranch
+from timm_rep.scales import ScalesLike
 
-from ._reparameterize import ReparameterizeMixin
+from ._repopt import RepOptMixin, check_structure, csla_operator, fold_norm
 
 __all__ = ['RepOptVgg']
 
@@ -76,10 +76,7 @@ class RepOptBlock(nn.Module):
             dilation=dilation[0],
             initial_scale=initial_scale,
         )
-        if structure == 'target':
-            self.conv = csla.target(**dd)
-        else:
-            self.conv = {'search': SearchBlock, 'csla': CslaBlock}[structure](csla, **dd)
+        self.conv = csla_operator(csla, structure, **dd)
         self.structure = 'training' if structure == 'target' else 'branches'
         self.bn = layers.norm_act(out_chs, drop_layer=drop_block, **dd)
         self.attn = nn.Identity() if layers.attn is None else layers.attn(out_chs, **dd)
@@ -111,9 +108,7 @@ class RepOptBlock(nn.Module):
             dilation=csla.dilation,
             device='meta',  # nothing to initialize, and no random numbers drawn
         )
-        kernel = self.conv.equivalent_kernel(dtype=torch.float64)
-        like = self.conv.weight if self.structure == 'training' else self.conv.weights['conv3x3']
-        Affine.from_kernel(kernel).before_norm(self.bn).write_to(deploy.conv, like=like)
+        fold_norm(self.conv, self.bn, deploy.conv)
         deploy.act = self.bn.act
         deploy.attn = self.attn
         return deploy.train(self.training)
@@ -166,7 +161,7 @@ class RepOptBlockDeploy(nn.Module):
         return x
 
 
-class RepOptVgg(ReparameterizeMixin, ByobNet):
+class RepOptVgg(RepOptMixin, ByobNet):
     """RepOpt-VGG: a stem and four stages of 3 x 3 convolutions, one convolution a block.
 
     timm's ByobNet with blocks of its own.
@@ -252,28 +247,6 @@ class RepOptVgg(ReparameterizeMixin, ByobNet):
         if not reparameterized:
             self._set_scales(structure, scales, reinit)
 
-    def _set_scales(self, structure: str, scales: Optional[ScalesLike], reinit: bool) -> None:
-        scales = resolve_scales(self, scales)
-        if scales is None:
-            if structure != 'target':
-                raise ValueError(
-                    f"The {structure} structure has scales: pass them, or 'ones' or 'init'; without any there is only "
-                    "the plain net, structure='target'.")
-            return
-        for name, layer in csla_layers(self).items():
-            layer.set_scales(scales[name])
-            if structure == 'target' and reinit:
-                layer.reset_kernel(scales[name])
-
-    # Who loads a published config.json has neither the tensors nor the file that the scales came from, and shall not
-    # train with others unawares: RepSGD asks for them then.
-    @ReparameterizeMixin._model_args.setter
-    def _model_args(self, args: Mapping[str, Any]) -> None:
-        args = dict(args)
-        if args.get('scales') not in (None, 'default', 'ones', 'init'):
-            args['scales'] = 'none'
-        ReparameterizeMixin._model_args.fset(self, args)
-
 
 def _check_architecture(
         depths: Sequence[int],
@@ -300,8 +273,7 @@ def _check_architecture(
 
 
 def _check_arguments(structure: str, drop_path_rate: float, kwargs: Mapping[str, Any]) -> None:
-    if structure not in ('target', 'search', 'csla'):
-        raise ValueError(f"structure is 'target', 'search' or 'csla', got {structure!r}.")
+    check_structure(structure)
     if drop_path_rate:
         raise ValueError(
             f'drop_path_rate={drop_path_rate}, but RepOpt-VGG has no shortcut to drop: leave it at 0; drop_rate and '

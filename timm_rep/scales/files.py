@@ -19,9 +19,14 @@ Layers = Mapping[str, Mapping[str, torch.Tensor]]
 _HUB_FILE = 'scales.safetensors'
 _HUB_ID = re.compile(r'(?:hf-hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?')
 _PICKLED = ('.pth', '.pt')
-# the layout of the authors' code for RepOpt-VGG: stage0 is the stem
-_RELEASED_KEY = re.compile(r'stage(?P<stage>\d)(?:\.(?P<block>\d+))?\.(?P<scale>scale_\w+)\.weight')
-_RELEASED_BRANCHES = {'scale_conv': 'conv3x3', 'scale_1x1': 'conv1x1', 'scale_identity': 'identity'}
+# the layouts of the authors' code; in that of RepOpt-VGG stage0 is the stem
+_RELEASED_VGG = re.compile(r'stage(?P<stage>\d)(?:\.(?P<block>\d+))?\.(?P<scale>scale_\w+)\.weight')
+_RELEASED_GHOST = re.compile(
+    r'(?P<ghost>blocks\.\d+\.\d+\.ghost\d)\.(?P<scale>fusion_scale|cheap_operation\.1)\.weight')
+_RELEASED_BRANCHES = {
+    'scale_conv': 'conv3x3', 'scale_1x1': 'conv1x1', 'scale_identity': 'identity',
+    'cheap_operation.1': 'conv3x3', 'fusion_scale': 'identity',
+}
 
 
 def locate(source: Union[str, os.PathLike]) -> str:
@@ -83,12 +88,18 @@ def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
             f'{path!r} cannot be read with weights_only=True as a file of scales: {type(e).__name__}: {e}') from e
     layers: Dict[str, Dict[str, torch.Tensor]] = {}
     for key, value in state_dict.items():
-        match = _RELEASED_KEY.fullmatch(key)
+        match = _RELEASED_VGG.fullmatch(key) or _RELEASED_GHOST.fullmatch(key)
         if match and match['scale'] in _RELEASED_BRANCHES:
-            stage, block = int(match['stage']), match['block']
-            layer = 'stem.conv' if stage == 0 else f'stages.{stage - 1}.{block}.conv'
-            layers.setdefault(layer, {})[_RELEASED_BRANCHES[match['scale']]] = value
+            layers.setdefault(_layer(match), {})[_RELEASED_BRANCHES[match['scale']]] = value
     if not layers:
         raise ValueError(
-            f'{path!r} holds no scales in the released layout of RepOpt-VGG (stage1.0.scale_conv.weight, ...).')
+            f'{path!r} holds no scales in a released layout, of RepOpt-VGG (stage1.0.scale_conv.weight, ...) or '
+            'RepOpt-GhostNet (blocks.0.0.ghost1.fusion_scale.weight, ...).')
     return layers, {'source': os.path.basename(path)}
+
+
+def _layer(released: re.Match) -> str:
+    if released.re is _RELEASED_GHOST:
+        return f'{released["ghost"]}.cheap_operation.0'
+    stage = int(released['stage'])
+    return f'stages.{stage - 1}.{released["block"]}.conv' if stage else 'stem.conv'

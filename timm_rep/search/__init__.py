@@ -1,6 +1,7 @@
-from .data import count_classes, create_search_dataset, create_search_loader
+from .data import DeviceLoader, count_classes, create_search_dataset, create_search_loader
 from .hyper_search import hyper_search, parameter_groups
 
 __all__ = [
-    'count_classes', 'create_search_dataset', 'create_search_loader', 'hyper_search', 'parameter_groups',
+    'DeviceLoader', 'count_classes', 'create_search_dataset', 'create_search_loader', 'hyper_search',
+    'parameter_groups',
 ]

@@ -1,0 +1,72 @@
+"""What the models that RepOptimizers train share."""
+from typing import Any, Mapping, Optional
+
+import torch
+import torch.nn as nn
+
+from timm_rep.layers import Affine, Csla, CslaBlock, SearchBlock, csla_layers
+from timm_rep.scales import ScalesLike, resolve_scales
+
+from ._reparameterize import ReparameterizeMixin
+
+__all__ = ['RepOptMixin', 'check_structure', 'csla_operator', 'fold_norm']
+
+
+def check_structure(structure: str) -> None:
+    """
+    Raises:
+        ValueError: There is no such structure.
+    """
+    if structure not in ('target', 'search', 'csla'):
+        raise ValueError(f"structure is 'target', 'search' or 'csla', got {structure!r}.")
+
+
+def csla_operator(csla: Csla, structure: str, device=None, dtype=None) -> nn.Module:
+    """What stands for a CSLA declaration in this structure: one convolution, or its branches."""
+    if structure == 'target':
+        return csla.target(device=device, dtype=dtype)
+    return {'search': SearchBlock, 'csla': CslaBlock}[structure](csla, device=device, dtype=dtype)
+
+
+def fold_norm(conv: nn.Module, norm: nn.modules.batchnorm._BatchNorm, deploy: nn.Conv2d) -> None:
+    """Write a CSLA operator and the norm behind it into one convolution with a bias.
+
+    Raises:
+        ValueError: The BatchNorm has no running statistics.
+        OverflowError: A folded weight does not fit the dtype of the operator.
+    """
+    kernel = conv.equivalent_kernel(dtype=torch.float64)
+    like = next(p for p in conv.parameters() if p.ndim == 4)
+    Affine.from_kernel(kernel).before_norm(norm).write_to(deploy, like=like)
+
+
+class RepOptMixin(ReparameterizeMixin):
+    """Adds scales to a timm model with CSLA operators, and ``reparameterize()``."""
+
+    def _set_scales(self, structure: str, scales: Optional[ScalesLike], reinit: bool) -> None:
+        """Give a target net its GradMults and initial kernels, another structure its scales.
+
+        Raises:
+            FileNotFoundError: There is no such file of scales.
+            ValueError: The scales do not fit, or a structure that has scales gets none.
+        """
+        scales = resolve_scales(self, scales)
+        if scales is None:
+            if structure != 'target':
+                raise ValueError(
+                    f"The {structure} structure has scales: pass them, or 'ones' or 'init'; without any there is only "
+                    "the plain net, structure='target'.")
+            return
+        for name, layer in csla_layers(self).items():
+            layer.set_scales(scales[name])
+            if structure == 'target' and reinit:
+                layer.reset_kernel(scales[name])
+
+    # Who loads a published config.json has neither the tensors nor the file that the scales came from, and shall not
+    # train with others unawares: RepSGD asks for them then.
+    @ReparameterizeMixin._model_args.setter
+    def _model_args(self, args: Mapping[str, Any]) -> None:
+        args = dict(args)
+        if args.get('scales') not in (None, 'default', 'ones', 'init'):
+            args['scales'] = 'none'
+        ReparameterizeMixin._model_args.fset(self, args)
