@@ -35,3 +35,21 @@ def released_scales():
         return path
 
     return find
+
+
+@pytest.fixture(scope='session')
+def images(tmp_path_factory):
+    """Folders of 40 x 40 images, four classes: train/CLASS/IMAGE.png, validation/CLASS/IMAGE.png."""
+    import torch
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp('images')
+    g = torch.Generator().manual_seed(0)
+    for split, n in (('train', 5), ('validation', 2)):
+        for label in range(4):
+            folder = root / split / str(label)
+            folder.mkdir(parents=True)
+            for i in range(n):
+                pixels = torch.randint(0, 100, (40, 40, 3), generator=g, dtype=torch.uint8) + 30 * label
+                Image.fromarray(pixels.numpy()).save(folder / f'{i}.png')
+    return root

@@ -1,24 +1,17 @@
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.fsdp
 
+from tests.torchrun import torchrun
+
 WORKER = Path(__file__).parent / 'distributed_worker.py'
 
 
 def train(path, processes, opt, parallel):
-    command = [
-        sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(processes), str(WORKER),
-        str(path), opt, parallel, '16',
-    ]
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(WORKER.parents[1])}
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
+    torchrun(processes, WORKER, path, opt, parallel, 16)
     return [torch.load(f'{path}.{rank}', weights_only=True) for rank in range(processes)]
 
 

@@ -239,8 +239,35 @@ def test_released_layout(tmp_path):
         assert read.metadata == {'source': 'scales.pth'}
     assert csla_layers(tiny(scales=str(tmp_path / 'scales.pth')))['stem.conv'].grad_mult is not None
     torch.save({'conv.weight': torch.ones(3)}, tmp_path / 'scales.pth')
-    with pytest.raises(ValueError, match='no scales in the released layout'):
+    with pytest.raises(ValueError, match='no scales in a released layout'):
         Scales.load(tmp_path / 'scales.pth')
+
+
+def test_released_ghost_layout(tmp_path):
+    """Scales as the released code of RepOpt-GhostNet writes them, in a whole search checkpoint."""
+    model = timm.create_model('repopt_ghostnet_050', structure='search', scales='ones', width=.3)
+    state = {'conv_stem.weight': torch.ones(3)}
+    for layer, branches in Scales.from_model(model).items():
+        ghost = layer.removesuffix('.cheap_operation.0')
+        branches['conv3x3'].uniform_(-1, 1)
+        branches['identity'].uniform_(-1, 1)
+        state[f'{ghost}.cheap_operation.0.weight'] = torch.ones(2, 1, 3, 3)
+        state[f'{ghost}.cheap_operation.1.weight'] = branches['conv3x3']
+        state[f'{ghost}.fusion_scale.weight'] = branches['identity']
+    torch.save({'model': state}, tmp_path / 'scales.pth')
+    scales = Scales.load(tmp_path / 'scales.pth')
+    assert scales.keys() == csla_layers(model).keys()
+    assert torch.equal(
+        scales['blocks.6.1.ghost2.cheap_operation.0']['identity'], state['blocks.6.1.ghost2.fusion_scale.weight'])
+    assert timm.create_model('repopt_ghostnet_050', scales=scales, width=.3)
+
+
+def test_released_ghost_scales_fit_the_model(released_scales):
+    path = released_scales('RepOptGhostNet_0_5x_scales.pth')
+    model = timm.create_model('repopt_ghostnet_050', scales=path, device='meta')
+    assert all(layer.grad_mult is not None for layer in csla_layers(model).values())
+    with pytest.raises(ValueError, match=r'blocks\.0\.0\.ghost1'):
+        timm.create_model('repopt_ghostnet_100', scales=path, device='meta')
 
 
 class _Payload:

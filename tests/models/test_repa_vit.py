@@ -1,7 +1,5 @@
 import copy
-import io
 import math
-import pickle
 
 import pytest
 import timm
@@ -14,6 +12,8 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401
+from tests.models import contract
+from tests.models.contract import Contract
 from tests.reference.ffn import ffn, relative, wild_
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
@@ -38,7 +38,7 @@ def trained(**kwargs):
 
 
 def images(n=2, size=32, **kwargs):
-    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1), **kwargs)
+    return contract.images(n, size, **kwargs)
 
 
 def test_registered():
@@ -218,22 +218,25 @@ def test_config_of_a_folded_model_rebuilds_it(tmp_path, folded_by):
     assert torch.equal(again(images()), model(images()))
 
 
-@pytest.mark.parametrize('reparameterized', [False, True])
-class TestContract:
+@pytest.mark.parametrize('kind', ['training', 'deploy'])
+class TestContract(Contract):
     """What any timm ViT can do, in both structures."""
+    size = 32
+    block = 'blocks.1'
+    layers = 2 + 3  # stem, blocks, head and final norm
+    scriptable = ('training', 'deploy')
 
-    @pytest.fixture
-    def model(self, reparameterized):
-        model = trained()
-        return model.reparameterize() if reparameterized else model
+    @staticmethod
+    def build(kind, **kwargs):
+        return tiny(reparameterized=kind == 'deploy', **kwargs)
+
+    @staticmethod
+    def trained(kind):
+        return trained().reparameterize() if kind == 'deploy' else trained()
 
     @torch.no_grad()
-    def test_features_and_head(self, model):
-        x = images()
-        features = model.forward_features(x)
-        assert features.shape == (2, 17, 24)
-        assert torch.equal(model.forward_head(features), model(x))
-        assert model.forward_head(features, pre_logits=True).shape == (2, 24)
+    def test_feature_shapes(self, model):
+        assert model.forward_features(images()).shape == (2, 17, 24)
 
     @torch.no_grad()
     def test_forward_intermediates(self, model):
@@ -257,9 +260,9 @@ class TestContract:
         assert torch.equal(model.forward_intermediates(x, [1], intermediates_only=True)[0], taps[1])
 
     @torch.no_grad()
-    def test_features_only(self, reparameterized):
+    def test_features_only(self, kind):
         net = timm.create_model(
-            'repa_deit_tiny', features_only=True, out_indices=(0, 2), reparameterized=reparameterized, **TINY)
+            'repa_deit_tiny', features_only=True, out_indices=(0, 2), reparameterized=kind == 'deploy', **TINY)
         assert net.feature_info.channels() == [24, 24]
         assert net.feature_info.reduction() == [8, 8]
         assert [tuple(f.shape) for f in net.eval()(images())] == [(2, 24, 4, 4)] * 2
@@ -274,12 +277,6 @@ class TestContract:
             assert torch.allclose(model(images(), attn_mask=mask), causal, atol=1e-6)
             assert relative(model(images()), causal) > 1e-3
 
-    def test_classifier(self, model):
-        model.reset_classifier(7)
-        assert model(images()).shape == (2, 7)
-        model.reset_classifier(0, 'avg')
-        assert model(images()).shape == (2, 24)
-
     @pytest.mark.parametrize('kwargs,shape', [
         (dict(num_classes=0), (2, 24)),
         (dict(num_classes=0, global_pool=''), (2, 17, 24)),
@@ -289,51 +286,34 @@ class TestContract:
         (dict(drop_path_rate=.3, proj_drop_rate=.1, drop_rate=.1, patch_drop_rate=.2), (2, 5)),
         (dict(fix_init=True, weight_init='jax'), (2, 5)),
     ], ids=str)
-    def test_arguments(self, reparameterized, kwargs, shape):
-        model = tiny(reparameterized=reparameterized, **kwargs)
+    def test_arguments(self, kind, kwargs, shape):
+        model = self.build(kind, **kwargs)
         x = images()[:, :kwargs.get('in_chans', 3)]
         y = model(x)
         assert y.shape == shape
         y.sum().backward()
         assert all(p.grad is not None for p in model.parameters())
 
-    def test_image_sizes(self, model, reparameterized):
+    def test_image_sizes(self, model, kind):
         with torch.no_grad():
             expected = model(images())
-            dynamic = tiny(dynamic_img_size=True, reparameterized=reparameterized).eval()
+            dynamic = tiny(dynamic_img_size=True, reparameterized=kind == 'deploy').eval()
             dynamic.load_state_dict(model.state_dict())
             assert torch.equal(dynamic(images()), expected)
             assert dynamic(images(size=48)).shape == (2, 5)
             model.set_input_size(img_size=48)
             assert torch.allclose(model(images(size=48)), dynamic(images(size=48)), atol=1e-5)
-            assert tiny(img_size=(48, 32), reparameterized=reparameterized)(torch.randn(2, 3, 48, 32)).shape == (2, 5)
+            assert tiny(img_size=(48, 32), reparameterized=kind == 'deploy')(torch.randn(2, 3, 48, 32)).shape == (2, 5)
 
     def test_parameter_groups(self, model):
+        super().test_parameter_groups(model)
         groups = group_parameters(model, model.group_matcher(), reverse=True)
-        names = {n for n, _ in model.named_parameters()}
-        assert groups.keys() == names
-        assert len({groups[n] for n in names if n.startswith('blocks.1.')}) == 1
-        assert len(set(groups.values())) == 2 + 3  # stem, blocks, head and final norm
-        assert model.no_weight_decay() & names == {'pos_embed', 'cls_token'}
-        optimizer = create_optimizer_v2(model, opt='adamw', lr=.1, weight_decay=.1, layer_decay=.8)
-        assert sum(len(g['params']) for g in optimizer.param_groups) == len(names)
-
-    def test_grad_checkpointing(self, model):
-        model.train()
-        grads, calls = [], []
-        model.blocks[1].register_forward_pre_hook(lambda *args: calls.append(1))
-        for enable in (False, True):
-            model.zero_grad()
-            model.set_grad_checkpointing(enable)
-            model(images(4)).square().sum().backward()
-            grads.append([p.grad.clone() for p in model.parameters()])
-        assert len(calls) == 1 + 2  # once more for the backward pass
-        for a, b in zip(*grads):
-            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * b.abs().max())
+        assert len({groups[n] for n in groups if n.startswith('blocks.1.')}) == 1
+        assert model.no_weight_decay() & groups.keys() == {'pos_embed', 'cls_token'}
 
     @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16, torch.float16])
-    def test_dtype(self, model, reparameterized, dtype):
-        built = tiny(dtype=dtype, reparameterized=reparameterized).eval()
+    def test_dtype(self, model, kind, dtype):
+        built = tiny(dtype=dtype, reparameterized=kind == 'deploy').eval()
         assert all(p.dtype == dtype for p in built.parameters())
         built.load_state_dict(model.state_dict())
         y = built(images(dtype=dtype))
@@ -345,68 +325,18 @@ class TestContract:
             y = model(images())
         assert relative(y.float(), model(images())) < 5e-2
 
-    def test_meta(self, model, reparameterized):
-        meta = tiny(device='meta', reparameterized=reparameterized)
-        assert all(t.is_meta for t in meta.state_dict().values())
-        assert meta.reparameterize()(torch.empty(2, 3, 32, 32, device='meta')).shape == (2, 5)
-        if reparameterized:
-            meta.load_state_dict(model.state_dict(), assign=True)
-            assert torch.equal(meta.eval()(images()), model(images()))
-
-    def test_copy_and_pickle(self, model):
-        x = images()
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(other(x), model(x))
-            assert other.pretrained_cfg == model.pretrained_cfg
-
     def test_fx(self, model):
         feature_extraction = pytest.importorskip('torchvision.models.feature_extraction')
         try:
             feature_extraction.get_graph_node_names(timm.create_model('deit_tiny_patch16_224', **TINY))
         except TypeError as e:
             pytest.skip(f"FX cannot trace this timm's own ViT: {e}")
-        _, names = feature_extraction.get_graph_node_names(model)
-        net = feature_extraction.create_feature_extractor(model, [names[-1]])
-        assert torch.allclose(net(images())[names[-1]], model(images()), atol=1e-6)
-
-    @pytest.mark.filterwarnings('ignore:.*is deprecated. Please switch to:FutureWarning')
-    @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
-    def test_torchscript(self, model, reparameterized):
-        with timm.layers.set_scriptable(True):
-            scriptable = tiny(scriptable=True, reparameterized=reparameterized).eval()
-        scriptable.load_state_dict(model.state_dict())
-        scripted = torch.jit.script(scriptable)
-        buffer = io.BytesIO()
-        torch.jit.save(scripted, buffer)
-        buffer.seek(0)
-        for net in (scripted, torch.jit.load(buffer), torch.jit.trace(model, images())):
-            assert torch.allclose(net(images()), model(images()), atol=1e-6)
-
-    @torch.no_grad()
-    def test_export(self, model):
-        batch = torch.export.Dim('batch', min=2, max=64)
-        program = torch.export.export(model, (images(3),), dynamic_shapes=({0: batch},))
-        assert torch.allclose(program.module()(images(5)), model(images(5)), atol=1e-5)
-
-    def test_compile(self, model):
-        """One graph, no breaks; the compiler's own code generation is under the slow marker."""
-        compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
-        with torch.no_grad():
-            assert torch.allclose(compiled(images()), model(images()), atol=1e-6)
-        loss = compiled(images()).square().sum()
-        loss.backward()
-        assert all(p.grad is not None for p in model.parameters())
+        super().test_fx(model)
 
     @pytest.mark.slow
     def test_compile_inductor(self, model):
         with torch.no_grad():
             assert torch.allclose(torch.compile(model)(images()), model(images()), atol=1e-5)
-
-    def test_data_parallel_prefixes(self, model, reparameterized):
-        state = {f'module.{k}': v for k, v in model.state_dict().items()}
-        other = tiny(reparameterized=reparameterized).eval()
-        other.load_state_dict(timm.models.clean_state_dict(state))
-        assert torch.equal(other(images()), model(images()))
 
 
 def test_training_moves_the_statistics_and_lowers_the_loss():

@@ -1,5 +1,4 @@
 import copy
-import io
 import math
 import pickle
 
@@ -8,12 +7,11 @@ import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import load, save
-from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, reparameterize_model
 
 import timm_rep
+from tests.models.contract import Contract, images, randomize_
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import grad_mult
 from timm_rep.layers import CslaBlock, SearchBlock, csla_layers
@@ -52,24 +50,7 @@ def random_scales(model):
 
 def trained(**kwargs):
     """A tiny model with the statistics, norms and scales of no initialization, in eval mode."""
-    model = tiny(**kwargs)
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                n = module.num_features
-                module.weight.copy_(torch.randn(n, generator=g))
-                module.bias.copy_(torch.randn(n, generator=g))
-                module.running_mean.copy_(torch.randn(n, generator=g))
-                module.running_var.copy_(torch.randn(n, generator=g).exp())
-            elif isinstance(module, CslaBlock):
-                for scale in module.scales.values():
-                    scale.copy_(torch.randn(len(scale), generator=g))
-    return model.eval()
-
-
-def images(n=2, size=64, **kwargs):
-    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1), **kwargs)
+    return randomize_(tiny(**kwargs))
 
 
 def test_registered():
@@ -581,24 +562,27 @@ def test_recorded_outputs(recorded, name, kwargs):
 
 
 @pytest.mark.parametrize('kind', [*STRUCTURES, 'deploy'])
-class TestContract:
+class TestContract(Contract):
     """What any timm conv net can do, in every structure."""
+    block = 'stages.1.1'
+    layers = 1 + 6 + 1
+    scriptable = ('target', 'deploy')  # a block's branches are a loop over its declaration, which only tracing unrolls
 
     @staticmethod
     def arguments(kind):
         return dict(reparameterized=True) if kind == 'deploy' else dict(structure=kind)
 
-    @pytest.fixture
-    def model(self, kind):
+    @classmethod
+    def build(cls, kind, **kwargs):
+        return tiny(**cls.arguments(kind), **kwargs)
+
+    @staticmethod
+    def trained(kind):
         return trained().reparameterize() if kind == 'deploy' else trained(structure=kind)
 
     @torch.no_grad()
-    def test_features_and_head(self, model):
-        x = images()
-        features = model.forward_features(x)
-        assert features.shape == (2, 32, 2, 2)
-        assert torch.equal(model.forward_head(features), model(x))
-        assert model.forward_head(features, pre_logits=True).shape == (2, 32)
+    def test_feature_shapes(self, model):
+        assert model.forward_features(images()).shape == (2, 32, 2, 2)
 
     @torch.no_grad()
     def test_forward_intermediates(self, model):
@@ -649,12 +633,6 @@ class TestContract:
             assert model.feature_info[-1]['reduction'] == reduction
             assert model.forward_features(images()).shape[2:] == (64 // reduction,) * 2
 
-    def test_classifier(self, model):
-        model.reset_classifier(7)
-        assert model(images()).shape == (2, 7)
-        model.reset_classifier(0, 'avg')
-        assert model(images()).shape == (2, 32)
-
     @pytest.mark.parametrize('kwargs,shape', [
         (dict(num_classes=0), (2, 32)),
         (dict(num_classes=0, global_pool=''), (2, 32, 2, 2)),
@@ -674,87 +652,6 @@ class TestContract:
     @pytest.mark.parametrize('size', [(32, 32), (97, 65), (224, 160)])
     def test_image_sizes(self, model, size):
         assert model(torch.randn(1, 3, *size)).shape == (1, 5)
-
-    def test_parameter_groups(self, model):
-        groups = group_parameters(model, model.group_matcher(), reverse=True)
-        names = {n for n, _ in model.named_parameters()}
-        assert groups.keys() == names
-        assert len(set(groups.values())) == 1 + 6 + 1
-        optimizer = create_optimizer_v2(model, opt='sgd', lr=.1, weight_decay=.1, layer_decay=.8)
-        assert sum(len(g['params']) for g in optimizer.param_groups) == sum(
-            p.requires_grad for p in model.parameters())
-
-    def test_grad_checkpointing(self, model):
-        model.train()
-        grads = []
-        for enable in (False, True):
-            model.zero_grad()
-            model.set_grad_checkpointing(enable)
-            model(images(4)).square().sum().backward()
-            grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
-        for a, b in zip(*grads):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * b.abs().max().item())
-
-    @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
-    def test_dtype(self, kind, dtype):
-        built = tiny(dtype=dtype, **self.arguments(kind)).eval()
-        assert all(p.dtype == dtype for p in built.parameters())
-        assert built(images(dtype=dtype)).dtype == dtype
-
-    def test_meta(self, kind, model):
-        meta = tiny(device='meta', **self.arguments(kind))
-        assert all(t.is_meta for t in meta.state_dict().values())
-        meta.load_state_dict(model.state_dict(), assign=True)
-        assert torch.equal(meta.eval()(images()), model(images()))
-        empty = tiny(device='meta', **self.arguments(kind)).reparameterize()
-        assert empty(torch.empty(2, 3, 64, 64, device='meta')).shape == (2, 5)
-
-    def test_copy_and_pickle(self, model):
-        x = images()
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(other(x), model(x))
-            assert other.pretrained_cfg == model.pretrained_cfg
-
-    def test_state_dict_round_trip(self, kind, model):
-        other = tiny(**self.arguments(kind)).eval()
-        other.load_state_dict(load(save(model.state_dict())))
-        assert torch.equal(other(images()), model(images()))
-        prefixed = {f'module.{k}': v for k, v in model.state_dict().items()}
-        other.load_state_dict(timm.models.clean_state_dict(prefixed))
-
-    def test_fx(self, model):
-        feature_extraction = pytest.importorskip('torchvision.models.feature_extraction')
-        _, names = feature_extraction.get_graph_node_names(model)
-        net = feature_extraction.create_feature_extractor(model, [names[-1]])
-        assert torch.allclose(net(images())[names[-1]], model(images()), atol=1e-6)
-
-    @pytest.mark.filterwarnings('ignore:.*is deprecated. Please switch to:FutureWarning')
-    @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
-    def test_torchscript(self, kind, model):
-        traced = torch.jit.trace(model, images())
-        assert torch.allclose(traced(images()), model(images()), atol=1e-6)
-        if kind in ('search', 'csla'):
-            return  # a block's branches are a loop over its declaration, which only tracing unrolls
-        with timm.layers.set_scriptable(True):
-            scriptable = tiny(scriptable=True, **self.arguments(kind)).eval()
-        scriptable.load_state_dict(model.state_dict())
-        buffer = io.BytesIO()
-        torch.jit.save(torch.jit.script(scriptable), buffer)
-        buffer.seek(0)
-        assert torch.allclose(torch.jit.load(buffer)(images()), model(images()), atol=1e-6)
-
-    @torch.no_grad()
-    def test_export(self, model):
-        batch = torch.export.Dim('batch', min=2, max=64)
-        program = torch.export.export(model, (images(3),), dynamic_shapes=({0: batch},))
-        assert torch.allclose(program.module()(images(5)), model(images(5)), atol=1e-5)
-
-    def test_compile(self, model):
-        compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
-        with torch.no_grad():
-            assert torch.allclose(compiled(images()), model(images()), atol=1e-5)
-        compiled(images()).square().sum().backward()
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def test_first_conv_and_classifier_are_where_the_config_says():

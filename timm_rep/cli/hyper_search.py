@@ -1,4 +1,7 @@
-"""``timm-rep hyper-search``: find the constants of a RepOptimizer."""
+"""``timm-rep hyper-search``: find the constants of a RepOptimizer.
+
+``torchrun --no-python timm-rep hyper-search ...`` searches with several processes.
+"""
 from pathlib import Path
 
 
@@ -14,8 +17,9 @@ def add_parser(commands) -> None:
     parser.add_argument('--img-size', type=int, default=32, help='pixels (%(default)s)')
     parser.add_argument('--epochs', type=int, default=240, help='(%(default)s)')
     parser.add_argument('--warmup-epochs', type=int, default=5, help='(%(default)s)')
-    parser.add_argument('--batch-size', type=int, default=256, help='(%(default)s)')
+    parser.add_argument('--batch-size', type=int, default=256, help='for each process (%(default)s)')
     parser.add_argument('--lr', type=float, default=0.1, help='(%(default)s)')
+    parser.add_argument('--weight-decay', type=float, default=4e-5, help='(%(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
     parser.add_argument('--device', default='cpu', help='(%(default)s)')
     parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
@@ -29,6 +33,7 @@ def add_parser(commands) -> None:
 
 def run(args) -> int:
     import torch
+    from timm.utils import init_distributed_device, is_primary
 
     from timm_rep.atomic import check_writable
     from timm_rep.search import DeviceLoader, count_classes, create_search_dataset, create_search_loader, hyper_search
@@ -37,13 +42,14 @@ def run(args) -> int:
     if output.suffix != '.safetensors' or output.is_dir():
         raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
     check_writable(output.parent)
+    device = init_distributed_device(args)
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:
             dataset = create_search_dataset(
                 args.dataset, args.data_dir, split, args.img_size, is_training, raw=args.preload)
             if args.preload:
-                loader = DeviceLoader(dataset, args.batch_size, is_training, args.device, args.workers)
+                loader = DeviceLoader(dataset, args.batch_size, is_training, device, args.workers)
             else:
                 loader = create_search_loader(dataset, args.batch_size, is_training, args.workers)
             loaders.append(loader)
@@ -60,14 +66,22 @@ def run(args) -> int:
         warmup_epochs=args.warmup_epochs,
         lr=args.lr,
         seed=args.seed,
-        device=args.device,
+        weight_decay=args.weight_decay,
+        device=device,
         amp_dtype=torch.bfloat16 if args.amp else None,
         channels_last=args.channels_last,
         checkpoint=f'{output}.checkpoint',
         resume=args.resume,
-        metadata={'dataset': args.dataset or str(args.data_dir), 'batch_size': str(args.batch_size)},
+        metadata={
+            'dataset': args.dataset or Path(args.data_dir).resolve().name,
+            'batch_size': str(args.batch_size * args.world_size),
+        },
         num_classes=classes,
     )
+    if args.distributed:
+        torch.distributed.destroy_process_group()
+    if not is_primary(args):
+        return 0
     scales.save(output)
     print(f'{scales.summary()}\n\n{scales!r}\nWritten: {output}')
     return 0

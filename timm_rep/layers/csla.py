@@ -188,6 +188,14 @@ class Csla:
             ValueError: A scale is missing or misshapen.
         """
         self.check_scales(scales)
+        return self.unchecked_kernel(weights, scales)
+
+    def unchecked_kernel(
+            self,
+            weights: Mapping[str, torch.Tensor],
+            scales: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """kernel(), for a forward pass: looks at no shape, so that everything traces."""
         by_size: Dict[Tuple[int, int], torch.Tensor] = {}
         for branch in self.branches:
             weight = weights[branch.name]
@@ -197,9 +205,12 @@ class Csla:
                 kernel = weight * scales[branch.name].to(weight)[:, None, None, None]
             size = branch.kernel_size
             by_size[size] = by_size[size] + kernel if size in by_size else kernel
-        total = self._padded(by_size.pop(max(by_size)))
-        for kernel in by_size.values():
-            total = total + self._padded(kernel)
+        total = None
+        for size, kernel in by_size.items():
+            if size != self.kernel_size:
+                height, width = ((whole - part) // 2 for whole, part in zip(self.kernel_size, size))
+                kernel = F.pad(kernel, (width, width, height, height))
+            total = kernel if total is None else total + kernel
         return total
 
     def initial_kernel(self, scales: Mapping[str, torch.Tensor], device=None, dtype=None) -> torch.Tensor:
@@ -207,19 +218,10 @@ class Csla:
         block = CslaBlock(self, scales, device=device, dtype=dtype)
         return block.equivalent_kernel()
 
-    def _padded(self, kernel: torch.Tensor) -> torch.Tensor:
-        height, width = ((whole - part) // 2 for whole, part in zip(self.kernel_size, kernel.shape[2:]))
-        if not height and not width:
-            return kernel
-        return F.pad(kernel, (width, width, height, height))
-
     def _diagonal(self, scale: torch.Tensor) -> torch.Tensor:
         """The 1 x 1 kernel that multiplies every channel by its scale."""
-        width = self.in_channels // self.groups
-        kernel = scale.new_zeros(self.out_channels, width, 1, 1)
-        rows = torch.arange(self.out_channels, device=scale.device)
-        kernel[rows, rows % width, 0, 0] = scale
-        return kernel
+        ones = scale.new_ones(self.in_channels // self.groups).diag().repeat(self.groups, 1)
+        return (ones * scale[:, None])[:, :, None, None]
 
 
 class CslaConv2d(nn.Conv2d):
@@ -417,7 +419,7 @@ class SearchBlock(CslaBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.conv2d(
             x,
-            self.csla.kernel(self.weights, self.scales),
+            self.csla.unchecked_kernel(self.weights, self.scales),
             stride=self.csla.stride,
             padding=self.csla.padding(self.csla.kernel_size),
             dilation=self.csla.dilation,

@@ -5,11 +5,11 @@ import torch
 import torch.nn as nn
 
 from timm_rep.layers import Affine, Csla, CslaBlock, SearchBlock, csla_layers
-from timm_rep.scales import ScalesLike, resolve_scales
+from timm_rep.scales import ScalesLike, packaged_scales, resolve_scales
 
 from ._reparameterize import ReparameterizeMixin
 
-__all__ = ['RepOptMixin', 'check_structure', 'csla_operator', 'fold_norm']
+__all__ = ['RepOptMixin', 'check_structure', 'choose_scales', 'csla_operator', 'fold_norm']
 
 
 def check_structure(structure: str) -> None:
@@ -19,6 +19,29 @@ def check_structure(structure: str) -> None:
     """
     if structure not in ('target', 'search', 'csla'):
         raise ValueError(f"structure is 'target', 'search' or 'csla', got {structure!r}.")
+
+
+def choose_scales(variant: str, args: Mapping[str, Any], defaults: Mapping[str, Any]) -> ScalesLike:
+    """What ``scales='default'`` stands for: the packaged scales of the variant, where there are any, else 'init'.
+
+    Scales are specific to the architecture (section 4.3), so they are the packaged ones only where it is the variant's
+    own; and a search starts from where searches start.
+
+    Args:
+        variant: Name of the model.
+        args: What create_model was called with.
+        defaults: The arguments that make the variant's architecture.
+    """
+    if args.get('scales', 'default') != 'default':
+        return args['scales']
+    changed = any(_plain(args.get(name, value)) != _plain(value) for name, value in defaults.items())
+    if changed or args.get('structure') == 'search' or variant not in packaged_scales():
+        return 'init'
+    return variant
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def csla_operator(csla: Csla, structure: str, device=None, dtype=None) -> nn.Module:
@@ -67,6 +90,6 @@ class RepOptMixin(ReparameterizeMixin):
     @ReparameterizeMixin._model_args.setter
     def _model_args(self, args: Mapping[str, Any]) -> None:
         args = dict(args)
-        if args.get('scales') not in (None, 'default', 'ones', 'init'):
+        if args.get('scales') not in (None, 'default', 'ones', 'init', *packaged_scales()):
             args['scales'] = 'none'
         ReparameterizeMixin._model_args.fset(self, args)

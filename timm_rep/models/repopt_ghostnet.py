@@ -13,7 +13,7 @@ from timm.models.repghost import RepGhostNet
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
 
-from ._repopt import RepOptMixin, check_structure, csla_operator, fold_norm
+from ._repopt import RepOptMixin, check_structure, choose_scales, csla_operator, fold_norm
 
 __all__ = ['RepOptGhostNet']
 
@@ -163,14 +163,14 @@ model_cfgs = {
 
 
 def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs) -> RepOptGhostNet:
-    if kwargs.get('scales') == 'default':
-        del kwargs['scales']
+    architecture = dict(cfgs=_CFGS, **model_cfgs[variant])
+    scales = choose_scales(variant, kwargs, architecture)
     return build_model_with_cfg(
         RepOptGhostNet,
         variant,
         pretrained,
         feature_cfg=dict(flatten_sequential=True),
-        **dict(dict(cfgs=_CFGS, **model_cfgs[variant]), **kwargs),
+        **{**architecture, **kwargs, 'scales': scales},
     )
 
 

@@ -16,7 +16,7 @@ from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _ini
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
 
-from ._repopt import RepOptMixin, check_structure, csla_operator, fold_norm
+from ._repopt import RepOptMixin, check_structure, choose_scales, csla_operator, fold_norm
 
 __all__ = ['RepOptVgg']
 
@@ -285,6 +285,9 @@ def _check_arguments(structure: str, drop_path_rate: float, kwargs: Mapping[str,
 
 _L2 = dict(depths=(8, 14, 24, 1), widths=(160, 320, 640, 2560))
 
+# of every variant that says nothing else
+_ARCHITECTURE = dict(stem_width=64, strides=(2, 2, 2, 2, 2), act_layer='relu', attn_layer=None)
+
 # Table 1; A0, A1 and B0 have the depths and widths of RepVGG.
 model_cfgs = {
     'repopt_vgg_a0': dict(depths=(2, 4, 14, 1), widths=(48, 96, 192, 1280), stem_width=48),
@@ -300,11 +303,10 @@ model_cfgs = {
 
 
 def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepOptVgg:
-    if kwargs.get('scales') == 'default':
-        del kwargs['scales']
-    model_args = dict(model_cfgs[variant], **kwargs)
+    architecture = dict(_ARCHITECTURE, **model_cfgs[variant])
+    model_args = {**architecture, **kwargs, 'scales': choose_scales(variant, kwargs, architecture)}
     # where a stage keeps the resolution there is no feature before it
-    strides = model_args.get('strides', (2,) * 5)
+    strides = model_args['strides']
     features = 1 + sum(stride != 1 for stride in strides[1:]) if isinstance(strides, Sequence) else 0
     return build_model_with_cfg(
         RepOptVgg,

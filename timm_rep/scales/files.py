@@ -12,6 +12,8 @@ from timm.models import load_state_dict
 
 from timm_rep.atomic import replacing_files
 
+from .packaged import locate_packaged, packaged_scales
+
 __all__ = ['locate', 'read', 'write']
 
 Layers = Mapping[str, Mapping[str, torch.Tensor]]
@@ -30,7 +32,7 @@ _RELEASED_BRANCHES = {
 
 
 def locate(source: Union[str, os.PathLike]) -> str:
-    """The path of a file of scales, downloaded into the Hub's cache where ``source`` names a repository.
+    """The path of a file of scales: this, a packaged one, or one downloaded into the Hub's cache.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -38,11 +40,14 @@ def locate(source: Union[str, os.PathLike]) -> str:
     source = os.fspath(source)
     if os.path.isfile(source):
         return source
+    if source in packaged_scales():
+        return locate_packaged(source)
     hub_id = _HUB_ID.fullmatch(source)
     if not hub_id or os.path.exists(source) or source.endswith(('.safetensors', *_PICKLED)):
         raise FileNotFoundError(
-            f'No scales at {source!r}: expected a .safetensors file, a Hub repository (owner/name), '
-            "'ones', 'init' or 'none'.")
+            f"No scales at {source!r}: expected a .safetensors file, a Hub repository (owner/name), 'ones', 'init' or "
+            "'none', or a model whose searched scales come with this package, of which there are "
+            f"{', '.join(packaged_scales()) or 'none yet'}.")
     try:
         return hf_hub_download(hub_id['repo'], _HUB_FILE, revision=hub_id['revision'])
     except (OSError, ValueError) as e:

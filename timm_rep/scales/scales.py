@@ -31,7 +31,8 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
     """For each CSLA layer of a model, by its name, a vector (channels,) for each branch, by its name.
 
     The layers of RepOpt-VGG are ``stem.conv``, ``stages.0.0.conv`` and so on, their branches ``conv3x3``, ``conv1x1``
-    and, where Hyper-Search trained it, ``identity``, which no GradMult uses.
+    and, where Hyper-Search trained it, ``identity``, which no GradMult uses. Those of RepOpt-GhostNet are
+    ``blocks.0.0.ghost1.cheap_operation.0`` and so on, with ``conv3x3`` and ``identity``.
 
     Attributes:
         metadata: What is known about their origin, strings by name.
@@ -163,8 +164,9 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
 
         Args:
             source: A file that save() wrote; a file of the authors' released code, their searched scales or a whole
-                Hyper-Search checkpoint of RepOpt-VGG (``.pth``, read with ``weights_only=True``); or a Hub repository
-                with a file named scales.safetensors: ``owner/name``, a revision after ``@``.
+                Hyper-Search checkpoint of RepOpt-VGG or RepOpt-GhostNet (``.pth``, read with ``weights_only=True``);
+                the name of a model whose searched scales come with this package; or a Hub repository with a file named
+                scales.safetensors: ``owner/name``, a revision after ``@``.
 
         Raises:
             FileNotFoundError: There is no such file.

@@ -5,7 +5,7 @@ from typing import Iterator, Optional, Tuple
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 __all__ = ['DeviceLoader', 'count_classes', 'create_search_dataset', 'create_search_loader']
 
@@ -62,12 +62,24 @@ def _is_whole_root(dataset: Dataset, root: Optional[str]) -> bool:
     return taken is not None and root is not None and os.path.isdir(taken) and os.path.samefile(taken, root)
 
 
+def _sampler(dataset: Dataset, is_training: bool) -> Sampler:
+    """Which images this process sees, and in which order: in training, of a process group, its share."""
+    if not is_training:
+        return SequentialSampler(dataset)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return DistributedSampler(dataset, drop_last=True)
+    return RandomSampler(dataset)
+
+
 def create_search_loader(dataset: Dataset, batch_size: int, is_training: bool, workers: int = 0) -> DataLoader:
-    """Batches whose randomness starts anew with every epoch, as hyper_search() needs it."""
+    """Batches whose randomness starts anew with every epoch, as hyper_search() needs it.
+
+    In a process group, of batch_size images for each process.
+    """
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        shuffle=is_training,
+        sampler=_sampler(dataset, is_training),
         drop_last=is_training,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
@@ -86,7 +98,7 @@ class DeviceLoader:
         """
         Args:
             dataset: Of create_search_dataset(raw=True): images (3, H, W) of bytes, all of one size, and targets.
-            batch_size: Images of a batch; in training the last ones, fewer, are left out.
+            batch_size: Images of a batch, for each process; in training the last ones, fewer, are left out.
             is_training: Whether to shuffle, crop and flip.
             device: Where the images are.
             workers: Processes that read the images, once.
@@ -97,18 +109,19 @@ class DeviceLoader:
         self.images = F.pad(images, (0, 0, _BORDER, _BORDER, _BORDER, _BORDER)).contiguous().to(device)
         self.targets = torch.cat([targets for _, targets in batches]).to(device)
         self.dataset = dataset
+        self.sampler = _sampler(dataset, is_training)
         self.batch_size = batch_size
         self.is_training = is_training
         self.mean, self.std = (
             torch.tensor(x, device=device) * 255 for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.targets), self.batch_size)
+        whole, rest = divmod(len(self.sampler), self.batch_size)
         return whole if self.is_training else whole + bool(rest)
 
     def __iter__(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
         n, device = len(self.targets), self.targets.device
-        order = (torch.randperm(n) if self.is_training else torch.arange(n)).to(device)
+        order = torch.tensor(list(self.sampler), device=device)
         # top and left corner, whether to flip
         draws = [torch.full((n,), _BORDER), torch.full((n,), _BORDER), torch.zeros(n, dtype=torch.long)]
         if self.is_training:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import timm
 import torch
@@ -15,6 +15,7 @@ from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import AverageMeter, accuracy, random_seed, unwrap_model
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from timm_rep.atomic import check_writable, replacing_files
@@ -64,13 +65,15 @@ def hyper_search(
 ) -> Scales:
     """Train the search structure of a model; its scales in the end are the constants of the RepOptimizer.
 
-    SGD with Nesterov momentum 0.9, a cosine schedule after a linear warm-up.
+    SGD with Nesterov momentum 0.9, a cosine schedule after a linear warm-up. In a process group (``torchrun``) every
+    process trains on the batches of its own loader, and all return the same scales.
 
     Args:
         model: Name of a RepOpt model, or one in its search structure, which is trained in place.
         train_loader: Batches of images (N, 3, H, W) and targets (N,), the same number every epoch. Its randomness comes
             from torch's, NumPy's and Python's generators, which are seeded anew before each epoch, so that a resumed
-            search is the uninterrupted one; workers must not outlive an epoch (no ``persistent_workers``).
+            search is the uninterrupted one; workers must not outlive an epoch (no ``persistent_workers``). Where its
+            sampler has a ``set_epoch()``, as a DistributedSampler, that is called.
         val_loader: Batches for the accuracy in the metadata; none if None.
         epochs: Passes over the training images.
         lr: Learning rate at the end of the warm-up.
@@ -82,7 +85,7 @@ def hyper_search(
         amp_dtype: Autocast to this dtype, torch.bfloat16 for example; float32 if None.
         channels_last: Train in channels-last memory, which is faster on most devices.
         seed: Of the initialization and of every epoch.
-        checkpoint: A file that is replaced after every epoch; none if None.
+        checkpoint: A file that is replaced after every epoch, by the first process; none if None.
         resume: Go on from the checkpoint, if there is one.
         progress: Show a progress bar.
         metadata: What else to note in the Scales: the data set, for example.
@@ -119,6 +122,7 @@ def hyper_search(
     optimizer = create_optimizer_v2(
         parameter_groups(model, weight_decay), opt='sgd', lr=lr, momentum=0.9, weight_decay=weight_decay)
     steps = len(train_loader)
+    processes, rank = _processes()
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched='cosine',
@@ -131,23 +135,29 @@ def hyper_search(
     )
     settings = dict(
         model=name, epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
-        clip_grad=clip_grad, seed=seed, steps=steps)
+        clip_grad=clip_grad, seed=seed, steps=steps, processes=processes)
     start = _resume(checkpoint, model, optimizer, settings) if resume and checkpoint is not None else 0
     loss_fn = LabelSmoothingCrossEntropy(smoothing)
     autocast = contextlib.nullcontext if amp_dtype is None else lambda: torch.autocast(device.type, amp_dtype)
     losses = AverageMeter()
     model.train()
+    parallel = model
+    if processes > 1:
+        parallel = DistributedDataParallel(model, device_ids=None if device.type == 'cpu' else [device])
     with tqdm(total=epochs * steps, initial=start * steps, desc=f'searching {name}', unit='step',
-              disable=not progress) as bar:
+              disable=not progress or rank > 0) as bar:
         for epoch in range(start, epochs):
-            random_seed(seed + 1 + epoch)
+            random_seed(seed + 1 + epoch * processes + rank)
+            sampler = getattr(train_loader, 'sampler', None)
+            if hasattr(sampler, 'set_epoch'):
+                sampler.set_epoch(seed + 1 + epoch)  # a DistributedSampler knows no other seed
             losses.reset()
             for step, (images, targets) in enumerate(train_loader):
                 scheduler.step_update(epoch * steps + step)
                 images = images.to(device, non_blocking=True, memory_format=memory_format)
                 targets = targets.to(device, non_blocking=True)
                 with autocast():
-                    loss = loss_fn(model(images), targets)
+                    loss = loss_fn(parallel(images), targets)
                 optimizer.zero_grad()
                 loss.backward()
                 if clip_grad is not None:
@@ -156,7 +166,7 @@ def hyper_search(
                 losses.update(loss.detach(), len(images))
                 bar.update()
             bar.set_postfix(epoch=epoch + 1, loss=f'{losses.avg:.3f}')
-            if checkpoint is not None:
+            if checkpoint is not None and rank == 0:
                 _save(checkpoint, model, optimizer, settings, epoch + 1)
     noted = {
         'model': name,
@@ -170,6 +180,13 @@ def hyper_search(
     scales = Scales.from_model(model)
     scales.metadata.update(noted)
     return scales
+
+
+def _processes() -> Tuple[int, int]:
+    """How many processes search together, and which of them this is."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return 1, 0
 
 
 def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Dict[str, Any], epoch: int) -> None:

@@ -1,0 +1,163 @@
+"""What any timm model can do, in every structure: tests that each family's own inherit."""
+import copy
+import io
+import pickle
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from safetensors.torch import load, save
+from timm.models._manipulate import group_parameters
+from timm.optim import create_optimizer_v2
+
+from timm_rep.layers import CslaBlock
+
+
+def images(n=2, size=64, **kwargs):
+    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1), **kwargs)
+
+
+@torch.no_grad()
+def randomize_(model):
+    """Give norms and scales values of no initialization; eval mode."""
+    g = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            n = module.num_features
+            module.weight.copy_(torch.randn(n, generator=g))
+            module.bias.copy_(torch.randn(n, generator=g))
+            module.running_mean.copy_(torch.randn(n, generator=g))
+            module.running_var.copy_(torch.randn(n, generator=g).exp())
+        elif isinstance(module, CslaBlock):
+            for scale in module.scales.values():
+                scale.copy_(torch.randn(len(scale), generator=g))
+    return model.eval()
+
+
+class Contract:
+    """A subclass is parametrized with ``kind`` and says how to build a tiny model of it, for images of ``size``."""
+    size = 64
+    block = None  # name of one that is checkpointed
+    layers = None  # groups of parameters from input to output, for layer decay
+    scriptable = ()  # the kinds that torch.jit.script takes; tracing takes all
+
+    @staticmethod
+    def build(kind, **kwargs):
+        """A fresh model, the same one every time."""
+        raise NotImplementedError
+
+    @staticmethod
+    def trained(kind):
+        """A model with the weights of no initialization, in eval mode."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def model(self, kind):
+        return self.trained(kind)
+
+    def images(self, n=2, **kwargs):
+        return images(n, self.size, **kwargs)
+
+    @torch.no_grad()
+    def test_features_and_head(self, model):
+        x = self.images()
+        features = model.forward_features(x)
+        assert torch.equal(model.forward_head(features), model(x))
+        assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size)
+
+    def test_classifier(self, model):
+        model.reset_classifier(7)
+        assert model(self.images()).shape == (2, 7)
+        model.reset_classifier(0, 'avg')
+        assert model(self.images()).shape == (2, model.head_hidden_size)
+
+    def test_parameter_groups(self, model):
+        groups = group_parameters(model, model.group_matcher(), reverse=True)
+        assert groups.keys() == {n for n, _ in model.named_parameters()}
+        assert len(set(groups.values())) == self.layers
+        optimizer = create_optimizer_v2(model, opt='sgd', lr=.1, weight_decay=.1, layer_decay=.8)
+        assert sum(len(g['params']) for g in optimizer.param_groups) == sum(
+            p.requires_grad for p in model.parameters())
+
+    def test_grad_checkpointing(self, model):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.
+        model.drop_rate = 0.
+        grads, calls = [], []
+        model.get_submodule(self.block).register_forward_pre_hook(lambda *args: calls.append(1))
+        for enable in (False, True):
+            model.zero_grad()
+            model.set_grad_checkpointing(enable)
+            model(self.images(4)).square().sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        assert len(calls) == 1 + 2  # once more for the backward pass
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * b.abs().max().item())
+
+    @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+    def test_dtype(self, kind, dtype):
+        built = self.build(kind, dtype=dtype).eval()
+        assert all(p.dtype == dtype for p in built.parameters())
+        assert built(self.images(dtype=dtype)).dtype == dtype
+
+    def test_meta(self, kind, model):
+        meta = self.build(kind, device='meta')
+        assert all(t.is_meta for t in meta.state_dict().values())
+        meta.load_state_dict(model.state_dict(), assign=True)
+        assert torch.equal(meta.eval()(self.images()), model(self.images()))
+        empty = self.build(kind, device='meta').reparameterize()
+        assert empty(torch.empty(2, 3, self.size, self.size, device='meta')).shape == (2, 5)
+
+    def test_copy_and_pickle(self, model):
+        x = self.images()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(x), model(x))
+            assert other.pretrained_cfg == model.pretrained_cfg
+
+    def test_state_dict_round_trip(self, kind, model):
+        other = self.build(kind).eval()
+        other.load_state_dict(load(save({k: v.contiguous() for k, v in model.state_dict().items()})))
+        assert torch.equal(other(self.images()), model(self.images()))
+        # what DataParallel and DDP write
+        prefixed = {f'module.{k}': v for k, v in model.state_dict().items()}
+        other = self.build(kind).eval()
+        other.load_state_dict(timm.models.clean_state_dict(prefixed))
+        assert torch.equal(other(self.images()), model(self.images()))
+
+    def test_fx(self, model):
+        feature_extraction = pytest.importorskip('torchvision.models.feature_extraction')
+        _, names = feature_extraction.get_graph_node_names(model)
+        net = feature_extraction.create_feature_extractor(model, [names[-1]])
+        assert torch.allclose(net(self.images())[names[-1]], model(self.images()), atol=1e-6)
+
+    @pytest.mark.filterwarnings('ignore:.*is deprecated. Please switch to:FutureWarning')
+    @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
+    def test_torchscript(self, kind, model):
+        traced = torch.jit.trace(model, self.images())
+        assert torch.allclose(traced(self.images()), model(self.images()), atol=1e-6)
+        if kind not in self.scriptable:
+            return
+        with timm.layers.set_scriptable(True):
+            scriptable = self.build(kind, scriptable=True).eval()
+        scriptable.load_state_dict(model.state_dict())
+        buffer = io.BytesIO()
+        torch.jit.save(torch.jit.script(scriptable), buffer)
+        buffer.seek(0)
+        assert torch.allclose(torch.jit.load(buffer)(self.images()), model(self.images()), atol=1e-6)
+
+    @torch.no_grad()
+    def test_export(self, model):
+        batch = torch.export.Dim('batch', min=2, max=64)
+        program = torch.export.export(model, (self.images(3),), dynamic_shapes=({0: batch},))
+        assert torch.allclose(program.module()(self.images(5)), model(self.images(5)), atol=1e-5)
+
+    def test_compile(self, model):
+        """One graph, no breaks."""
+        compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
+        with torch.no_grad():
+            assert torch.allclose(compiled(self.images()), model(self.images()), atol=1e-5)
+        compiled(self.images()).square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

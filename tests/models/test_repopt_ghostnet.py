@@ -1,0 +1,259 @@
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.models.repghost import RepGhostNet
+from timm.optim import create_optimizer_v2
+from timm.utils import reparameterize_model
+
+import timm_rep
+from tests.models.contract import Contract, images, randomize_
+from tests.reference.ffn import relative
+from tests.reference.rep_optim import grad_mult, normal_scales
+from timm_rep.layers import CslaBlock, CslaConv2d, SearchBlock, csla_layers
+from timm_rep.models import RepOptGhostNet
+from timm_rep.optim import RepAdamW, RepSGD
+from timm_rep.scales import Scales
+
+WIDTHS = ['050', '058', '080', '100', '111', '130', '150', '200']
+# four blocks: without and with stride and SE, two with a shortcut of their own
+TINY = dict(
+    cfgs=(((3, 8, 16, 0, 1),), ((5, 24, 24, .25, 2),), ((3, 20, 24, .25, 1), (3, 28, 24, 0, 1))),
+    width=1., num_classes=5, drop_rate=0.)
+STRUCTURES = ['target', 'search', 'csla']
+
+
+def tiny(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model('repopt_ghostnet_050', **{**TINY, **kwargs})
+
+
+def trained(**kwargs):
+    return randomize_(tiny(**kwargs))
+
+
+def test_registered():
+    assert timm.list_models(module='repopt_ghostnet') == [f'repopt_ghostnet_{w}' for w in WIDTHS]
+
+
+@pytest.mark.parametrize('width', WIDTHS)
+def test_architecture_is_that_of_timms_repghostnet(width):
+    """The plain net has the parameters of RepGhostNet without fusion layers, the folded one those of the folded one."""
+    model = timm.create_model(f'repopt_ghostnet_{width}', device='meta')
+    without = timm.create_model(f'repghostnet_{width}', reparam=False, device='meta')
+    assert [(k, v.shape) for k, v in model.state_dict().items()] == [
+        (k, v.shape) for k, v in without.state_dict().items()]
+    assert [f['reduction'] for f in model.feature_info] == [f['reduction'] for f in without.feature_info]
+    folded = timm.create_model(f'repghostnet_{width}', device='meta')
+    folded.convert_to_deploy()
+    model.convert_to_deploy()
+    assert model.reparameterized
+    assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in folded.state_dict().items()}
+
+
+def test_scales_before_the_search():
+    """Appendix B, counted over modules: two a block, anew where the shortcut is no identity."""
+    model = timm.create_model('repopt_ghostnet_050', structure='search', device='meta')
+    layers = csla_layers(model)
+    assert len(layers) == 32
+    assert all(type(layer) is SearchBlock for layer in layers.values())
+
+    def initial(stage, block, ghost):
+        return layers[f'blocks.{stage}.{block}.ghost{ghost}.cheap_operation.0'].csla.initial_scale
+
+    for stage, block, ghost, index in [
+        (0, 0, 1, 1), (1, 0, 2, 2), (2, 0, 1, 3), (6, 0, 1, 3), (6, 2, 2, 8), (6, 3, 1, 1), (6, 4, 2, 4), (8, 3, 2, 10),
+    ]:
+        assert initial(stage, block, ghost) == math.sqrt(2 / (index + 1))
+    assert all([b.name for b in layer.csla.branches] == ['conv3x3', 'identity'] for layer in layers.values())
+    assert all(layer.csla.groups == layer.csla.out_channels for layer in layers.values())
+
+
+def test_target_has_the_multipliers_and_kernels_of_its_scales():
+    scales = normal_scales(tiny(), seed=0)
+    model = tiny(scales=scales)
+    for name, layer in csla_layers(model).items():
+        assert type(layer) is CslaConv2d
+        expected = grad_mult(layer.weight.shape, [('conv3x3', (3, 3)), ('identity', None)], scales[name], 2)
+        torch.testing.assert_close(layer.grad_mult.dense('squared', torch.float64), expected)
+        # one plus, and around it, a kernel of nine entries as torch draws it, scaled
+        kernel = layer.weight.detach().squeeze(1).clone()
+        kernel[:, 1, 1] -= 1
+        limit = scales[name]['conv3x3'].abs()[:, None, None] / 3
+        assert (kernel.abs() <= limit * 1.0001 + 1e-6).all()
+        assert kernel.abs().max() > 0
+    plain = tiny(scales=scales, reinit=False)
+    assert all(layer.weight.abs().max() <= 1 / 3 for layer in csla_layers(plain).values())
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(structure='search'), dict(structure='csla'), dict(in_chans=1), dict(width=.3, structure='search'),
+], ids=str)
+@torch.no_grad()
+def test_reparameterize_is_exact(kwargs):
+    model = trained(**kwargs)
+    x = images()[:, :kwargs.get('in_chans', 3)]
+    expected = model(x)
+    utility = reparameterize_model(model)
+    assert model.train().reparameterize() is model
+    assert model.eval().reparameterized
+    assert not any(isinstance(m, (CslaBlock, CslaConv2d)) for m in model.modules())
+    assert relative(model(x), expected) < 1e-5
+    assert torch.equal(utility(x), model(x))
+    once = {k: v.clone() for k, v in model.state_dict().items()}
+    model.reparameterize()
+    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
+    built = tiny(reparameterized=True, **kwargs).eval()
+    built.load_state_dict(once)
+    assert torch.equal(built(x), model(x))
+
+
+@torch.no_grad()
+def test_folded_weights_are_timms():
+    """A folded model's checkpoint is one of timm's folded RepGhostNet."""
+    model = trained().reparameterize()
+    timms = RepGhostNet(**TINY).eval()
+    timms.convert_to_deploy()
+    timms.load_state_dict(model.state_dict())
+    assert relative(timms(images()), model(images())) < 1e-6
+
+
+@pytest.mark.parametrize('name,structure', [('repopt_ghostnet_hs', 'search'), ('repopt_ghostnet_target', 'target')])
+@torch.no_grad()
+def test_recorded_outputs(recorded, name, structure):
+    tensors, config = recorded(name)
+    assert config == {'width': .1, 'mode': 'hs' if structure == 'search' else 'target', 'num_classes': 10}
+    model = timm.create_model('repopt_ghostnet_050', width=.1, num_classes=10, structure=structure)
+    weights = {k.removeprefix('weights.'): v for k, v in tensors.items() if k.startswith('weights.')}
+    assert timm_rep.load_released(model, weights) is model
+    model.eval()
+    assert relative(model(tensors['input']), tensors['output']) < 1e-5
+    assert relative(model.reparameterize()(tensors['input']), tensors['output']) < 1e-5
+    other = timm.create_model(
+        'repopt_ghostnet_050', width=.1, num_classes=10, structure='target' if structure == 'search' else 'search')
+    with pytest.raises(RuntimeError, match=r'(?s)does not fit RepOptGhostNet.*blocks\.0\.0\.ghost1'):
+        timm_rep.load_released(other, weights)
+
+
+@pytest.mark.parametrize('rep,plain,args,tolerance', [
+    (RepSGD, torch.optim.SGD, dict(lr=.02, momentum=.9, weight_decay=1e-3, nesterov=True), 1e-10),
+    (RepAdamW, torch.optim.AdamW, dict(lr=1e-3, weight_decay=.05, eps=1e-16), 1e-6),
+], ids=['sgd', 'adamw'])
+def test_csla_is_gr_end_to_end(rep, plain, args, tolerance):
+    scales = normal_scales(tiny(), seed=0)
+    csla = tiny(structure='csla', scales=scales, dtype=torch.float64)
+    target = tiny(scales=scales, dtype=torch.float64)
+    with torch.no_grad():
+        ours = csla_layers(target)
+        for name, block in csla_layers(csla).items():
+            ours[name].weight.copy_(block.equivalent_kernel())
+        rest = {k: v for k, v in csla.state_dict().items() if '.cheap_operation.0.' not in k}
+        assert not target.load_state_dict(rest, strict=False).unexpected_keys
+    optimizers = [plain([p for p in csla.parameters() if p.requires_grad], **args), rep(target.parameters(), **args)]
+    g = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        x, y = torch.randn(8, 3, 48, 48, generator=g, dtype=torch.float64), torch.randint(0, 5, (8,), generator=g)
+        outputs = [csla(x), target(x)]
+        for optimizer, output in zip(optimizers, outputs):
+            optimizer.zero_grad()
+            F.cross_entropy(output, y).backward()
+            optimizer.step()
+    assert relative(outputs[1], outputs[0]) < tolerance
+    for name, block in csla_layers(csla).items():
+        assert relative(ours[name].weight, block.equivalent_kernel()) < tolerance
+
+
+def test_search_finds_scales_that_a_model_takes():
+    data = torch.utils.data.TensorDataset(images(32, 32), torch.arange(32) % 5)
+    scales = timm_rep.hyper_search(
+        'repopt_ghostnet_050', torch.utils.data.DataLoader(data, batch_size=16, shuffle=True), epochs=2,
+        warmup_epochs=0, progress=False, **TINY)
+    assert scales['blocks.1.0.ghost1.cheap_operation.0']['identity'].std() > 0
+    model = tiny(scales=scales)
+    assert timm_rep.attach_grad_mults(model, scales) is model
+    assert Scales.initial(model).keys() == scales.keys()
+
+
+def test_refusals():
+    for kwargs, error, match in [
+        (dict(structure='train'), ValueError, r"'target', 'search' or 'csla', got 'train'"),
+        (dict(width=0), ValueError, 'width: expected a number over 0, got 0'),
+        (dict(reparam=True), TypeError, 'reparam: not for RepOpt-GhostNet'),
+        (dict(structure='search', scales='none'), ValueError, 'search structure has scales'),
+        (dict(scales=normal_scales(tiny(width=2.), 0)), ValueError, r'(?s)do not fit RepOptGhostNet.*ghost1.*24'),
+        (dict(not_an_argument=1), TypeError, 'not_an_argument'),
+    ]:
+        with pytest.raises(error, match=match):
+            tiny(**kwargs)
+    with pytest.raises(RuntimeError, match=r'deploy structure.*reparameterized=True'):
+        tiny().load_state_dict(tiny(reparameterized=True).state_dict())
+    with pytest.raises(RuntimeError, match=r"branches of the search.*structure='search'"):
+        tiny().load_state_dict(tiny(structure='search').state_dict())
+
+
+@pytest.mark.parametrize('opt', ['repsgd', 'repadamw'])
+def test_training_lowers_the_loss(opt):
+    model = tiny().train()
+    optimizer = create_optimizer_v2(model, opt=opt, lr=.05 if opt == 'repsgd' else 3e-3, weight_decay=1e-5)
+    x, target = images(20), torch.arange(20) % 5
+    losses = []
+    for _ in range(25):
+        loss = F.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < .5 * losses[0]
+
+
+@pytest.mark.parametrize('kind', [*STRUCTURES, 'deploy'])
+class TestContract(Contract):
+    block = 'blocks.2.1'
+    layers = 1 + 4 + 1 + 1  # stem, blocks, last convolutions, classifier
+    scriptable = ('target', 'deploy')
+
+    @classmethod
+    def build(cls, kind, **kwargs):
+        return tiny(**(dict(reparameterized=True) if kind == 'deploy' else dict(structure=kind)), **kwargs)
+
+    @staticmethod
+    def trained(kind):
+        return trained().reparameterize() if kind == 'deploy' else trained(structure=kind)
+
+    @torch.no_grad()
+    def test_forward_intermediates(self, model):
+        final, taps = model.forward_intermediates(images())
+        assert torch.equal(final, model.forward_features(images()))
+        assert [tuple(t.shape[1:]) for t in taps] == [(16, 32, 32), (24, 16, 16)]
+
+    @torch.no_grad()
+    def test_features_only(self, kind):
+        net = timm.create_model(
+            'repopt_ghostnet_050', features_only=True, out_indices=(0, 1), **TINY,
+            **(dict(reparameterized=True) if kind == 'deploy' else dict(structure=kind))).eval()
+        assert net.feature_info.channels() == [16, 24]
+        for a, b in zip(reparameterize_model(net)(images()), net(images())):
+            assert relative(a, b) < 1e-5
+
+    @pytest.mark.parametrize('kwargs,shape', [
+        (dict(num_classes=0), (2, 1280)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(drop_rate=.1, width=.5), (2, 5)),
+    ], ids=str)
+    def test_arguments(self, kind, kwargs, shape):
+        model = self.build(kind, **kwargs)
+        y = model(images()[:, :kwargs.get('in_chans', 3)])
+        assert y.shape == shape
+        y.sum().backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@torch.no_grad()
+def test_first_conv_and_classifier_are_where_the_config_says():
+    model = timm.create_model('repopt_ghostnet_050', device='meta')
+    assert isinstance(model.get_submodule(model.default_cfg['first_conv']), nn.Conv2d)
+    assert model.get_submodule(model.default_cfg['classifier']) is model.get_classifier()
+    assert isinstance(model, RepOptGhostNet)

@@ -1,0 +1,94 @@
+import pytest
+import torch
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from timm_rep.search import DeviceLoader, count_classes, create_search_dataset, create_search_loader
+
+MEAN, STD = (torch.tensor(x)[:, None, None] for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory):
+    """Folders of 12 x 10 images, every one its own, three classes of seven."""
+    root = tmp_path_factory.mktemp('images')
+    g = torch.Generator().manual_seed(0)
+    for label in range(3):
+        folder = root / 'train' / str(label)
+        folder.mkdir(parents=True)
+        for i in range(7):
+            pixels = torch.randint(0, 256, (12, 10, 3), generator=g, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / f'{i}.png')
+    return str(root)
+
+
+def both(root, is_training, batch_size=5):
+    """The loader that decodes in every epoch, and the one that holds the images."""
+    datasets = [create_search_dataset('', root, 'train', 8, is_training, raw=raw) for raw in (False, True)]
+    return create_search_loader(datasets[0], batch_size, is_training), DeviceLoader(
+        datasets[1], batch_size, is_training)
+
+
+def test_evaluation_is_that_of_the_plain_loader(root):
+    plain, preloaded = both(root, is_training=False)
+    assert len(plain) == len(preloaded) == 5
+    for (a, x), (b, y) in zip(plain, preloaded, strict=True):
+        torch.testing.assert_close(b, a)
+        assert torch.equal(x, y)
+        assert b.is_contiguous(memory_format=torch.channels_last)
+
+
+def crops(image):
+    """All that random crops and flips make of an image (3, H, W), by the definition: a black border of 4 pixels."""
+    height, width = image.shape[1:]
+    padded = torch.zeros(3, height + 8, width + 8)
+    padded[:, 4:-4, 4:-4] = image
+    found = []
+    for top in range(9):
+        for left in range(9):
+            crop = padded[:, top:top + height, left:left + width]
+            found += [(crop - MEAN) / STD, (crop.flip(2) - MEAN) / STD]
+    return torch.stack(found)
+
+
+def test_training_crops_and_flips(root):
+    plain, preloaded = both(root, is_training=True)
+    assert len(plain) == len(preloaded) == 4  # the last image is left out
+    dataset = create_search_dataset('', root, 'train', 8, False, raw=True)
+    possible = {i: (crops(image / 255), target) for i, (image, target) in enumerate(dataset)}
+    torch.manual_seed(0)
+    which = torch.zeros(162)
+    for loader in (plain, preloaded):  # the test's own reference holds for torchvision's transforms too
+        for _ in range(3 if loader is preloaded else 1):
+            seen = []
+            for images, targets in loader:
+                for image, target in zip(images, targets, strict=True):
+                    matches = [
+                        (i, (x - image).abs().flatten(1).amax(1).argmin().item()) for i, (x, y) in possible.items()
+                        if y == target and (x - image).abs().flatten(1).amax(1).min() < 1e-4]
+                    assert len(matches) == 1
+                    seen.append(matches[0][0])
+                    which[matches[0][1]] += loader is preloaded
+            assert len(set(seen)) == len(seen) == 20
+    assert (which > 0).sum() > 40  # of 60 draws out of 162
+    assert which[::2].sum() > 15  # flipped or not
+    assert which[1::2].sum() > 15
+    assert which.view(9, 9, 2).sum((1, 2)).min() > 0  # every row and column
+    assert which.view(9, 9, 2).sum((0, 2)).min() > 0
+
+
+def test_randomness_is_that_of_the_seed(root):
+    _, loader = both(root, is_training=True)
+
+    def epoch(seed):
+        torch.manual_seed(seed)
+        return [torch.cat(x) for x in zip(*loader)]
+
+    for a, b in zip(epoch(0), epoch(0)):
+        assert torch.equal(a, b)
+    assert not torch.equal(epoch(0)[0], epoch(1)[0])
+
+
+def test_count_classes(root):
+    assert count_classes(create_search_dataset('', root, 'train', 8, True)) == 3
+    assert count_classes(torch.utils.data.TensorDataset(torch.zeros(1))) is None
