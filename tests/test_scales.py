@@ -60,6 +60,28 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ['s.safetensors']
 
 
+def test_order_and_history_survive_a_file(tmp_path):
+    """The tenth layer of a stage comes after the second, though its name does not."""
+    scales = Scales.ones(timm.create_model('repopt_vgg_a0', scales='none', device='meta'))
+    history = {'stem.conv': {'conv3x3': [1., .5], 'conv1x1': [1., 2.]}}
+    scales = Scales(scales, {'epochs': '2'}, history)
+    scales.save(tmp_path / 's.safetensors')
+    read = Scales.load(tmp_path / 's.safetensors')
+    assert read == scales
+    assert list(read) == list(scales)
+    assert [list(branches) for branches in read.values()] == [list(branches) for branches in scales.values()]
+    assert read.history == history
+    assert read.metadata == {'epochs': '2'}
+    assert [len(layers) for layers in read.stages().values()] == [1, 2, 4, 14, 1]
+    # of another writer, who knows nothing of our metadata
+    save_file({'a.10.conv3x3': torch.ones(3), 'a.2.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors')
+    assert Scales.load(tmp_path / 's.safetensors').keys() == {'a.10', 'a.2'}
+    for metadata in ({'layers': '[3]'}, {'layers': '{'}, {'history': '3'}, {'history': '{'}):
+        save_file({'a.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors', metadata=metadata)
+        with pytest.raises(ValueError, match=r"s\.safetensors' (is no safetensors file of|holds no) scales"):
+            Scales.load(tmp_path / 's.safetensors')
+
+
 def test_scales_are_constants():
     """Float32 on the CPU, and not those of the model they were read from."""
     model = tiny(structure='search', dtype=torch.float64)

@@ -72,7 +72,9 @@ def test_resumed_after_a_kill_is_the_uninterrupted_search(tmp_path, batches):
     args = dict(TINY, epochs=4, warmup_epochs=1, progress=False, checkpoint=path, resume=True)
     with pytest.raises(Killed):
         timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(batches), **args)
-    assert timm_rep.hyper_search('repopt_vgg_a0', loader(), **args) == straight
+    resumed = timm_rep.hyper_search('repopt_vgg_a0', loader(), **args)
+    assert resumed == straight
+    assert resumed.history == straight.history
     assert [p.name for p in path.parent.iterdir()] == ['search.pth']
     # and once more, from the end
     assert timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **args) == straight

@@ -1,4 +1,5 @@
 """Where scales come from, and the layouts of their files."""
+import json
 import os
 import re
 from pathlib import Path
@@ -14,9 +15,12 @@ from timm_rep.atomic import replacing_files
 
 from .packaged import locate_packaged, packaged_scales
 
-__all__ = ['locate', 'read', 'write']
+__all__ = ['Layers', 'locate', 'read', 'write']
 
 Layers = Mapping[str, Mapping[str, torch.Tensor]]
+
+# safetensors sorts the tensors by name; in the metadata, as JSON, their order: the branches of each layer, in depth
+_ORDER = 'layers'
 
 _HUB_FILE = 'scales.safetensors'
 _HUB_ID = re.compile(r'(?:hf-hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?')
@@ -69,19 +73,27 @@ def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathL
     """Write a safetensors file; a failure leaves the old one intact."""
     path = Path(path)
     tensors = {f'{layer}.{branch}': scale for layer, branches in layers.items() for branch, scale in branches.items()}
+    order = json.dumps({layer: list(branches) for layer, branches in layers.items()})
     with replacing_files(path.parent) as temporary:
-        save_file(tensors, temporary / path.name, metadata=dict(metadata))
+        save_file(tensors, temporary / path.name, metadata={**metadata, _ORDER: order})
 
 
 def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
     layers: Dict[str, Dict[str, torch.Tensor]] = {}
     try:
         with safe_open(path, 'pt') as file:
-            for key in file.keys():
+            metadata = dict(file.metadata() or {})
+            keys = [
+                f'{layer}.{branch}' for layer, branches in json.loads(metadata.pop(_ORDER, '{}')).items()
+                for branch in branches
+            ]
+            if sorted(keys) != sorted(file.keys()):
+                keys = file.keys()
+            for key in keys:
                 layer, _, branch = key.rpartition('.')
                 layers.setdefault(layer, {})[branch] = file.get_tensor(key)
-            return layers, file.metadata() or {}
-    except SafetensorError as e:
+            return layers, metadata
+    except (SafetensorError, ValueError, AttributeError, TypeError) as e:
         raise ValueError(f'{path!r} is no safetensors file of scales: {e}') from e
 
 

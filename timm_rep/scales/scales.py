@@ -2,6 +2,7 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.3.
 """
+import json
 import os
 from types import MappingProxyType
 from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
@@ -14,6 +15,9 @@ from timm_rep.layers import CslaBlock, csla_layers
 from .files import locate, read, write
 
 __all__ = ['BranchComparison', 'Scales']
+
+
+_HISTORY = 'history'  # its key in a file's metadata, as JSON
 
 
 class BranchComparison(NamedTuple):
@@ -36,17 +40,20 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
 
     Attributes:
         metadata: What is known about their origin, strings by name.
+        history: Of a search, the mean of each branch after each epoch, for the last layer of each stage (figure 6).
     """
 
     def __init__(
             self,
             layers: Mapping[str, Mapping[str, torch.Tensor]],
             metadata: Optional[Mapping[str, str]] = None,
+            history: Optional[Mapping[str, Mapping[str, List[float]]]] = None,
     ):
         """
         Args:
-            layers: Vectors by branch, by layer.
+            layers: Vectors by branch, by layer, from input to output.
             metadata: Strings by name.
+            history: Means by epoch, by branch, by layer.
 
         Raises:
             ValueError: A scale is no finite vector.
@@ -57,6 +64,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
                 raise ValueError(f'Scales hold, for each layer, vectors by branch; {layer!r} has {branches!r:.100}.')
             self._layers[layer] = {branch: _constant(layer, branch, scale) for branch, scale in branches.items()}
         self.metadata = dict(metadata or {})
+        self.history = {layer: {b: list(means) for b, means in of.items()} for layer, of in (history or {}).items()}
 
     def __getitem__(self, layer: str) -> Mapping[str, torch.Tensor]:
         return MappingProxyType(self._layers[layer])
@@ -124,6 +132,15 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         """The names of all branches, in the order in which they first appear."""
         return list(dict.fromkeys(branch for branches in self.values() for branch in branches))
 
+    def stages(self) -> Dict[str, List[str]]:
+        """The layers of each stage, by its name: ``stages.2`` for ``stages.2.5.conv``, ``stem`` for ``stem.conv``."""
+        stages: Dict[str, List[str]] = {}
+        for layer in self:
+            parts = layer.split('.')
+            stage = '.'.join(parts[:2] if len(parts) > 1 and parts[1].isdigit() else parts[:1])
+            stages.setdefault(stage, []).append(layer)
+        return stages
+
     def compare(self, other: 'Scales') -> Dict[str, 'BranchComparison']:
         """How much alike these scales and others of the same model are, by branch (figures 6 and 7).
 
@@ -136,9 +153,11 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         for branch in self.branches():
             layers = [n for n in self if branch in self[n] and branch in other.get(n, {})]
             means = torch.tensor([[s[n][branch].mean().item() for n in layers] for s in (self, other)])
-            stages: Dict[str, List[int]] = {}
-            for i, layer in enumerate(layers):
-                stages.setdefault(_stage(layer), []).append(i)
+            where = {layer: i for i, layer in enumerate(layers)}
+            stages = {
+                stage: [where[layer] for layer in of if layer in where]
+                for stage, of in self.stages().items() if not where.keys().isdisjoint(of)
+            }
             comparisons[branch] = BranchComparison(
                 correlation=torch.corrcoef(means)[0, 1].item() if len(layers) > 1 else float('nan'),
                 stage_means={stage: tuple(means[:, i].mean(1).tolist()) for stage, i in stages.items()},
@@ -156,7 +175,8 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         Raises:
             OSError: The file cannot be written.
         """
-        write(self._layers, self.metadata, path)
+        history = {_HISTORY: json.dumps(self.history)} if self.history else {}
+        write(self._layers, {**self.metadata, **history}, path)
 
     @classmethod
     def load(cls, source: Union[str, os.PathLike]) -> 'Scales':
@@ -174,16 +194,12 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         """
         path = locate(source)
         layers, metadata = read(path)
+        metadata = dict(metadata)
         try:
-            return cls(layers, metadata)
-        except ValueError as e:
+            history = json.loads(metadata.pop(_HISTORY, '{}'))
+            return cls(layers, metadata, history)
+        except (ValueError, AttributeError, TypeError) as e:
             raise ValueError(f'{path!r} holds no scales. {e}') from e
-
-
-def _stage(layer: str) -> str:
-    """``stages.2`` of ``stages.2.5.conv``, ``stem`` of ``stem.conv``."""
-    parts = layer.split('.')
-    return '.'.join(parts[:2] if len(parts) > 1 and parts[1].isdigit() else parts[:1])
 
 
 def _constant(layer: str, branch: str, scale: torch.Tensor) -> torch.Tensor:

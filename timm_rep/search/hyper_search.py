@@ -25,6 +25,8 @@ from timm_rep.version import __version__
 
 __all__ = ['hyper_search', 'parameter_groups']
 
+_History = Dict[str, Dict[str, List[float]]]
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
     """Weight decay on kernels and identity scales; none on the other scales, biases and norms (section 4.1)."""
@@ -136,7 +138,9 @@ def hyper_search(
     settings = dict(
         model=name, epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
         clip_grad=clip_grad, seed=seed, steps=steps, processes=processes)
-    start = _resume(checkpoint, model, optimizer, settings) if resume and checkpoint is not None else 0
+    start, history = 0, {}
+    if resume and checkpoint is not None and checkpoint.is_file():
+        start, history = _resume(checkpoint, model, optimizer, settings)
     loss_fn = LabelSmoothingCrossEntropy(smoothing)
     autocast = contextlib.nullcontext if amp_dtype is None else lambda: torch.autocast(device.type, amp_dtype)
     losses = AverageMeter()
@@ -166,8 +170,9 @@ def hyper_search(
                 losses.update(loss.detach(), len(images))
                 bar.update()
             bar.set_postfix(epoch=epoch + 1, loss=f'{losses.avg:.3f}')
+            _record(history, Scales.from_model(model))
             if checkpoint is not None and rank == 0:
-                _save(checkpoint, model, optimizer, settings, epoch + 1)
+                _save(checkpoint, model, optimizer, settings, epoch + 1, history)
     noted = {
         'model': name,
         'epochs': str(epochs),
@@ -177,9 +182,7 @@ def hyper_search(
     }
     if val_loader is not None:
         noted['accuracy'] = f'{_accuracy(model, val_loader, device):.2f}'
-    scales = Scales.from_model(model)
-    scales.metadata.update(noted)
-    return scales
+    return Scales(Scales.from_model(model), noted, history)
 
 
 def _processes() -> Tuple[int, int]:
@@ -189,16 +192,39 @@ def _processes() -> Tuple[int, int]:
     return 1, 0
 
 
-def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Dict[str, Any], epoch: int) -> None:
+def _record(history: _History, scales: Scales) -> None:
+    """Add the means of the last layer of each stage."""
+    for layers in scales.stages().values():
+        for branch, scale in scales[layers[-1]].items():
+            history.setdefault(layers[-1], {}).setdefault(branch, []).append(round(scale.mean().item(), 5))
+
+
+def _save(
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: Dict[str, Any],
+        epoch: int,
+        history: _History,
+) -> None:
     state = dict(
-        model=unwrap_model(model).state_dict(), optimizer=optimizer.state_dict(), settings=settings, epoch=epoch)
+        model=unwrap_model(model).state_dict(),
+        optimizer=optimizer.state_dict(),
+        settings=settings,
+        epoch=epoch,
+        history=history,
+    )
     with replacing_files(path.parent) as temporary:
         torch.save(state, temporary / path.name)
 
 
-def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Dict[str, Any]) -> int:
-    if not path.is_file():
-        return 0
+def _resume(
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: Dict[str, Any],
+) -> Tuple[int, _History]:
+    """Load a checkpoint; returns how many epochs are done, and their history."""
     state = torch.load(path, map_location='cpu', weights_only=True)
     found = state.get('settings', {}) if isinstance(state, dict) else {}
     others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]
@@ -206,7 +232,7 @@ def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sett
         raise ValueError(f'{str(path)!r} is the checkpoint of another search: {", ".join(others)}.')
     unwrap_model(model).load_state_dict(state['model'])
     optimizer.load_state_dict(state['optimizer'])
-    return state['epoch']
+    return state['epoch'], state['history']
 
 
 @torch.inference_mode()
