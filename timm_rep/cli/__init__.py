@@ -5,11 +5,11 @@ from typing import List, Optional
 
 from timm_rep.version import __version__
 
-from . import demo, hyper_search, models, run
+from . import demo, hyper_search, models, plot_scales, run
 
 __all__ = ['main']
 
-_COMMANDS = (demo, hyper_search, models, run)
+_COMMANDS = (demo, hyper_search, models, plot_scales, run)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -1,0 +1,120 @@
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from tests.reference.rep_optim import normal_scales
+from timm_rep.cli import main
+from timm_rep.plotting import kernel_layer, plot_kernels, plot_scales
+from timm_rep.scales import Scales
+
+pytest.importorskip('matplotlib', reason='matplotlib draws the figures')
+
+TINY = dict(depths=(1, 3, 2, 1), widths=(8, 16, 24, 32), stem_width=8)
+
+
+def model(**kwargs):
+    return timm.create_model('repopt_vgg_a0', **TINY, **kwargs)
+
+
+def points(axes):
+    """The points of all lines by colour: a list of lines a colour."""
+    found = {}
+    for line in axes.lines:
+        found.setdefault(line.get_color(), []).append([(x, pytest.approx(y)) for x, y in zip(*line.get_data())])
+    return found
+
+
+def test_figure_7():
+    """A line for each branch of each stage, at the means."""
+    scales = normal_scales(model(), seed=0)
+    for name in ('stages.1.1.conv', 'stages.1.2.conv'):
+        scales = Scales({**scales, name: {**scales[name], 'identity': torch.randn(16)}})
+    figure = plot_scales({'a': scales, 'b': Scales.ones(model())})
+    a, b = figure.axes
+    assert (a.get_title(), b.get_title()) == ('a', 'b')
+    assert a.get_ylim() == b.get_ylim()
+    lines = points(a)
+    names = list(scales)
+    assert [len(of) for of in lines.values()] == [5, 5, 1]
+    for branch, of in zip(('conv3x3', 'conv1x1', 'identity'), lines.values()):
+        drawn = [(x, y) for line in of for x, y in line]
+        expected = [(i + 1, scales[n][branch].mean().item()) for i, n in enumerate(names) if branch in scales[n]]
+        assert drawn == expected
+    assert [[x for x, _ in line] for line in next(iter(lines.values()))] == [[1], [2], [3, 4, 5], [6, 7], [8]]
+    assert [text.get_text() for text in a.get_legend().get_texts()] == ['conv3x3', 'conv1x1', 'identity']
+
+
+def test_figure_6():
+    """The last layer of the longest stage, epoch by epoch."""
+    scales = normal_scales(model(), seed=0)
+    history = {'stages.1.2.conv': {'conv3x3': [1., .5, .25], 'conv1x1': [1., 2., 3.]}, 'stem.conv': {'conv3x3': [0.]}}
+    figure = plot_scales({'a': Scales(scales, history=history), 'b': scales})
+    course, without = figure.axes[2:]
+    assert course.get_title() == 'stages.1.2.conv'
+    assert [line for of in points(course).values() for line in of] == [
+        [(1, 1.), (2, .5), (3, .25)], [(1, 1.), (2, 2.), (3, 3.)]]
+    assert not without.lines
+    assert 'not in the file' in without.get_title()
+
+
+def test_figures_3_and_5():
+    """Both histograms hold every entry once, and the legends their standard deviations."""
+    state_dict = model().state_dict()
+    assert kernel_layer(state_dict) == 'stages.1.1.conv.weight'
+    kernel = torch.zeros(5, 4, 3, 3)
+    kernel[:, :, 1, 1] = torch.arange(20.).view(5, 4)
+    axes, = plot_kernels({'b1': {**state_dict, 'x': kernel}}, ['x']).axes
+    _, *texts = [axes.get_legend().get_title().get_text(), *(t.get_text() for t in axes.get_legend().get_texts())]
+    assert texts == ['surroundings, std 0.0000', f'centre, std {torch.arange(20.).std():.4f}']
+    for bars in axes.containers:
+        width = bars[0].get_width()
+        assert sum(bar.get_height() for bar in bars) * width == pytest.approx(1)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match='no scales to draw'):
+        plot_scales({})
+    with pytest.raises(ValueError, match='no checkpoints to draw'):
+        plot_kernels({})
+    with pytest.raises(ValueError, match='no kernel of 3 x 3'):
+        kernel_layer({'fc.weight': torch.ones(3, 3)})
+    with pytest.raises(ValueError, match=r"'head.fc.weight' is no kernel of 3 x 3 in m"):
+        plot_kernels({'m': model().state_dict()}, ['head.fc.weight'])
+
+
+@pytest.mark.parametrize('suffix', ['png', 'svg'])
+def test_command(tmp_path, capsys, suffix):
+    scales = normal_scales(model(), seed=0)
+    for folder in ('a', 'b'):
+        scales.save(tmp_path / folder / 's.safetensors')
+    output = tmp_path / 'new' / f'figure.{suffix}'
+    assert main(['plot-scales', *(str(tmp_path / f / 's.safetensors') for f in 'ab'), '-o', str(output)]) == 0
+    assert output.stat().st_size > 5000
+    out = capsys.readouterr().out
+    assert scales.summary() in out
+    assert out.splitlines()[-1] == f'Picture: {output}'
+    save_file(model().state_dict(), tmp_path / 'm.safetensors')
+    torch.save({'state_dict': model().state_dict()}, tmp_path / 'm.pth')
+    output.unlink()
+    checkpoints = [str(tmp_path / 'm.safetensors'), str(tmp_path / 'm.pth')]
+    for more in ([], ['--layer', 'stages.2.1.conv.weight']):
+        assert main(['plot-scales', '--kernels', *checkpoints, '-o', str(output), *more]) == 0
+    assert output.stat().st_size > 5000
+
+
+@pytest.mark.parametrize('args,message', [
+    (['{tmp}/nothing.safetensors'], 'No scales at'),
+    (['nothing'], 'whose searched scales come with this package'),
+    (['--kernels', '{tmp}/nothing.pth'], 'No checkpoint at'),
+    (['--kernels', '{tmp}/s.safetensors'], 'no kernel of 3 x 3'),
+    (['--kernels', '{tmp}/s.safetensors', '--layer', 'a', '--layer', 'b'], '--layer is given once'),
+    (['{tmp}/s.safetensors', '--layer', 'a'], '--layer is for --kernels'),
+    (['{tmp}/s.safetensors', '-o', '{tmp}/figure.txt'], '--output is a .png'),
+], ids=str)
+def test_command_refuses(tmp_path, capsys, args, message):
+    normal_scales(model(), seed=0).save(tmp_path / 's.safetensors')
+    args = ['-o', '{tmp}/figure.png', *args]
+    assert main(['plot-scales', *(a.format(tmp=tmp_path) for a in args)]) == 1
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ['s.safetensors']

@@ -1,0 +1,56 @@
+"""``timm-rep plot-scales``: draw scales by block, or the kernels of checkpoints."""
+from pathlib import Path
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser('plot-scales', help='draw scales by block, or the kernels of checkpoints')
+    parser.add_argument(
+        'sources', nargs='+', metavar='SCALES',
+        help='files of scales, models whose scales are packaged, or Hub repositories; with --kernels, checkpoints')
+    parser.add_argument('-o', '--output', default='scales.png', metavar='FILE', help='picture to write (%(default)s)')
+    parser.add_argument(
+        '--kernels', action='store_true',
+        help='draw the entries of a 3x3 kernel of each checkpoint, the centre against its surroundings')
+    parser.add_argument('--layer', action='append', metavar='NAME', help='kernel to draw, once for each checkpoint')
+    parser.set_defaults(run=run)
+
+
+def run(args) -> int:
+    from timm.models import load_state_dict
+
+    from timm_rep.atomic import check_writable, replacing_files
+    from timm_rep.plotting import plot_kernels, plot_scales
+    from timm_rep.scales import Scales
+
+    output = Path(args.output)
+    if output.suffix not in ('.png', '.svg', '.pdf') or output.is_dir():
+        raise ValueError(f'--output is a .png, .svg or .pdf file to write, got {args.output!r}.')
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError("plot-scales needs matplotlib: pip install 'timm-rep[plot]'.") from e
+    if args.layer and not args.kernels:
+        raise ValueError('--layer is for --kernels.')
+    if args.layer and len(args.layer) not in (1, len(args.sources)):
+        raise ValueError(f'--layer is given once, or once for each of the {len(args.sources)} checkpoints.')
+    titles = [Path(source).name for source in args.sources]
+    if len(set(titles)) < len(titles):
+        titles = args.sources
+    if args.kernels:
+        missing = [source for source in args.sources if not Path(source).is_file()]
+        if missing:
+            raise FileNotFoundError(f'No checkpoint at {missing[0]!r}.')
+        checkpoints = {
+            title: load_state_dict(source, weights_only=True) for title, source in zip(titles, args.sources)}
+        layers = args.layer * len(checkpoints) if args.layer and len(args.layer) == 1 else args.layer
+        figure = plot_kernels(checkpoints, layers)
+    else:
+        scales = {title: Scales.load(source) for title, source in zip(titles, args.sources)}
+        for title, each in scales.items():
+            print(f'{title}\n{each.summary()}\n')
+        figure = plot_scales(scales)
+    check_writable(output.parent)
+    with replacing_files(output.parent) as temporary:
+        figure.savefig(temporary / output.name, dpi=150)
+    print(f'Picture: {output}')
+    return 0

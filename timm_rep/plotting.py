@@ -1,0 +1,138 @@
+"""Figures of the RepOptimizers paper, of scales and of kernels."""
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+
+from timm_rep.scales import Scales
+
+__all__ = ['kernel_layer', 'plot_kernels', 'plot_scales']
+
+_COLORS = ('#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f')
+
+
+def _figure(columns: int, rows: int):
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(1.5 + 5.5 * columns, 3.6 * rows), layout='constrained')
+
+
+def _tidy(axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[['top', 'right']].set_visible(False)
+
+
+def plot_scales(scales: Mapping[str, Scales]):
+    """Draw scales: their means by block (figure 7), and in the course of the search where that is known (figure 6).
+
+    A line a branch, broken between stages; a column a set of scales, all with the same axes.
+
+    Args:
+        scales: Scales by what to call them.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not scales:
+        raise ValueError('There are no scales to draw.')
+    branches = list(dict.fromkeys(branch for s in scales.values() for branch in s.branches()))
+    colors = {branch: _COLORS[i % len(_COLORS)] for i, branch in enumerate(branches)}
+    rows = 1 + any(s.history for s in scales.values())
+    figure = _figure(len(scales), rows)
+    grid = figure.subplots(rows, len(scales), squeeze=False, sharey='row')
+    for column, (name, each) in zip(grid.T, scales.items()):
+        _draw_depth(column[0], each, colors)
+        _tidy(column[0], name, 'block', 'mean of the scales')
+        if rows > 1:
+            layer = _draw_course(column[1], each, colors)
+            _tidy(column[1], layer or f'{name}: the course of the search is not in the file', 'epoch',
+                  'mean of the scales')
+    grid[0, 0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_depth(axes, scales: Scales, colors: Mapping[str, str]) -> None:
+    index = {layer: i + 1 for i, layer in enumerate(scales)}
+    for branch, color in colors.items():
+        label: Optional[str] = branch
+        for layers in scales.stages().values():
+            layers = [layer for layer in layers if branch in scales[layer]]
+            if layers:
+                means = [scales[layer][branch].mean().item() for layer in layers]
+                axes.plot([index[layer] for layer in layers], means, color=color, marker='.', label=label)
+                label = None
+
+
+def _draw_course(axes, scales: Scales, colors: Mapping[str, str]) -> Optional[str]:
+    """Draw the last layer of the longest stage, and return its name."""
+    longest = max(scales.stages().values(), key=len)[-1]
+    if longest not in scales.history:
+        return None
+    for branch, means in scales.history[longest].items():
+        axes.plot(range(1, len(means) + 1), means, color=colors[branch])
+    return longest
+
+
+def kernel_layer(state_dict: Mapping[str, torch.Tensor]) -> str:
+    """The layer that the paper looks at: in the middle of the stage with the most kernels (the 8th of 16 in B1).
+
+    Args:
+        state_dict: Of a model with kernels of 3 x 3.
+
+    Raises:
+        ValueError: It has none.
+    """
+    stages: Dict[Tuple[str, ...], List[str]] = {}
+    for name, value in state_dict.items():
+        if _is_kernel(value):
+            stages.setdefault(tuple(name.split('.')[:2]), []).append(name)
+    if not stages:
+        raise ValueError('There is no kernel of 3 x 3 in this checkpoint.')
+    layers = max(stages.values(), key=len)
+    return layers[(len(layers) - 1) // 2]
+
+
+def _is_kernel(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 4 and tuple(value.shape[2:]) == (3, 3)
+
+
+def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: Optional[Sequence[str]] = None):
+    """Draw how the entries of a 3 x 3 kernel are distributed, the centre against its surroundings (figures 3 and 5).
+
+    A column a checkpoint; the standard deviations, as table 11 has them, are in the legends.
+
+    Args:
+        state_dicts: State dicts by what to call them.
+        layers: Names of the kernels, one for each state dict; what kernel_layer() chooses if None.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: A state dict has no such kernel.
+    """
+    if not state_dicts:
+        raise ValueError('There are no checkpoints to draw.')
+    layers = layers or [kernel_layer(state_dict) for state_dict in state_dicts.values()]
+    for (name, state_dict), layer in zip(state_dicts.items(), layers):
+        if not _is_kernel(state_dict.get(layer)):
+            raise ValueError(f'{layer!r} is no kernel of 3 x 3 in {name}.')
+    figure = _figure(len(state_dicts), 1)
+    columns = figure.subplots(1, len(state_dicts), squeeze=False, sharex=True)[0]
+    centre = torch.zeros(9, dtype=torch.bool)
+    centre[4] = True
+    for axes, (name, state_dict), layer in zip(columns, state_dicts.items(), layers):
+        entries = state_dict[layer].detach().float().cpu().flatten(2).flatten(0, 1)
+        parts = {'surroundings': entries[:, ~centre].flatten(), 'centre': entries[:, centre].flatten()}
+        for (label, values), color in zip(parts.items(), _COLORS):
+            axes.hist(
+                values.numpy(), bins=100, density=True, alpha=.6, color=color,
+                label=f'{label}, std {values.std():.4f}')
+        axes.legend(frameon=False, fontsize=8, title=f'std {entries.std():.4f}', title_fontsize=8)
+        _tidy(axes, f'{name}\n{layer}', 'value', 'density')
+    return figure
