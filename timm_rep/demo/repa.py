@@ -9,6 +9,7 @@ from timm.utils import reparameterize_model
 
 from timm_rep.atomic import replacing_files
 from timm_rep.profiling import count_macs, count_params, measure_throughput
+from timm_rep.training import evaluate
 
 from . import training
 
@@ -51,7 +52,7 @@ def run_repa(
     logits = {}
     for label, model in models.items():
         val_loader = training.create_loader_for(val_set, model, is_training=False)
-        logits[label], top1 = training.predict(model, val_loader, device)
+        logits[label], top1 = evaluate(model, val_loader, device)
         rows[label] = dict(accuracy=top1, params=count_params(model), macs=count_macs(model).total)
     before, after = logits['RePa-DeiT'], logits['RePa-DeiT, folded']
     batch = next(iter(val_loader))[0].to(device)

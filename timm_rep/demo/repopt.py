@@ -9,6 +9,7 @@ from timm_rep import attach_grad_mults
 from timm_rep.layers import csla_layers
 from timm_rep.optim import RepSGD
 from timm_rep.scales import Scales
+from timm_rep.training import evaluate
 
 from . import training
 
@@ -55,7 +56,7 @@ def run_repopt(
             **_OPTIMIZER_ARGS,
         )
         val_loader = training.create_loader_for(val_set, model, is_training=False)
-        accuracy[label] = training.predict(model, val_loader, device)[1]
+        accuracy[label] = evaluate(model, val_loader, device)[1]
     return RepOptResult(accuracy, losses, _csla_difference(train_set, seed))
 
 

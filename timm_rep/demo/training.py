@@ -6,12 +6,12 @@ import torch
 import torch.nn as nn
 from PIL import Image
 from timm.data import create_loader, resolve_model_data_config
-from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import AverageMeter, accuracy, random_seed
+from timm.utils import random_seed
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
+
+from timm_rep.training import fit
 
 DATA = dict(tag='digits', input_size=(1, 16, 16), num_classes=10, mean=(0.5,), std=(0.5,), crop_pct=1.0)
 _VAL_BATCH_SIZE = 256
@@ -89,30 +89,5 @@ def train(
         step_on_epochs=False,
         updates_per_epoch=len(loader),
     )
-    loss_fn = LabelSmoothingCrossEntropy(0.1)
-    average = AverageMeter()
-    losses = []
-    model.train()
-    with tqdm(total=epochs * len(loader), desc=f'training {name}', unit='step') as progress:
-        for _ in range(epochs):
-            average.reset()
-            for images, targets in loader:
-                scheduler.step_update(len(losses))
-                loss = loss_fn(model(images.to(device)), targets.to(device))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-                average.update(losses[-1], len(images))
-                progress.update()
-                progress.set_postfix(loss=f'{average.avg:.3f}', refresh=False)
-    return losses
-
-
-@torch.inference_mode()
-def predict(model: nn.Module, loader: DataLoader, device: torch.device) -> Tuple[torch.Tensor, float]:
-    """The logits of all validation images, in their order, and the percentage that is right."""
-    model.eval()
-    logits, targets = zip(*((model(images.to(device)).cpu(), targets) for images, targets in loader))
-    logits, targets = torch.cat(logits), torch.cat(targets)
-    return logits, accuracy(logits, targets)[0].item()
+    losses = fit(model, optimizer, scheduler, loader, epochs, device=device, description=f'training {name}')
+    return [loss.item() for loss in losses]

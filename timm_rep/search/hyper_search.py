@@ -2,7 +2,6 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.3 and 4.1.
 """
-import contextlib
 import os
 from datetime import date
 from pathlib import Path
@@ -11,16 +10,14 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 import timm
 import torch
 import torch.nn as nn
-from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import AverageMeter, accuracy, random_seed, unwrap_model
-from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
+from timm.utils import random_seed, unwrap_model
 
 from timm_rep.atomic import check_writable, replacing_files
 from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
+from timm_rep.training import evaluate, fit, processes
 from timm_rep.version import __version__
 
 __all__ = ['hyper_search', 'parameter_groups']
@@ -117,14 +114,12 @@ def hyper_search(
         raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
     device = torch.device(device)
     model = model.to(device)
-    memory_format = torch.contiguous_format
     if channels_last:
-        memory_format = torch.channels_last
-        model = model.to(memory_format=memory_format)
+        model = model.to(memory_format=torch.channels_last)
     optimizer = create_optimizer_v2(
         parameter_groups(model, weight_decay), opt='sgd', lr=lr, momentum=0.9, weight_decay=weight_decay)
     steps = len(train_loader)
-    processes, rank = _processes()
+    count, rank = processes()
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched='cosine',
@@ -137,42 +132,33 @@ def hyper_search(
     )
     settings = dict(
         model=name, epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
-        clip_grad=clip_grad, seed=seed, steps=steps, processes=processes)
+        clip_grad=clip_grad, seed=seed, steps=steps, processes=count)
     start, history = 0, {}
     if resume and checkpoint is not None and checkpoint.is_file():
         start, history = _resume(checkpoint, model, optimizer, settings)
-    loss_fn = LabelSmoothingCrossEntropy(smoothing)
-    autocast = contextlib.nullcontext if amp_dtype is None else lambda: torch.autocast(device.type, amp_dtype)
-    losses = AverageMeter()
-    model.train()
-    parallel = model
-    if processes > 1:
-        parallel = DistributedDataParallel(model, device_ids=None if device.type == 'cpu' else [device])
-    with tqdm(total=epochs * steps, initial=start * steps, desc=f'searching {name}', unit='step',
-              disable=not progress or rank > 0) as bar:
-        for epoch in range(start, epochs):
-            random_seed(seed + 1 + epoch * processes + rank)
-            sampler = getattr(train_loader, 'sampler', None)
-            if hasattr(sampler, 'set_epoch'):
-                sampler.set_epoch(seed + 1 + epoch)  # a DistributedSampler knows no other seed
-            losses.reset()
-            for step, (images, targets) in enumerate(train_loader):
-                scheduler.step_update(epoch * steps + step)
-                images = images.to(device, non_blocking=True, memory_format=memory_format)
-                targets = targets.to(device, non_blocking=True)
-                with autocast():
-                    loss = loss_fn(parallel(images), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                if clip_grad is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
-                optimizer.step()
-                losses.update(loss.detach(), len(images))
-                bar.update()
-            bar.set_postfix(epoch=epoch + 1, loss=f'{losses.avg:.3f}')
-            _record(history, Scales.from_model(model))
-            if checkpoint is not None and rank == 0:
-                _save(checkpoint, model, optimizer, settings, epoch + 1, history)
+
+    def after_epoch(done: int) -> None:
+        _record(history, Scales.from_model(model))
+        if checkpoint is not None and rank == 0:
+            _save(checkpoint, model, optimizer, settings, done, history)
+
+    fit(
+        model,
+        optimizer,
+        scheduler,
+        train_loader,
+        epochs,
+        device=device,
+        start=start,
+        smoothing=smoothing,
+        clip_grad=clip_grad,
+        amp_dtype=amp_dtype,
+        channels_last=channels_last,
+        seed=seed,
+        after_epoch=after_epoch,
+        description=f'searching {name}',
+        progress=progress,
+    )
     noted = {
         'model': name,
         'epochs': str(epochs),
@@ -181,15 +167,8 @@ def hyper_search(
         **(metadata or {}),
     }
     if val_loader is not None:
-        noted['accuracy'] = f'{_accuracy(model, val_loader, device):.2f}'
+        noted['accuracy'] = f'{evaluate(model, val_loader, device)[1]:.2f}'
     return Scales(Scales.from_model(model), noted, history)
-
-
-def _processes() -> Tuple[int, int]:
-    """How many processes search together, and which of them this is."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return 1, 0
 
 
 def _record(history: _History, scales: Scales) -> None:
@@ -233,12 +212,3 @@ def _resume(
     unwrap_model(model).load_state_dict(state['model'])
     optimizer.load_state_dict(state['optimizer'])
     return state['epoch'], state['history']
-
-
-@torch.inference_mode()
-def _accuracy(model: nn.Module, loader: Iterable, device: torch.device) -> float:
-    top1 = AverageMeter()
-    model.eval()
-    for images, targets in loader:
-        top1.update(accuracy(model(images.to(device)), targets.to(device))[0].item(), len(images))
-    return top1.avg
