@@ -65,11 +65,12 @@ def test_finds_scales_that_a_model_takes():
     timm_rep.attach_grad_mults(model, scales)
 
 
-@pytest.mark.parametrize('batches', [0, 2, 3, 7, 11])
-def test_resumed_after_a_kill_is_the_uninterrupted_search(tmp_path, batches):
+@pytest.mark.parametrize('batches,every', [(0, 1), (2, 1), (3, 1), (7, 1), (11, 1), (5, 2), (8, 2), (11, 3)])
+def test_resumed_after_a_kill_is_the_uninterrupted_search(tmp_path, batches, every):
     straight = search()
     path = tmp_path / 'new folder' / 'search.pth'
-    args = dict(TINY, epochs=4, warmup_epochs=1, progress=False, checkpoint=path, resume=True)
+    args = dict(
+        TINY, epochs=4, warmup_epochs=1, progress=False, checkpoint=path, checkpoint_epochs=every, resume=True)
     with pytest.raises(Killed):
         timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(batches), **args)
     resumed = timm_rep.hyper_search('repopt_vgg_a0', loader(), **args)
@@ -110,6 +111,8 @@ def test_refused_before_anything_is_trained(tmp_path):
     for kwargs in (dict(epochs=0, warmup_epochs=0), dict(epochs=3, warmup_epochs=3)):
         with pytest.raises(ValueError, match='warmup_epochs is less than epochs'):
             search(**kwargs)
+    with pytest.raises(ValueError, match='checkpoint_epochs is at least 1, got 0'):
+        search(checkpoint_epochs=0)
     (tmp_path / 'file').write_text('old')
     with pytest.raises(OSError, match='cannot write to the output folder'):
         search(checkpoint=tmp_path / 'file' / 'search.pth')

@@ -27,6 +27,8 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--preload', action='store_true', help='hold all images on the device, and crop and flip them there')
     parser.add_argument('-j', '--workers', type=int, default=2, help='processes that load images (%(default)s)')
+    parser.add_argument(
+        '--checkpoint-epochs', type=int, default=1, metavar='N', help='write one every N epochs (%(default)s)')
     parser.add_argument('--resume', action='store_true', help='go on from FILE.checkpoint, if there is one')
     parser.set_defaults(run=run)
 
@@ -71,6 +73,7 @@ def run(args) -> int:
         amp_dtype=torch.bfloat16 if args.amp else None,
         channels_last=args.channels_last,
         checkpoint=f'{output}.checkpoint',
+        checkpoint_epochs=args.checkpoint_epochs,
         resume=args.resume,
         metadata={
             'dataset': args.dataset or Path(args.data_dir).resolve().name,

@@ -57,6 +57,7 @@ def hyper_search(
         channels_last: bool = False,
         seed: int = 0,
         checkpoint: Optional[Union[str, os.PathLike]] = None,
+        checkpoint_epochs: int = 1,
         resume: bool = False,
         progress: bool = True,
         metadata: Optional[Dict[str, str]] = None,
@@ -84,7 +85,8 @@ def hyper_search(
         amp_dtype: Autocast to this dtype, torch.bfloat16 for example; float32 if None.
         channels_last: Train in channels-last memory, which is faster on most devices.
         seed: Of the initialization and of every epoch.
-        checkpoint: A file that is replaced after every epoch, by the first process; none if None.
+        checkpoint: A file that is replaced after an epoch, by the first process; none if None.
+        checkpoint_epochs: After every how many epochs, and after the last.
         resume: Go on from the checkpoint, if there is one.
         progress: Show a progress bar.
         metadata: What else to note in the Scales: the data set, for example.
@@ -100,6 +102,8 @@ def hyper_search(
     """
     if not 0 <= warmup_epochs < epochs:
         raise ValueError(f'warmup_epochs is less than epochs, got {warmup_epochs} of {epochs}.')
+    if checkpoint_epochs < 1:
+        raise ValueError(f'checkpoint_epochs is at least 1, got {checkpoint_epochs}.')
     checkpoint = None if checkpoint is None else Path(checkpoint)
     if checkpoint is not None:
         check_writable(checkpoint.parent)
@@ -139,7 +143,7 @@ def hyper_search(
 
     def after_epoch(done: int) -> None:
         _record(history, Scales.from_model(model))
-        if checkpoint is not None and rank == 0:
+        if checkpoint is not None and rank == 0 and (done % checkpoint_epochs == 0 or done == epochs):
             _save(checkpoint, model, optimizer, settings, done, history)
 
     fit(
