@@ -145,6 +145,15 @@ def test_mean_over_channels():
             torch.testing.assert_close(mean[layer][branch], torch.full_like(scale, scale.mean().item()))
 
 
+def test_derived_scales_do_not_pass_for_searched_ones():
+    scales = Scales(some_scales(), {'model': 'm', 'epochs': '3'})
+    assert scales.mean_over_channels().metadata == {'model': 'm', 'epochs': '3', 'averaged': 'over channels'}
+    ones = scales.ones_like()
+    assert ones.metadata == {}
+    assert {n: list(b) for n, b in ones.items()} == {n: list(b) for n, b in scales.items()}
+    assert all(torch.equal(s, torch.ones_like(s)) for branches in ones.values() for s in branches.values())
+
+
 def test_refusals(tmp_path, monkeypatch):
     for value in (torch.ones(3, 3), torch.tensor([1., float('nan')]), torch.tensor([float('inf')])):
         with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from timm_rep.cli import main
 from timm_rep.scales import Scales
@@ -38,6 +39,10 @@ def test_command(images, tmp_path, capsys):
     (['-o', '{tmp}/scales.pth'], '--output is a .safetensors file'),
     (['-o', '{tmp}/file/s.safetensors'], "cannot write to the output folder '{tmp}/file'"),
     (['--batch-size', '21'], '--batch-size is 21, more than the images'),
+    (['--device', 'nothing'], 'nothing'),
+    pytest.param(
+        ['--device', 'cuda'], "cannot use the device 'cuda'",
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU here')),
     (['--epochs', '0'], 'warmup_epochs is less than epochs'),
 ], ids=str)
 def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, message):

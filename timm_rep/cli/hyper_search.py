@@ -44,7 +44,10 @@ def run(args) -> int:
     if output.suffix != '.safetensors' or output.is_dir():
         raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
     check_writable(output.parent)
-    device = init_distributed_device(args)
+    try:
+        device = init_distributed_device(args)
+    except AssertionError as e:  # timm's answer to a device that is not there
+        raise RuntimeError(f'cannot use the device {args.device!r}: {e}') from e
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:

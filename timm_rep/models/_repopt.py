@@ -1,4 +1,5 @@
 """What the models that RepOptimizers train share."""
+import logging
 from typing import Any, Mapping, Optional
 
 import torch
@@ -10,6 +11,9 @@ from timm_rep.scales import ScalesLike, packaged_scales, resolve_scales
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RepOptMixin', 'check_structure', 'choose_scales', 'csla_operator', 'fold_norm']
+
+
+_logger = logging.getLogger(__name__)
 
 
 def check_structure(structure: str) -> None:
@@ -35,7 +39,10 @@ def choose_scales(variant: str, args: Mapping[str, Any], defaults: Mapping[str, 
     if args.get('scales', 'default') != 'default':
         return args['scales']
     changed = any(_plain(args.get(name, value)) != _plain(value) for name, value in defaults.items())
-    if changed or args.get('structure') == 'search' or variant not in packaged_scales():
+    if args.get('structure') == 'search':
+        return 'init'
+    if changed or variant not in packaged_scales():
+        _logger.info("%s: no searched scales of this architecture come with timm-rep, scales='init'.", variant)
         return 'init'
     return variant
 

@@ -111,11 +111,15 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
     @classmethod
     def ones(cls, model: nn.Module) -> 'Scales':
         """All ones, the row `All 1` of table 4."""
-        return cls.initial(model)._mapped(torch.ones_like)
+        return cls.initial(model).ones_like()
+
+    def ones_like(self) -> 'Scales':
+        """All ones, for the same layers and branches."""
+        return self._mapped(torch.ones_like, {})
 
     def mean_over_channels(self) -> 'Scales':
         """Each scale replaced by its mean over the channels, the row `Average across channels` of table 4."""
-        return self._mapped(lambda scale: scale.mean().expand_as(scale))
+        return self._mapped(lambda scale: scale.mean().expand_as(scale), {**self.metadata, 'averaged': 'over channels'})
 
     def summary(self) -> str:
         """A table: for each layer, and so by stage and depth, the mean and standard deviation of each branch."""
@@ -164,10 +168,10 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             )
         return comparisons
 
-    def _mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> 'Scales':
+    def _mapped(self, fn: Callable[[torch.Tensor], torch.Tensor], metadata: Mapping[str, str]) -> 'Scales':
         return Scales({
             layer: {branch: fn(scale) for branch, scale in branches.items()} for layer, branches in self.items()
-        }, self.metadata)
+        }, metadata)
 
     def save(self, path: Union[str, os.PathLike]) -> None:
         """Write a safetensors file; a failure leaves the old one intact.
