@@ -7,7 +7,7 @@ import shlex
 import sys
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence
 
 import timm
 import torch
@@ -36,6 +36,7 @@ def report(
         rows: List[Dict[str, Any]],
         device: torch.device,
         settings: Dict[str, Any],
+        keys: Sequence[str] = (),
 ) -> None:
     """Print rows of one form as a table and write results/<machine>/<section>.json.
 
@@ -45,6 +46,8 @@ def report(
         rows: The results.
         device: Where they were measured.
         settings: What they depend on besides the versions and the command, which are kept too.
+        keys: Columns that name a row: rows of the file with other names stay, if they depend on the same. Without any
+            the file is replaced.
     """
     widths = {k: max(len(k), *(len(str(row[k])) for row in rows)) for k in rows[0]}
     print('\n' + '  '.join(k.ljust(w) for k, w in widths.items()))
@@ -52,21 +55,28 @@ def report(
         print('  '.join(str(row[k]).ljust(w) for k, w in widths.items()))
     machine = _machine(device)
     folder = RESULTS / re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')
+    path = folder / f'{section}.json'
+    versions = {
+        'python': platform.python_version(),
+        'torch': torch.__version__,
+        'timm': timm.__version__,
+        'timm_rep': timm_rep.__version__,
+    }
+    if keys and path.is_file():
+        old = json.loads(path.read_text())
+        if old['versions'] == versions and all(old.get(k) == v for k, v in settings.items()):
+            names = {tuple(row[k] for k in keys) for row in rows}
+            rows = [row for row in old['rows'] if tuple(row[k] for k in keys) not in names] + rows
     content = {
         'section': section,
         'what': what,
         'machine': machine,
         'date': date.today().isoformat(),
         'command': shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        'versions': {
-            'python': platform.python_version(),
-            'torch': torch.__version__,
-            'timm': timm.__version__,
-            'timm_rep': timm_rep.__version__,
-        },
+        'versions': versions,
         **settings,
         'rows': rows,
     }
     with replacing_files(folder) as temporary:
-        (temporary / f'{section}.json').write_text(json.dumps(content, indent=2) + '\n')
-    print(f'\n{folder / section}.json')
+        (temporary / path.name).write_text(json.dumps(content, indent=2) + '\n')
+    print(f'\n{path}')

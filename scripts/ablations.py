@@ -58,7 +58,7 @@ ROWS = {
 def searched(row: Row, args, loaders, model_args: Dict[str, Any]) -> Scales:
     """The scales of a row: its own search, or those of the arguments."""
     if row.strides is None:
-        return Scales.load(args.scales)
+        return Scales.load(args.scales or args.model)
     return hyper_search(
         args.model, *loaders, epochs=args.search_epochs, warmup_epochs=min(5, args.search_epochs - 1),
         device=args.device, amp_dtype=torch.bfloat16 if args.amp else None, channels_last=True, seed=args.seed,
@@ -115,8 +115,9 @@ def main() -> None:
     parser.add_argument('-j', '--workers', type=int, default=2, help='processes that read images, once (%(default)s)')
     args = parser.parse_args()
     rows = list(ROWS) if 'all' in args.rows else args.rows
+    if 'vgg' not in args.model and any(ROWS[row].strides for row in rows):
+        parser.error(f'{args.model} has no strides to change: the rows of table 6 are for RepOpt-VGG.')
     if args.scales is None and any(ROWS[r].scales in ('searched', 'mean') and not ROWS[r].strides for r in rows):
-        args.scales = args.model
         if args.model not in packaged_scales():
             parser.error(
                 f'{args.model} has no searched scales in this package, only {", ".join(packaged_scales()) or "none"} '
@@ -128,14 +129,18 @@ def main() -> None:
         for split, is_training in ((args.train_split, True), (args.val_split, False))
     ]
     model_args = dict(args.model_kwargs, num_classes=count_classes(loaders[0].dataset))
-    report(
-        'ablations',
-        f'Accuracy of {args.model} on {args.dataset or Path(args.data_dir).resolve().name}, percent of the validation '
-        'images; search_accuracy is that of the search structure, paper that of RepOpt-VGG-B1 on ImageNet.',
-        [run(name, args, loaders, model_args) for name in rows],
-        args.device,
-        {'settings': {k: str(v) for k, v in vars(args).items() if k not in ('rows', 'device')}},
-    )
+    data = args.dataset or Path(args.data_dir).resolve().name
+    unnamed = ('rows', 'device', 'data_dir', 'dataset', 'workers', 'scales')
+    for name in rows:
+        report(
+            f'ablations-{args.model}',
+            f'Accuracy of {args.model} on {data}, percent of the validation images; search_accuracy is that of the '
+            'search structure, paper that of RepOpt-VGG-B1 on ImageNet.',
+            [run(name, args, loaders, model_args)],
+            args.device,
+            {'data': data, 'settings': {k: str(v) for k, v in vars(args).items() if k not in unnamed}},
+            keys=('row',),
+        )
 
 
 if __name__ == '__main__':

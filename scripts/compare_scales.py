@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Compare searched scales with others, by branch and depth, as figures 6 and 7 of the RepOptimizers paper do.
 
-Every pair is compared over the layers that both have (of RepOpt-VGG: by stage and place in it). Much of any agreement
-is that of the values both searches started from, so the correlations are there for those too, and for what the searches
-changed: the mean of each layer minus where it started.
+Every pair is compared over the layers that both have (of RepOpt-VGG: by stage and place in it) and both searched: where
+the channels, which start alike, are still alike, no gradient has reached a branch. Much of any agreement is that of the
+values both searches started from, so the correlations are there for those too, and for what the searches changed: the
+mean of each layer minus where it started.
 """
 import argparse
 from itertools import combinations
@@ -24,17 +25,22 @@ def read(argument: str) -> Tuple[str, Scales, Scales]:
     start = Scales.from_model(timm.create_model(model, structure='search', scales='init'))
     if scales.keys() != start.keys():
         raise SystemExit(f'{source or model} does not hold the scales of {model}.')
-    return name or source or model, scales, start
+    moved = {n: {b: s for b, s in branches.items() if s.std(correction=0) > 1e-3} for n, branches in scales.items()}
+    return name or source or model, Scales(moved, scales.metadata), start
 
 
 def changes(scales: Scales, start: Scales) -> Scales:
     return Scales({n: {b: s - start[n][b] for b, s in branches.items()} for n, branches in scales.items()})
 
 
+def same_parts(scales: Scales, of: Scales) -> Scales:
+    return Scales({n: {b: scales[n][b] for b in branches} for n, branches in of.items()})
+
+
 def spread(scales: Scales, branch: str) -> float:
     """Mean over the layers of the standard deviation over the channels."""
     found = [b[branch].std(correction=0) for b in scales.values() if branch in b]
-    return torch.stack(found).mean().item()
+    return torch.stack(found).mean().item() if found else float('nan')
 
 
 def rounded(x: float) -> Optional[float]:
@@ -45,7 +51,7 @@ def compare(a: Tuple[str, Scales, Scales], b: Tuple[str, Scales, Scales]) -> lis
     rows = []
     comparisons: Dict[str, dict] = {
         'correlation': a[1].compare(b[1]),
-        'start_with_other': a[2].compare(b[1]),
+        'start_with_other': same_parts(a[2], a[1]).compare(b[1]),
         'changes': changes(a[1], a[2]).compare(changes(b[1], b[2])),
     }
     for branch, comparison in comparisons['correlation'].items():
@@ -72,7 +78,7 @@ def main() -> None:
         "Pearson's correlation of the layers' mean scales over depth: of the searched values, of the values the first "
         "search started from with the other's searched ones, and of what the two searches changed. spread: standard "
         'deviation over the channels, mean over the layers. stage_means: of the one and of the other.',
-        [row for pair in combinations(found, 2) for row in compare(*pair)],
+        [row for a, b in combinations(found, 2) if a[1].keys() & b[1].keys() for row in compare(a, b)],
         torch.device('cpu'),
         {'searches': {name: scales.metadata for name, scales, _ in found}},
     )

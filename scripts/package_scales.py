@@ -3,8 +3,10 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Dict
 
 import timm
+from timm.utils import ParseKwargs
 
 import timm_rep.scales.packaged as packaged
 from timm_rep.atomic import replacing_files
@@ -12,52 +14,57 @@ from timm_rep.layers import csla_layers
 from timm_rep.scales import Scales, packaged_scales
 
 FOLDER = Path(packaged.__file__).parent
-CARD = """\
-# Searched scales
+CARD = FOLDER / 'README.md'
+NEEDED = ('model', 'dataset', 'epochs', 'batch_size', 'accuracy', 'date', 'timm_rep')
 
-What `scales='default'` stands for, and `Scales.load(name)` loads: the constants that Hyper-Search found with this
-package. Every other RepOpt model has none yet; for it `scales='default'` is `'init'`, the values that a search starts
-from, which are not searched.
 
-The paper searches on CIFAR-100 for 240 epochs; what was searched on what here is in the table, and in the metadata of
-each file. The accuracy is that of the search structure, after the search, on the validation images of its data set.
-
-| model | data set | epochs | batch size | accuracy | date | timm-rep |
-|---|---|---|---|---|---|---|
-"""
+def layers_searched(scales: Scales) -> str:
+    """Where the channels, which start alike, have come apart: elsewhere no gradient has reached the convolutions."""
+    moved = sum(branches['conv3x3'].std() > 1e-3 for branches in scales.values())
+    return f'{moved} of {len(scales)}'
 
 
 def card() -> str:
+    """The card, its table brought up to date."""
+    head, separator, _ = CARD.read_text().partition('|---|---|---|---|---|---|---|---|\n')
     rows = []
     for name in packaged_scales():
-        found = Scales.load(packaged.locate_packaged(name)).metadata
-        rows.append('| `{model}` | {dataset} | {epochs} | {batch_size} | {accuracy}% | {date} | {timm_rep} |'.format(
-            **found))
-    return CARD + ''.join(f'{row}\n' for row in rows)
+        scales = Scales.load(name)
+        row = '| `{model}` | {dataset} | {epochs} | {batch_size} | {accuracy}% | {searched} | {date} | {timm_rep} |\n'
+        rows.append(row.format(**scales.metadata, searched=layers_searched(scales)))
+    return head + separator + ''.join(rows)
 
 
-def package(path: Path, dataset: str) -> None:
+def checked(path: Path, metadata: Dict[str, str]) -> Scales:
+    """Scales with their layers and branches in the order of the model.
+
+    Raises:
+        ValueError: They are not those of a RepOpt model, or do not say where they are from.
+    """
     scales = Scales.load(path)
-    model = timm.create_model(scales.metadata['model'], structure='search', device='meta')
-    layers = csla_layers(model)
+    metadata = {**scales.metadata, **metadata}
+    missing = [key for key in NEEDED if key not in metadata]
+    if missing:
+        raise ValueError(f'{path} does not say its {", ".join(missing)}: pass --metadata.')
+    layers = csla_layers(timm.create_model(metadata['model'], structure='search', device='meta'))
     if scales.keys() != layers.keys():
-        raise ValueError(f'{path} does not hold the scales of {scales.metadata["model"]}.')
+        raise ValueError(f'{path} does not hold the scales of {metadata["model"]}.')
     for name, layer in layers.items():
         layer.csla.check_scales(scales[name])
     ordered = {name: {b.name: scales[name][b.name] for b in layer.csla.branches} for name, layer in layers.items()}
-    metadata = dict(scales.metadata, dataset=dataset or scales.metadata['dataset'])
-    Scales(ordered, metadata, scales.history).save(packaged.locate_packaged(scales.metadata['model']))
+    return Scales(ordered, metadata, scales.history)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('scales', nargs='*', type=Path, help='files that timm-rep hyper-search wrote')
-    parser.add_argument('--dataset', default='', help='what to call the data set in the metadata')
+    parser.add_argument('--metadata', nargs='*', default={}, action=ParseKwargs, metavar='K=V', help='to set or to add')
     args = parser.parse_args()
-    for path in args.scales:
-        package(path, args.dataset)
+    metadata = {key: str(value) for key, value in args.metadata.items()}
+    for scales in [checked(path, metadata) for path in args.scales]:
+        scales.save(packaged.locate_packaged(scales.metadata['model']))
     with replacing_files(FOLDER) as temporary:
-        (temporary / 'README.md').write_text(card())
+        (temporary / CARD.name).write_text(card())
     print(card())
     return 0
 

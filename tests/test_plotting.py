@@ -65,11 +65,19 @@ def test_figures_3_and_5():
     kernel = torch.zeros(5, 4, 3, 3)
     kernel[:, :, 1, 1] = torch.arange(20.).view(5, 4)
     axes, = plot_kernels({'b1': {**state_dict, 'x': kernel}}, ['x']).axes
-    _, *texts = [axes.get_legend().get_title().get_text(), *(t.get_text() for t in axes.get_legend().get_texts())]
+    assert axes.get_legend().get_title().get_text() == f'std {kernel.std():.4f}'
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ['surroundings, std 0.0000', f'centre, std {torch.arange(20.).std():.4f}']
     for bars in axes.containers:
         width = bars[0].get_width()
         assert sum(bar.get_height() for bar in bars) * width == pytest.approx(1)
+
+
+def test_legend_names_the_branches_of_all():
+    searched = Scales({'a': {'conv3x3': torch.ones(2), 'identity': torch.ones(2)}}, history={'a': {'other': [1.]}})
+    figure = plot_scales({'start': Scales({'a': {'conv3x3': torch.ones(2)}}), 'searched': searched})
+    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert texts == ['conv3x3', 'identity', 'other']
 
 
 def test_refusals():
@@ -103,10 +111,22 @@ def test_command(tmp_path, capsys, suffix):
     assert output.stat().st_size > 5000
 
 
+def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
+    save_file(model().state_dict(), tmp_path / 'm.safetensors')
+    drawn = []
+    monkeypatch.setattr('timm_rep.plotting.plot_kernels', lambda *args: drawn.append(plot_kernels(*args)) or drawn[-1])
+    layers = ['stages.2.1.conv.weight', 'stages.2.0.conv.weight']
+    assert main([
+        'plot-scales', '--kernels', *[str(tmp_path / 'm.safetensors')] * 2, '-o', str(tmp_path / 'x.png'),
+        '--layer', layers[0], '--layer', layers[1]]) == 0
+    assert [axes.get_title().splitlines()[1] for axes in drawn[0].axes] == layers
+
+
 @pytest.mark.parametrize('args,message', [
     (['{tmp}/nothing.safetensors'], 'No scales at'),
     (['nothing'], 'whose searched scales come with this package'),
     (['--kernels', '{tmp}/nothing.pth'], 'No checkpoint at'),
+    (['--kernels', __file__], 'as a checkpoint'),
     (['--kernels', '{tmp}/s.safetensors'], 'no kernel of 3 x 3'),
     (['--kernels', '{tmp}/s.safetensors', '--layer', 'a', '--layer', 'b'], '--layer is given once'),
     (['{tmp}/s.safetensors', '--layer', 'a'], '--layer is for --kernels'),

@@ -166,6 +166,9 @@ def test_refusals(tmp_path, monkeypatch):
     for value in (3, True, [1, 2]):
         with pytest.raises(ValueError, match=r"'init' or 'none', got"):
             tiny(scales=value)
+    for key in ('layers', 'history'):
+        with pytest.raises(ValueError, match=f'{key}: the file uses this key itself'):
+            Scales(some_scales(), {key: 'x'}).save(tmp_path / 's.safetensors')
     path = tmp_path / 's.safetensors'
     path.write_bytes(b'neither')
     with pytest.raises(ValueError, match=r's\.safetensors.*no safetensors file of scales'):
@@ -291,6 +294,14 @@ def test_released_ghost_layout(tmp_path):
     assert torch.equal(
         scales['blocks.6.1.ghost2.cheap_operation.0']['identity'], state['blocks.6.1.ghost2.fusion_scale.weight'])
     assert timm.create_model('repopt_ghostnet_050', scales=scales, width=.3)
+
+
+def test_norms_are_no_scales(tmp_path):
+    """A RepGhostNet's BatchNorms have the names of RepOpt-GhostNet's released scales, and so do our own target's."""
+    for name in ('repghostnet_050', 'repopt_ghostnet_050'):
+        torch.save(timm.create_model(name).state_dict(), tmp_path / 'x.pth')
+        with pytest.raises(ValueError, match='no scales in a released layout'):
+            Scales.load(tmp_path / 'x.pth')
 
 
 def test_released_ghost_scales_fit_the_model(released_scales):

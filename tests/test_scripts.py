@@ -37,22 +37,93 @@ def reported(tmp_path, section):
 TINY = 'depths=(1,2,1,1) widths=(8,8,16,16) stem_width=8'.split()
 
 
-def test_ablations(script, images, tmp_path, capsys):
-    """Rows differ in what they name: one row twice is the same, every other one another."""
+def test_ablations(script, images, tmp_path, capsys, monkeypatch):
+    """What each row starts from and trains with is what its row of table 4 says."""
     tiny = dict(depths=(1, 2, 1, 1), widths=(8, 8, 16, 16), stem_width=8)
-    normal_scales(timm.create_model('repopt_vgg_a0', **tiny), seed=0).save(tmp_path / 's.safetensors')
-    rows = ['sgd', 'repsgd', 'no-init', 'ones', 'mean', 'repadamw', 'strides-22121']
+    scales = normal_scales(timm.create_model('repopt_vgg_a0', **tiny), seed=0)
+    scales.save(tmp_path / 's.safetensors')
     args = [
         '--model', 'repopt_vgg_a0', '--model-kwargs', *TINY, '--scales', tmp_path / 's.safetensors', '--dataset', '',
         '--data-dir', images, '--batch-size', 5, '--epochs', 2, '--search-epochs', 1, '-j', 0]
-    script('ablations', *rows, *args)
-    result = reported(tmp_path, 'ablations')
-    assert [row['row'] for row in result['rows']] == rows
+    module = importlib.import_module('ablations')
+    started = {}
+
+    def fit(model, optimizer, *args, description, **kwargs):
+        started[description] = model.stages[1][1].conv.weight.detach().clone(), model, optimizer
+        return training_fit(model, optimizer, *args, description=description, **kwargs)
+
+    training_fit = module.fit
+    monkeypatch.setattr(module, 'fit', fit)
+    rows = [row for row in module.ROWS if not row.startswith('strides')]
+    script('ablations', *rows[:3], *args)
+    script('ablations', *rows[3:], 'strides-22121', *args)  # one command or several, one file
+    result = reported(tmp_path, 'ablations-repopt_vgg_a0')
+    assert [row['row'] for row in result['rows']] == [*rows, 'strides-22121']
     assert all(0 <= row['accuracy'] <= 100 for row in result['rows'])
-    assert [row['search_accuracy'] is not None for row in result['rows']] == [False] * 6 + [True]
-    with pytest.raises(SystemExit):
-        script('ablations', 'repsgd', '--model', 'repopt_vgg_l2')
-    assert 'repopt_vgg_l2 has no searched scales in this package' in capsys.readouterr().err
+    assert [row['search_accuracy'] is not None for row in result['rows']] == [False] * 9 + [True]
+
+    name = 'stages.1.1.conv'
+    expected = {
+        'sgd': (None, 'SGD'), 'adamw': (None, 'AdamW'), 'repsgd': (scales, 'RepSGD'), 'no-init': (scales, 'RepSGD'),
+        'no-gradients': (scales, 'SGD'), 'ones': (Scales.ones, 'RepSGD'), 'init': (Scales.initial, 'RepSGD'),
+        'mean': (scales.mean_over_channels(), 'RepSGD'), 'repadamw': (scales, 'RepAdamW'),
+    }
+    for row in rows:
+        kernel, model, optimizer = started[row]
+        of, optimizer_name = expected[row]
+        of = of(model) if callable(of) else of
+        assert type(optimizer).__name__ == optimizer_name
+        found = model.stages[1][1].conv.grad_mult
+        if of is None:
+            assert found is None
+        else:
+            mult = model.stages[1][1].conv.csla.grad_mult(of[name])
+            assert torch.equal(found.dense('squared'), mult.dense('squared'))
+        # by the rule of initialization the diagonal starts around 1
+        diagonal = kernel[:, :, 1, 1].diagonal()
+        assert (diagonal.mean() > .5) == (row not in ('sgd', 'adamw', 'no-init'))
+    assert torch.equal(started['repsgd'][0], started['no-gradients'][0])
+    assert torch.equal(started['repsgd'][0], started['repadamw'][0])
+    searched = started['strides-22121'][1].stages[1][1].conv.grad_mult.dense('squared')
+    assert not torch.equal(searched, started['init'][1].stages[1][1].conv.grad_mult.dense('squared'))
+    assert started['strides-22121'][1].feature_info[-1]['reduction'] == 32
+
+    for name, more, message in [
+        ('repsgd', ['--model', 'repopt_vgg_l2'], 'repopt_vgg_l2 has no searched scales in this package'),
+        ('strides-22121', ['--model', 'repopt_ghostnet_050'], 'no strides to change'),
+    ]:
+        with pytest.raises(SystemExit):
+            script('ablations', name, *more)
+        assert message in capsys.readouterr().err
+
+
+def test_compare_scales(script, tmp_path):
+    """Pairs of one family; the correlations are those of the layers' means, of what was searched only."""
+    start = Scales.from_model(timm.create_model('repopt_vgg_a0', structure='search', scales='init'))
+    g = torch.Generator().manual_seed(0)
+    a = Scales({n: {b: s + torch.randn(len(s), generator=g) for b, s in of.items()} for n, of in start.items()})
+    b = Scales({n: {k: 2 * s - start[n][k] for k, s in of.items()} for n, of in a.items()})  # twice as far, same way
+    unsearched = {n: dict(of) for n, of in b.items()}
+    unsearched['stages.2.9.conv']['conv3x3'] = torch.full((192,), 99.)
+    a.save(tmp_path / 'a.safetensors')
+    Scales(unsearched).save(tmp_path / 'b.safetensors')
+    ghost = Scales.from_model(timm.create_model('repopt_ghostnet_050', structure='search', scales='init'))
+    Scales({n: {b: torch.randn(len(s), generator=g) for b, s in of.items()} for n, of in ghost.items()}).save(
+        tmp_path / 'ghost.safetensors')
+    script('compare_scales', *(f'repopt_vgg_a0={tmp_path / x}.safetensors={x}' for x in 'ab'),
+           f'repopt_ghostnet_050={tmp_path / "ghost.safetensors"}=ghost')
+    rows = {row['branch']: row for row in reported(tmp_path, 'scales')['rows']}
+    assert rows.keys() == {'conv3x3', 'conv1x1', 'identity'}
+    assert all((row['scales'], row['other'], row['changes']) == ('a', 'b', 1.) for row in rows.values())
+    assert (rows['conv3x3']['layers'], rows['conv1x1']['layers']) == (21, 22)
+    for branch, row in rows.items():
+        layers = [n for n in a if branch in a[n] and not (branch == 'conv3x3' and n == 'stages.2.9.conv')]
+        means = torch.tensor([[x[n][branch].mean() for n in layers] for x in (a, b, start)])
+        assert row['correlation'] == pytest.approx(torch.corrcoef(means)[0, 1].item(), abs=1e-3)
+        if branch == 'identity':
+            assert row['start_with_other'] is None  # the same 1 everywhere
+        else:
+            assert row['start_with_other'] == pytest.approx(torch.corrcoef(means)[1, 2].item(), abs=1e-3)
 
 
 def test_gpu_hyper_search(images, tmp_path):
@@ -73,27 +144,44 @@ def test_gpu_hyper_search(images, tmp_path):
     before = path.stat().st_mtime_ns
     assert "epochs='1'" in run(5)
     assert path.stat().st_mtime_ns == before
+    command[command.index('--output') + 1] = tmp_path / 'other'
+    command[command.index('--data-dir') + 1] = tmp_path / 'nothing'
+    failed = subprocess.run([str(c) for c in (*command, 5)], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert 'failed: repopt_ghostnet_050' in failed.stderr
+    assert 'Cannot open the split' in failed.stdout
     assert timm.create_model('repopt_ghostnet_050', scales=str(path))
 
 
 def test_package_scales(script, tmp_path, monkeypatch, capsys):
     """The file of the package has the layers in the model's order, the card a row for it."""
-    monkeypatch.setattr(packaged, '_FOLDER', tmp_path / 'packaged')
     module = importlib.import_module('package_scales')
-    monkeypatch.setattr(module, 'FOLDER', tmp_path / 'packaged')
+    card = tmp_path / 'packaged' / 'README.md'
+    card.parent.mkdir()
+    card.write_text(module.CARD.read_text())
+    monkeypatch.setattr(packaged, '_FOLDER', card.parent)
+    monkeypatch.setattr(module, 'FOLDER', card.parent)
+    monkeypatch.setattr(module, 'CARD', card)
     search = timm.create_model('repopt_vgg_a0', structure='search')
     found = Scales.from_model(search)
     shuffled = Scales({name: found[name] for name in sorted(found)}, {
         'model': 'repopt_vgg_a0', 'dataset': 'x', 'epochs': '3', 'batch_size': '8', 'accuracy': '12.34',
         'date': '2020-01-01', 'timm_rep': '0'})
     shuffled.save(tmp_path / 's.safetensors')
-    script('package_scales', tmp_path / 's.safetensors', '--dataset', 'Noise')
+    Scales(found, {'model': 'repopt_vgg_a0', 'date': '2020-01-01'}).save(tmp_path / 'unknown.safetensors')
+    before = card.read_text()
+    with pytest.raises(ValueError, match=r'does not say its dataset, epochs, batch_size, accuracy, timm_rep: pass'):
+        script('package_scales', tmp_path / 's.safetensors', tmp_path / 'unknown.safetensors')
+    assert packaged_scales() == []
+    assert card.read_text() == before
+    script('package_scales', tmp_path / 's.safetensors', '--metadata', 'dataset=Noise')
     again = Scales.load('repopt_vgg_a0')
     assert again == found
     assert list(again) == list(found)
     assert packaged_scales() == ['repopt_vgg_a0']
-    row = '| `repopt_vgg_a0` | Noise | 3 | 8 | 12.34% | 2020-01-01 | 0 |'
-    assert row in (tmp_path / 'packaged' / 'README.md').read_text().splitlines()
+    assert card.read_text().splitlines()[-1] == (
+        '| `repopt_vgg_a0` | Noise | 3 | 8 | 12.34% | 0 of 22 | 2020-01-01 | 0 |')
+    assert card.read_text().startswith('# Searched scales')
     model = timm.create_model('repopt_vgg_a0')
     layer = model.stages[2][5].conv
     assert torch.equal(

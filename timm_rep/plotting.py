@@ -38,9 +38,12 @@ def plot_scales(scales: Mapping[str, Scales]):
     Raises:
         ValueError: There are none.
     """
+    from matplotlib.lines import Line2D
+
     if not scales:
         raise ValueError('There are no scales to draw.')
-    branches = list(dict.fromkeys(branch for s in scales.values() for branch in s.branches()))
+    branches = list(dict.fromkeys(
+        branch for s in scales.values() for branch in (*s.branches(), *(b for of in s.history.values() for b in of))))
     colors = {branch: _COLORS[i % len(_COLORS)] for i, branch in enumerate(branches)}
     rows = 1 + any(s.history for s in scales.values())
     figure = _figure(len(scales), rows)
@@ -52,20 +55,19 @@ def plot_scales(scales: Mapping[str, Scales]):
             layer = _draw_course(column[1], each, colors)
             _tidy(column[1], layer or f'{name}: the course of the search is not in the file', 'epoch',
                   'mean of the scales')
-    grid[0, 0].legend(frameon=False, fontsize=8)
+    handles = [Line2D([], [], color=color, marker='.', label=branch) for branch, color in colors.items()]
+    grid[0, 0].legend(handles=handles, frameon=False, fontsize=8)
     return figure
 
 
 def _draw_depth(axes, scales: Scales, colors: Mapping[str, str]) -> None:
     index = {layer: i + 1 for i, layer in enumerate(scales)}
     for branch, color in colors.items():
-        label: Optional[str] = branch
         for layers in scales.stages().values():
             layers = [layer for layer in layers if branch in scales[layer]]
             if layers:
                 means = [scales[layer][branch].mean().item() for layer in layers]
-                axes.plot([index[layer] for layer in layers], means, color=color, marker='.', label=label)
-                label = None
+                axes.plot([index[layer] for layer in layers], means, color=color, marker='.')
 
 
 def _draw_course(axes, scales: Scales, colors: Mapping[str, str]) -> Optional[str]:

@@ -40,7 +40,7 @@ def fit(
         after_epoch: Optional[Callable[[int], None]] = None,
         description: str = 'training',
         progress: bool = True,
-) -> List[torch.Tensor]:
+) -> List[float]:
     """Train a model in place; in a process group together with the other processes.
 
     Args:
@@ -62,7 +62,7 @@ def fit(
         progress: Whether to show it.
 
     Returns:
-        The loss of every step, each a scalar on the device.
+        The loss of every step.
     """
     steps = len(loader)
     count, rank = processes()
@@ -81,6 +81,7 @@ def fit(
             if seed is not None:
                 _seed_epoch(seed, epoch, loader)
             average.reset()
+            of_epoch = []
             for step, (images, targets) in enumerate(loader):
                 scheduler.step_update(epoch * steps + step)
                 images = images.to(device, non_blocking=True, memory_format=memory_format)
@@ -92,9 +93,10 @@ def fit(
                 if clip_grad is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
                 optimizer.step()
-                losses.append(loss.detach())
-                average.update(losses[-1], len(images))
+                of_epoch.append(loss.detach())
+                average.update(of_epoch[-1], len(images))
                 bar.update()
+            losses += torch.stack(of_epoch).tolist()
             bar.set_postfix(epoch=epoch + 1, loss=f'{average.avg:.3f}')
             if after_epoch is not None:
                 after_epoch(epoch + 1)

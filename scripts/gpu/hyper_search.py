@@ -7,6 +7,7 @@ the device, matrices multiplied in bfloat16. The finished scales, SEARCHES/<mode
 scripts/package_scales.py.
 """
 import argparse
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from timm_rep.scales import Scales
 
-# what the paper and its released code search with; by default as in section 4.1
+# section 4.1 for RepOpt-VGG, the released code for RepOpt-GhostNet
 SEARCHES = {
     'repopt_vgg_b1': [],
     'repopt_vgg_l1': [],
@@ -77,6 +78,9 @@ def main() -> int:
     finally:
         for process in running.values():  # at any moment: what they wrote last goes on from its epoch
             process.kill()
+            process.wait()
+        for litter in args.output.glob('.writing-*'):  # of one that was killed as it wrote
+            shutil.rmtree(litter, ignore_errors=True)
     for model in args.models:
         done = output(model, args).is_file()
         log = args.output / f'{model}.log'

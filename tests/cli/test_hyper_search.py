@@ -38,6 +38,8 @@ def test_command(images, tmp_path, capsys):
     (['--dataset', 'torch/nothing'], "Cannot open the split 'train' of the data set 'torch/nothing'"),
     (['-o', '{tmp}/scales.pth'], '--output is a .safetensors file'),
     (['-o', '{tmp}/file/s.safetensors'], "cannot write to the output folder '{tmp}/file'"),
+    (['--batch-size', '0'], '--batch-size is at least 1, got 0'),
+    (['--num-classes', '3'], '--num-classes is 3, but'),
     (['--batch-size', '21'], '--batch-size is 21, more than the images'),
     (['--device', 'nothing'], 'nothing'),
     pytest.param(
@@ -57,7 +59,7 @@ def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, me
 
 def test_models_that_cannot_be_searched(images, tmp_path, capsys):
     args = command(images, tmp_path / 's.safetensors')
-    for model, message in (('resnet18', 'resnet18 cannot be built with structure'), ('repopt_x', 'Unknown model')):
+    for model, message in (('resnet18', 'resnet18 cannot be built with structure'), ('repopt_x', "Unknown model 'rep")):
         args[1] = model
         assert main(args) == 1
         assert message in capsys.readouterr().err

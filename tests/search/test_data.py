@@ -89,6 +89,20 @@ def test_randomness_is_that_of_the_seed(root):
     assert not torch.equal(epoch(0)[0], epoch(1)[0])
 
 
+def test_a_data_set_of_the_hub(root, tmp_path, monkeypatch):
+    """timm's 'hfds/', here on a folder instead of a repository; the root is where it keeps its cache."""
+    pytest.importorskip('datasets', reason='timm opens hfds/ with the datasets package')
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    name = f'hfds/{root}'
+    dataset = create_search_dataset(name, str(tmp_path / 'cache'), 'train', 8, False)
+    folder = create_search_dataset('', root, 'train', 8, False)
+    assert len(dataset) == len(folder) == 21
+    for (image, target), (other_image, other_target) in zip(dataset, folder):
+        assert torch.equal(image, other_image)
+        assert target == other_target
+    assert count_classes(dataset) == 3
+
+
 def test_count_classes(root):
     assert count_classes(create_search_dataset('', root, 'train', 8, True)) == 3
     assert count_classes(torch.utils.data.TensorDataset(torch.zeros(1))) is None

@@ -119,6 +119,22 @@ def test_refused_before_anything_is_trained(tmp_path):
     search(checkpoint=tmp_path / 'search.pth', epochs=1, warmup_epochs=0)
     with pytest.raises(ValueError, match=r'checkpoint of another search: epochs is 1 there and 4 here'):
         search(checkpoint=tmp_path / 'search.pth', resume=True)
+    same = dict(checkpoint=tmp_path / 'search.pth', epochs=1, warmup_epochs=0, resume=True)
+    search(**same)
+    for change, what in [
+        (dict(amp_dtype=torch.bfloat16), 'amp_dtype is None there'), (dict(channels_last=True), 'channels_last'),
+        (dict(act_layer='silu'), 'model_args'), (dict(metadata={'dataset': 'other'}), 'metadata'),
+    ]:
+        with pytest.raises(ValueError, match=f'checkpoint of another search: {what}'):
+            search(**same, **change)
+    (tmp_path / 'search.pth').write_bytes(b'PK damaged')
+    with pytest.raises(ValueError, match=r"search\.pth' cannot be read as the checkpoint of a search"):
+        search(**same)
+    for loaders, what in ((([],), 'train_loader'), ((loader(), []), 'val_loader')):
+        with pytest.raises(ValueError, match=f'{what} has no batches'):
+            timm_rep.hyper_search('repopt_vgg_a0', *loaders, **TINY)
+    with pytest.raises(ValueError, match=r"cannot be built with structure='search', which RepOpt models can"):
+        timm_rep.hyper_search('repopt_ghostnet_050', loader(), strides=(1, 1))
 
 
 def test_layers_of_the_result_are_those_of_the_target():

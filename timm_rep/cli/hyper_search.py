@@ -11,6 +11,7 @@ def add_parser(commands) -> None:
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='scales to write, a .safetensors file')
     parser.add_argument('--dataset', default='torch/cifar100', help="as timm names them, '' for folders (%(default)s)")
     parser.add_argument('--data-dir', metavar='DIR', help='where the data set is')
+    parser.add_argument('--dataset-download', action='store_true', help='let it download itself, as torch/cifar100 can')
     parser.add_argument('--train-split', default='train', help='(%(default)s)')
     parser.add_argument('--val-split', default='validation', help="'' for none (%(default)s)")
     parser.add_argument('--num-classes', type=int, help='where the data set does not say')
@@ -34,6 +35,7 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
+    import timm
     import torch
     from timm.utils import init_distributed_device, is_primary
 
@@ -43,6 +45,10 @@ def run(args) -> int:
     output = Path(args.output)
     if output.suffix != '.safetensors' or output.is_dir():
         raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
+    if args.batch_size < 1:
+        raise ValueError(f'--batch-size is at least 1, got {args.batch_size}.')
+    if not timm.is_model(args.model):
+        raise ValueError(f'Unknown model {args.model!r}: see timm-rep models "repopt_*".')
     check_writable(output.parent)
     try:
         device = init_distributed_device(args)
@@ -52,13 +58,17 @@ def run(args) -> int:
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:
             dataset = create_search_dataset(
-                args.dataset, args.data_dir, split, args.img_size, is_training, raw=args.preload)
+                args.dataset, args.data_dir, split, args.img_size, is_training, raw=args.preload,
+                download=args.dataset_download)
             if args.preload:
                 loader = DeviceLoader(dataset, args.batch_size, is_training, device, args.workers)
             else:
                 loader = create_search_loader(dataset, args.batch_size, is_training, args.workers)
             loaders.append(loader)
-    classes = args.num_classes or count_classes(loaders[0].dataset)
+    known = count_classes(loaders[0].dataset)
+    classes = args.num_classes or known
+    if known and classes < known:
+        raise ValueError(f'--num-classes is {classes}, but {args.dataset!r} has {known}.')
     if not classes:
         raise ValueError(f'The data set {args.dataset!r} does not say how many classes it has: pass --num-classes.')
     if not len(loaders[0]):
@@ -81,6 +91,7 @@ def run(args) -> int:
         metadata={
             'dataset': args.dataset or Path(args.data_dir).resolve().name,
             'batch_size': str(args.batch_size * args.world_size),
+            'img_size': str(args.img_size),
         },
         num_classes=classes,
     )

@@ -1,5 +1,6 @@
 """``timm-rep plot-scales``: draw scales by block, or the kernels of checkpoints."""
 from pathlib import Path
+from typing import List
 
 
 def add_parser(commands) -> None:
@@ -16,8 +17,6 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm.models import load_state_dict
-
     from timm_rep.atomic import check_writable, replacing_files
     from timm_rep.plotting import plot_kernels, plot_scales
     from timm_rep.scales import Scales
@@ -33,15 +32,12 @@ def run(args) -> int:
         raise ValueError('--layer is for --kernels.')
     if args.layer and len(args.layer) not in (1, len(args.sources)):
         raise ValueError(f'--layer is given once, or once for each of the {len(args.sources)} checkpoints.')
-    titles = [Path(source).name for source in args.sources]
-    if len(set(titles)) < len(titles):
-        titles = args.sources
+    titles = _titles(args.sources)
     if args.kernels:
         missing = [source for source in args.sources if not Path(source).is_file()]
         if missing:
             raise FileNotFoundError(f'No checkpoint at {missing[0]!r}.')
-        checkpoints = {
-            title: load_state_dict(source, weights_only=True) for title, source in zip(titles, args.sources)}
+        checkpoints = {title: _read(source) for title, source in zip(titles, args.sources)}
         layers = args.layer * len(checkpoints) if args.layer and len(args.layer) == 1 else args.layer
         figure = plot_kernels(checkpoints, layers)
     else:
@@ -54,3 +50,21 @@ def run(args) -> int:
         figure.savefig(temporary / output.name, dpi=150)
     print(f'Picture: {output}')
     return 0
+
+
+def _titles(sources: List[str]) -> List[str]:
+    """What to call each: the name of the file, as much of its path as tells it from the others, and else a number."""
+    titles = [Path(source).name for source in sources]
+    if len(set(titles)) < len(titles):
+        titles = list(sources)
+    seen = {title: titles.count(title) > 1 for title in titles}
+    return [f'{title} ({i + 1})' if seen[title] else title for i, title in enumerate(titles)]
+
+
+def _read(source: str):
+    from timm.models import load_state_dict
+
+    try:
+        return load_state_dict(source, weights_only=True)
+    except Exception as e:  # whatever the two libraries make of a damaged file
+        raise ValueError(f'Cannot read {source!r} as a checkpoint: {type(e).__name__}: {e}') from e

@@ -89,5 +89,4 @@ def train(
         step_on_epochs=False,
         updates_per_epoch=len(loader),
     )
-    losses = fit(model, optimizer, scheduler, loader, epochs, device=device, description=f'training {name}')
-    return [loss.item() for loss in losses]
+    return fit(model, optimizer, scheduler, loader, epochs, device=device, description=f'training {name}')

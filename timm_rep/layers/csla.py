@@ -412,7 +412,8 @@ class CslaBlock(nn.Module):
 class SearchBlock(CslaBlock):
     """The block that Hyper-Search trains: the same branches, their scales trainable (section 3.3).
 
-    The branches are added up as kernels, not as feature maps: same outputs, same gradients, one convolution.
+    The branches are added up as kernels, not as feature maps: the same outputs and gradients but for rounding, in one
+    convolution.
     """
     trainable_scales = True
 

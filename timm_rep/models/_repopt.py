@@ -80,6 +80,7 @@ class RepOptMixin(ReparameterizeMixin):
             FileNotFoundError: There is no such file of scales.
             ValueError: The scales do not fit, or a structure that has scales gets none.
         """
+        self._scales_word = scales if isinstance(scales, str) else None
         scales = resolve_scales(self, scales)
         if scales is None:
             if structure != 'target':
@@ -93,10 +94,12 @@ class RepOptMixin(ReparameterizeMixin):
                 layer.reset_kernel(scales[name])
 
     # Who loads a published config.json has neither the tensors nor the file that the scales came from, and shall not
-    # train with others unawares: RepSGD asks for them then.
+    # train with others unawares: RepSGD asks for them then. Nor shall the default of a later version take their place.
     @ReparameterizeMixin._model_args.setter
     def _model_args(self, args: Mapping[str, Any]) -> None:
         args = dict(args)
-        if args.get('scales') not in (None, 'default', 'ones', 'init', *packaged_scales()):
+        if args.get('scales', 'default') == 'default' and not self.reparameterized:
+            args['scales'] = self._scales_word
+        if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):
             args['scales'] = 'none'
         ReparameterizeMixin._model_args.fset(self, args)

@@ -41,8 +41,8 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         scales = Scales.load(scales)
     else:
         raise ValueError(
-            f"scales are Scales, a mapping like theirs, a path, a Hub repository, 'ones', 'init' or 'none', got "
-            f'{scales!r}.')
+            'scales are Scales, a mapping like theirs, a path, a Hub repository, the name of a model whose searched '
+            f"scales come with this package, 'ones', 'init' or 'none', got {scales!r}.")
     problems: List[str] = [f'{name}: not a layer of the model' for name in scales if name not in layers]
     for name, layer in layers.items():
         try:
@@ -63,8 +63,9 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
 
     Args:
         model: A model with target operators (:meth:`Csla.target`), wrapped or not.
-        scales: Scales, a mapping like theirs, a path, a Hub repository, ``'ones'`` or ``'init'``. None or ``'none'``
-            takes the GradMults off.
+        scales: Scales, a mapping like theirs, what :meth:`Scales.load` takes (a path, a Hub repository, the name of a
+            model whose searched scales come with this package), ``'ones'`` or ``'init'``. None or ``'none'`` takes the
+            GradMults off.
 
     Returns:
         The model.

@@ -15,12 +15,12 @@ from timm_rep.atomic import replacing_files
 
 from .packaged import locate_packaged, packaged_scales
 
-__all__ = ['Layers', 'locate', 'read', 'write']
+__all__ = ['ORDER', 'Layers', 'locate', 'read', 'write']
 
 Layers = Mapping[str, Mapping[str, torch.Tensor]]
 
 # safetensors sorts the tensors by name; in the metadata, as JSON, their order: the branches of each layer, in depth
-_ORDER = 'layers'
+ORDER = 'layers'
 
 _HUB_FILE = 'scales.safetensors'
 _HUB_ID = re.compile(r'(?:hf-hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?')
@@ -42,10 +42,10 @@ def locate(source: Union[str, os.PathLike]) -> str:
         FileNotFoundError: There is no such file.
     """
     source = os.fspath(source)
-    if os.path.isfile(source):
-        return source
     if source in packaged_scales():
         return locate_packaged(source)
+    if os.path.isfile(source):
+        return source
     hub_id = _HUB_ID.fullmatch(source)
     if not hub_id or os.path.exists(source) or source.endswith(('.safetensors', *_PICKLED)):
         raise FileNotFoundError(
@@ -75,7 +75,7 @@ def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathL
     tensors = {f'{layer}.{branch}': scale for layer, branches in layers.items() for branch, scale in branches.items()}
     order = json.dumps({layer: list(branches) for layer, branches in layers.items()})
     with replacing_files(path.parent) as temporary:
-        save_file(tensors, temporary / path.name, metadata={**metadata, _ORDER: order})
+        save_file(tensors, temporary / path.name, metadata={**metadata, ORDER: order})
 
 
 def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
@@ -84,7 +84,7 @@ def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
         with safe_open(path, 'pt') as file:
             metadata = dict(file.metadata() or {})
             keys = [
-                f'{layer}.{branch}' for layer, branches in json.loads(metadata.pop(_ORDER, '{}')).items()
+                f'{layer}.{branch}' for layer, branches in json.loads(metadata.pop(ORDER, '{}')).items()
                 for branch in branches
             ]
             if sorted(keys) != sorted(file.keys()):
@@ -108,6 +108,8 @@ def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
         match = _RELEASED_VGG.fullmatch(key) or _RELEASED_GHOST.fullmatch(key)
         if match and match['scale'] in _RELEASED_BRANCHES:
             layers.setdefault(_layer(match), {})[_RELEASED_BRANCHES[match['scale']]] = value
+    # without an identity, cheap_operation.1 is the BatchNorm of a RepGhostNet, no scale
+    layers = {n: branches for n, branches in layers.items() if 'ghost' not in n or 'identity' in branches}
     if not layers:
         raise ValueError(
             f'{path!r} holds no scales in a released layout, of RepOpt-VGG (stage1.0.scale_conv.weight, ...) or '

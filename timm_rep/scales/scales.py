@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from timm_rep.layers import CslaBlock, csla_layers
 
-from .files import locate, read, write
+from .files import ORDER, locate, read, write
 
 __all__ = ['BranchComparison', 'Scales']
 
@@ -178,7 +178,12 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
 
         Raises:
             OSError: The file cannot be written.
+            ValueError: The metadata have a key that the file's layout uses itself.
         """
+        reserved = {_HISTORY, ORDER} & self.metadata.keys()
+        if reserved:
+            raise ValueError(
+                f'{", ".join(sorted(reserved))}: the file uses this key itself, name the metadata otherwise.')
         history = {_HISTORY: json.dumps(self.history)} if self.history else {}
         write(self._layers, {**self.metadata, **history}, path)
 

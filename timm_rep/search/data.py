@@ -5,6 +5,7 @@ from typing import Iterator, Optional, Tuple
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset
+from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 __all__ = ['DeviceLoader', 'count_classes', 'create_search_dataset', 'create_search_loader']
@@ -20,6 +21,7 @@ def create_search_dataset(
         img_size: int,
         is_training: bool,
         raw: bool = False,
+        download: bool = False,
 ) -> Dataset:
     """A data set with the transforms of the paper: random crops out of a border of 4 pixels, and flips (section 4.1).
 
@@ -29,6 +31,7 @@ def create_search_dataset(
         split: Which part of it.
         img_size: Height and width of the images, pixels; others are resized.
         is_training: Whether to crop and flip.
+        download: Let the data set download itself, if it can.
         raw: Only resize, and leave the images as bytes: for a DeviceLoader, which does the rest.
 
     Raises:
@@ -39,7 +42,7 @@ def create_search_dataset(
     crop_and_flip = [transforms.RandomCrop(img_size, padding=_BORDER), transforms.RandomHorizontalFlip()]
     normalize = [transforms.ToTensor(), transforms.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)]
     try:
-        dataset = create_dataset(name, root=root, split=split, is_training=is_training, download=False)
+        dataset = create_dataset(name, root=root, split=split, is_training=is_training, download=download)
         dataset.transform = transforms.Compose([
             transforms.Resize((img_size, img_size)),
             *(crop_and_flip if is_training and not raw else []),
@@ -58,8 +61,8 @@ def create_search_dataset(
 
 def _is_whole_root(dataset: Dataset, root: Optional[str]) -> bool:
     """Whether timm, finding no folder for the split, has taken all images below the root, those of any split."""
-    taken = getattr(getattr(dataset, 'reader', None), 'root', None)
-    return taken is not None and root is not None and os.path.isdir(taken) and os.path.samefile(taken, root)
+    reader = getattr(dataset, 'reader', None)
+    return isinstance(reader, ReaderImageFolder) and root is not None and os.path.samefile(reader.root, root)
 
 
 def _sampler(dataset: Dataset, is_training: bool) -> Sampler:

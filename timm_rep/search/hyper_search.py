@@ -27,13 +27,13 @@ _History = Dict[str, Dict[str, List[float]]]
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
     """Weight decay on kernels and identity scales; none on the other scales, biases and norms (section 4.1)."""
-    identity = {
+    weights = {
         id(weight)
         for layer in model.modules() if isinstance(layer, CslaBlock)
         for weight in layer.weights.values()
     }
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim > 1 or id(p) in identity]
+    decayed = [p for p in trained if p.ndim > 1 or id(p) in weights]
     chosen = {id(p) for p in decayed}
     return [
         {'params': decayed, 'weight_decay': weight_decay},
@@ -93,7 +93,7 @@ def hyper_search(
         model_args: Arguments of create_model, where model is a name.
 
     Returns:
-        The scales, with the model, the epochs, the date, this package's version and the accuracy as metadata.
+        The scales, with the model, the recipe, the date, this package's version and the accuracy as metadata.
 
     Raises:
         ValueError: The model is not in its search structure, a number is out of range, or the checkpoint is that of
@@ -113,9 +113,14 @@ def hyper_search(
         try:
             model = timm.create_model(model, structure='search', **model_args)
         except TypeError as e:
-            raise ValueError(f"{name} cannot be built with structure='search': a RepOpt model can. {e}") from e
+            raise ValueError(
+                f"{name} cannot be built with structure='search', which RepOpt models can, and {model_args}: {e}"
+            ) from e
     if not any(isinstance(layer, CslaBlock) and layer.trainable_scales for layer in model.modules()):
         raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
+    for what, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
+        if loader is not None and not len(loader):
+            raise ValueError(f'{what} has no batches.')
     device = torch.device(device)
     model = model.to(device)
     if channels_last:
@@ -134,12 +139,17 @@ def hyper_search(
         step_on_epochs=False,
         updates_per_epoch=steps,
     )
+    recipe = dict(
+        epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
+        clip_grad=clip_grad, seed=seed, amp_dtype=None if amp_dtype is None else str(amp_dtype))
     settings = dict(
-        model=name, epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
-        clip_grad=clip_grad, seed=seed, steps=steps, processes=count)
+        recipe, model=name, steps=steps, processes=count, channels_last=channels_last,
+        **{what: {k: str(v) for k, v in of.items()} for what, of in (
+            ('model_args', model_args), ('metadata', metadata or {}))})
     start, history = 0, {}
     if resume and checkpoint is not None and checkpoint.is_file():
         start, history = _resume(checkpoint, model, optimizer, settings)
+    _check_start(start, count)
 
     def after_epoch(done: int) -> None:
         _record(history, Scales.from_model(model))
@@ -165,7 +175,7 @@ def hyper_search(
     )
     noted = {
         'model': name,
-        'epochs': str(epochs),
+        **{k: str(v) for k, v in recipe.items()},
         'date': date.today().isoformat(),
         'timm_rep': __version__,
         **(metadata or {}),
@@ -173,6 +183,16 @@ def hyper_search(
     if val_loader is not None:
         noted['accuracy'] = f'{evaluate(model, val_loader, device)[1]:.2f}'
     return Scales(Scales.from_model(model), noted, history)
+
+
+def _check_start(start: int, count: int) -> None:
+    starts = [start]
+    if count > 1:
+        starts = [None] * count
+        torch.distributed.all_gather_object(starts, start)
+    if len(set(starts)) > 1:
+        raise ValueError(
+            f'The processes would start from the epochs {starts}: the checkpoint is to be where all of them see it.')
 
 
 def _record(history: _History, scales: Scales) -> None:
@@ -208,7 +228,10 @@ def _resume(
         settings: Dict[str, Any],
 ) -> Tuple[int, _History]:
     """Load a checkpoint; returns how many epochs are done, and their history."""
-    state = torch.load(path, map_location='cpu', weights_only=True)
+    try:
+        state = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as e:  # whatever torch makes of a damaged file
+        raise ValueError(f'{str(path)!r} cannot be read as the checkpoint of a search: {type(e).__name__}: {e}') from e
     found = state.get('settings', {}) if isinstance(state, dict) else {}
     others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]
     if others:
