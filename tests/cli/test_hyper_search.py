@@ -1,3 +1,6 @@
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
@@ -63,3 +66,25 @@ def test_models_that_cannot_be_searched(images, tmp_path, capsys):
         args[1] = model
         assert main(args) == 1
         assert message in capsys.readouterr().err
+
+
+def test_cifar100(tmp_path, monkeypatch, capsys):
+    """The default data set, as torchvision keeps it; of noise, which its checksums are told to accept."""
+    folder = tmp_path / 'cifar-100-python'
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for name, n in (('train', 10), ('test', 4)):
+        content = {'data': generator.integers(0, 256, (n, 3072), dtype=np.uint8), 'fine_labels': list(range(n))}
+        (folder / name).write_bytes(pickle.dumps(content))
+    (folder / 'meta').write_bytes(pickle.dumps({'fine_label_names': [str(i) for i in range(100)]}))
+    command = [
+        'hyper-search', 'repopt_ghostnet_050', '--data-dir', str(tmp_path), '-o', str(tmp_path / 's.safetensors'),
+        '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '5', '-j', '0']
+    assert main(command) == 1
+    assert "Cannot open the split 'train' of the data set 'torch/cifar100'" in capsys.readouterr().err
+    monkeypatch.setattr('torchvision.datasets.cifar.check_integrity', lambda *args: True)
+    assert main(command) == 0
+    scales = Scales.load(tmp_path / 's.safetensors')
+    assert scales.metadata['dataset'] == 'torch/cifar100'
+    state = torch.load(tmp_path / 's.safetensors.checkpoint', weights_only=True)
+    assert state['model']['classifier.weight'].shape == (100, 1280)

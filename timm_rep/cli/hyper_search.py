@@ -54,6 +54,8 @@ def run(args) -> int:
         device = init_distributed_device(args)
     except AssertionError as e:  # timm's answer to a device that is not there
         raise RuntimeError(f'cannot use the device {args.device!r}: {e}') from e
+    if args.dataset_download and args.distributed:
+        raise ValueError('--dataset-download is for one process: let one download the data set before several search.')
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:
