@@ -81,6 +81,7 @@ def main() -> None:
         [measure(name, args, channels_last) for name in args.models for channels_last in formats],
         args.device,
         {'batch_size': args.batch_size, 'dtype': 'bfloat16 autocast' if args.amp else 'float32'},
+        keys=('model', 'memory'),
     )
 
 

@@ -220,8 +220,10 @@ class Csla:
 
     def _diagonal(self, scale: torch.Tensor) -> torch.Tensor:
         """The 1 x 1 kernel that multiplies every channel by its scale."""
-        ones = scale.new_ones(self.in_channels // self.groups).diag().repeat(self.groups, 1)
-        return (ones * scale[:, None])[:, :, None, None]
+        kernel = scale[:, None]
+        if self.groups < self.in_channels:
+            kernel = kernel * scale.new_ones(self.in_channels // self.groups).diag().repeat(self.groups, 1)
+        return kernel[:, :, None, None]
 
 
 class CslaConv2d(nn.Conv2d):
