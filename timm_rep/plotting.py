@@ -5,7 +5,7 @@ import torch
 
 from timm_rep.scales import Scales
 
-__all__ = ['kernel_layer', 'plot_kernels', 'plot_scales']
+__all__ = ['kernel_layer', 'plot_kernels', 'plot_scales', 'tidy']
 
 _COLORS = ('#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f')
 
@@ -16,10 +16,11 @@ def _figure(columns: int, rows: int):
     return Figure(figsize=(1.5 + 5.5 * columns, 3.6 * rows), layout='constrained')
 
 
-def _tidy(axes, title: str, x: str, y: str) -> None:
+def tidy(axes, title: str, x: str = '', y: str = '') -> None:
+    """Give matplotlib axes their title and labels, and no frame."""
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[['top', 'right']].set_visible(False)
 
@@ -50,11 +51,11 @@ def plot_scales(scales: Mapping[str, Scales]):
     grid = figure.subplots(rows, len(scales), squeeze=False, sharey='row')
     for column, (name, each) in zip(grid.T, scales.items()):
         _draw_depth(column[0], each, colors)
-        _tidy(column[0], name, 'block', 'mean of the scales')
+        tidy(column[0], name, 'block', 'mean of the scales')
         if rows > 1:
             layer = _draw_course(column[1], each, colors)
-            _tidy(column[1], layer or f'{name}: the course of the search is not in the file', 'epoch',
-                  'mean of the scales')
+            tidy(column[1], layer or f'{name}: the course of the search is not in the file', 'epoch',
+                 'mean of the scales')
     handles = [Line2D([], [], color=color, marker='.', label=branch) for branch, color in colors.items()]
     grid[0, 0].legend(handles=handles, frameon=False, fontsize=8)
     return figure
@@ -136,5 +137,5 @@ def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: 
                 values.numpy(), bins=100, density=True, alpha=.6, color=color,
                 label=f'{label}, std {values.std():.4f}')
         axes.legend(frameon=False, fontsize=8, title=f'std {entries.std():.4f}', title_fontsize=8)
-        _tidy(axes, f'{name}\n{layer}', 'value', 'density')
+        tidy(axes, f'{name}\n{layer}', 'value', 'density')
     return figure

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import List
 
 from timm_rep.atomic import replacing_files
+from timm_rep.plotting import tidy
 
 from .training import Images
 
@@ -35,17 +36,11 @@ def draw(result, samples: Images, predictions: List[int], path: Path) -> None:
         figure.savefig(temporary / path.name, dpi=120)
 
 
-def _tidy(axes, title: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.tick_params('x', labelsize=8)
-    axes.spines[['top', 'right']].set_visible(False)
-
-
 def _bars(axes, values, form: str, title: str) -> None:
     bars = axes.bar(list(values), list(values.values()), color=_COLORS[-len(values):])
     axes.bar_label(bars, fmt=form.format)
     axes.margins(y=0.12)
-    _tidy(axes, title)
+    tidy(axes, title)
 
 
 def _draw_repa(figure, result) -> None:
@@ -62,15 +57,14 @@ def _draw_repopt(figure, repopt) -> None:
     _bars(accuracy, repopt.accuracy, '{:.1f}', 'validation accuracy (%)')
     for (label, values), color in zip(repopt.losses.items(), _COLORS[-2:]):
         losses.plot(values, label=label, color=color)
-    losses.set_xlabel('step', fontsize=8)
     losses.legend(frameon=False, fontsize=8)
-    _tidy(losses, 'training loss')
+    tidy(losses, 'training loss', x='step')
     for label, color in zip(repopt.accuracy, _COLORS[-2:]):
         # what agrees exactly has no place on a logarithmic axis
         difference.semilogy([max(d, 1e-17) for d in repopt.csla_difference[label]], label=label, color=color)
-    difference.set_xlabel('step', fontsize=8)
     difference.legend(frameon=False, fontsize=8)
-    _tidy(difference, 'CSLA = GR: logits against the multi-branch net\n(relative difference, float64)')
+    tidy(
+        difference, 'CSLA = GR: logits against the multi-branch net\n(relative difference, float64)', x='step')
 
 
 def _draw_samples(figure, samples: Images, predictions: List[int]) -> None:
