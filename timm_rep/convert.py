@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from timm.models import clean_state_dict, load_state_dict
 
-from timm_rep.models import RePaVisionTransformer, RepOptGhostNet, RepOptVgg
+from timm_rep.models import RePaSwinTransformer, RePaVisionTransformer, RepOptGhostNet, RepOptVgg
 from timm_rep.models._reparameterize import holds_structure
 
 __all__ = ['load_released']
@@ -15,6 +15,11 @@ __all__ = ['load_released']
 # For each model class: (pattern, replacement) from a key here to the released key.
 _RELEASED_KEYS: Dict[type, List[Tuple[str, Union[str, Callable[[re.Match], str]]]]] = {
     RePaVisionTransformer: [(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.')],
+    RePaSwinTransformer: [
+        # a stage here begins with its downsampling, there it ends with the next one's
+        (r'^layers\.(\d+)\.downsample\.', lambda match: f'layers.{int(match[1]) - 1}.downsample.'),
+        (r'^head\.fc\.', 'head.'),
+    ],
     RepOptVgg: [
         (r'^stem\.', 'stage0.'),
         (r'^stages\.(\d)\.', lambda match: f'stage{int(match[1]) + 1}.'),
@@ -35,6 +40,9 @@ _RELEASED_KEYS: Dict[type, List[Tuple[str, Union[str, Callable[[re.Match], str]]
     ],
 }
 
+# what follows from the configuration, and is no weight here
+_RELEASED_BUFFERS = re.compile(r'\.(attn_mask|relative_position_index)$')
+
 
 def load_released(
         model: nn.Module,
@@ -42,8 +50,9 @@ def load_released(
 ) -> nn.Module:
     """Load a checkpoint of the papers' released implementations into a model of this package, strictly.
 
-    Reads the RePaViT layout (``blocks.i.attn.norm``, ``blocks.i.mlp.norm1/fc1/norm2/fc2``) of training checkpoints, and
-    the layouts of RepOpt-VGG (``stage0.conv``, ``stage1.0.conv``, ``linear``) and RepOpt-GhostNet
+    Reads the layouts of RePaViT (``blocks.i.attn.norm``, ``blocks.i.mlp.norm1/fc1/norm2/fc2``) and RePa-Swin
+    (``layers.i.blocks.j.mlp.norm1``, ``layers.i.downsample``, ``head``) of training checkpoints, and those of
+    RepOpt-VGG (``stage0.conv``, ``stage1.0.conv``, ``linear``) and RepOpt-GhostNet
     (``blocks.0.0.ghost1.final_bn``) of the target, Hyper-Search and CSLA structures. Of a
     training run's file it takes the model the authors evaluate, not its moving average.
 
@@ -69,7 +78,10 @@ def load_released(
         raise RuntimeError(
             'Released checkpoints hold the training structure, the model has the deploy structure: load into a model '
             'created without reparameterized=True, then call its reparameterize().')
-    released = _read_state_dict(path_or_state_dict)
+    released = {
+        name: value for name, value in _read_state_dict(path_or_state_dict).items()
+        if not _RELEASED_BUFFERS.search(name)
+    }
     if holds_structure(model, released, 'deploy'):
         raise RuntimeError(
             "The checkpoint holds this package's deploy structure, not a released layout: create the model with "

@@ -1,0 +1,221 @@
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.layers import DropPath
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
+from timm.optim import create_optimizer_v2
+from timm.utils import reparameterize_model
+
+import timm_rep
+from tests.models import contract
+from tests.models.contract import Contract
+from tests.reference.ffn import ffn, relative, wild_
+from timm_rep.layers import RePaMlp, RePaMlpDeploy
+
+VARIANTS = ['repa_swin_base', 'repa_swin_small', 'repa_swin_tiny']
+# two stages of two blocks, the second of each stage shifted where the map is larger than the window
+TINY = dict(img_size=56, embed_dim=24, depths=(2, 2), num_heads=(2, 4), num_classes=5, drop_path_rate=0.)
+
+
+def tiny(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model('repa_swin_tiny', **{**TINY, **kwargs})
+
+
+def blocks(model):
+    return [block for stage in model.layers for block in stage.blocks]
+
+
+def trained(**kwargs):
+    model = tiny(**kwargs)
+    for i, block in enumerate(blocks(model)):
+        wild_(block.mlp, i, log_var=(-1, 1))
+    return model.eval()
+
+
+def images(n=2, size=56, **kwargs):
+    return contract.images(n, size, **kwargs)
+
+
+def test_registered():
+    assert timm.list_models(module='repa_swin') == VARIANTS
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_everything_but_the_ffns_is_timms(name):
+    model = timm.create_model(name, device='meta')
+    vanilla = timm.create_model(f'{name.removeprefix("repa_")}_patch4_window7_224', device='meta')
+
+    def rest(m):
+        return {k: v.shape for k, v in m.state_dict().items() if '.mlp.' not in k and '.norm2.' not in k}
+
+    assert rest(model) == rest(vanilla)
+    assert [b.shift_size for b in blocks(model)] == [b.shift_size for b in blocks(vanilla)]
+    assert [b.mlp.fc1.weight.shape for b in blocks(model)] == [b.mlp.fc1.weight.shape for b in blocks(vanilla)]
+    assert model.no_weight_decay() == vanilla.no_weight_decay()
+
+
+@torch.no_grad()
+def test_block_is_attention_and_ffn():
+    """x + attn(norm(x)), then the FFN by its definition."""
+    block = blocks(trained())[1]
+    assert block.shift_size == (3, 3)
+    x = torch.randn(2, 14, 14, 24)
+    y = (x + block._attn(block.norm1(x))).reshape(-1, 24).double()
+    weights = {k: v.double() for k, v in block.mlp.state_dict().items()}
+    expected = ffn(y, weights, F.gelu, active=24).view(2, 14, 14, 24)
+    assert relative(block(x), expected) < 1e-5
+
+
+def test_initialization_and_drop_path_are_timms():
+    model = tiny(embed_dim=96, drop_path_rate=.3, proj_drop_rate=.1)
+    torch.manual_seed(0)
+    vanilla = SwinTransformer(**dict(TINY, embed_dim=96, drop_path_rate=.3))
+    for ours, theirs in zip(blocks(model), blocks(vanilla)):
+        for fc in (ours.mlp.fc1, ours.mlp.fc2):
+            assert abs(fc.weight.std().item() - .02) < .001
+            assert fc.bias.abs().max() == 0
+        assert isinstance(ours.mlp.drop_path, DropPath) == isinstance(theirs.drop_path2, DropPath)
+        if isinstance(theirs.drop_path2, DropPath):
+            assert ours.mlp.drop_path.drop_prob == theirs.drop_path2.drop_prob
+        assert ours.mlp.drop1.p == .1
+        assert type(theirs) is SwinTransformerBlock  # adopting ours has left timm's class alone
+    torch.manual_seed(0)
+    skipped = timm.create_model('repa_swin_tiny', weight_init='skip', **TINY)
+    assert blocks(skipped)[0].mlp.fc1.bias.abs().max() > 0
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(idle_ratio=0.), dict(idle_ratio=1.), dict(idle_ratio=.4, mlp_ratio=2.5),
+    dict(idle_schedule='linear'), dict(window_size=4, img_size=64),
+], ids=str)
+@torch.no_grad()
+def test_reparameterize_is_exact(kwargs):
+    model = trained(**kwargs)
+    x = images(size=kwargs.get('img_size', 56))
+    expected = model(x)
+    utility = reparameterize_model(model)
+    assert any(isinstance(m, RePaMlp) for m in model.modules())
+    assert model.train().reparameterize() is model
+    assert model.eval().reparameterized
+    assert all(isinstance(block.mlp, RePaMlpDeploy) for block in blocks(model))
+    assert relative(model(x), expected) < 1e-5
+    assert torch.equal(utility(x), model(x))
+    once = copy.deepcopy(model.state_dict())
+    model.reparameterize()
+    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
+    built = tiny(reparameterized=True, **kwargs).eval()
+    built.load_state_dict(once)
+    assert torch.equal(built(x), model(x))
+
+
+@torch.no_grad()
+def test_recorded_outputs(recorded):
+    tensors, config = recorded('repa_swin')
+    args = {k: config[k] for k in ('img_size', 'embed_dim', 'depths', 'num_heads', 'window_size', 'num_classes')}
+    model = timm.create_model('repa_swin_tiny', **args)
+    weights = {k.removeprefix('weights.'): v for k, v in tensors.items() if k.startswith('weights.')}
+    assert timm_rep.load_released(model, weights) is model
+    model.eval()
+    assert relative(model(tensors['input']), tensors['output']) < 1e-5
+    assert relative(model.reparameterize()(tensors['input']), tensors['output_reparameterized']) < 1e-5
+    assert sum(p.numel() for p in model.parameters()) == config['parameters_reparameterized']
+    deeper = timm.create_model('repa_swin_tiny', **dict(args, depths=(2, 2, 2), num_heads=(2, 4, 8)))
+    with pytest.raises(RuntimeError, match=r'(?s)does not fit RePaSwin.*missing: layers\.1\.downsample'):
+        timm_rep.load_released(deeper, weights)
+
+
+def test_other_structure_is_refused():
+    with pytest.raises(RuntimeError, match='deploy structure'):
+        tiny().load_state_dict(tiny(reparameterized=True).state_dict(), strict=False)
+
+
+def test_training_lowers_the_loss():
+    model = tiny(drop_path_rate=.1).train()
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
+    x, target = images(10), torch.arange(10) % 5
+    losses = []
+    for _ in range(25):
+        loss = F.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < .5 * losses[0]
+
+
+@pytest.mark.parametrize('kind', ['training', 'deploy'])
+class TestContract(Contract):
+    """What timm's Swin can do, in both structures."""
+    size = 56
+    block = 'layers.1.blocks.1'
+    layers = 1 + 2 * 2 + 1  # stem, blocks, head
+    scriptable = ('training', 'deploy')
+
+    @staticmethod
+    def build(kind, **kwargs):
+        return tiny(reparameterized=kind == 'deploy', **kwargs)
+
+    @staticmethod
+    def trained(kind):
+        return trained().reparameterize() if kind == 'deploy' else trained()
+
+    def test_meta(self, kind, model):
+        """As timm's: what is in no state dict, the indices and masks of the windows, is made anew."""
+        meta = self.build(kind, device='meta')
+        assert all(t.is_meta for t in meta.state_dict().values())
+        empty = self.build(kind, device='meta').reparameterize()
+        assert empty(torch.empty(2, 3, 56, 56, device='meta')).shape == (2, 5)
+        meta.to_empty(device='cpu')
+        for module in meta.modules():
+            if hasattr(module, 'init_non_persistent_buffers'):
+                module.init_non_persistent_buffers()
+        meta.load_state_dict(model.state_dict())
+        assert torch.equal(meta.eval()(images()), model(images()))
+
+    @torch.no_grad()
+    def test_forward_intermediates(self, model):
+        final, taps = model.forward_intermediates(images())
+        assert torch.equal(final, model.forward_features(images()))
+        assert [tuple(t.shape) for t in taps] == [(2, 24, 14, 14), (2, 48, 7, 7)]
+
+    @torch.no_grad()
+    def test_features_only(self, kind):
+        net = timm.create_model('repa_swin_tiny', features_only=True, reparameterized=kind == 'deploy', **TINY).eval()
+        assert (net.feature_info.channels(), net.feature_info.reduction()) == ([24, 48], [4, 8])
+        features = net(images())
+        assert [tuple(f.shape) for f in features] == [(2, 14, 14, 24), (2, 7, 7, 48)]
+        for a, b in zip(reparameterize_model(net)(images()), features):
+            assert relative(a, b) < 1e-5
+
+    @torch.no_grad()
+    def test_image_sizes(self, model, kind):
+        model.set_input_size(img_size=(112, 84))
+        assert model(torch.randn(1, 3, 112, 84)).shape == (1, 5)
+        dynamic = tiny(strict_img_size=False, reparameterized=kind == 'deploy').eval()
+        assert dynamic(images(size=60)).shape == (2, 5)
+
+    @pytest.mark.parametrize('kwargs,shape', [
+        (dict(num_classes=0), (2, 48)),
+        (dict(num_classes=0, global_pool=''), (2, 7, 7, 48)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(mlp_ratio=2.), (2, 5)),
+        (dict(drop_rate=.1, proj_drop_rate=.1, attn_drop_rate=.1, drop_path_rate=.2), (2, 5)),
+    ], ids=str)
+    def test_arguments(self, kind, kwargs, shape):
+        model = self.build(kind, **kwargs)
+        y = model(images()[:, :kwargs.get('in_chans', 3)])
+        assert y.shape == shape
+        y.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_first_conv_and_classifier_are_where_the_config_says():
+    for name in VARIANTS:
+        model = timm.create_model(name, device='meta')
+        assert isinstance(model.get_submodule(model.default_cfg['first_conv']), nn.Conv2d)
+        assert model.get_submodule(model.default_cfg['classifier']) is model.head.fc
