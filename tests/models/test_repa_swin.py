@@ -197,7 +197,7 @@ class TestContract(Contract):
         model.set_input_size(img_size=(112, 84))
         assert model(torch.randn(1, 3, 112, 84)).shape == (1, 5)
         dynamic = tiny(strict_img_size=False, reparameterized=kind == 'deploy').eval()
-        assert dynamic(images(size=60)).shape == (2, 5)
+        assert dynamic(images(size=112)).shape == (2, 5)
 
     @pytest.mark.parametrize('kwargs,shape', [
         (dict(num_classes=0), (2, 48)),
