@@ -194,7 +194,7 @@ class TestContract(Contract):
 
     @torch.no_grad()
     def test_image_sizes(self, model, kind):
-        model.set_input_size(img_size=(112, 84))
+        model.set_input_size(img_size=(112, 84), window_size=(7, 7))
         assert model(torch.randn(1, 3, 112, 84)).shape == (1, 5)
         dynamic = tiny(strict_img_size=False, reparameterized=kind == 'deploy').eval()
         assert dynamic(images(size=112)).shape == (2, 5)
