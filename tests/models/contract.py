@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from safetensors.torch import load, save
 from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
@@ -33,6 +34,18 @@ def randomize_(model):
             for scale in module.scales.values():
                 scale.copy_(torch.randn(len(scale), generator=g))
     return model.eval()
+
+
+def train(model, optimizer, x, target, steps):
+    """Train on one batch; returns the losses."""
+    losses = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 class Contract:

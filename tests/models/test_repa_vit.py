@@ -343,13 +343,7 @@ def test_training_moves_the_statistics_and_lowers_the_loss():
     model = tiny(global_pool='avg').train()
     optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
     x, target = images(16), torch.arange(16) % 5
-    losses = []
-    for _ in range(25):
-        loss = F.cross_entropy(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = contract.train(model, optimizer, x, target, steps=25)
     assert losses[-1] < 0.5 * losses[0]
     assert model.blocks[0].mlp.norm2.num_batches_tracked == 25
     expected = model.eval()(x)

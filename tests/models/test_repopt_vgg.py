@@ -11,6 +11,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, reparameterize_model
 
 import timm_rep
+from tests.models import contract
 from tests.models.contract import Contract, images, randomize_
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import grad_mult
@@ -669,11 +670,5 @@ def test_training_lowers_the_loss(opt):
     model = tiny(widths=(16, 16, 24, 32)).train()
     optimizer = create_optimizer_v2(model, opt=opt, lr=.02 if opt == 'repsgd' else 3e-3, weight_decay=4e-5)
     x, target = images(20), torch.arange(20) % 5
-    losses = []
-    for _ in range(20):
-        loss = F.cross_entropy(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = contract.train(model, optimizer, x, target, steps=20)
     assert losses[-1] < 0.5 * losses[0]
