@@ -8,10 +8,15 @@ from timm_rep.profiling import Macs
 
 @pytest.mark.parametrize('row', PAPER_ROWS, ids=lambda row: f'{row.paper}-{row.table}-{row.label}-{row.folded}')
 def test_every_row(row):
-    """Parameters within 0.1 M, and one of the two counts of MACs within 3% or equal at the printed decimal."""
+    """Parameters within 0.1 M, and one of the two counts of MACs within 3% or equal at the printed decimal.
+
+    Or there is a note.
+    """
     count = count_row(row)
     assert abs(count.params / 1e6 - row.params) <= 0.1
-    assert count.agrees is not None
+    assert (count.agrees is None) == bool(row.note)
+    if row.note:
+        return
     nearest = count.macs.total if count.agrees.startswith('with ') else count.macs.projections
     if count.agrees.endswith('rounded'):
         assert round(nearest / 1e9, 1) == row.gmacs
@@ -20,13 +25,17 @@ def test_every_row(row):
 
 
 def test_tables_are_covered():
-    """Every row of the ViT, DeiT, Swin and RepOpt-VGG models, counted in the papers."""
+    """Every row, counted in the papers."""
     tables = {
         paper: Counter(row.table for row in PAPER_ROWS if row.paper == paper)
         for paper in {row.paper for row in PAPER_ROWS}
     }
-    assert tables == {'RePaFormer': {1: 16, 2: 16, 3: 2, 4: 10, 5: 4, 8: 8}, 'RepOptimizers': {1: 4}}
+    assert tables == {'RePaFormer': {1: 30, 2: 30, 3: 2, 4: 10, 5: 4, 8: 12}, 'RepOptimizers': {1: 4}}
     assert len({(row.paper, row.table, row.label, row.folded) for row in PAPER_ROWS}) == len(PAPER_ROWS)
+
+
+def test_only_one_model_disagrees():
+    assert {row.model for row in PAPER_ROWS if row.note} == {'poolformer_s12'}
 
 
 def test_agreement():

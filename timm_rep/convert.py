@@ -7,7 +7,15 @@ import torch
 import torch.nn as nn
 from timm.models import clean_state_dict, load_state_dict
 
-from timm_rep.models import RePaSwinTransformer, RePaVisionTransformer, RepOptGhostNet, RepOptVgg
+from timm_rep.models import (
+    LvVit,
+    RePaMlpMixer,
+    RePaPoolFormer,
+    RePaSwinTransformer,
+    RePaVisionTransformer,
+    RepOptGhostNet,
+    RepOptVgg,
+)
 from timm_rep.models._reparameterize import holds_structure
 
 __all__ = ['load_released']
@@ -20,6 +28,18 @@ _RELEASED_KEYS: Dict[type, List[Tuple[str, Union[str, Callable[[re.Match], str]]
         (r'^layers\.(\d+)\.downsample\.', lambda match: f'layers.{int(match[1]) - 1}.downsample.'),
         (r'^head\.fc\.', 'head.'),
     ],
+    RePaPoolFormer: [
+        (r'^stem\.conv\.', 'patch_embed.proj.'),
+        # there stages and downsamplings take turns in one list
+        (r'^stages\.(\d+)\.downsample\.conv\.', lambda match: f'network.{2 * int(match[1]) - 1}.proj.'),
+        (r'^stages\.(\d+)\.blocks\.', lambda match: f'network.{2 * int(match[1])}.'),
+        (r'\.layer_scale1\.scale$', '.layer_scale_1'),
+        (r'\.mlp\.ls\.gamma$', '.mlp.ls'),
+        (r'^head\.norm\.', 'norm.'),
+        (r'^head\.fc\.', 'head.'),
+    ],
+    RePaMlpMixer: [(r'^(blocks\.\d+)\.norm1\.', r'\1.mlp_tokens.norm.')],
+    LvVit: [(r'^patch_embed\.proj\.', 'patch_embed.')],
     RepOptVgg: [
         (r'^stem\.', 'stage0.'),
         (r'^stages\.(\d)\.', lambda match: f'stage{int(match[1]) + 1}.'),
@@ -50,9 +70,11 @@ def load_released(
 ) -> nn.Module:
     """Load a checkpoint of the papers' released implementations into a model of this package, strictly.
 
-    Reads the layouts of RePaViT (``blocks.i.attn.norm``, ``blocks.i.mlp.norm1/fc1/norm2/fc2``) and RePa-Swin
-    (``layers.i.blocks.j.mlp.norm1``, ``layers.i.downsample``, ``head``) of training checkpoints, and those of
-    RepOpt-VGG (``stage0.conv``, ``stage1.0.conv``, ``linear``) and RepOpt-GhostNet
+    Reads the layouts of training checkpoints of RePaViT (``blocks.i.attn.norm``,
+    ``blocks.i.mlp.norm1/fc1/norm2/fc2``), RePa-Swin (``layers.i.blocks.j.mlp.norm1``, ``layers.i.downsample``,
+    ``head``), RePa-PoolFormer (``network.i.j.mlp.norm1``, ``layer_scale_1``, ``mlp.ls``), RePa-MLPMixer
+    (``blocks.i.mlp_tokens.norm``, ``blocks.i.mlp_channels.norm1``) and LV-ViT (``patch_embed.conv1``, ``aux_head``),
+    and those of RepOpt-VGG (``stage0.conv``, ``stage1.0.conv``, ``linear``) and RepOpt-GhostNet
     (``blocks.0.0.ghost1.final_bn``) of the target, Hyper-Search and CSLA structures. Of a
     training run's file it takes the model the authors evaluate, not its moving average.
 
@@ -69,12 +91,12 @@ def load_released(
         RuntimeError: The file cannot be read, or the checkpoint does not fit: every missing, unexpected and misshapen
             key is named, by its released name, and nothing is loaded.
     """
-    renames = next((v for k, v in _RELEASED_KEYS.items() if isinstance(model, k)), None)
+    renames = _RELEASED_KEYS.get(type(model))
     if renames is None:
         raise TypeError(
             f'{type(model).__name__} has no released layout; there is one for '
             f'{", ".join(k.__name__ for k in _RELEASED_KEYS)}.')
-    if model.reparameterized:
+    if getattr(model, 'reparameterized', False):
         raise RuntimeError(
             'Released checkpoints hold the training structure, the model has the deploy structure: load into a model '
             'created without reparameterized=True, then call its reparameterize().')

@@ -187,3 +187,51 @@ def test_refusals():
         mlp.fuse()
     with pytest.raises(ValueError, match='more than 1 value per channel'):
         RePaMlp(8).train()(torch.zeros(1, 1, 8))
+
+
+def nlc(x):
+    """(N, C, H, W) -> (N, tokens, C)."""
+    return x.flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize('channels_last', [False, True])
+@pytest.mark.parametrize('training', [False, True])
+@pytest.mark.parametrize('dim,hidden,ratio,init_values,residual_scale', [
+    (8, 32, 0.75, 0.3, 1.),
+    (5, 13, 0.3, None, -0.5),
+    (6, 24, 1.0, 0.5, 2.),
+    (6, 24, 0.0, 1e-5, 1.),
+    (1, 3, 0.5, None, 0.),
+])
+def test_channels_second(dim, hidden, ratio, init_values, residual_scale, training, channels_last):
+    """The same function of every token, in training and folded, and its weights are those of 1 x 1 convolutions."""
+    mlp = RePaMlp(
+        dim, hidden, ratio, use_conv=True, init_values=init_values, residual_scale=residual_scale, dtype=torch.float64)
+    wild_(mlp).train(training)
+    tokens = RePaMlp(dim, hidden, ratio, init_values=init_values, residual_scale=residual_scale, dtype=torch.float64)
+    state = {k: v.clone() for k, v in mlp.state_dict().items()}
+    assert state['fc1.weight'].shape == (hidden, dim, 1, 1)
+    weights = {k: v.flatten(1) if v.dim() == 4 else v for k, v in state.items()}
+    tokens.load_state_dict(weights)
+    x = torch.randn(2, dim, 5, 3, dtype=torch.float64)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    active = math.ceil(hidden * (1 - ratio))
+    flat = nlc(x).flatten(0, 1)
+    expected = flat + residual_scale * (ffn(flat, weights, F.gelu, active, training) - flat)
+    assert relative(nlc(mlp(x)).flatten(0, 1), expected) < 1e-11
+    assert relative(tokens.train(training)(flat), expected) < 1e-11
+    if not training:
+        folded = mlp.fuse()
+        assert relative(nlc(folded(x)).flatten(0, 1), expected) < 1e-11
+        assert relative(tokens.fuse()(flat), expected) < 1e-11
+        built = RePaMlpDeploy(dim, hidden, ratio, use_conv=True, dtype=torch.float64)
+        built.load_state_dict(folded.state_dict())
+        assert torch.equal(built(x), folded(x))
+        assert {k: v.dim() for k, v in folded.state_dict().items() if 'weight' in k} == {
+            k: 4 for k in folded.state_dict() if 'weight' in k}
+
+
+def test_channel_idle_on_another_axis():
+    x = torch.randn(2, 5, 3, 4)
+    assert torch.equal(ChannelIdle(5, 0.5, dim=1)(x), ChannelIdle(5, 0.5)(x.movedim(1, -1)).movedim(-1, 1))

@@ -38,7 +38,7 @@ def wild_(mlp, seed=0, log_var=(-8, 8)):
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in mlp.named_parameters():
-            scale = 1. if 'norm' in name or 'ls' in name else p.shape[-1] ** -0.5
+            scale = 1. if 'norm' in name or 'ls' in name else p[0].numel() ** -0.5 if p.dim() > 1 else len(p) ** -0.5
             p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) * scale)
         for norm in (mlp.norm1, mlp.norm2):
             shape = norm.running_mean.shape

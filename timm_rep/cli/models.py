@@ -22,7 +22,7 @@ def run(args) -> int:
     if not rows:
         raise ValueError(f'no model of the papers\' tables matches {args.filter!r}; see timm-rep models.')
     header = ('paper', 'table', 'row', 'model', 'folded', 'params M', 'paper', 'MACs G: layers', 'all', 'paper')
-    layout = '{:<13} {:>5}  {:<22} {:<22} {:<6} {:>8} {:>6}  {:>15} {:>9} {:>6}'
+    layout = '{:<13} {:>5}  {:<26} {:<28} {:<6} {:>8} {:>6}  {:>15} {:>9} {:>6}'
     print(layout.format(*header))
     for row in rows:
         count = count_row(row)
@@ -41,4 +41,7 @@ def run(args) -> int:
             f'{row.gmacs:.1f}' + (' !' if agrees == '!' else ''),
         ))
     print(_NOTES)
+    for row in rows:
+        if row.note:
+            print(f'! {row.label} of table {row.table}, {row.gmacs} in the paper: {row.note}.')
     return 0

@@ -1,6 +1,7 @@
 from .channel_idle import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock, csla_layers
 from .fold import Affine, batch_norm_scale_shift
+from .pooling import RePaPooling, RePaPoolingDeploy
 
 __all__ = [
     'Affine',
@@ -12,6 +13,8 @@ __all__ = [
     'IdentityBranch',
     'RePaMlp',
     'RePaMlpDeploy',
+    'RePaPooling',
+    'RePaPoolingDeploy',
     'SearchBlock',
     'active_channels',
     'batch_norm_scale_shift',

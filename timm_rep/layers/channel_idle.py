@@ -3,11 +3,12 @@
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equations 3-7.
 """
 import math
+from functools import partial
 from typing import Any, List, Mapping, Optional, Type
 
 import torch
 import torch.nn as nn
-from timm.layers import DropPath, LayerScale
+from timm.layers import DropPath, LayerScale, LayerScale2d
 from torch.jit import Final
 
 from .fold import Affine
@@ -59,17 +60,26 @@ def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'cons
 class ChannelIdle(nn.Module):
     """An activation on the first channels only, the rest idle (eq. 3).
 
-    Input and output: (..., channels), any dtype the activation takes.
+    Input and output: (..., channels), or with the channels at another ``dim``; any dtype the activation takes.
     """
+    dim: Final[int]
 
-    def __init__(self, channels: int, idle_ratio: float = 0.75, act_layer: Type[nn.Module] = nn.GELU):
+    def __init__(
+            self,
+            channels: int,
+            idle_ratio: float = 0.75,
+            act_layer: Type[nn.Module] = nn.GELU,
+            dim: int = -1,
+    ):
         """
         Args:
             channels: Number of channels.
             idle_ratio: Share of the channels that pass through, from 0 to 1.
             act_layer: Element-wise activation.
+            dim: Dimension of the channels.
         """
         super().__init__()
+        self.dim = dim
         self.channels = channels
         self.active_channels = active_channels(channels, idle_ratio)
         self.act = act_layer()
@@ -79,7 +89,9 @@ class ChannelIdle(nn.Module):
             return self.act(x)
         if self.active_channels == 0:
             return x
-        return torch.cat((self.act(x[..., :self.active_channels]), x[..., self.active_channels:]), dim=-1)
+        active = x.narrow(self.dim, 0, self.active_channels)
+        idle = x.narrow(self.dim, self.active_channels, self.channels - self.active_channels)
+        return torch.cat((self.act(active), idle), dim=self.dim)
 
     def extra_repr(self) -> str:
         return f'active={self.active_channels}, idle={self.channels - self.active_channels}'
@@ -94,14 +106,21 @@ def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
     return None
 
 
+def _linear_layer(use_conv: bool):
+    return partial(nn.Conv2d, kernel_size=1) if use_conv else nn.Linear
+
+
 class RePaMlp(nn.Module):
     """The training form of the RePaFormer FFN, normalization and shortcut included (eq. 3).
 
-    ``x + drop_path(layer_scale(fc2(BN(channel_idle(fc1(BN(x)))))))``. Both BatchNorms take their statistics over all
-    tokens of all images. Input and output: (..., in_features), channels last.
+    ``x + residual_scale * drop_path(layer_scale(fc2(BN(channel_idle(fc1(BN(x)))))))``. Both BatchNorms take their
+    statistics over all tokens of all images. Input and output: (..., in_features), channels last; with ``use_conv``
+    (N, in_features, H, W), in either memory format.
     """
     structure = 'training'
     structure_in = staticmethod(_structure_in)
+    use_conv: Final[bool]
+    residual_scale: Final[float]
 
     def __init__(
             self,
@@ -109,11 +128,13 @@ class RePaMlp(nn.Module):
             hidden_features: Optional[int] = None,
             idle_ratio: float = 0.75,
             act_layer: Type[nn.Module] = nn.GELU,
-            norm_layer: Type[nn.Module] = nn.BatchNorm1d,
+            norm_layer: Optional[Type[nn.Module]] = None,
             bias: bool = True,
             drop: float = 0.,
+            use_conv: bool = False,
             init_values: Optional[float] = None,
             drop_path: float = 0.,
+            residual_scale: float = 1.,
             device=None,
             dtype=None,
     ):
@@ -123,11 +144,14 @@ class RePaMlp(nn.Module):
             hidden_features: Hidden channels, in_features if None.
             idle_ratio: Share of the hidden channels that skip the activation, from 0 to 1.
             act_layer: Element-wise activation.
-            norm_layer: BatchNorm over the channels of a (tokens, channels) tensor.
+            norm_layer: BatchNorm over the channels of a (tokens, channels) tensor, with use_conv of an image; by
+                default torch's for either.
             bias: Biases of both linear layers.
             drop: Dropout rate after the activation and after the second linear layer.
+            use_conv: Channels second, the linear layers as 1 x 1 convolutions, as in timm's Mlp.
             init_values: Initial layer scale; no layer scale if None or 0.
             drop_path: Stochastic depth rate.
+            residual_scale: Constant factor of the branch beside the shortcut.
 
         Raises:
             ValueError: The ratio is not in [0, 1].
@@ -136,15 +160,20 @@ class RePaMlp(nn.Module):
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         hidden_features = hidden_features or in_features
+        norm_layer = norm_layer or (nn.BatchNorm2d if use_conv else nn.BatchNorm1d)
+        linear_layer = _linear_layer(use_conv)
+        ls_layer = LayerScale2d if use_conv else LayerScale
         self.idle_ratio = idle_ratio
+        self.use_conv = use_conv
+        self.residual_scale = residual_scale
         self.norm1 = norm_layer(in_features, **dd)
-        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **dd)
-        self.act = ChannelIdle(hidden_features, idle_ratio, act_layer)
+        self.fc1 = linear_layer(in_features, hidden_features, bias=bias, **dd)
+        self.act = ChannelIdle(hidden_features, idle_ratio, act_layer, dim=1 if use_conv else -1)
         self.drop1 = nn.Dropout(drop)
         self.norm2 = norm_layer(hidden_features, **dd)
-        self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **dd)
+        self.fc2 = linear_layer(hidden_features, in_features, bias=bias, **dd)
         self.drop2 = nn.Dropout(drop)
-        self.ls = LayerScale(in_features, init_values=init_values, **dd) if init_values else nn.Identity()
+        self.ls = ls_layer(in_features, init_values=init_values, **dd) if init_values else nn.Identity()
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
         if not isinstance(self.norm1, nn.modules.batchnorm._BatchNorm):
             raise TypeError(
@@ -153,14 +182,16 @@ class RePaMlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # BatchNorm wants its channels second: with all tokens in one axis they are, without a copy
-        y = self.norm1(x.reshape(-1, x.shape[-1]))
+        y = self.norm1(x if self.use_conv else x.reshape(-1, x.shape[-1]))
         y = self.fc1(y)
         y = self.act(y)
         y = self.drop1(y)
         y = self.norm2(y)
         y = self.fc2(y)
         y = self.drop2(y)
-        return x + self.drop_path(self.ls(y.view(x.shape)))
+        if not self.use_conv:
+            y = y.view(x.shape)
+        return torch.add(x, self.drop_path(self.ls(y)), alpha=self.residual_scale)
 
     @torch.jit.ignore
     @torch.no_grad()
@@ -171,19 +202,20 @@ class RePaMlp(nn.Module):
             ValueError: A BatchNorm has no running statistics.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
-        active = self.act.active_channels
+        active, hidden_features = self.act.active_channels, self.act.channels
         fc_in = Affine.from_linear(self.fc1).after_norm(self.norm1)
-        fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2)
-        if isinstance(self.ls, LayerScale):
+        fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2).scaled(self.residual_scale)
+        if isinstance(self.ls, (LayerScale, LayerScale2d)):
             fc_out = fc_out.scaled(self.ls.gamma)
 
         deploy = RePaMlpDeploy(
-            self.fc1.in_features,
-            self.fc1.out_features,
+            self.norm1.num_features,
+            hidden_features,
             idle_ratio=self.idle_ratio,
+            use_conv=self.use_conv,
             device='meta',  # nothing to initialize, and no random numbers drawn
         )
-        if active < self.fc1.out_features:
+        if active < hidden_features:
             idle = fc_out.inputs(active).after(fc_in.outputs(active))
             idle.plus_identity().write_to(deploy.shortcut, like=self.fc2.weight)
         if active > 0:
@@ -197,8 +229,9 @@ class RePaMlpDeploy(nn.Module):
     """The deploy form of the RePaFormer FFN: at most three small matrices (eq. 7).
 
     ``fc_out(act(fc_in(x))) + shortcut(x)``. Without idle channels the shortcut is the identity, without active ones
-    there is only the shortcut. Input and output: (..., in_features), channels last. Three plain linear layers, which
-    measure no slower than one wide matrix with an activation on its slice (``scripts/bench.py deploy-ffn``).
+    there is only the shortcut. Input and output: (..., in_features), channels last; with ``use_conv``
+    (N, in_features, H, W). Three plain linear layers, which measure no slower than one wide matrix with an activation
+    on its slice (``scripts/bench.py deploy-ffn``).
     """
     structure = 'deploy'
     structure_in = staticmethod(_structure_in)
@@ -210,6 +243,7 @@ class RePaMlpDeploy(nn.Module):
             hidden_features: Optional[int] = None,
             idle_ratio: float = 0.75,
             act_layer: Type[nn.Module] = nn.GELU,
+            use_conv: bool = False,
             device=None,
             dtype=None,
     ):
@@ -219,6 +253,7 @@ class RePaMlpDeploy(nn.Module):
             hidden_features: Hidden channels of the training form, in_features if None.
             idle_ratio: Share of them that skips the activation, from 0 to 1.
             act_layer: Element-wise activation.
+            use_conv: Channels second, the linear layers as 1 x 1 convolutions.
 
         Raises:
             ValueError: The ratio is not in [0, 1].
@@ -228,12 +263,13 @@ class RePaMlpDeploy(nn.Module):
         hidden_features = hidden_features or in_features
         active_features = active_channels(hidden_features, idle_ratio)
         has_idle = active_features < hidden_features
+        linear_layer = _linear_layer(use_conv)
         self.has_active = active_features > 0
         if self.has_active:
-            self.fc_in = nn.Linear(in_features, active_features, **dd)
+            self.fc_in = linear_layer(in_features, active_features, **dd)
             self.act = act_layer()
-            self.fc_out = nn.Linear(active_features, in_features, bias=not has_idle, **dd)
-        self.shortcut = nn.Linear(in_features, in_features, **dd) if has_idle else nn.Identity()
+            self.fc_out = linear_layer(active_features, in_features, bias=not has_idle, **dd)
+        self.shortcut = linear_layer(in_features, in_features, **dd) if has_idle else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.has_active:

@@ -53,9 +53,9 @@ class Affine(NamedTuple):
     bias: torch.Tensor
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> 'Affine':
-        """The map of an ``nn.Linear``, its bias zero where it has none."""
-        weight = _wide(linear.weight)
+    def from_linear(cls, linear: Union[nn.Linear, nn.Conv2d]) -> 'Affine':
+        """The map of an ``nn.Linear`` or a 1 x 1 convolution, its bias zero where it has none."""
+        weight = _wide(linear.weight).flatten(1)
         return cls(weight, weight.new_zeros(weight.shape[0]) if linear.bias is None else _wide(linear.bias))
 
     def after_norm(self, norm: nn.modules.batchnorm._BatchNorm) -> 'Affine':
@@ -72,8 +72,10 @@ class Affine(NamedTuple):
         """``x -> self(inner(x))`` (RePaFormer, eq. 6 and 9)."""
         return Affine(self.weight @ inner.weight, self.bias + self.weight @ inner.bias)
 
-    def scaled(self, gamma: torch.Tensor) -> 'Affine':
-        """``x -> gamma * self(x)``, gamma of shape (out,): a layer scale."""
+    def scaled(self, gamma: Union[float, torch.Tensor]) -> 'Affine':
+        """``x -> gamma * self(x)``, gamma a number or of shape (out,): a residual or a layer scale."""
+        if not isinstance(gamma, torch.Tensor):
+            return Affine(self.weight * gamma, self.bias * gamma)
         gamma = _wide(gamma)
         return Affine(self.weight * gamma[:, None], self.bias * gamma)
 

@@ -12,6 +12,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerNorm, LayerType
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from torch.jit import Final
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
@@ -22,6 +23,7 @@ __all__ = ['RePaVisionTransformer']
 
 class RePaBlock(Block):
     """timm's pre-norm transformer block, its FFN half replaced by a RePaMlp."""
+    residual_scale: Final[float]
 
     def __init__(
             self,
@@ -41,6 +43,7 @@ class RePaBlock(Block):
             mlp_norm_layer: Type[nn.Module] = nn.BatchNorm1d,
             *,
             idle_ratios: Sequence[float],
+            residual_scale: float = 1.,
             device=None,
             dtype=None,
             **kwargs,
@@ -53,6 +56,7 @@ class RePaBlock(Block):
             depth: Index of this block, as VisionTransformer passes it.
             mlp_norm_layer: BatchNorm of the FFN.
             idle_ratios: Idle ratio of every block of the model.
+            residual_scale: Constant factor of both branches beside their shortcuts.
             kwargs: The other arguments of timm's Block.
         """
         if scale_mlp_norm:
@@ -79,7 +83,9 @@ class RePaBlock(Block):
             drop=proj_drop,
             init_values=init_values,
             drop_path=drop_path,
+            residual_scale=residual_scale,
         )
+        self.residual_scale = residual_scale
         self.mlp = mlp_layer(
             dim,
             hidden_features=int(dim * mlp_ratio),
@@ -95,8 +101,8 @@ class RePaBlock(Block):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
     ) -> torch.Tensor:
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
-        return self.mlp(x)
+        y = self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
+        return self.mlp(torch.add(x, y, alpha=self.residual_scale))
 
 
 class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
@@ -115,6 +121,7 @@ class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
             reparameterized: bool = False,
             bn_momentum: float = 0.1,
             bn_eps: float = 1e-5,
+            residual_scale: float = 1.,
             **kwargs,
     ):
         """
@@ -127,6 +134,7 @@ class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
             bn_momentum: Momentum of the BatchNorms of the FFNs.
             bn_eps: Epsilon of the BatchNorms of the FFNs.
+            residual_scale: Constant factor of the branches of the blocks beside their shortcuts.
             kwargs: The other arguments of timm's VisionTransformer, but for mlp_layer, block_fn and scale_mlp_norm.
 
         Raises:
@@ -144,6 +152,7 @@ class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
                 attn_norm_layer=partial(LayerNorm, eps=1e-5) if norm_layer is None else None,
                 mlp_norm_layer=partial(nn.BatchNorm1d, eps=bn_eps, momentum=bn_momentum),
                 idle_ratios=idle_ratios(depth, idle_ratio, idle_schedule),
+                residual_scale=residual_scale,
             ),
             mlp_layer=RePaMlpDeploy if reparameterized else RePaMlp,
             **kwargs,

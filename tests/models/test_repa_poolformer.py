@@ -1,0 +1,246 @@
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.layers import DropPath
+from timm.optim import create_optimizer_v2
+from timm.utils import reparameterize_model
+
+import timm_rep
+from tests.models import contract
+from tests.models.contract import Contract
+from tests.reference.ffn import ffn, relative, wild_
+from tests.reference.pooling import pooling
+from timm_rep.layers import RePaMlp, RePaMlpDeploy, RePaPooling, RePaPoolingDeploy
+
+VARIANTS = [f'repa_poolformer_{size}' for size in ('m36', 'm48', 's12', 's24', 's36')]
+TINY = dict(depths=(1, 2, 1), dims=(16, 24, 32), num_classes=5)
+
+
+def tiny(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model('repa_poolformer_s12', **{**TINY, **kwargs})
+
+
+def blocks(model):
+    return [block for stage in model.stages for block in stage.blocks]
+
+
+@torch.no_grad()
+def trained(**kwargs):
+    model = tiny(**kwargs)
+    for i, block in enumerate(blocks(model)):
+        wild_(block.mlp, i, log_var=(-1, 1))
+        for parameter in block.token_mixer.parameters():
+            parameter.normal_()
+        if kwargs.get('fold_token_mixer'):
+            block.token_mixer.norm.running_mean.normal_()
+            block.token_mixer.norm.running_var.uniform_(.5, 2)
+        else:
+            for parameter in (*block.norm1.parameters(), *block.layer_scale1.parameters()):
+                parameter.normal_()
+    return model.eval()
+
+
+images = contract.images
+
+
+def test_registered():
+    assert timm.list_models(module='repa_poolformer') == VARIANTS
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_everything_but_the_ffns_is_timms(name):
+    model = timm.create_model(name, device='meta')
+    vanilla = timm.create_model(name.removeprefix('repa_'), device='meta')
+
+    def rest(m):
+        return {
+            k: v.shape for k, v in m.state_dict().items()
+            if not any(part in k for part in ('.mlp.', '.norm2.', '.layer_scale2.'))}
+
+    assert rest(model) == rest(vanilla)
+    assert [b.mlp.fc1.weight.shape for b in blocks(model)] == [b.mlp.fc1.weight.shape for b in blocks(vanilla)]
+    assert model.default_cfg['crop_pct'] == vanilla.default_cfg['crop_pct']
+    for ours, theirs in zip(blocks(timm.create_model(name)), blocks(timm.create_model(name.removeprefix('repa_')))):
+        assert torch.equal(ours.layer_scale1.scale, theirs.layer_scale1.scale)
+        assert torch.equal(ours.mlp.ls.gamma, theirs.layer_scale2.scale)
+        assert ours.token_mixer.pool.kernel_size == theirs.token_mixer.pool.kernel_size == 3
+        break
+
+
+@pytest.mark.parametrize('pool_size', [3, 7])
+@torch.no_grad()
+def test_block_is_pooling_and_ffn(pool_size):
+    """x + ls (pool(norm(x)) - norm(x)), then the FFN by its definition; the norm is over all of an image."""
+    block = blocks(trained(pool_size=pool_size))[1].double()
+    x = torch.randn(2, 24, 8, 6, dtype=torch.float64)
+    y = F.layer_norm(x, x.shape[1:]) * block.norm1.weight.view(-1, 1, 1) + block.norm1.bias.view(-1, 1, 1)
+    neutral = {
+        'norm.running_mean': torch.zeros(24), 'norm.running_var': torch.ones(24), 'norm.weight': torch.ones(24),
+        'norm.bias': torch.zeros(24), 'ls.gamma': block.layer_scale1.scale}
+    y = x + pooling(y, neutral, pool_size, eps=0.) - y
+    weights = {k: v.flatten(1) if v.dim() == 4 else v for k, v in block.mlp.state_dict().items()}
+    expected = ffn(y.permute(0, 2, 3, 1).reshape(-1, 24), weights, F.gelu, active=24)
+    assert relative(block(x).permute(0, 2, 3, 1).reshape(-1, 24), expected) < 1e-10
+
+
+@torch.no_grad()
+def test_block_with_a_folding_token_mixer():
+    block = blocks(trained(fold_token_mixer=True, pool_size=5))[1].double()
+    x = torch.randn(2, 24, 8, 6, dtype=torch.float64)
+    y = pooling(x, block.token_mixer.state_dict(), 5)
+    weights = {k: v.flatten(1) if v.dim() == 4 else v for k, v in block.mlp.state_dict().items()}
+    expected = ffn(y.permute(0, 2, 3, 1).reshape(-1, 24), weights, F.gelu, active=24)
+    assert relative(block(x).permute(0, 2, 3, 1).reshape(-1, 24), expected) < 1e-10
+
+
+def test_initialization_and_drop_path_are_timms():
+    for fold in (False, True):
+        model = tiny(dims=(96, 96, 96), drop_path_rate=.3, proj_drop_rate=.1, fold_token_mixer=fold)
+        rates = torch.linspace(0, .3, 4).tolist()
+        for block, rate in zip(blocks(model), rates):
+            for fc in (block.mlp.fc1, block.mlp.fc2):
+                assert abs(fc.weight.std().item() - .02) < .001
+                assert fc.bias.abs().max() == 0
+            token_half = block.token_mixer.drop_path if fold else block.drop_path1
+            for drop in (block.mlp.drop_path, token_half):
+                assert isinstance(drop, DropPath) == (rate > 0)
+                assert rate == 0 or drop.drop_prob == pytest.approx(rate)
+            assert block.mlp.drop1.p == .1
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(idle_ratio=0.), dict(idle_ratio=1.), dict(idle_ratio=.4, mlp_ratio=2.5), dict(pool_size=7),
+    dict(idle_schedule='linear'), dict(layer_scale_init_values=None),
+    dict(fold_token_mixer=True), dict(fold_token_mixer=True, pool_size=7, layer_scale_init_values=None),
+], ids=str)
+@torch.no_grad()
+def test_reparameterize_is_exact(kwargs):
+    model = trained(**kwargs) if kwargs.get('layer_scale_init_values', 1) else tiny(**kwargs).eval()
+    x = images()
+    expected, features = model(x), model.forward_features(x)
+    utility = reparameterize_model(model)
+    assert any(isinstance(m, (RePaMlp, RePaPooling)) for m in model.modules())
+    assert model.train().reparameterize() is model
+    assert model.eval().reparameterized
+    assert all(isinstance(block.mlp, RePaMlpDeploy) for block in blocks(model))
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    if kwargs.get('fold_token_mixer'):
+        assert all(isinstance(block.token_mixer, RePaPoolingDeploy) for block in blocks(model))
+    assert relative(model(x), expected) < 1e-5
+    assert relative(model.forward_features(x), features) < 1e-5  # at every position
+    assert relative(model.to(memory_format=torch.channels_last)(x), expected) < 1e-5
+    assert torch.equal(utility(x), model.to(memory_format=torch.contiguous_format)(x))
+    once = copy.deepcopy(model.state_dict())
+    model.reparameterize()
+    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
+    built = tiny(reparameterized=True, **kwargs).eval()
+    built.load_state_dict(once)
+    assert torch.equal(built(x), model(x))
+
+
+@torch.no_grad()
+def test_recorded_outputs(recorded):
+    """The released folding loses the layer scale; ours has the output of the unfolded model."""
+    tensors, config = recorded('repa_poolformer')
+    args = dict(
+        depths=config['layers'], dims=config['embed_dims'], pool_size=config['pool_size'],
+        num_classes=config['num_classes'], idle_ratio=config['idle_ratio'])
+    model = timm.create_model('repa_poolformer_s12', **args)
+    weights = {k.removeprefix('weights.'): v for k, v in tensors.items() if k.startswith('weights.')}
+    assert timm_rep.load_released(model, weights) is model
+    model.eval()
+    assert relative(model(tensors['input']), tensors['output']) < 1e-5
+    assert relative(model.reparameterize()(tensors['input']), tensors['output']) < 1e-5
+    assert sum(p.numel() for p in model.parameters()) == config['parameters_reparameterized']
+    folding = timm.create_model('repa_poolformer_s12', fold_token_mixer=True, **args)
+    with pytest.raises(RuntimeError, match=r'(?s)does not fit RePaPool.*unexpected: network\.0\.0\.norm1\.weight'):
+        timm_rep.load_released(folding, weights)
+
+
+def test_other_structures_are_refused():
+    for fold in (False, True):
+        with pytest.raises(RuntimeError, match='deploy structure'):
+            tiny(fold_token_mixer=fold).load_state_dict(
+                tiny(reparameterized=True, fold_token_mixer=fold).state_dict(), strict=False)
+    with pytest.raises(ValueError, match='pool_size is the side of a window'):
+        tiny(fold_token_mixer=True, pool_size=4)
+
+
+@pytest.mark.parametrize('fold_token_mixer', [False, True])
+def test_training_lowers_the_loss(fold_token_mixer):
+    model = tiny(drop_path_rate=.1, fold_token_mixer=fold_token_mixer, layer_scale_init_values=.1).train()
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
+    x, target = images(10), torch.arange(10) % 5
+    losses = contract.train(model, optimizer, x, target, steps=25)
+    assert losses[-1] < .5 * losses[0]
+
+
+@pytest.mark.parametrize('kind', ['training', 'deploy', 'mixing', 'mixing-deploy'])
+class TestContract(Contract):
+    """What timm's PoolFormer can do, in both structures, its token mixer folding or not."""
+    block = 'stages.1.blocks.1'
+    scriptable = ('training', 'deploy', 'mixing', 'mixing-deploy')
+
+    @staticmethod
+    def args(kind):
+        return dict(fold_token_mixer='mixing' in kind)
+
+    @classmethod
+    def build(cls, kind, **kwargs):
+        return tiny(reparameterized='deploy' in kind, **cls.args(kind), **kwargs)
+
+    @classmethod
+    def trained(cls, kind):
+        model = trained(**cls.args(kind))
+        return model.reparameterize() if 'deploy' in kind else model
+
+    def test_parameter_groups(self, model):
+        """timm's MetaFormer has no groups of parameters to set rates for by layer."""
+        optimizer = create_optimizer_v2(model, opt='sgd', lr=.1, weight_decay=.1)
+        assert sum(len(g['params']) for g in optimizer.param_groups) == len(list(model.parameters()))
+
+    @torch.no_grad()
+    def test_forward_intermediates(self, model):
+        final, taps = model.forward_intermediates(images())
+        assert torch.equal(final, model.forward_features(images()))
+        assert [tuple(t.shape) for t in taps] == [(2, 16, 16, 16), (2, 24, 8, 8), (2, 32, 4, 4)]
+
+    @torch.no_grad()
+    def test_features_only(self, kind):
+        net = timm.create_model(
+            'repa_poolformer_s12', features_only=True, reparameterized='deploy' in kind, **self.args(kind),
+            **TINY).eval()
+        assert (net.feature_info.channels(), net.feature_info.reduction()) == ([16, 24, 32], [4, 8, 16])
+        features = net(images())
+        assert [tuple(f.shape) for f in features] == [(2, 16, 16, 16), (2, 24, 8, 8), (2, 32, 4, 4)]
+        for a, b in zip(reparameterize_model(net)(images()), features):
+            assert relative(a, b) < 1e-5
+
+    @torch.no_grad()
+    def test_image_sizes(self, model):
+        assert model(torch.randn(1, 3, 50, 84)).shape == (1, 5)
+
+    @pytest.mark.parametrize('kwargs,shape', [
+        (dict(num_classes=0), (2, 32)),
+        (dict(num_classes=0, global_pool=''), (2, 32, 4, 4)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(drop_rate=.1, proj_drop_rate=.1, drop_path_rate=.2), (2, 5)),
+    ], ids=str)
+    def test_arguments(self, kind, kwargs, shape):
+        model = self.build(kind, **kwargs)
+        y = model(images()[:, :kwargs.get('in_chans', 3)])
+        assert y.shape == shape
+        y.square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_first_conv_and_classifier_are_where_the_config_says():
+    for name in VARIANTS:
+        model = timm.create_model(name, device='meta')
+        assert isinstance(model.get_submodule(model.default_cfg['first_conv']), nn.Conv2d)
+        assert model.get_submodule(model.default_cfg['classifier']) is model.head.fc

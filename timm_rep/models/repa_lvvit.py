@@ -1,0 +1,255 @@
+"""LV-ViT and RePa-LV-ViT: Vision Transformers trained with token labels, plain and with re-parameterizable FFNs.
+
+`All Tokens Matter: Token Labeling for Training Better Vision Transformers` - https://arxiv.org/abs/2104.10858
+`RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
+"""
+from collections import OrderedDict
+from functools import partial
+from typing import Optional, Tuple, Type, Union
+
+import torch
+import torch.nn as nn
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import LayerNorm, LayerType, PatchEmbed, trunc_normal_
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from torch.jit import Final
+
+from .repa_vit import RePaVisionTransformer
+
+__all__ = ['LvVit', 'RePaLvVit']
+
+
+class ConvPatchEmbed(PatchEmbed):
+    """Patches embedded by three convolutions of half the resolution and a projection."""
+
+    def __init__(
+            self,
+            img_size: Optional[Union[int, Tuple[int, int]]] = 224,
+            patch_size: int = 16,
+            in_chans: int = 3,
+            embed_dim: int = 768,
+            stem_width: int = 64,
+            bias: bool = True,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ):
+        """
+        Args:
+            stem_width: Channels of the convolutions.
+            kwargs: The other arguments of timm's PatchEmbed.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__(img_size, patch_size, in_chans, embed_dim, bias=bias, **dd, **kwargs)
+        proj_size = tuple(size // 2 for size in self.patch_size)
+        self.proj = nn.Sequential(OrderedDict([
+            ('conv1', nn.Conv2d(in_chans, stem_width, 7, stride=2, padding=3, bias=False, **dd)),
+            ('bn1', nn.BatchNorm2d(stem_width, **dd)),
+            ('act1', nn.ReLU()),
+            ('conv2', nn.Conv2d(stem_width, stem_width, 3, padding=1, bias=False, **dd)),
+            ('bn2', nn.BatchNorm2d(stem_width, **dd)),
+            ('act2', nn.ReLU()),
+            ('conv3', nn.Conv2d(stem_width, stem_width, 3, padding=1, bias=False, **dd)),
+            ('bn3', nn.BatchNorm2d(stem_width, **dd)),
+            ('act3', nn.ReLU()),
+            ('proj', nn.Conv2d(stem_width, embed_dim, proj_size, stride=proj_size, bias=bias, **dd)),
+        ]))
+
+    @torch.jit.ignore
+    def set_input_size(self, img_size=None, patch_size=None) -> None:
+        if patch_size is not None and tuple(patch_size) != self.patch_size:
+            raise ValueError(
+                f'The patch size of a convolutional stem is fixed at {self.patch_size}, cannot set {patch_size}.')
+        super().set_input_size(img_size=img_size)
+
+
+class LvVitBlock(Block):
+    """timm's block, its branches scaled by a constant beside their shortcuts."""
+    residual_scale: Final[float]
+
+    def __init__(self, *args, residual_scale: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.residual_scale = residual_scale
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        y = self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
+        x = torch.add(x, y, alpha=self.residual_scale)
+        return torch.add(x, self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), alpha=self.residual_scale)
+
+
+def _residual_scale(skip_lam: float) -> float:
+    if not skip_lam > 0:
+        raise ValueError(f'skip_lam divides the branches beside the shortcuts, so it is positive, got {skip_lam}.')
+    return 1 / skip_lam
+
+
+class TokenLabelMixin:
+    """What makes a timm VisionTransformer an LV-ViT: its stem, and a classifier of every token beside that of all.
+
+    The logits are ``head(class token) + 0.5 * max over tokens of aux_head(token)``.
+    """
+    return_dense: Final[bool]
+
+    def __init__(
+            self,
+            *,
+            mlp_ratio: float = 3.,
+            qkv_bias: bool = False,
+            embed_layer: Type[nn.Module] = ConvPatchEmbed,
+            norm_layer: Optional[LayerType] = None,
+            return_dense: bool = True,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ):
+        super().__init__(
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            embed_layer=embed_layer,
+            norm_layer=norm_layer or partial(LayerNorm, eps=1e-5),
+            device=device,
+            dtype=dtype,
+            **kwargs,
+        )
+        self.return_dense = return_dense
+        self.token_labeling = False
+        self._reset_aux_head()
+
+    def _reset_aux_head(self) -> None:
+        self.aux_head = nn.Identity()
+        if self.return_dense and self.num_classes > 0:
+            like = next(self.parameters())
+            dd = {'device': like.device, 'dtype': like.dtype}
+            self.aux_head = nn.Linear(self.embed_dim, self.num_classes, **dd).train(self.training)
+            trunc_normal_(self.aux_head.weight, std=.02)
+            nn.init.zeros_(self.aux_head.bias)
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return (self.head, self.aux_head) if self.return_dense else self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        super().reset_classifier(num_classes, global_pool)
+        self._reset_aux_head()
+
+    @torch.jit.ignore
+    def set_token_labeling(self, enable: bool = True) -> None:
+        """Whether a forward pass in training returns both logits, for a loss with token labels.
+
+        They are those of the class token (N, num_classes) and of the other tokens (N, tokens, num_classes).
+        """
+        self.token_labeling = enable
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        pooled = self.head_drop(self.fc_norm(self.pool(x)))
+        if pre_logits:
+            return pooled
+        logits = self.head(pooled)
+        if not self.return_dense or self.num_classes == 0:
+            return logits
+        aux_logits = self.aux_head(self.fc_norm(x[:, self.num_prefix_tokens:]))
+        if self.token_labeling and self.training and not torch.jit.is_scripting():
+            return logits, aux_logits
+        return logits + 0.5 * aux_logits.amax(dim=1)
+
+
+class LvVit(TokenLabelMixin, VisionTransformer):
+    """LV-ViT, the vanilla backbone of RePa-LV-ViT."""
+
+    def __init__(self, *, skip_lam: float = 2., **kwargs):
+        """
+        Args:
+            skip_lam: Divisor of the branches beside their shortcuts.
+            return_dense: Whether there is the classifier of every token, True by default.
+            kwargs: The arguments of timm's VisionTransformer, but for block_fn.
+
+        Raises:
+            ValueError: skip_lam is not positive.
+        """
+        super().__init__(block_fn=partial(LvVitBlock, residual_scale=_residual_scale(skip_lam)), **kwargs)
+
+
+class RePaLvVit(TokenLabelMixin, RePaVisionTransformer):
+    """LV-ViT with RePaFormer FFNs; two thirds of their three times as many hidden channels are idle."""
+
+    def __init__(self, *, skip_lam: float = 2., idle_ratio: float = 2 / 3, **kwargs):
+        """
+        Args:
+            skip_lam: Divisor of the branches beside their shortcuts.
+            idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
+            return_dense: Whether there is the classifier of every token, True by default.
+            kwargs: The other arguments of RePaVisionTransformer.
+
+        Raises:
+            ValueError: skip_lam is not positive, or as RePaVisionTransformer does.
+        """
+        super().__init__(residual_scale=_residual_scale(skip_lam), idle_ratio=idle_ratio, **kwargs)
+
+
+# Table 1
+model_cfgs = {
+    's': dict(embed_dim=384, depth=16, num_heads=6),
+    'm': dict(embed_dim=512, depth=20, num_heads=8),
+}
+
+
+def _create_lvvit(cls: Type[TokenLabelMixin], variant: str, pretrained: bool = False, **kwargs) -> TokenLabelMixin:
+    out_indices = kwargs.pop('out_indices', 3)
+    return build_model_with_cfg(
+        cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        **dict(model_cfgs[variant[-1]], **kwargs),
+    )
+
+
+def _cfg(url: str = '', **kwargs):
+    return {
+        'url': url,
+        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
+        'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
+        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+        'first_conv': 'patch_embed.proj.conv1', 'classifier': ('head', 'aux_head'),
+        'license': 'apache-2.0',
+        **kwargs
+    }
+
+
+default_cfgs = generate_default_cfgs({
+    'lvvit_s.untrained': _cfg(),
+    'lvvit_m.untrained': _cfg(crop_pct=1.),
+    'repa_lvvit_s.untrained': _cfg(),
+    'repa_lvvit_m.untrained': _cfg(crop_pct=1.),
+})
+
+
+@register_model
+def lvvit_s(pretrained=False, **kwargs) -> LvVit:
+    """LV-ViT-S: 26.2 M parameters."""
+    return _create_lvvit(LvVit, 'lvvit_s', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def lvvit_m(pretrained=False, **kwargs) -> LvVit:
+    """LV-ViT-M: 55.8 M parameters."""
+    return _create_lvvit(LvVit, 'lvvit_m', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repa_lvvit_s(pretrained=False, **kwargs) -> RePaLvVit:
+    """RePa-LV-ViT-S of table 1: 26.2 M parameters, 19.1 M folded."""
+    return _create_lvvit(RePaLvVit, 'repa_lvvit_s', pretrained=pretrained, **kwargs)
+
+
+@register_model
+def repa_lvvit_m(pretrained=False, **kwargs) -> RePaLvVit:
+    """RePa-LV-ViT-M of table 1: 55.9 M parameters, 40.1 M folded."""
+    return _create_lvvit(RePaLvVit, 'repa_lvvit_m', pretrained=pretrained, **kwargs)
