@@ -1,0 +1,174 @@
+"""The recipes of scripts/recipes: what the papers say, in the words of timm's train.py."""
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from timm.data.auto_augment import rand_augment_transform
+from timm.layers import DropPath
+from timm.optim import list_optimizers
+
+import timm_rep  # noqa: F401  registers the models and optimizers
+
+RECIPES = Path(__file__).parents[1] / 'scripts' / 'recipes'
+
+# RePaFormer, table 7; LV-ViT-S's drop path is that of the published version (RePaViT)
+TABLE_7 = {  # batch size, base learning rate, min learning rate, weight decay, drop path rate
+    'repa_deit_tiny': (4096, 2.5e-3, 1e-6, .02, .02),
+    'repa_deit_small': (4096, 3e-3, 4e-5, .05, .04),
+    'repa_deit_base': (4096, 4e-3, 4e-5, .07, .10),
+    'repa_swin_tiny': (4096, 5e-3, 5e-5, .20, .10),
+    'repa_swin_small': (4096, 6e-3, 5e-5, .15, .09),
+    'repa_swin_base': (4096, 4e-3, 2e-5, .10, .08),
+    'repa_poolformer_s12': (4096, 2.5e-3, 6e-6, .16, .02),
+    'repa_poolformer_s24': (4096, 3.5e-3, 1.5e-6, .08, .01),
+    'repa_poolformer_s36': (4096, 5.5e-3, 3e-6, .01, .03),
+    'repa_mixer_b16': (4096, 5e-3, 5e-6, .13, .04),
+    'repa_mixer_l16': (4096, 4e-3, 1e-5, .16, .05),
+    'repa_lvvit_s': (1024, 1e-3, 1e-5, .05, .10),
+    'repa_lvvit_m': (1024, 1e-3, 1e-5, .05, .10),
+}
+# RepOptimizers, section 4.1 and appendix D; of RepOpt-GhostNet the released command and code
+REPOPT = {  # batch size, learning rate of 256 images, weight decay, epochs
+    **{f'repopt_vgg_{name}': (256, .1, 4e-5, 120) for name in ('b1', 'b2', 'l1', 'l2')},
+    'repopt_ghostnet_050': (1024, .6, 1e-5, 300),
+}
+MODELS = [*TABLE_7, *REPOPT]
+
+
+def read(model):
+    return yaml.safe_load((RECIPES / f'{model}.yaml').read_text())
+
+
+def test_one_for_each_model():
+    assert sorted(path.stem for path in RECIPES.glob('*.yaml')) == sorted(MODELS)
+    table = re.findall(r'^\| (`.*?) \| (\d+) \|', (RECIPES / 'README.md').read_text(), re.MULTILINE)
+    batches = {model: int(batch) for models, batch in table for model in re.findall(r'`(\w+)`', models)}
+    assert batches == {model: row[0] for model, row in {**TABLE_7, **REPOPT}.items()}
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_model_and_optimizer(model):
+    """They are there, and the model takes the recipe's drop path."""
+    recipe = read(model)
+    assert recipe['model'] == model
+    assert recipe['device_modules'] == ['timm_rep']
+    assert recipe['opt'] in list_optimizers()
+    created = timm.create_model(model, drop_path_rate=recipe.get('drop_path'), device='meta')
+    rate = max((m.drop_prob for m in created.modules() if isinstance(m, DropPath)), default=None)
+    assert rate == (recipe.get('drop_path') and pytest.approx(recipe['drop_path']))
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_batch(model):
+    """The command at the top makes the paper's batch of the recipe's."""
+    processes, name = re.search(
+        r'torchrun --nproc-per-node (\d+) train\.py --config (\S+) --data-dir IMAGES',
+        (RECIPES / f'{model}.yaml').read_text()).groups()
+    assert name == f'{model}.yaml'
+    assert int(processes) * read(model)['batch_size'] == {**TABLE_7, **REPOPT}[model][0]
+
+
+@pytest.mark.parametrize('model', TABLE_7)
+def test_repa(model):
+    recipe = read(model)
+    _, lr, min_lr, weight_decay, drop_path = TABLE_7[model]
+    table = dict(
+        epochs=300, opt='lamb', lr=lr, min_lr=min_lr, warmup_lr=1e-6, sched='cosine', weight_decay=weight_decay,
+        drop_path=drop_path)
+    section_5_1 = dict(warmup_epochs=20)
+    deit = dict(
+        aa='rand-m9-mstd0.5-inc1', color_jitter=.3, reprob=.25, mixup=.8, cutmix=1., smoothing=.1, aug_repeats=3.,
+        train_interpolation='bicubic')
+    released = dict(sched_on_updates=True, opt_eps=1e-8, amp=True, crop_pct=.875, interpolation='bicubic')
+    if 'lvvit' in model:
+        del released['crop_pct']  # of the other models' code
+    expected = {**table, **section_5_1, **deit, **released}
+    assert recipe == {**expected, **{key: recipe[key] for key in ('model', 'device_modules', 'batch_size')}}
+
+
+@pytest.mark.parametrize('model', REPOPT)
+def test_repopt(model):
+    recipe = read(model)
+    _, lr, weight_decay, epochs = REPOPT[model]
+    paper = dict(
+        epochs=epochs, opt='repsgd', momentum=.9, lr_base=lr, lr_base_size=256, lr_base_scale='linear', sched='cosine',
+        warmup_epochs=5, weight_decay=weight_decay, smoothing=.1)
+    if model == 'repopt_ghostnet_050':
+        released = dict(
+            warmup_lr=4e-4, drop=.2, color_jitter=.4, reprob=.2, train_interpolation='random', crop_pct=.875,
+            interpolation='bicubic')
+    else:
+        released = dict(
+            warmup_lr=0., aa=recipe['aa'], train_interpolation='bilinear', crop_pct=1., interpolation='bilinear')
+        augment = rand_augment_transform(recipe['aa'], {})
+        assert augment.num_layers == 2
+        assert all((op.prob, op.magnitude, op.magnitude_max) == (1., 14, 14) for op in augment.ops)
+        assert all(op.magnitude_std == float('inf') for op in augment.ops)  # uniform from 0
+    expected = {**paper, **released, 'min_lr': 0., 'sched_on_updates': True}
+    assert recipe == {**expected, **{key: recipe[key] for key in ('model', 'device_modules', 'batch_size')}}
+
+
+_CHECKOUT = os.environ.get('TIMM_CHECKOUT')
+
+# every recipe as a command line: what train.py's parser makes of it
+_PARSE = '''
+import json, sys
+import train
+commands = json.load(sys.stdin)
+print(json.dumps({model: vars(train.parser.parse_args(command)) for model, command in commands.items()}))
+'''
+
+
+def command_line(recipe):
+    command = []
+    for key, value in recipe.items():
+        command.append('--' + key.replace('_', '-'))
+        command += [] if value is True else [str(v) for v in (value if isinstance(value, list) else [value])]
+    return command
+
+
+@pytest.mark.skipif(not _CHECKOUT, reason='TIMM_CHECKOUT names no checkout of timm with a train.py')
+@pytest.mark.timeout(1800)
+class TestTrainScript:
+
+    def test_every_key_is_an_argument(self):
+        """A recipe is its command line: train.py ignores a key that it does not know, and takes a value as it is."""
+        result = subprocess.run(
+            [sys.executable, '-c', _PARSE], input=json.dumps({model: command_line(read(model)) for model in MODELS}),
+            capture_output=True, text=True, cwd=_CHECKOUT)
+        assert result.returncode == 0, result.stderr[-3000:]
+        parsed = json.loads(result.stdout)
+        for model in MODELS:
+            for key, value in read(model).items():
+                assert (parsed[model][key], type(parsed[model][key])) == (value, type(value)), f'{model}: {key}'
+
+    @pytest.mark.parametrize('model,more', [
+        # timm's train.py trains in several processes on GPUs only, and repeats augmentations only there
+        ('repa_deit_tiny', ['--amp-dtype', 'bfloat16', '--aug-repeats', '0', '--model-kwargs', 'img_size=32']),
+        ('repopt_ghostnet_050', []),
+    ])
+    def test_trains(self, images, tmp_path, model, more):
+        """An epoch of one step, on tiny images; the rest is the recipe's."""
+        command = [
+            sys.executable, Path(_CHECKOUT) / 'train.py', '--config', RECIPES / f'{model}.yaml', '--data-dir', images,
+            '--output', tmp_path, '--experiment', model, '--device', 'cpu', '--num-classes', '4', '--img-size', '32',
+            '--batch-size', '16', '--epochs', '1', '--warmup-epochs', '0', '-j', '1', *more]
+        result = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=_CHECKOUT)
+        assert result.returncode == 0, result.stderr[-3000:]
+        recipe = read(model)
+        args = yaml.safe_load((tmp_path / model / 'args.yaml').read_text())
+        assert {k: args[k] for k in recipe if args[k] != recipe[k]}.keys() <= {
+            'batch_size', 'epochs', 'warmup_epochs', 'amp_dtype', 'aug_repeats'}
+        with torch.serialization.safe_globals([argparse.Namespace]):  # its arguments
+            last = torch.load(tmp_path / model / 'last.pth.tar', weights_only=True)
+        rate = recipe.get('lr') or recipe['lr_base'] * 16 / recipe['lr_base_size']
+        assert all(group['initial_lr'] == rate for group in last['optimizer']['param_groups'])
+        assert all(v.isfinite().all() for v in last['state_dict'].values())
