@@ -235,3 +235,20 @@ def test_channels_second(dim, hidden, ratio, init_values, residual_scale, traini
 def test_channel_idle_on_another_axis():
     x = torch.randn(2, 5, 3, 4)
     assert torch.equal(ChannelIdle(5, 0.5, dim=1)(x), ChannelIdle(5, 0.5)(x.movedim(1, -1)).movedim(-1, 1))
+
+
+@pytest.mark.parametrize('use_conv', [False, True])
+@pytest.mark.parametrize('ratio', [0., .6, 1.])
+def test_without_shortcut(ratio, use_conv):
+    args = dict(use_conv=use_conv, init_values=.5, residual_scale=.7, dtype=torch.float64)
+    mlp = wild_(RePaMlp(6, 24, ratio, shortcut=False, **args)).eval()
+    whole = RePaMlp(6, 24, ratio, **args).eval()
+    whole.load_state_dict(mlp.state_dict())
+    x = torch.randn(2, 6, 5, 6, dtype=torch.float64)
+    assert relative(mlp(x), whole(x) - x) < 1e-11
+    folded = mlp.fuse()
+    assert relative(folded(x), whole(x) - x) < 1e-11
+    built = RePaMlpDeploy(6, 24, ratio, use_conv=use_conv, shortcut=False, dtype=torch.float64)
+    built.load_state_dict(folded.state_dict())
+    assert torch.equal(built(x), folded(x))
+    torch.jit.script(built)

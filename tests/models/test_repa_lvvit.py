@@ -170,6 +170,7 @@ class TestContract(Contract):
     block = 'blocks.1'
     layers = 1 + 3 + 1  # stem, blocks, heads
     scriptable = ('vanilla', 'training', 'deploy')
+    timms = 'deit_tiny_patch16_224'
 
     @staticmethod
     def build(kind, **kwargs):

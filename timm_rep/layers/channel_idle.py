@@ -113,13 +113,14 @@ def _linear_layer(use_conv: bool):
 class RePaMlp(nn.Module):
     """The training form of the RePaFormer FFN, normalization and shortcut included (eq. 3).
 
-    ``x + residual_scale * drop_path(layer_scale(fc2(BN(channel_idle(fc1(BN(x)))))))``. Both BatchNorms take their
-    statistics over all tokens of all images. Input and output: (..., in_features), channels last; with ``use_conv``
-    (N, in_features, H, W), in either memory format.
+    ``x + residual_scale * drop_path(layer_scale(fc2(BN(channel_idle(fc1(BN(x)))))))``, or without ``x``. Both
+    BatchNorms take their statistics over all tokens of all images. Input and output: (..., in_features), channels last;
+    with ``use_conv`` (N, in_features, H, W), in either memory format.
     """
     structure = 'training'
     structure_in = staticmethod(_structure_in)
     use_conv: Final[bool]
+    shortcut: Final[bool]
     residual_scale: Final[float]
 
     def __init__(
@@ -135,6 +136,7 @@ class RePaMlp(nn.Module):
             init_values: Optional[float] = None,
             drop_path: float = 0.,
             residual_scale: float = 1.,
+            shortcut: bool = True,
             device=None,
             dtype=None,
     ):
@@ -152,6 +154,7 @@ class RePaMlp(nn.Module):
             init_values: Initial layer scale; no layer scale if None or 0.
             drop_path: Stochastic depth rate.
             residual_scale: Constant factor of the branch beside the shortcut.
+            shortcut: Whether to add x; False where a block does that itself.
 
         Raises:
             ValueError: The ratio is not in [0, 1].
@@ -166,6 +169,7 @@ class RePaMlp(nn.Module):
         self.idle_ratio = idle_ratio
         self.use_conv = use_conv
         self.residual_scale = residual_scale
+        self.shortcut = shortcut
         self.norm1 = norm_layer(in_features, **dd)
         self.fc1 = linear_layer(in_features, hidden_features, bias=bias, **dd)
         self.act = ChannelIdle(hidden_features, idle_ratio, act_layer, dim=1 if use_conv else -1)
@@ -191,7 +195,8 @@ class RePaMlp(nn.Module):
         y = self.drop2(y)
         if not self.use_conv:
             y = y.view(x.shape)
-        return torch.add(x, self.drop_path(self.ls(y)), alpha=self.residual_scale)
+        y = self.drop_path(self.ls(y))
+        return torch.add(x, y, alpha=self.residual_scale) if self.shortcut else y * self.residual_scale
 
     @torch.jit.ignore
     @torch.no_grad()
@@ -213,11 +218,14 @@ class RePaMlp(nn.Module):
             hidden_features,
             idle_ratio=self.idle_ratio,
             use_conv=self.use_conv,
+            shortcut=self.shortcut,
             device='meta',  # nothing to initialize, and no random numbers drawn
         )
         if active < hidden_features:
             idle = fc_out.inputs(active).after(fc_in.outputs(active))
-            idle.plus_identity().write_to(deploy.shortcut, like=self.fc2.weight)
+            if self.shortcut:
+                idle = idle.plus_identity()
+            idle.write_to(deploy.shortcut, like=self.fc2.weight)
         if active > 0:
             fc_in.outputs(0, active).write_to(deploy.fc_in, like=self.fc1.weight)
             fc_out.inputs(0, active).write_to(deploy.fc_out, like=self.fc2.weight)
@@ -236,6 +244,7 @@ class RePaMlpDeploy(nn.Module):
     structure = 'deploy'
     structure_in = staticmethod(_structure_in)
     has_active: Final[bool]
+    has_shortcut: Final[bool]
 
     def __init__(
             self,
@@ -244,6 +253,7 @@ class RePaMlpDeploy(nn.Module):
             idle_ratio: float = 0.75,
             act_layer: Type[nn.Module] = nn.GELU,
             use_conv: bool = False,
+            shortcut: bool = True,
             device=None,
             dtype=None,
     ):
@@ -254,6 +264,7 @@ class RePaMlpDeploy(nn.Module):
             idle_ratio: Share of them that skips the activation, from 0 to 1.
             act_layer: Element-wise activation.
             use_conv: Channels second, the linear layers as 1 x 1 convolutions.
+            shortcut: Whether x is added.
 
         Raises:
             ValueError: The ratio is not in [0, 1].
@@ -269,9 +280,12 @@ class RePaMlpDeploy(nn.Module):
             self.fc_in = linear_layer(in_features, active_features, **dd)
             self.act = act_layer()
             self.fc_out = linear_layer(active_features, in_features, bias=not has_idle, **dd)
-        self.shortcut = linear_layer(in_features, in_features, **dd) if has_idle else nn.Identity()
+        self.has_shortcut = has_idle or shortcut
+        if self.has_shortcut:
+            self.shortcut = linear_layer(in_features, in_features, **dd) if has_idle else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.has_active:
-            return self.fc_out(self.act(self.fc_in(x))) + self.shortcut(x)
-        return self.shortcut(x)
+        if not self.has_active:
+            return self.shortcut(x)
+        y = self.fc_out(self.act(self.fc_in(x)))
+        return y + self.shortcut(x) if self.has_shortcut else y

@@ -44,6 +44,7 @@ class ReparameterizeMixin:
     """Adds ``reparameterize()`` to a timm model whose layers have ``fuse()``, and keeps its structures apart."""
 
     __jit_unused_properties__ = ('reparameterized', '_model_args')
+    _registered = True  # whether create_model() takes reparameterized=True
 
     @property
     def reparameterized(self) -> bool:
@@ -78,7 +79,7 @@ class ReparameterizeMixin:
     @property
     def _model_args(self) -> Dict[str, Any]:
         args = dict(self.__dict__.get('_created_with', {}))
-        if self.reparameterized:
+        if self._registered and self.reparameterized:
             args['reparameterized'] = True
         return args
 
