@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 
 from tests.reference.rep_optim import normal_scales
 from timm_rep.cli import main
-from timm_rep.plotting import kernel_layer, plot_kernels, plot_scales
+from timm_rep.plotting import kernel_layer, plot_kernels, plot_latency, plot_scales
 from timm_rep.scales import Scales
 
 pytest.importorskip('matplotlib', reason='matplotlib draws the figures')
@@ -138,3 +138,17 @@ def test_command_refuses(tmp_path, capsys, args, message):
     assert main(['plot-scales', *(a.format(tmp=tmp_path) for a in args)]) == 1
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ['s.safetensors']
+
+
+def test_latency():
+    """Bars on top of each other, part by part; their sums above them."""
+    bars = {'vanilla': {'embedding': 1., 'FFNs': 5.}, 'folded': {'embedding': 1., 'FFNs': 2.}}
+    figure = plot_latency({'a': bars, 'b': bars})
+    a, b = figure.axes
+    assert (a.get_title(), b.get_title()) == ('a', 'b')
+    drawn = [(bar.get_y(), bar.get_height()) for bar in a.patches]
+    assert drawn == [(0., 1.), (0., 1.), (1., 5.), (1., 2.)]
+    assert [text.get_text() for text in a.texts] == ['6.0', '3.0']
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ['FFNs', 'embedding']
+    with pytest.raises(ValueError, match='no latencies'):
+        plot_latency({})

@@ -6,7 +6,7 @@ import timm
 
 from timm_rep.profiling import Macs, count_macs, count_params
 
-__all__ = ['PAPER_ROWS', 'Count', 'PaperRow', 'count_row']
+__all__ = ['PAPER_ROWS', 'VANILLA', 'Count', 'PaperRow', 'count_row']
 
 
 class PaperRow(NamedTuple):
@@ -38,6 +38,17 @@ class PaperRow(NamedTuple):
 _VIT_HUGE_16 = dict(patch_size=16, num_classes=1000)
 _HEADLESS = dict(num_classes=0)
 _POOLFORMER_S12 = 'table 1 has 1.8 for RePa-PoolFormer-s12 before folding, which has the same layers'
+
+# The vanilla backbone of a RePaFormer and its arguments of create_model, as table 2 has them side by side
+VANILLA: Dict[str, Tuple[str, Dict[str, Any]]] = {
+    **{f'repa_deit_{size}': (f'deit_{size}_patch16_224', {}) for size in ('tiny', 'small', 'base')},
+    **{f'repa_vit_{size}': (f'vit_{size}_patch16_224', {}) for size in ('small', 'base', 'large')},
+    'repa_vit_huge': ('vit_huge_patch14_224', _VIT_HUGE_16),
+    **{f'repa_swin_{size}': (f'swin_{size}_patch4_window7_224', {}) for size in ('tiny', 'small', 'base')},
+    **{f'repa_lvvit_{size}': (f'lvvit_{size}', {}) for size in 'sm'},
+    **{f'repa_poolformer_{size}': (f'poolformer_{size}', {}) for size in ('s12', 's24', 's36', 'm36', 'm48')},
+    **{f'repa_mixer_{size}': (f'mixer_{size}_224', {}) for size in ('s32', 's16', 'b32', 'b16', 'l32', 'l16')},
+}
 
 PAPER_ROWS = (
     PaperRow(1, 'RePa-DeiT-Tiny', 'repa_deit_tiny', 5.7, 1.1),

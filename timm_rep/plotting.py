@@ -1,11 +1,11 @@
-"""Figures of the RepOptimizers paper, of scales and of kernels."""
+"""Figures of the papers: scales, kernels, and latency by part."""
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from timm_rep.scales import Scales
 
-__all__ = ['kernel_layer', 'plot_kernels', 'plot_scales', 'tidy']
+__all__ = ['kernel_layer', 'plot_kernels', 'plot_latency', 'plot_scales', 'tidy']
 
 _COLORS = ('#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f')
 
@@ -138,4 +138,35 @@ def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: 
                 label=f'{label}, std {values.std():.4f}')
         axes.legend(frameon=False, fontsize=8, title=f'std {entries.std():.4f}', title_fontsize=8)
         tidy(axes, f'{name}\n{layer}', 'value', 'density')
+    return figure
+
+
+def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
+    """Draw where the time of a pass goes, a stacked bar a model (RePaFormer, figure 3).
+
+    Args:
+        profiles: For each group of bars what to call it, and in it milliseconds by part, by the name of a bar.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not profiles:
+        raise ValueError('There are no latencies to draw.')
+    figure = _figure(len(profiles), 1)
+    for axes, (title, bars) in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles.items()):
+        parts = list(next(iter(bars.values())))
+        bottom = [0.] * len(bars)
+        for part, color in zip(parts, _COLORS):
+            values = [bar[part] for bar in bars.values()]
+            axes.bar(list(bars), values, bottom=bottom, label=part, color=color, width=.6)
+            bottom = [b + v for b, v in zip(bottom, values)]
+        for i, total in enumerate(bottom):
+            axes.text(i, total, f'{total:.1f}', ha='center', va='bottom', fontsize=8)
+        axes.margins(y=.12)
+        tidy(axes, title, y='milliseconds')
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc='outside right upper')
     return figure

@@ -17,17 +17,12 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.atomic import check_writable, replacing_files
     from timm_rep.plotting import plot_kernels, plot_scales
     from timm_rep.scales import Scales
 
-    output = Path(args.output)
-    if output.suffix not in ('.png', '.svg', '.pdf') or output.is_dir():
-        raise ValueError(f'--output is a .png, .svg or .pdf file to write, got {args.output!r}.')
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as e:
-        raise ModuleNotFoundError("plot-scales needs matplotlib: pip install 'timm-rep[plot]'.") from e
+    from ._picture import check_picture, save_picture
+
+    output = check_picture(args.output, 'plot-scales')
     if args.layer and not args.kernels:
         raise ValueError('--layer is for --kernels.')
     if args.layer and len(args.layer) not in (1, len(args.sources)):
@@ -45,10 +40,7 @@ def run(args) -> int:
         for title, each in scales.items():
             print(f'{title}\n{each.summary()}\n')
         figure = plot_scales(scales)
-    check_writable(output.parent)
-    with replacing_files(output.parent) as temporary:
-        figure.savefig(temporary / output.name, dpi=150)
-    print(f'Picture: {output}')
+    save_picture(figure, output)
     return 0
 
 

@@ -9,7 +9,7 @@ from timm_rep.layers import RePaMlp, idle_ratios
 
 from ._reparameterize import ReparameterizeMixin
 
-__all__ = ['convert_to_repa']
+__all__ = ['Ffn', 'convert_to_repa', 'find_ffns']
 
 # timm's classes with a forward() of the form x + ...(mlp(norm(x))), and their names for norm, mlp and layer scale
 _NAMES = ('norm2', 'mlp', 'ls2')
@@ -36,13 +36,15 @@ _BLOCKS: Dict[str, Tuple[str, str, str]] = {
     'vision_transformer.Block': _NAMES,
     'vision_transformer_relpos.RelPosBlock': _NAMES,
     'vision_transformer_sam.Block': _NAMES,
+    'timm_rep.models.repa_lvvit.LvVitBlock': _NAMES,
     'volo.ClassBlock': _NAMES,
     'volo.Outlooker': _NAMES,
     'volo.Transformer': _NAMES,
 }
 
 
-class _Ffn(NamedTuple):
+class Ffn(NamedTuple):
+    """The FFN of a block: its name in the model, the block, and its names for the norm, the MLP and a layer scale."""
     path: str
     block: nn.Module
     norm: str
@@ -56,20 +58,25 @@ def _class_name(block: nn.Module) -> str:
     return f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.')
 
 
-def _ffns(model: nn.Module) -> Tuple[List[_Ffn], List[str]]:
-    """The FFNs that can be converted, and what else looks like one."""
-    found, strangers = [], []
-    for path, block in model.named_modules():
-        names = _BLOCKS.get(_class_name(block))
-        if names is not None:
-            mlp = getattr(block, names[1])
-            if type(mlp) is Mlp:
-                found.append(_Ffn(path, block, *names))
-            elif mlp is not None:
-                strangers.append(f'{path}.{names[1]} is a {type(mlp).__name__}')
-        elif hasattr(block, 'norm1') and isinstance(getattr(block, 'mlp', None), nn.Module):
-            strangers.append(f'{path} is a {type(block).__name__}')
-    return found, strangers
+def find_ffns(model: nn.Module) -> List[Ffn]:
+    """The FFNs of all blocks of timm's that are known here, whatever their MLP is; a block may have none."""
+    return [
+        Ffn(path, block, *_BLOCKS[_class_name(block)])
+        for path, block in model.named_modules() if _class_name(block) in _BLOCKS
+    ]
+
+
+def _strangers(model: nn.Module, ffns: List[Ffn]) -> List[str]:
+    """What cannot be converted: other MLPs, and other blocks with something called so."""
+    known = {f.block for f in ffns}
+    return [
+        f'{f.path}.{f.mlp} is a {type(mlp).__name__}'
+        for f in ffns for mlp in [getattr(f.block, f.mlp)] if type(mlp) is not Mlp
+    ] + [
+        f'{path} is a {type(block).__name__}'
+        for path, block in model.named_modules()
+        if block not in known and hasattr(block, 'norm1') and isinstance(getattr(block, 'mlp', None), nn.Module)
+    ]
 
 
 def _keep_affine(norm: nn.Module, old: nn.Module) -> None:
@@ -157,7 +164,8 @@ def convert_to_repa(
     """
     if isinstance(model, ReparameterizeMixin):
         raise ValueError(f'{type(model).__name__} has structures to fold already.')
-    found, strangers = _ffns(model)
+    found = [f for f in find_ffns(model) if getattr(f.block, f.mlp) is not None]
+    strangers = _strangers(model, found)
     if strangers or not found:
         raise ValueError(
             f'Cannot convert {type(model).__name__}, nothing was changed. Its FFNs should be timm.layers.Mlp, each '

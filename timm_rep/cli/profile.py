@@ -1,0 +1,94 @@
+"""``timm-rep profile``: where the time of a model goes: vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
+
+from timm.utils import ParseKwargs
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser('profile', help='where the time of a model goes: vanilla, RePa and folded')
+    parser.add_argument(
+        'models', nargs='+', metavar='MODEL',
+        help="models of this package's RePaFormers, or of timm's that convert_to_repa() takes")
+    parser.add_argument('-o', '--output', default='profile.png', metavar='FILE', help='picture to write (%(default)s)')
+    parser.add_argument('--device', default='cpu', help='(%(default)s)')
+    parser.add_argument('--batch-size', type=int, default=1, metavar='N', help='images a pass (%(default)s)')
+    parser.add_argument('--img-size', type=int, metavar='N', help="side of the images (the models' own)")
+    parser.add_argument(
+        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
+        help='arguments of the RePa models, such as idle_ratio=0.5')
+    parser.add_argument(
+        '--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32', help='of weights (%(default)s)')
+    parser.add_argument('--channels-last', action='store_true', help='memory format of the images')
+    parser.add_argument('--rounds', type=int, default=15, metavar='N', help='timed passes, medians count (%(default)s)')
+    parser.set_defaults(run=run)
+
+
+def run(args) -> int:
+    import torch
+    from timm.utils import reparameterize_model
+
+    from timm_rep.plotting import plot_latency
+    from timm_rep.profiling import profile_latency
+
+    from ._picture import check_picture, save_picture
+
+    output = check_picture(args.output, 'profile')
+    if min(args.batch_size, args.rounds) < 1:
+        raise ValueError('--batch-size and --rounds are 1 or more.')
+    profiles = {}
+    for name in args.models:
+        torch.manual_seed(0)
+        vanilla, repa = _build(name, args)
+        models = {'vanilla': vanilla, 'RePa': repa, 'folded': reparameterize_model(repa)}
+        like = dict(device=args.device, dtype=getattr(torch, args.dtype))
+        images = torch.randn(args.batch_size, *_input_size(vanilla, args), **like)
+        if args.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+            models = {key: model.to(memory_format=torch.channels_last) for key, model in models.items()}
+        profiles[name] = profile_latency(models, images, rounds=args.rounds)
+        _print(name, profiles[name])
+    save_picture(plot_latency(profiles), output)
+    return 0
+
+
+def _build(name: str, args):
+    """The vanilla model of timm's and its RePa form, both as just initialized."""
+    import timm
+    import torch
+
+    from timm_rep.models.repa_convert import convert_to_repa
+    from timm_rep.paper import VANILLA
+
+    if not timm.is_model(name):
+        raise ValueError(f'There is no model {name!r}.')
+    size = _size_args(name, args)
+    if name in VANILLA:
+        vanilla_name, vanilla_args = VANILLA[name]
+        vanilla = timm.create_model(vanilla_name, **vanilla_args, **size)
+        repa = timm.create_model(name, **args.model_kwargs, **size)
+    else:
+        vanilla = timm.create_model(name, **size)
+        repa = convert_to_repa(timm.create_model(name, **size), **args.model_kwargs)
+    dtype = getattr(torch, args.dtype)
+    return vanilla.to(args.device, dtype).eval(), repa.to(args.device, dtype).eval()
+
+
+def _size_args(name: str, args):
+    import timm
+
+    fixed = timm.get_pretrained_cfg(name).fixed_input_size
+    return {'img_size': args.img_size} if args.img_size and fixed else {}
+
+
+def _input_size(model, args):
+    channels, *size = model.pretrained_cfg['input_size']
+    return (channels, *([args.img_size] * 2 if args.img_size else size))
+
+
+def _print(name: str, profile) -> None:
+    rows = {**{part: [bar[part] for bar in profile.values()] for part in next(iter(profile.values()))},
+            'all': [sum(bar.values()) for bar in profile.values()]}
+    print(f'{name:<28}' + ''.join(f'{bar + ", ms":>16}' for bar in profile) + '   vanilla / folded')
+    for part, times in rows.items():
+        shares = ''.join(f'{time:>9.2f} ({time / total:>4.0%})' for time, total in zip(times, rows['all']))
+        print(f'{part:<28}{shares}{times[0] / times[-1]:>19.2f}')
+    print()
