@@ -19,23 +19,34 @@ from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401, registers the models
 from timm_rep.layers import RePaMlp
+from timm_rep.paper import VANILLA
 from timm_rep.profiling import measure_throughput
 
-# model, its vanilla twin, arguments of the twin, published throughput gain of the folded model over the twin (table 2)
-VIT_PAIRS = [
-    ('repa_deit_tiny', 'deit_tiny_patch16_224', {}, 0.326),
-    ('repa_deit_small', 'deit_small_patch16_224', {}, 0.544),
-    ('repa_deit_base', 'deit_base_patch16_224', {}, 0.675),
-    ('repa_vit_large', 'vit_large_patch16_224', {}, 0.668),
-    ('repa_vit_huge', 'vit_huge_patch14_224', dict(patch_size=16, num_classes=1000), 0.687),
-]
+# throughput gains of folded models over their vanilla backbones, as table 2 has them
+PUBLISHED = {
+    'repa_deit_tiny': 0.326,
+    'repa_deit_small': 0.544,
+    'repa_deit_base': 0.675,
+    'repa_vit_large': 0.668,
+    'repa_vit_huge': 0.687,
+    'repa_swin_tiny': 0.365,
+    'repa_swin_small': 0.412,
+    'repa_swin_base': 0.496,
+    'repa_lvvit_s': 0.282,
+    'repa_lvvit_m': 0.400,
+    'repa_poolformer_s12': 0.570,
+    'repa_poolformer_s24': 0.675,
+    'repa_poolformer_s36': 0.785,
+    'repa_mixer_b16': 0.748,
+    'repa_mixer_l16': 0.892,
+}
 
 
 def calibrated(name: str, seed: int = 0, **kwargs) -> nn.Module:
     """A RePa model with norm weights and running statistics that no initialization has, in eval mode."""
     torch.manual_seed(seed)
     model = timm.create_model(name, **kwargs)
-    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+    norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]
     with torch.no_grad():
         for norm in norms:
             norm.weight.normal_(1., 0.5)
@@ -73,7 +84,7 @@ def bench_fold_precision(args):
     'unfolded': what the dtype alone costs. The last three against the unfolded model in float32.
     """
     rows = []
-    for name in args.models or [pair[0] for pair in VIT_PAIRS]:
+    for name in args.models or PUBLISHED:
         model = calibrated(name)
         x = torch.randn(2, *model.pretrained_cfg['input_size'])
         folded = reparameterize_model(model)
@@ -132,11 +143,10 @@ def bench_deploy_ffn(args):
 def bench_repa_infer(args):
     """Inference throughput of vanilla timm backbones and of their RePa forms, folded or not; images per second."""
     rows = []
-    for name, twin, twin_args, published in VIT_PAIRS:
-        if args.models and name not in args.models:
-            continue
+    for name in args.models or PUBLISHED:
+        vanilla, vanilla_args = VANILLA[name]
         models = {
-            'vanilla': timm.create_model(twin, **twin_args).eval(),
+            'vanilla': timm.create_model(vanilla, **vanilla_args).eval(),
             'unfolded': timm.create_model(name).eval(),
         }
         models['folded'] = reparameterize_model(models['unfolded'])
@@ -147,10 +157,47 @@ def bench_repa_infer(args):
             'model': name,
             **{k: round(v, 2) for k, v in rates.items()},
             'folded / vanilla': round(rates['folded'] / rates['vanilla'], 2),
-            'paper': round(1 + published, 2),
+            'paper': round(1 + PUBLISHED[name], 2) if name in PUBLISHED else None,
             'folded / unfolded': round(rates['folded'] / rates['unfolded'], 2),
         })
         print(rows[-1], flush=True)
+    return rows
+
+
+def bench_poolformer(args):
+    """PoolFormers with their FFNs folded, and with their token mixers folded too; as throughput over timm's PoolFormer.
+
+    'mixers, training form': BatchNorm token mixers as trained, beside folded FFNs.
+    """
+    rows = []
+    for name in args.models or ['repa_poolformer_s12', 'repa_poolformer_s36']:
+        for pool_size in (3, 7):
+            torch.manual_seed(0)
+            vanilla, _ = VANILLA[name]
+            mixing = timm.create_model(name, fold_token_mixer=True, pool_size=pool_size).eval()
+            ffns_only = copy.deepcopy(mixing)
+            for stage in ffns_only.stages:
+                for block in stage.blocks:
+                    block.mlp = block.mlp.fuse()
+            models = {
+                'vanilla': timm.create_model(vanilla, pool_size=pool_size).eval(),
+                'FFNs': timm.create_model(name, pool_size=pool_size).eval().reparameterize(),
+                'mixers, training form': ffns_only,
+                'FFNs and mixers': mixing.reparameterize(),
+            }
+            x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
+            for form in (torch.contiguous_format, torch.channels_last):
+                models = {k: m.to(args.device, args.dtype, memory_format=form) for k, m in models.items()}
+                rates = measure_throughput(models, x.contiguous(memory_format=form), rounds=args.rounds, warmup=2)
+                vanilla_rate = rates.pop('vanilla')
+                rows.append({
+                    'model': name,
+                    'pool_size': pool_size,
+                    'memory': 'channels-last' if form is torch.channels_last else 'contiguous',
+                    'vanilla (img/s)': round(vanilla_rate, 2),
+                    **{k: round(v / vanilla_rate, 2) for k, v in rates.items()},
+                })
+                print(rows[-1], flush=True)
     return rows
 
 
@@ -159,6 +206,7 @@ SECTIONS = {
     'fold-precision': bench_fold_precision,
     'deploy-ffn': bench_deploy_ffn,
     'repa-infer': bench_repa_infer,
+    'poolformer': bench_poolformer,
 }
 
 
@@ -176,7 +224,9 @@ def main():
     dtype, args.dtype = args.dtype, getattr(torch, args.dtype)
     settings = dict(device=str(args.device), dtype=dtype, batch_size=args.batch_size, rounds=args.rounds)
     for name in args.sections:
-        report(name, SECTIONS[name].__doc__, SECTIONS[name](args), args.device, settings)
+        rows = SECTIONS[name](args)
+        keys = [k for k in ('model', 'pool_size', 'memory') if k in rows[0]]
+        report(name, SECTIONS[name].__doc__, rows, args.device, settings, keys)
 
 
 if __name__ == '__main__':
