@@ -3,9 +3,19 @@
 Importing this package registers its models with timm and does nothing else.
 """
 from .convert import load_released
+from .init import calibrate_batchnorm, weight_select_init
 from .models.repa_convert import convert_to_repa
 from .scales import Scales, attach_grad_mults
 from .search import hyper_search
 from .version import __version__
 
-__all__ = ['Scales', '__version__', 'attach_grad_mults', 'convert_to_repa', 'hyper_search', 'load_released']
+__all__ = [
+    'Scales',
+    '__version__',
+    'attach_grad_mults',
+    'calibrate_batchnorm',
+    'convert_to_repa',
+    'hyper_search',
+    'load_released',
+    'weight_select_init',
+]

@@ -1,0 +1,93 @@
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+
+import timm_rep
+from tests.reference.ffn import relative
+from timm_rep.layers import RePaMlp
+
+TINY = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+
+
+def batches(count=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(4 + i, 3, 32, 32, generator=g) for i in range(count)]
+
+
+@torch.no_grad()
+def test_statistics_are_averages_over_batches():
+    """Of what reaches each norm when those before it normalize by their batch."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.5), nn.BatchNorm2d(4)).double()
+    model[1].weight.uniform_(.5, 2)
+    model.train()
+    model[3].eval()
+    data = [x.double() for x in batches()]
+    timm_rep.calibrate_batchnorm(model, [(x, 'label') for x in data])
+    means, variances = ([], []), ([], [])
+    for x in data:
+        x = model[0](x)
+        for i, norm in enumerate((model[1], model[4])):
+            flat = x.movedim(1, -1).reshape(-1, 4)
+            means[i].append(flat.mean(0))
+            variances[i].append(flat.var(0))
+            x = (x - x.mean((0, 2, 3), keepdim=True)) / (x.var((0, 2, 3), correction=0, keepdim=True) + norm.eps).sqrt()
+            x = x * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
+            x = x.relu()
+    for i, norm in enumerate((model[1], model[4])):
+        torch.testing.assert_close(norm.running_mean, sum(means[i]) / 3)
+        torch.testing.assert_close(norm.running_var, sum(variances[i]) / 3)
+        assert norm.momentum == .1
+    assert [m.training for m in model] == [True, True, True, False, True]
+    limited = timm_rep.calibrate_batchnorm(copy.deepcopy(model), iter(data), batches=1)
+    torch.testing.assert_close(limited[1].running_mean, means[0][0])
+
+
+@torch.no_grad()
+def test_a_plain_model_becomes_a_repaformer():
+    """With nothing idle and hidden norms that undo themselves it is the plain one, but for the kind of norm."""
+    torch.manual_seed(0)
+    plain = timm.create_model('deit_tiny_patch16_224', **TINY).eval()
+    for p in plain.parameters():
+        p.add_(torch.randn(p.shape) * .1)
+    model = timm.create_model('repa_deit_tiny', pre_norm=False, idle_ratio=0., **TINY).eval()
+    report = timm_rep.weight_select_init(model, plain, include_head=True)
+    assert {s.reason for s in report.own} == {'a BatchNorm that the teacher has none of, see calibrate_batchnorm()'}
+    for ours, theirs in zip(model.blocks, plain.blocks):
+        assert torch.equal(ours.mlp.norm1.weight, theirs.norm2.weight)
+        assert torch.equal(ours.mlp.fc1.weight, theirs.mlp.fc1.weight)
+    timm_rep.calibrate_batchnorm(model, batches(), neutral=['*.mlp.norm2'])
+    for ours, theirs in zip(model.blocks, plain.blocks):
+        x = torch.randn(2, 17, 24)
+        expected = x + theirs.mlp((x - ours.mlp.norm1.running_mean) / (
+            ours.mlp.norm1.running_var + 1e-5).sqrt() * ours.mlp.norm1.weight + ours.mlp.norm1.bias)
+        assert relative(ours.mlp(x), expected) < 1e-5
+    other = timm.create_model('repa_deit_tiny', pre_norm=False, **TINY).eval()
+    timm_rep.weight_select_init(other, plain)
+    # both statistics: those of the hidden channels are of what the norm before has made
+    timm_rep.calibrate_batchnorm(other, batches())
+    inner = {}
+    other.blocks[0].mlp.norm2.register_forward_pre_hook(lambda _, args: inner.update(x=args[0]))
+    other.blocks[0].mlp.norm1.train()
+    other(batches()[0])
+    assert relative(other.blocks[0].mlp.norm2.running_mean, inner['x'].mean(0)) < .3
+    folded = copy.deepcopy(other).eval()
+    x = batches()[0]
+    assert relative(folded.reparameterize()(x), other.eval()(x)) < 1e-4
+    assert not any(isinstance(m, RePaMlp) for m in folded.modules())
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match='VisionTransformer has no BatchNorm'):
+        timm_rep.calibrate_batchnorm(timm.create_model('deit_tiny_patch16_224', **TINY), batches())
+    model = timm.create_model('repa_deit_tiny', **TINY)
+    model(torch.randn(2, 3, 32, 32))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match='no batches; nothing was changed'):
+        timm_rep.calibrate_batchnorm(model, [])
+    with pytest.raises(ValueError, match=r"neutral names BatchNorms .*\['\*\.norm3'\] does not"):
+        timm_rep.calibrate_batchnorm(model, batches(), neutral=['*.norm3', '*.norm2'])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model.training

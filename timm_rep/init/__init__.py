@@ -1,0 +1,18 @@
+"""Initialization of models from larger ones."""
+from .calibrate import calibrate_batchnorm
+from .depth import map_names, select_blocks
+from .elements import evenly_spaced, select_elements
+from .select import Selection, SelectionReport, weight_select_init
+from .teachers import open_teacher
+
+__all__ = [
+    'Selection',
+    'SelectionReport',
+    'calibrate_batchnorm',
+    'evenly_spaced',
+    'map_names',
+    'open_teacher',
+    'select_blocks',
+    'select_elements',
+    'weight_select_init',
+]

@@ -1,0 +1,220 @@
+"""Weight selection: a small model starts from a subset of a larger one's weights.
+
+`Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823
+"""
+import copy
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import timm
+import torch
+import torch.nn as nn
+
+from .depth import Shape, map_names, select_blocks, without_ones
+from .elements import ELEMENTS, Indices, select_elements
+from .relatives import plain_names, waits_for_statistics
+from .roles import ROLES, classifier_names, fused_parts, in_classifier, matches, role_of
+from .teachers import Teacher, TeacherSource, open_teacher
+
+__all__ = ['Selection', 'SelectionReport', 'weight_select_init']
+
+
+class Selection(NamedTuple):
+    """Where a tensor of the student comes from.
+
+    Attributes:
+        name: In the student.
+        role: 'patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head' or 'other'.
+        shape: In the student.
+        teacher_name: In the teacher; None if the tensor keeps its own initialization.
+        teacher_shape: In the teacher.
+        reason: Why it keeps its own, '' if it does not.
+        problem: Whether it should have had a counterpart.
+        indices: The positions taken along every axis, None where all are.
+    """
+    name: str
+    role: str
+    shape: Shape
+    teacher_name: Optional[str] = None
+    teacher_shape: Optional[Shape] = None
+    reason: str = ''
+    problem: bool = False
+    indices: Optional[Indices] = None
+
+    def __str__(self) -> str:
+        if self.teacher_name is None:
+            return f'{self.name} {self.shape}: its own initialization, {self.reason}'
+        taken = [_shortened(of) for of in self.indices or ()]
+        kept = 'all of it' if not any(of for of in taken) else ' x '.join(of or ':' for of in taken)
+        return f'{self.name} {self.shape} <- {self.teacher_name} {self.teacher_shape}: {kept}'
+
+
+def _shortened(indices: Optional[torch.Tensor]) -> str:
+    if indices is None:
+        return ''
+    values = [str(i) for i in indices.tolist()]
+    return f"[{', '.join(values if len(values) <= 6 else [*values[:3], '...', values[-1]])}]"
+
+
+class SelectionReport(NamedTuple):
+    """What weight selection did, tensor by tensor of the student's state dict.
+
+    Attributes:
+        selections: In the order of the student's state dict.
+    """
+    selections: Tuple[Selection, ...]
+
+    @property
+    def coverage(self) -> float:
+        """Percent of the numbers in the student's state dict that are the teacher's."""
+        total = sum(torch.Size(s.shape).numel() for s in self.selections)
+        return 100 * sum(torch.Size(s.shape).numel() for s in self.selections if s.teacher_name) / total
+
+    @property
+    def own(self) -> Tuple[Selection, ...]:
+        """Those that keep their own initialization."""
+        return tuple(s for s in self.selections if s.teacher_name is None)
+
+    def __str__(self) -> str:
+        """A line a tensor, and the coverage."""
+        return '\n'.join(map(str, self.selections)) + f'\n{self.coverage:.1f}% of the student is from the teacher.'
+
+
+def weight_select_init(
+        student: nn.Module,
+        teacher: Union[TeacherSource, Sequence[TeacherSource]],
+        element: str = 'uniform',
+        depth: str = 'first',
+        include: Optional[Union[str, Sequence[str]]] = None,
+        exclude: Optional[Union[str, Sequence[str]]] = None,
+        include_head: bool = False,
+        strict: bool = True,
+        seed: int = 0,
+) -> SelectionReport:
+    """Initialize a model, in place, with a selection of a larger relative's weights.
+
+    Three steps: which block of the teacher (``depth``, in each stage of a hierarchical model by itself), which tensor
+    in it (the one of the same name), which elements of that (``element``). The teacher is not needed afterwards.
+
+    Args:
+        student: The model to initialize, on any device and of any dtype.
+        teacher: A model, a state dict, the path of a checkpoint (a ``.safetensors`` file is read tensor by tensor), or
+            the name of a timm model with pretrained weights. Of several the first is the teacher of a copy of the
+            second, that of the third and so on, and the last that of the student; all but the first are models, or
+            names of timm models.
+        element: 'uniform', evenly spaced along every axis (algorithm 1); 'consecutive'; 'random', the same positions
+            for axes of the same length; 'random_inconsistent'; or the baselines 'l1' and 'magnitude'. See
+            :func:`timm_rep.init.select_elements`.
+        depth: 'first', 'uniform', 'mid' or 'last' blocks.
+        include: Roles ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other') or patterns of names to
+            select, all if None.
+        exclude: Roles or patterns of names that keep their own initialization.
+        include_head: Select the classifier too; it has as many classes as the teacher's, or keeps its own.
+        strict: Raise an error where something has no counterpart; else it keeps its own initialization.
+        seed: Of the random selections.
+
+    Returns:
+        Which tensor came from where. ``print`` it for a line a tensor.
+
+    Raises:
+        ValueError: The teacher cannot be read, an argument is unknown, or (strict) tensors have no counterpart or one
+            that is too small: they are listed, and the student is as it was.
+        FileNotFoundError: There is no such teacher.
+    """
+    _check_words(element, depth, include, exclude)
+    chain = list(teacher) if isinstance(teacher, (list, tuple)) else [teacher]
+    if not chain:
+        raise ValueError('teacher is empty.')
+    options = dict(element=element, depth=depth, include=include, exclude=exclude, strict=strict, seed=seed)
+    first, *between = chain
+    for source in between:
+        model = _model(source)
+        weight_select_init(model, first, include_head=include_head, **options)
+        first = model
+
+    source = open_teacher(first)
+    classifiers = classifier_names(student)
+    own = student.state_dict()
+    shapes = {name: tuple(value.shape) for name, value in own.items()}
+    plain = plain_names(shapes, source.shapes)
+    names = map_names({plain[name]: shape for name, shape in shapes.items()}, source.shapes, depth)
+    plan = [
+        _planned(name, shapes[name], names[plain[name]], source, classifiers, include, exclude, include_head)
+        for name in own
+    ]
+    problems = [s for s in plan if s.problem]
+    if strict and problems:
+        raise ValueError(
+            f'{len(problems)} of {len(plan)} tensors of the student have no counterpart in the teacher, nothing was '
+            'changed. strict=False leaves them at their own initialization.\n  '
+            + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems))
+
+    selected: Dict[str, torch.Tensor] = {}
+    report: List[Selection] = []
+    for s in plan:
+        if s.teacher_name is not None:
+            tensor = source.read(s.teacher_name)
+            tensor, indices = select_elements(
+                tensor.reshape(without_ones(s.teacher_shape)), without_ones(s.shape), element, seed, key=s.name,
+                parts=fused_parts(s.name))
+            selected[s.name] = tensor.reshape(s.shape)
+            s = s._replace(indices=indices)
+        report.append(s)
+    with torch.no_grad():
+        for name, value in selected.items():
+            own[name].copy_(value)
+    return SelectionReport(tuple(report))
+
+
+def _check_words(element: str, depth: str, *wanted: Optional[Union[str, Sequence[str]]]) -> None:
+    if element not in ELEMENTS:
+        raise ValueError(f'element is one of {", ".join(ELEMENTS)}, got {element!r}.')
+    select_blocks(1, 1, depth)
+    for of in wanted:
+        for word in [of] if isinstance(of, str) else of or ():
+            if word not in ROLES and not any(c in word for c in '.*?[_'):
+                raise ValueError(
+                    f'include and exclude take roles ({", ".join(ROLES)}) or patterns of names such as '
+                    f"'blocks.*.attn.*', got {word!r}.")
+
+
+def _model(source: TeacherSource) -> nn.Module:
+    if isinstance(source, nn.Module):
+        return copy.deepcopy(source)
+    if isinstance(source, str) and timm.is_model(source):
+        return timm.create_model(source)
+    raise ValueError(
+        f'In a chain of teachers all but the first are models or names of timm models, got {source!r}.')
+
+
+def _planned(
+        name: str,
+        shape: Shape,
+        teacher_name: Optional[str],
+        teacher: Teacher,
+        classifiers: Sequence[str],
+        include: Optional[Union[str, Sequence[str]]],
+        exclude: Optional[Union[str, Sequence[str]]],
+        include_head: bool,
+) -> Selection:
+    role = role_of(name, classifiers)
+    selection = Selection(name, role, shape)
+    if include is not None and not matches(name, role, include):
+        return selection._replace(reason='not included')
+    if matches(name, role, exclude):
+        return selection._replace(reason='excluded')
+    if in_classifier(name, classifiers) and not include_head:
+        return selection._replace(reason='a classifier')
+    if teacher_name is None and waits_for_statistics(name):
+        return selection._replace(reason='a BatchNorm that the teacher has none of, see calibrate_batchnorm()')
+    if teacher_name is None:
+        return selection._replace(reason='the teacher has none', problem=True)
+    teacher_shape = teacher.shapes[teacher_name]
+    if in_classifier(name, classifiers) and teacher_shape[0] != shape[0]:
+        return selection._replace(reason=f'a classifier of {shape[0]} classes, the teacher has {teacher_shape[0]}')
+    ours, theirs = without_ones(shape), without_ones(teacher_shape)
+    if len(ours) != len(theirs):
+        return selection._replace(
+            reason=f'{teacher_name} of the teacher is {teacher_shape}, with another number of axes', problem=True)
+    if any(s > t for s, t in zip(ours, theirs)):
+        return selection._replace(reason=f'{teacher_name} of the teacher is {teacher_shape}, smaller', problem=True)
+    return selection._replace(teacher_name=teacher_name, teacher_shape=teacher_shape)

@@ -1,0 +1,145 @@
+"""Where a teacher's tensors come from: a model, a state dict, or a file that is read tensor by tensor."""
+import os
+import re
+from typing import Dict, List, Mapping, Protocol, Union
+
+import timm
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from timm.models import clean_state_dict, load_state_dict
+
+from .depth import Shape
+
+__all__ = ['Teacher', 'TeacherSource', 'open_teacher']
+
+TeacherSource = Union[str, os.PathLike, nn.Module, Mapping[str, torch.Tensor]]
+
+
+class Teacher(Protocol):
+    """Tensors by name, of which the shapes are known before they are read."""
+    shapes: Dict[str, Shape]
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class _StateDict:
+    def __init__(self, state_dict: Mapping[str, torch.Tensor]):
+        self.state_dict = state_dict
+        self.shapes = {name: tuple(value.shape) for name, value in state_dict.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.state_dict[name].detach()
+
+
+class _Safetensors:
+    """One tensor in memory at a time."""
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            with safe_open(path, 'pt') as file:
+                self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        except (SafetensorError, OSError) as e:
+            raise ValueError(f'Cannot read {path!r} as safetensors: {e}') from e
+
+    def read(self, name: str) -> torch.Tensor:
+        with safe_open(self.path, 'pt') as file:
+            return file.get_tensor(name)
+
+
+class _Renamed:
+    def __init__(self, teacher: Teacher, names: Mapping[str, str]):
+        self.teacher, self.names = teacher, names
+        self.shapes = {new: teacher.shapes[old] for new, old in names.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.teacher.read(self.names[name])
+
+
+# the vision tower of CLIP, as OpenAI and OpenCLIP name it, in timm's names
+_CLIP = [
+    (r'^visual\.class_embedding$', 'cls_token'),
+    (r'^visual\.positional_embedding$', 'pos_embed'),
+    (r'^visual\.conv1\.', 'patch_embed.proj.'),
+    (r'^visual\.ln_pre\.', 'norm_pre.'),
+    (r'^visual\.ln_post\.', 'norm.'),
+    (r'^visual\.transformer\.resblocks\.(\d+)\.ln_([12])\.', r'blocks.\1.norm\2.'),
+    (r'^visual\.transformer\.resblocks\.(\d+)\.attn\.in_proj_', r'blocks.\1.attn.qkv.'),
+    (r'^visual\.transformer\.resblocks\.(\d+)\.attn\.out_proj\.', r'blocks.\1.attn.proj.'),
+    (r'^visual\.transformer\.resblocks\.(\d+)\.mlp\.c_fc\.', r'blocks.\1.mlp.fc1.'),
+    (r'^visual\.transformer\.resblocks\.(\d+)\.mlp\.c_proj\.', r'blocks.\1.mlp.fc2.'),
+]
+# what wrappers put before the names of the model in them: DDP, DINO's multi-crop wrapper, torch.compile
+_PREFIXES = ('module.', 'backbone.', '_orig_mod.')
+
+
+def _timm_names(names: List[str]) -> Dict[str, str]:
+    """The names that timm has for what DINO, MAE and CLIP call otherwise, and the names they are from."""
+    found = {}
+    for name in names:
+        new = name
+        while new.startswith(_PREFIXES):
+            new = new.split('.', 1)[1]
+        for pattern, replacement in _CLIP:
+            new = re.sub(pattern, replacement, new)
+        found[new] = name
+    return found
+
+
+def open_teacher(source: TeacherSource) -> Teacher:
+    """Open a teacher; of a ``.safetensors`` file only the names and shapes are read.
+
+    Args:
+        source: A model, a state dict, the path of a checkpoint, or the name of a timm model, which is created with
+            its pretrained weights. Checkpoints of DINO, MAE and CLIP (its vision tower) are understood.
+
+    Raises:
+        FileNotFoundError: There is neither such a file nor such a model.
+        ValueError: The file cannot be read, holds no state dict, or timm has no weights for the model.
+    """
+    if isinstance(source, nn.Module):
+        return _StateDict(source.state_dict())
+    if isinstance(source, Mapping):
+        return _renamed(_StateDict(_checked(_unwrapped(source))))
+    path = os.fspath(source)
+    if os.path.isfile(path):
+        if path.endswith('.safetensors'):
+            return _renamed(_Safetensors(path))
+        return _renamed(_StateDict(_checked(_unwrapped(_load(path)))))
+    if not timm.is_model(path):
+        raise FileNotFoundError(f'There is neither a file nor a timm model {path!r} to be a teacher.')
+    if not timm.get_pretrained_cfg(path).has_weights:
+        raise ValueError(
+            f'timm has no pretrained weights for {path!r}: name one of its tags, timm.list_pretrained({path!r}), or '
+            'give a model or a checkpoint.')
+    return _StateDict(timm.create_model(path, pretrained=True).state_dict())
+
+
+def _renamed(teacher: Teacher) -> Teacher:
+    return _Renamed(teacher, _timm_names(list(teacher.shapes)))
+
+
+def _unwrapped(checkpoint: Mapping) -> Mapping[str, torch.Tensor]:
+    for wrapper in ('teacher', 'state_dict', 'model'):  # of DINO, of timm and others, of MAE and others
+        if isinstance(checkpoint.get(wrapper), Mapping):
+            return clean_state_dict(checkpoint[wrapper])
+    return clean_state_dict(checkpoint)
+
+
+def _load(path: str) -> Mapping[str, torch.Tensor]:
+    try:
+        return load_state_dict(path, weights_only=True)
+    except Exception as e:  # whatever torch makes of a damaged file
+        raise ValueError(
+            f'Cannot read {path!r} as a checkpoint, which is a .safetensors file or one of torch.save() that loads '
+            f'with weights_only=True: {type(e).__name__}: {e}') from e
+
+
+def _checked(state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    strangers = [repr(name) for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    if strangers or not state_dict:
+        raise ValueError(
+            'A teacher is a state dict of tensors; this one '
+            + (f'has other things under {", ".join(strangers[:5])}.' if strangers else 'is empty.'))
+    return state_dict
