@@ -1,7 +1,11 @@
+import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
+
+SCRIPTS = Path(__file__).parents[1] / 'scripts'
 
 # where the recorded outputs of the released implementations are, if they are here
 _REFERENCE = Path(os.environ.get('TIMM_REP_REFERENCE', Path(__file__).parents[2] / 'shared' / 'ref'))
@@ -53,3 +57,18 @@ def images(tmp_path_factory):
                 pixels = torch.randint(0, 100, (40, 40, 3), generator=g, dtype=torch.uint8) + 30 * label
                 Image.fromarray(pixels.numpy()).save(folder / f'{i}.png')
     return root
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """Runs a script by its path in scripts/, without the suffix; what it reports goes to a temporary folder."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setattr(importlib.import_module('_report'), 'RESULTS', tmp_path / 'results')
+
+    def run(name, *args):
+        path = SCRIPTS / f'{name}.py'
+        monkeypatch.syspath_prepend(path.parent)
+        monkeypatch.setattr(sys, 'argv', [str(path), *map(str, args)])
+        return importlib.import_module(path.stem).main()
+
+    return run

@@ -22,7 +22,7 @@ new = {m for m in sys.modules if m not in modules}
 import timm.optim
 print(sorted(m for m in new if not m.startswith(('timm_rep', 'timm.'))))
 assert {'repsgd', 'repadamw'} <= set(timm.optim.list_optimizers())
-ours = [set(timm.list_models(name)) for name in ('repa_*', 'repopt_*', 'lvvit_*')]
+ours = [set(timm.list_models(name)) for name in ('repa_*', 'repopt_*', 'lvvit_*', 'mixer_t32', 'swin_femto')]
 assert all(ours)
 assert set(timm.list_models()) - models == set.union(*ours)
 assert models <= set(timm.list_models())

@@ -16,19 +16,6 @@ from timm_rep.scales import Scales, packaged_scales
 SCRIPTS = Path(__file__).parents[1] / 'scripts'
 
 
-@pytest.fixture
-def script(monkeypatch, tmp_path):
-    """Imports a script by name; what it reports goes to a temporary folder."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    monkeypatch.setattr(importlib.import_module('_report'), 'RESULTS', tmp_path / 'results')
-
-    def run(name, *args):
-        monkeypatch.setattr(sys, 'argv', [str(SCRIPTS / f'{name}.py'), *map(str, args)])
-        return importlib.import_module(name).main()
-
-    return run
-
-
 def reported(tmp_path, section):
     path, = (tmp_path / 'results').glob(f'*/{section}.json')
     return json.loads(path.read_text())

@@ -1,3 +1,4 @@
+from . import students
 from .repa_lvvit import LvVit, RePaLvVit
 from .repa_mixer import RePaMlpMixer
 from .repa_poolformer import RePaPoolFormer
@@ -15,4 +16,5 @@ __all__ = [
     'RePaVisionTransformer',
     'RepOptGhostNet',
     'RepOptVgg',
+    'students',
 ]

@@ -85,7 +85,8 @@ class ReparameterizeMixin:
 
     @_model_args.setter
     def _model_args(self, args: Mapping[str, Any]) -> None:
-        self._created_with = dict(args)
+        # what it started from is not part of what it is
+        self._created_with = {name: value for name, value in args.items() if name != 'weight_select'}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # runs before any layer of this model has loaded anything, though perhaps after what a wrapper has beside it

@@ -15,6 +15,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch.jit import Final
 
+from ._build import build_model
 from .repa_vit import RePaVisionTransformer
 
 __all__ = ['LvVit', 'RePaLvVit']
@@ -201,7 +202,8 @@ model_cfgs = {
 
 def _create_lvvit(cls: Type[TokenLabelMixin], variant: str, pretrained: bool = False, **kwargs) -> TokenLabelMixin:
     out_indices = kwargs.pop('out_indices', 3)
-    return build_model_with_cfg(
+    build = build_model if cls is RePaLvVit else build_model_with_cfg
+    return build(
         cls,
         variant,
         pretrained,

@@ -9,11 +9,12 @@ import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import Mlp
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
+from ._build import build_model
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaMlpMixer']
@@ -126,7 +127,7 @@ model_cfgs = {
 
 def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs) -> RePaMlpMixer:
     out_indices = kwargs.pop('out_indices', 3)
-    return build_model_with_cfg(
+    return build_model(
         RePaMlpMixer,
         variant,
         pretrained,

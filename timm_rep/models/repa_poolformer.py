@@ -9,11 +9,12 @@ import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import DropPath, GroupNorm1
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, MetaFormerBlock, Pooling
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, RePaPooling, RePaPoolingDeploy, idle_ratios
 
+from ._build import build_model
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaPoolFormer']
@@ -158,7 +159,7 @@ model_cfgs = {
 def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs) -> RePaPoolFormer:
     model_args = dict(model_cfgs[variant], **kwargs)
     out_indices: Tuple[int, ...] = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
-    return build_model_with_cfg(
+    return build_model(
         RePaPoolFormer,
         variant,
         pretrained,

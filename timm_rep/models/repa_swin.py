@@ -9,13 +9,14 @@ import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import DropPath
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models._manipulate import named_apply
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, checkpoint_filter_fn
 from timm.models.vision_transformer import get_init_weights_vit
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
+from ._build import build_model
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaSwinTransformer']
@@ -113,7 +114,7 @@ model_cfgs = {
 def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs) -> RePaSwinTransformer:
     model_args = dict(model_cfgs[variant], **kwargs)
     out_indices = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
-    return build_model_with_cfg(
+    return build_model(
         RePaSwinTransformer,
         variant,
         pretrained,

@@ -10,12 +10,13 @@ import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerNorm, LayerType
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch.jit import Final
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
+from ._build import build_model
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaVisionTransformer']
@@ -178,7 +179,7 @@ model_cfgs = {
 def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs) -> RePaVisionTransformer:
     model_args = dict(patch_size=16, pre_norm=True, **model_cfgs[variant])
     out_indices = kwargs.pop('out_indices', 3)
-    return build_model_with_cfg(
+    return build_model(
         RePaVisionTransformer,
         variant,
         pretrained,

@@ -7,12 +7,13 @@ from typing import Any, Mapping, Optional, Sequence
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models.repghost import RepGhostNet
 
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
 
+from ._build import build_model
 from ._repopt import RepOptMixin, check_structure, choose_scales, csla_operator, fold_norm
 
 __all__ = ['RepOptGhostNet']
@@ -166,7 +167,7 @@ model_cfgs = {
 def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs) -> RepOptGhostNet:
     architecture = dict(cfgs=_CFGS, **model_cfgs[variant])
     scales = choose_scales(variant, kwargs, architecture)
-    return build_model_with_cfg(
+    return build_model(
         RepOptGhostNet,
         variant,
         pretrained,

@@ -9,13 +9,14 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models._manipulate import named_apply
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
 
+from ._build import build_model
 from ._repopt import RepOptMixin, check_structure, choose_scales, csla_operator, fold_norm
 
 __all__ = ['RepOptVgg']
@@ -309,7 +310,7 @@ def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepO
     # where a stage keeps the resolution there is no feature before it
     strides = model_args['strides']
     features = 1 + sum(stride != 1 for stride in strides[1:]) if isinstance(strides, Sequence) else 0
-    return build_model_with_cfg(
+    return build_model(
         RepOptVgg,
         variant,
         pretrained,

@@ -1,0 +1,366 @@
+"""The examples of dense prediction, and the measurement of what folding is worth in them, on next to nothing."""
+import importlib
+import json
+from statistics import mean
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from PIL import Image
+from safetensors.torch import save_file
+from timm.utils import reparameterize_model
+from torchvision import tv_tensors
+
+from tests.conftest import SCRIPTS
+from tests.reference.ffn import relative, wild_
+from timm_rep.layers import RePaMlp, RePaMlpDeploy
+
+TINY = dict(embed_dim=16, depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8), drop_path_rate=0.)
+WORDS = [f'{k}={v}' for k, v in TINY.items()]
+DETECTORS = ['retinanet', 'mask_rcnn']
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports an example by name."""
+    monkeypatch.syspath_prepend(SCRIPTS / 'examples')
+    return importlib.import_module
+
+
+@pytest.fixture
+def segmentation(example):
+    pytest.importorskip('segmentation_models_pytorch', reason='its UPerNet is the head')
+    return example('segmentation')
+
+
+@pytest.fixture
+def detection(example):
+    return example('detection')
+
+
+def wild(model):
+    """Gives the FFNs weights and statistics of no initialization; eval mode."""
+    mlps = [m for m in model.modules() if isinstance(m, RePaMlp)]
+    assert len(mlps) == sum(TINY['depths'])
+    for i, mlp in enumerate(mlps):
+        wild_(mlp, i, log_var=(-1, 1))
+    return model.eval()
+
+
+def folded_ffns(model):
+    return not any(isinstance(m, RePaMlp) for m in model.modules()) and sum(
+        isinstance(m, RePaMlpDeploy) for m in model.modules())
+
+
+@torch.no_grad()
+def test_segmentation_folds(segmentation, tmp_path):
+    """At a size that is neither that of the windows nor square; all of it is kept and loaded by smp's own means."""
+    torch.manual_seed(0)
+    model = wild(segmentation.build_model('repa_swin_tiny', 5, decoder_channels=16, **TINY))
+    x = torch.randn(2, 3, 96, 160)
+    features = model.encoder(x)
+    assert [tuple(f.shape[1:]) for f in features] == [
+        (3, 96, 160), (0, 48, 80), (16, 24, 40), (32, 12, 20), (64, 6, 10), (128, 3, 5)]
+    logits = model(x)
+    assert logits.shape == (2, 5, 96, 160)
+    assert logits.std() > 0
+    folded = reparameterize_model(model)
+    assert folded_ffns(folded) == 5
+    assert relative(folded(x), logits) < 1e-5
+    for a, b in zip(folded.encoder(x)[2:], features[2:]):
+        assert relative(a, b) < 1e-5
+    built = segmentation.build_model('repa_swin_tiny', 5, decoder_channels=16, reparameterized=True, **TINY).eval()
+    built.load_state_dict(folded.state_dict())
+    assert torch.equal(built(x), folded(x))
+
+
+@pytest.mark.parametrize('name', DETECTORS)
+@torch.no_grad()
+def test_detector_folds(detection, name):
+    """Images of two sizes; in float64, where what is detected does not hang on the last digit."""
+    torch.manual_seed(0)
+    kwargs = dict(fpn_channels=16, min_size=64, max_size=128)
+    if name == 'retinanet':
+        kwargs.update(score_thresh=.01)
+    else:
+        kwargs.update(rpn_post_nms_top_n_test=30, box_detections_per_img=4)
+    model = wild(detection.build_model(name, 'repa_swin_tiny', 4, TINY, **kwargs))
+    images = [torch.rand(3, 64, 100), torch.rand(3, 80, 60)]
+    folded = reparameterize_model(model)
+    assert folded_ffns(folded) == 5
+    x = model.transform(images)[0].tensors
+    assert x.shape == (2, 3, 96, 128)
+    pyramid = model.backbone(x)
+    sizes = [(24, 32), (12, 16), (6, 8), (3, 4), (2, 2)] if name == 'mask_rcnn' else [
+        (12, 16), (6, 8), (3, 4), (2, 2), (1, 1)]
+    assert [tuple(y.shape) for y in pyramid.values()] == [(2, 16, *size) for size in sizes]
+    for a, b in zip(folded.backbone(x).values(), pyramid.values()):
+        assert relative(a, b) < 1e-5
+
+    images = [image.double() for image in images]
+    for before, after in zip(model.double()(images), reparameterize_model(model)(images)):
+        assert len(before['boxes']) > 0
+        assert torch.equal(before['labels'], after['labels'])
+        for key in before.keys() - {'labels'}:
+            assert relative(after[key], before[key]) < 1e-9
+    built = detection.build_model(name, 'repa_swin_tiny', 4, dict(TINY, reparameterized=True), **kwargs)
+    built.load_state_dict(folded.state_dict())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('name', ['segmentation', *DETECTORS])
+def test_starts_from_a_classifier(request, name, tmp_path):
+    """Whatever its classes; not from one of the other structure."""
+    torch.manual_seed(0)
+    # its windows shift as those of the models do
+    classifier = wild(timm.create_model('repa_swin_tiny', num_classes=7, img_size=64, always_partition=True, **TINY))
+    path = tmp_path / 'classifier.safetensors'
+    save_file(classifier.state_dict(), path)
+    module = request.getfixturevalue('segmentation' if name == 'segmentation' else 'detection')
+    args = dict(TINY, checkpoint=path, img_size=64)
+
+    def body(**kwargs):
+        if name == 'segmentation':
+            return module.build_model('repa_swin_tiny', 5, decoder_channels=16, **args, **kwargs).encoder
+        return module.build_model(name, 'repa_swin_tiny', 4, dict(args, **kwargs), fpn_channels=16).backbone.body
+
+    x = torch.randn(2, 3, 64, 64)
+    found = body().eval()(x)
+    expected = classifier.forward_intermediates(x, intermediates_only=True)
+    for a, b in zip(reversed(found), reversed(expected)):
+        assert relative(a, b) < 1e-6
+    with pytest.raises(RuntimeError, match='created without reparameterized=True'):
+        body(reparameterized=True)
+
+
+def test_segmentation(script, segmentation, tmp_path, capsys):
+    checkpoint = tmp_path / 'classifier.safetensors'
+    save_file(timm.create_model('repa_swin_tiny', **TINY).state_dict(), checkpoint)
+    result = script(
+        'examples/segmentation', '--backbone-kwargs', *WORDS, '--img-size', 64, '--decoder-channels', 16,
+        '--steps', 20, '--lr', 2e-3, '--val-shapes', 5, '--checkpoint', checkpoint, '--output', tmp_path / 'folded')
+    assert mean(result['losses'][-5:]) < .9 * mean(result['losses'][:5])
+    assert result['difference'] < 1e-5
+    assert 0 < result['ious']['folded'] < 100
+    assert result['ious']['folded'] == pytest.approx(result['ious']['as trained'], abs=.1)
+    assert 'folded: mIoU' in capsys.readouterr().out
+    checkpoint.unlink()
+    smp = importlib.import_module('segmentation_models_pytorch')
+    loaded = smp.from_pretrained(tmp_path / 'folded').eval()
+    x = torch.randn(1, 3, 96, 64)
+    assert torch.equal(loaded(x), result['folded'].eval()(x))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Six images of a size each, an object in each corner; one mask has other pixels than 0, 1 and 2."""
+    for folder in ('images', 'masks'):
+        (tmp_path / folder).mkdir()
+    for i in range(6):
+        mask = torch.zeros(64 + i, 72, dtype=torch.uint8)
+        mask[:30, :30] = 1
+        mask[30:, 30:] = 2
+        mask[30, 30] = 2 if i else 255
+        Image.fromarray((mask * 80).numpy()).save(tmp_path / 'images' / f'{i}.jpg')
+        Image.fromarray(mask.numpy()).save(tmp_path / 'masks' / f'{i}_mask.png')
+    return tmp_path
+
+
+@pytest.mark.parametrize('name', DETECTORS)
+def test_detection(script, detection, folders, capsys, name):
+    if name == 'retinanet':
+        kwargs = ['score_thresh=0.01']
+    else:
+        kwargs = [
+            'box_batch_size_per_image=16', 'rpn_post_nms_top_n_train=30', 'rpn_post_nms_top_n_test=20',
+            'box_detections_per_img=4']
+    result = script(
+        'examples/detection', '--model', name, '--backbone-kwargs', *WORDS, '--fpn-channels', 16, '--img-size', 64,
+        '--images', folders / 'images', '--masks', folders / 'masks', '--steps', 14, '--lr', 1.5e-3, '--batch-size', 2,
+        '--output', folders / 'folded.pth', '--model-kwargs', *kwargs)
+    assert mean(result['losses'][-3:]) < .9 * mean(result['losses'][:3])
+    assert result['found']['folded'] == pytest.approx(result['found']['as trained'], abs=30)
+    assert result['shared'] > 90
+    assert 'detections that both share' in capsys.readouterr().out
+    built = detection.build_model(name, 'repa_swin_tiny', 2, dict(TINY, reparameterized=True), 16)
+    built.load_state_dict(torch.load(folders / 'folded.pth', weights_only=True))
+
+
+def test_other_data(script, segmentation, folders):
+    """That of the other test of each example."""
+    args = ['--img-size', 64, '--steps', 2, '--backbone-kwargs', *WORDS]
+    result = script(
+        'examples/segmentation', *args, '--images', folders / 'images', '--masks', folders / 'masks',
+        '--num-classes', 3, '--decoder-channels', 16)
+    assert result['folded'](torch.randn(1, 3, 64, 64)).shape == (1, 3, 64, 64)
+    result = script('examples/detection', *args, '--fpn-channels', 16, '--batch-size', 1, '--val-shapes', 2)
+    assert result['folded'].head.classification_head.num_classes == 4
+    with pytest.raises(SystemExit, match='--images and --masks belong together'):
+        script('examples/detection', *args, '--images', folders / 'images')
+
+
+def test_folders(example, folders):
+    shared = example('_dense')
+    data = shared.Folder(folders / 'images', folders / 'masks')
+    image, mask, labels = data[1]
+    assert (image.shape, mask.shape, labels) == ((3, 65, 72), (1, 65, 72), None)
+    _, (target,) = example('detection').collate([data[1]])
+    assert target['boxes'].tolist() == [[0, 0, 30, 30], [30, 30, 72, 65]]
+    assert target['labels'].tolist() == [1, 1]
+    Image.new('RGB', (72, 65)).save(folders / 'masks' / '1_mask.png')
+    with pytest.raises(ValueError, match=r'1_mask\.png is of shape \(3, 65, 72\), expected .* \(1, 65, 72\)'):
+        data[1]
+    (folders / 'masks' / '3_mask.png').unlink()
+    with pytest.raises(ValueError, match=r'1 images have no mask in .*, the first is 3\.jpg'):
+        shared.Folder(folders / 'images', folders / 'masks')
+    (folders / 'none').mkdir()
+    with pytest.raises(ValueError, match=r'There are no images in .*none'):
+        shared.Folder(folders / 'none', folders / 'masks')
+
+
+def test_shapes(example):
+    """Reproducible; objects of their sizes and classes, none of whose boxes is larger than it."""
+    shapes = example('_dense').Shapes(20, 64, seed=3)
+    again = example('_dense').Shapes(20, 64, seed=3)
+    other = example('_dense').Shapes(20, 64, seed=4)
+    seen = set()
+    for i in range(20):
+        image, numbers, labels = shapes[i]
+        assert all(torch.equal(a, b) for a, b in zip(shapes[i], again[i]))
+        assert other[i][0].shape != image.shape or not torch.equal(other[i][0], image)
+        assert all(64 <= side <= 96 for side in image.shape[1:])
+        assert image.shape[1:] == numbers.shape[1:]
+        assert 1 <= len(labels) <= 5
+        _, (target,) = example('detection').collate([shapes[i]])
+        assert len(target['labels']) == len(target['boxes']) == len(target['masks']) == len(numbers.unique()) - 1
+        for label, box, mask in zip(target['labels'], target['boxes'].int().tolist(), target['masks']):
+            left, top, right, bottom = box
+            assert mask[top:bottom, left:right].sum() == mask.sum() > 0
+            for edge in (mask[top], mask[bottom - 1], mask[:, left], mask[:, right - 1]):
+                assert edge.any()
+            assert max(right - left, bottom - top) <= .6 * 64 + 1
+            assert image[:, mask.bool()].float().mean(1).argmax() == label - 1
+            seen.add(label.item())
+    assert seen == {1, 2, 3}
+
+
+def test_classes_of_pixels(segmentation):
+    image, numbers, labels = torch.zeros(3, 1, 3, dtype=torch.uint8), torch.tensor([[[0, 1, 2]]]), torch.tensor([3, 1])
+    images, targets = segmentation.create_collate()([(image, tv_tensors.Mask(numbers), labels)] * 2)
+    assert images.shape == (2, 3, 1, 3)
+    assert targets.tolist() == [[[0, 3, 1]]] * 2
+
+
+class Recorded(nn.Module):
+    """Gives the outputs it is made with, one at a time."""
+
+    def __init__(self, *outputs):
+        super().__init__()
+        self.outputs = iter(outputs)
+
+    def forward(self, x):
+        return next(self.outputs)
+
+
+def test_miou(segmentation):
+    """Of all pixels together, those of the ignored index left out; a class that is nowhere does not count."""
+    targets = [torch.tensor([[[0, 0, 1, 255]]]), torch.tensor([[[1, 1, 1, 0]]])]
+    answers = [torch.tensor([[[0, 1, 1, 2]]]), torch.tensor([[[1, 1, 0, 0]]])]
+
+    def logits(of):
+        return [torch.nn.functional.one_hot(x, 4).permute(0, 3, 1, 2).float() for x in of]
+
+    images = [torch.zeros(1, 3, 1, 4)] * 2
+    right = [t.where(t < 255, 0) for t in targets]
+    models = {'a': Recorded(*logits(answers)), 'b': Recorded(*logits(right))}
+    args = SimpleNamespace(device=torch.device('cpu'), num_classes=4, ignore_index=255)
+    ious, difference = segmentation.evaluate(models, zip(images, targets), args)
+    # class 0: 2 of 4 pixels, class 1: 3 of 5
+    assert ious == {'a': pytest.approx(55), 'b': pytest.approx(100)}
+    assert difference == 1
+
+
+def test_found_objects(detection):
+    """Among as many of the first detections as there are objects, by masks where there are some."""
+    masks = torch.zeros(2, 8, 8, dtype=torch.uint8)
+    masks[0, :4, :4] = 1
+    masks[1, 4:, 4:] = 1
+    boxes = torch.tensor([[0., 0, 4, 4], [4, 4, 8, 8]])
+    target = dict(boxes=boxes, labels=torch.tensor([1, 2]), masks=masks)
+
+    def detections(order, labels, shift=0., **more):
+        return [[dict(boxes=boxes[order] + shift, labels=torch.tensor(labels), **more)]]
+
+    def evaluate(**outputs):
+        models = {name: Recorded(*y) for name, y in outputs.items()}
+        return detection.evaluate(
+            models, [([torch.zeros(3, 8, 8)], [target])], SimpleNamespace(device=torch.device('cpu')))
+
+    assert evaluate(a=detections([1, 0], [2, 1]), b=detections([0, 1], [1, 2])) == ({'a': 100, 'b': 100}, 100)
+    assert evaluate(a=detections([1, 0], [2, 2]), b=detections([1], [2], 3.)) == ({'a': 50, 'b': 0}, 0)
+    # the third comes too late; a wrong label; one of three is shared
+    assert evaluate(a=detections([1, 1, 0], [2, 1, 1]), b=detections([1], [2])) == ({'a': 50, 'b': 50}, 100 / 3)
+    soft = masks[:, None].float() * .9
+    found, _ = evaluate(a=detections([0, 1], [1, 2], masks=soft.flip(0)), b=detections([0, 1], [1, 2], masks=soft))
+    assert found == {'a': 0, 'b': 100}
+    empty = dict(boxes=boxes[:0], labels=torch.empty(0, dtype=torch.long))
+    assert evaluate(a=[[empty]], b=[[empty]]) == ({'a': 0, 'b': 0}, 100)
+
+
+def bench(script, tmp_path, *networks):
+    script(
+        'bench_dense', '--backbones', 'swin_small', '--img-size', 64, 96, '--rounds', 1, '--proposals', 12,
+        '--detections', 3, '--backbone-kwargs', *WORDS, '--networks', *networks)
+    path, = (tmp_path / 'results').glob('*/dense.json')
+    return json.loads(path.read_text())
+
+
+def test_bench_dense(script, tmp_path, capsys):
+    bench(script, tmp_path, 'backbone')
+    result = bench(script, tmp_path, 'retinanet')  # one command or several, one file
+    assert [row['network'] for row in result['rows']] == ['backbone', 'retinanet']
+    assert [row['paper'] for row in result['rows']] == [None, 1.15]
+    assert all(row['ratio'] > 0 and row['folded_ms'] > 0 for row in result['rows'])
+    assert result['img_size'] == [64, 96]
+    with pytest.raises(SystemExit):
+        script('bench_dense', '--img-size', 800, 1333)
+    assert 'multiples of 32, got [800, 1333]' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('network,paper', [('retinanet', 1.15), ('mask_rcnn', 1.16), ('upernet', 1.13)])
+@torch.no_grad()
+def test_bench_dense_compares_backbones(script, request, monkeypatch, tmp_path, network, paper):
+    """Only they differ, the third model is the second one folded, and the detections are as many as asked for."""
+    if network == 'upernet':
+        request.getfixturevalue('segmentation')
+    module = importlib.import_module('bench_dense')
+    built, timed = [], []
+
+    def build(*args):
+        built.append(module_build(*args))
+        return built[-1]
+
+    def measure_throughput(runs, images, **kwargs):
+        timed.append({side: run(images) for side, run in runs.items()})
+        return dict(vanilla=1., unfolded=2., folded=4.)
+
+    module_build = module.build
+    monkeypatch.setattr(module, 'build', build)
+    monkeypatch.setattr(module, 'measure_throughput', measure_throughput)
+    row, = bench(script, tmp_path, network)['rows']
+    assert row == dict(
+        backbone='swin_small', network=network, vanilla_ms=1000., unfolded_ms=500., folded_ms=250., ratio=4.,
+        paper=paper)
+    vanilla, repa = ({
+        k: v for k, v in model.state_dict().items() if not k.startswith(module.NETWORKS[network])} for model in built)
+    assert vanilla.keys() == repa.keys()
+    assert len(vanilla) > 20
+    assert all(torch.equal(v, repa[k]) for k, v in vanilla.items())
+    outputs, = timed
+    if network != 'upernet':
+        assert {len(y['boxes']) for (y,) in outputs.values()} == {3}
+        outputs = {side: y[0]['scores'] for side, y in outputs.items()}
+    assert relative(outputs['folded'], outputs['unfolded']) < 1e-4
+    assert not torch.equal(outputs['folded'], outputs['vanilla'])
