@@ -4,7 +4,8 @@ from pathlib import Path
 from timm.utils import ParseKwargs
 
 from timm_rep.init.depth import DEPTHS
-from timm_rep.init.elements import ELEMENTS
+from timm_rep.init.meaning import HEADS
+from timm_rep.init.select import CHOICES
 
 
 def add_parser(commands) -> None:
@@ -18,7 +19,8 @@ def add_parser(commands) -> None:
     parser.add_argument('--num-classes', type=int, metavar='N', help="of the student (the model's own)")
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V', help='arguments of the student')
-    parser.add_argument('--element', choices=ELEMENTS, default='uniform', help='elements of a tensor (%(default)s)')
+    parser.add_argument('--element', choices=CHOICES, default='uniform', help='elements of a tensor (%(default)s)')
+    parser.add_argument('--heads', choices=HEADS, default='whole', help='of uniform_heads (%(default)s)')
     parser.add_argument('--depth', choices=DEPTHS, default='first', help='blocks of a stage (%(default)s)')
     parser.add_argument('--include', nargs='+', metavar='WHAT', help='only these roles, or patterns of names')
     parser.add_argument('--exclude', nargs='+', metavar='WHAT', help='all but these roles, or patterns of names')
@@ -57,6 +59,7 @@ def run(args) -> int:
         include_head=args.include_head,
         strict=not args.partial,
         seed=args.seed,
+        heads=args.heads,
     )
     if args.plan:
         print(report)

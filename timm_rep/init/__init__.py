@@ -2,6 +2,7 @@
 from .calibrate import calibrate_batchnorm
 from .depth import map_names, select_blocks
 from .elements import evenly_spaced, select_elements
+from .meaning import select_by_meaning
 from .select import Selection, SelectionReport, weight_select_init
 from .teachers import open_teacher
 
@@ -13,6 +14,7 @@ __all__ = [
     'map_names',
     'open_teacher',
     'select_blocks',
+    'select_by_meaning',
     'select_elements',
     'weight_select_init',
 ]

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from .elements import evenly_spaced
 
-__all__ = ['DEPTHS', 'Shape', 'map_names', 'select_blocks', 'without_ones']
+__all__ = ['DEPTHS', 'Shape', 'map_names', 'select_blocks', 'with_ones_of', 'without_ones']
 
 DEPTHS = ('first', 'uniform', 'mid', 'last')
 
@@ -32,6 +32,13 @@ def without_ones(shape: Shape) -> Shape:
     while stop > start and shape[stop - 1] == 1:
         stop -= 1
     return shape[start:stop]
+
+
+def with_ones_of(shape: Shape, like: Shape) -> Shape:
+    """A shape with the ones at both ends that another has, instead of its own."""
+    inner = without_ones(like)
+    before = next((i for i, length in enumerate(like) if length != 1), len(like))
+    return (1,) * before + without_ones(shape) + (1,) * (len(like) - before - len(inner))
 
 
 def _tree(shapes: Mapping[str, Shape]) -> Dict[str, Any]:

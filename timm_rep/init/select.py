@@ -9,13 +9,16 @@ import timm
 import torch
 import torch.nn as nn
 
-from .depth import Shape, map_names, select_blocks, without_ones
+from .depth import Shape, map_names, select_blocks, with_ones_of, without_ones
 from .elements import ELEMENTS, Indices, select_elements
+from .meaning import HEADS, Anatomy, is_interpolated, select_by_meaning
 from .relatives import plain_names, waits_for_statistics
 from .roles import ROLES, classifier_names, fused_parts, in_classifier, matches, role_of
 from .teachers import Teacher, TeacherSource, open_teacher
 
-__all__ = ['Selection', 'SelectionReport', 'weight_select_init']
+__all__ = ['CHOICES', 'Selection', 'SelectionReport', 'weight_select_init']
+
+CHOICES = (*ELEMENTS, 'uniform_heads')
 
 
 class Selection(NamedTuple):
@@ -89,6 +92,7 @@ def weight_select_init(
         include_head: bool = False,
         strict: bool = True,
         seed: int = 0,
+        heads: str = 'whole',
 ) -> SelectionReport:
     """Initialize a model, in place, with a selection of a larger relative's weights.
 
@@ -102,8 +106,9 @@ def weight_select_init(
             second, that of the third and so on, and the last that of the student; all but the first are models, or
             names of timm models.
         element: 'uniform', evenly spaced along every axis (algorithm 1); 'consecutive'; 'random', the same positions
-            for axes of the same length; 'random_inconsistent'; or the baselines 'l1' and 'magnitude'. See
-            :func:`timm_rep.init.select_elements`.
+            for axes of the same length; 'random_inconsistent'; the baselines 'l1' and 'magnitude'; see
+            :func:`timm_rep.init.select_elements`. Or 'uniform_heads', which respects heads, projections, groups and
+            positions, see :func:`timm_rep.init.select_by_meaning`.
         depth: 'first', 'uniform', 'mid' or 'last' blocks.
         include: Roles ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other') or patterns of names to
             select, all if None.
@@ -111,6 +116,7 @@ def weight_select_init(
         include_head: Select the classifier too; it has as many classes as the teacher's, or keeps its own.
         strict: Raise an error where something has no counterpart; else it keeps its own initialization.
         seed: Of the random selections.
+        heads: Of 'uniform_heads': 'whole' heads, or 'within' all of them together.
 
     Returns:
         Which tensor came from where. ``print`` it for a line a tensor.
@@ -120,11 +126,12 @@ def weight_select_init(
             that is too small: they are listed, and the student is as it was.
         FileNotFoundError: There is no such teacher.
     """
-    _check_words(element, depth, include, exclude)
+    _check_words(element, depth, heads, include, exclude)
     chain = list(teacher) if isinstance(teacher, (list, tuple)) else [teacher]
     if not chain:
         raise ValueError('teacher is empty.')
-    options = dict(element=element, depth=depth, include=include, exclude=exclude, strict=strict, seed=seed)
+    options = dict(
+        element=element, depth=depth, include=include, exclude=exclude, strict=strict, seed=seed, heads=heads)
     first, *between = chain
     for source in between:
         model = _model(source)
@@ -138,7 +145,7 @@ def weight_select_init(
     plain = plain_names(shapes, source.shapes)
     names = map_names({plain[name]: shape for name, shape in shapes.items()}, source.shapes, depth)
     plan = [
-        _planned(name, shapes[name], names[plain[name]], source, classifiers, include, exclude, include_head)
+        _planned(name, shapes[name], names[plain[name]], source, classifiers, element, include, exclude, include_head)
         for name in own
     ]
     problems = [s for s in plan if s.problem]
@@ -148,15 +155,19 @@ def weight_select_init(
             'changed. strict=False leaves them at their own initialization.\n  '
             + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems))
 
+    anatomies = Anatomy.of(student, shapes), Anatomy.of(source.model, source.shapes)
     selected: Dict[str, torch.Tensor] = {}
     report: List[Selection] = []
     for s in plan:
         if s.teacher_name is not None:
             tensor = source.read(s.teacher_name)
-            tensor, indices = select_elements(
-                tensor.reshape(without_ones(s.teacher_shape)), without_ones(s.shape), element, seed, key=s.name,
-                parts=fused_parts(s.name))
-            selected[s.name] = tensor.reshape(s.shape)
+            tensor = tensor.reshape(with_ones_of(s.teacher_shape, s.shape))
+            if element == 'uniform_heads':
+                tensor, indices = select_by_meaning(tensor, s.shape, s.name, s.teacher_name, *anatomies, heads=heads)
+            else:
+                tensor, indices = select_elements(
+                    tensor, s.shape, element, seed, key=s.name, parts=fused_parts(s.name))
+            selected[s.name] = tensor
             s = s._replace(indices=indices)
         report.append(s)
     with torch.no_grad():
@@ -165,9 +176,11 @@ def weight_select_init(
     return SelectionReport(tuple(report))
 
 
-def _check_words(element: str, depth: str, *wanted: Optional[Union[str, Sequence[str]]]) -> None:
-    if element not in ELEMENTS:
-        raise ValueError(f'element is one of {", ".join(ELEMENTS)}, got {element!r}.')
+def _check_words(element: str, depth: str, heads: str, *wanted: Optional[Union[str, Sequence[str]]]) -> None:
+    if element not in CHOICES:
+        raise ValueError(f'element is one of {", ".join(CHOICES)}, got {element!r}.')
+    if heads not in HEADS:
+        raise ValueError(f'heads is one of {", ".join(HEADS)}, got {heads!r}.')
     select_blocks(1, 1, depth)
     for of in wanted:
         for word in [of] if isinstance(of, str) else of or ():
@@ -192,6 +205,7 @@ def _planned(
         teacher_name: Optional[str],
         teacher: Teacher,
         classifiers: Sequence[str],
+        element: str,
         include: Optional[Union[str, Sequence[str]]],
         exclude: Optional[Union[str, Sequence[str]]],
         include_head: bool,
@@ -215,6 +229,8 @@ def _planned(
     if len(ours) != len(theirs):
         return selection._replace(
             reason=f'{teacher_name} of the teacher is {teacher_shape}, with another number of axes', problem=True)
+    if element == 'uniform_heads' and is_interpolated(name):
+        ours, theirs = ours[1:], theirs[1:]
     if any(s > t for s, t in zip(ours, theirs)):
         return selection._replace(reason=f'{teacher_name} of the teacher is {teacher_shape}, smaller', problem=True)
     return selection._replace(teacher_name=teacher_name, teacher_shape=teacher_shape)

@@ -1,7 +1,7 @@
 """Where a teacher's tensors come from: a model, a state dict, or a file that is read tensor by tensor."""
 import os
 import re
-from typing import Dict, List, Mapping, Protocol, Union
+from typing import Dict, List, Mapping, Optional, Protocol, Union
 
 import timm
 import torch
@@ -17,15 +17,16 @@ TeacherSource = Union[str, os.PathLike, nn.Module, Mapping[str, torch.Tensor]]
 
 
 class Teacher(Protocol):
-    """Tensors by name, of which the shapes are known before they are read."""
+    """Tensors by name, of which the shapes are known before they are read, and their model, if that is here."""
     shapes: Dict[str, Shape]
+    model: Optional[nn.Module]
 
     def read(self, name: str) -> torch.Tensor: ...
 
 
 class _StateDict:
-    def __init__(self, state_dict: Mapping[str, torch.Tensor]):
-        self.state_dict = state_dict
+    def __init__(self, state_dict: Mapping[str, torch.Tensor], model: Optional[nn.Module] = None):
+        self.state_dict, self.model = state_dict, model
         self.shapes = {name: tuple(value.shape) for name, value in state_dict.items()}
 
     def read(self, name: str) -> torch.Tensor:
@@ -34,6 +35,7 @@ class _StateDict:
 
 class _Safetensors:
     """One tensor in memory at a time."""
+    model = None
 
     def __init__(self, path: str):
         self.path = path
@@ -49,6 +51,8 @@ class _Safetensors:
 
 
 class _Renamed:
+    model = None
+
     def __init__(self, teacher: Teacher, names: Mapping[str, str]):
         self.teacher, self.names = teacher, names
         self.shapes = {new: teacher.shapes[old] for new, old in names.items()}
@@ -99,7 +103,7 @@ def open_teacher(source: TeacherSource) -> Teacher:
         ValueError: The file cannot be read, holds no state dict, or timm has no weights for the model.
     """
     if isinstance(source, nn.Module):
-        return _StateDict(source.state_dict())
+        return _StateDict(source.state_dict(), source)
     if isinstance(source, Mapping):
         return _renamed(_StateDict(_checked(_unwrapped(source))))
     path = os.fspath(source)
@@ -113,7 +117,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
         raise ValueError(
             f'timm has no pretrained weights for {path!r}: name one of its tags, timm.list_pretrained({path!r}), or '
             'give a model or a checkpoint.')
-    return _StateDict(timm.create_model(path, pretrained=True).state_dict())
+    model = timm.create_model(path, pretrained=True)
+    return _StateDict(model.state_dict(), model)
 
 
 def _renamed(teacher: Teacher) -> Teacher:
