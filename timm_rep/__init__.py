@@ -3,7 +3,7 @@
 Importing this package registers its models with timm and does nothing else.
 """
 from .convert import load_released
-from .init import calibrate_batchnorm, weight_select_init
+from .init import calibrate_batchnorm, mimetic_init_, weight_select_init
 from .models.repa_convert import convert_to_repa
 from .scales import Scales, attach_grad_mults
 from .search import hyper_search
@@ -17,5 +17,6 @@ __all__ = [
     'convert_to_repa',
     'hyper_search',
     'load_released',
+    'mimetic_init_',
     'weight_select_init',
 ]

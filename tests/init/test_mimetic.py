@@ -1,0 +1,75 @@
+import copy
+
+import pytest
+import timm
+import torch
+
+import timm_rep
+from tests.reference.ffn import relative
+from timm_rep.init import attention_products
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
+
+
+def vit(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model('vit_tiny_patch16_224', **{**VIT, **kwargs})
+
+
+@torch.no_grad()
+def test_attention_products():
+    """Entry by entry, by what they do to tokens: logits of a head, and outputs of uniform attention."""
+    model = vit()
+    attention = model.blocks[0].attn
+    attention.qkv.bias.zero_()
+    attention.proj.bias.zero_()
+    qk, v_proj = attention_products(attention)
+    x, y = torch.randn(48), torch.randn(48)
+    for head in range(3):
+        rows = slice(head * 16, head * 16 + 16)
+        query = attention.qkv.weight[:48][rows] @ x
+        key = attention.qkv.weight[48:96][rows] @ y
+        torch.testing.assert_close(x @ qk[head] @ y, query @ key)
+    torch.testing.assert_close(attention(x.expand(1, 5, 48))[0, 0], x @ v_proj)
+
+
+@torch.no_grad()
+def test_products_are_near_the_identity():
+    """alpha Z - beta I exactly, and alpha Z + beta I as near as a head's rank allows."""
+    model = vit(embed_dim=96, num_heads=3)
+    g = torch.Generator().manual_seed(5)
+    assert timm_rep.mimetic_init_(model, generator=g) is model
+    g = torch.Generator().manual_seed(5)
+    for block in model.blocks:
+        qk, v_proj = attention_products(block.attn)
+        for head in range(3):
+            full = .7 * torch.randn(96, 96, generator=g) / 96 ** .5 + .7 * torch.eye(96)
+            u, s, vh = torch.linalg.svd(full)
+            assert relative(qk[head], u[:, :32] @ torch.diag(s[:32]) @ vh[:32]) < 1e-4
+            assert torch.linalg.matrix_rank(qk[head]) == 32
+        expected = .4 * torch.randn(96, 96, generator=g) / 96 ** .5 - .4 * torch.eye(96)
+        assert relative(v_proj, expected) < 1e-4
+        # queries and keys are of the same size
+        q, k = block.attn.qkv.weight[:192].chunk(2)
+        assert abs(q.norm() / k.norm() - 1) < 1e-3
+    assert timm_rep.mimetic_init_(vit(), qk=(0., 1.)).blocks[0].attn.qkv.weight.isfinite().all()
+
+
+def test_only_attention_and_positions():
+    model = vit()
+    before = copy.deepcopy(model.state_dict())
+    timm_rep.mimetic_init_(model)
+    after = model.state_dict()
+    assert {k for k in after if not torch.equal(after[k], before[k])} == {
+        'pos_embed', *(f'blocks.{i}.attn.{name}.weight' for i in (0, 1) for name in ('qkv', 'proj'))}
+    assert after['pos_embed'][:, 0].abs().max() == 0
+    assert after['pos_embed'][0, 1:].norm(dim=-1).std() < 1e-5  # sines and cosines of a position
+    assert len({tuple(row.tolist()) for row in after['pos_embed'][0]}) == 17
+    model = vit()
+    timm_rep.mimetic_init_(model, pos_embed=False)
+    assert torch.equal(model.pos_embed, before['pos_embed'])
+    assert timm_rep.mimetic_init_(vit(dtype=torch.bfloat16)).blocks[0].attn.qkv.weight.dtype == torch.bfloat16
+    swin = timm.create_model('swin_tiny_patch4_window7_224', embed_dim=24, depths=(1, 1), num_heads=(2, 2))
+    assert timm_rep.mimetic_init_(swin).layers[1].blocks[0].attn.qkv.weight.isfinite().all()
+    with pytest.raises(ValueError, match='ResNet has no attention with a qkv'):
+        timm_rep.mimetic_init_(timm.create_model('resnet18'))

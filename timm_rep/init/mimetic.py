@@ -1,0 +1,89 @@
+"""Mimetic initialization, a baseline of the weight selection paper.
+
+`Mimetic Initialization of Self-Attention Layers` - https://arxiv.org/abs/2305.09828
+"""
+from typing import Iterator, Optional, Tuple
+
+import torch
+import torch.nn as nn
+from timm.layers import build_sincos2d_pos_embed
+
+__all__ = ['attention_products', 'attentions', 'mimetic_init_']
+
+
+def attentions(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
+    """The attention modules of a timm model that have their projections in a ``qkv``, by name."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, 'qkv', None), nn.Linear) and isinstance(getattr(module, 'proj', None), nn.Linear):
+            yield name, module
+
+
+@torch.no_grad()
+def attention_products(attention: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
+    """``W_q W_k^T`` of every head (heads, C, C) and ``W_v W_proj``, the sum over heads (C, C), of a timm attention.
+
+    With inputs as rows: a token x has the query ``x W_q``.
+    """
+    heads, channels = attention.num_heads, attention.qkv.in_features
+    q, k, v = attention.qkv.weight.detach().reshape(3, heads, -1, channels).unbind()
+    return q.transpose(1, 2) @ k, v.reshape(-1, channels).T @ attention.proj.weight.detach().T
+
+
+@torch.no_grad()
+def mimetic_init_(
+        model: nn.Module,
+        qk: Tuple[float, float] = (0.7, 0.7),
+        v_proj: Tuple[float, float] = (0.4, 0.4),
+        pos_embed: bool = True,
+        generator: Optional[torch.Generator] = None,
+) -> nn.Module:
+    """Initialize the attention of a Vision Transformer as pretrained ones look, in place.
+
+    With Z of independent entries N(0, 1 / C): ``W_q W_k^T = alpha Z + beta I`` in every head, as near as its width
+    allows, and ``W_v W_proj = alpha Z - beta I``, each factored by its singular values. Biases stay as they are.
+
+    Args:
+        model: A timm model with ``qkv`` attention, of whose attention inputs and outputs are as wide as each other.
+        qk: alpha and beta of queries and keys.
+        v_proj: alpha and beta of values and projection.
+        pos_embed: Make a learned position embedding (1, tokens, C) sinusoidal, as the paper does; its tokens before the
+            grid 0.
+        generator: Of random numbers.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: There is no such attention.
+    """
+    found = dict(attentions(model))
+    if not found:
+        raise ValueError(f'{type(model).__name__} has no attention with a qkv.')
+    for attention in found.values():
+        heads, channels = attention.num_heads, attention.qkv.in_features
+        width = attention.qkv.out_features // 3 // heads
+        factors = [_factors(channels, *qk, generator, width) for _ in range(heads)]
+        q, k = (torch.cat(of) for of in zip(*factors))
+        v, proj = _factors(channels, v_proj[0], -v_proj[1], generator, heads * width)
+        attention.qkv.weight.copy_(torch.cat([q, k, v]))
+        attention.proj.weight.copy_(proj.T)
+    table = getattr(model, 'pos_embed', None)
+    if pos_embed and isinstance(table, nn.Parameter) and table.dim() == 3:
+        grid = model.patch_embed.grid_size
+        table.zero_()
+        table[:, table.shape[1] - grid[0] * grid[1]:] = build_sincos2d_pos_embed(grid, table.shape[2]).to(table)
+    return model
+
+
+def _factors(
+        channels: int,
+        alpha: float,
+        beta: float,
+        generator: Optional[torch.Generator],
+        rank: int,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """L and R (rank, channels), so that L^T R is the matrix of this rank that is nearest to alpha Z + beta I."""
+    z = torch.randn(channels, channels, generator=generator) / channels ** .5
+    u, s, vh = torch.linalg.svd(alpha * z + beta * torch.eye(channels))
+    root = s[:rank].sqrt()
+    return (u[:, :rank] * root).T, vh[:rank] * root[:, None]
