@@ -5,7 +5,8 @@ from safetensors.torch import save_file
 
 from tests.reference.rep_optim import normal_scales
 from timm_rep.cli import main
-from timm_rep.plotting import kernel_layer, plot_kernels, plot_latency, plot_scales
+from timm_rep.init import attention_products, mimetic_init_
+from timm_rep.plotting import diagonal, kernel_layer, plot_attention, plot_kernels, plot_latency, plot_scales
 from timm_rep.scales import Scales
 
 pytest.importorskip('matplotlib', reason='matplotlib draws the figures')
@@ -152,3 +153,52 @@ def test_latency():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ['FFNs', 'embedding']
     with pytest.raises(ValueError, match='no latencies'):
         plot_latency({})
+
+
+def test_figure_5(tmp_path, capsys):
+    """Of weight selection: the products of a block, and how strong their diagonals are."""
+    torch.manual_seed(0)
+    args = dict(img_size=32, patch_size=8, embed_dim=96, depth=2, num_heads=3)
+    models = {kind: timm.create_model('vit_tiny_patch16_224', **args) for kind in ('random', 'mimetic')}
+    mimetic_init_(models['mimetic'])
+    figure = plot_attention(models, block=1, clip=40)
+    drawn = [axes.images[0].get_array() for axes in figure.axes]
+    expected = [
+        product for i in (0, 1) for model in models.values()
+        for product in [attention_products(model.blocks[1].attn)[i]]]
+    for array, matrix in zip(drawn, expected):
+        matrix = matrix.mean(0) if matrix.dim() == 3 else matrix
+        torch.testing.assert_close(torch.from_numpy(array.data), matrix[:40, :40].detach())
+    titles = [axes.get_title() for axes in figure.axes]
+    assert [title.splitlines()[0] for title in titles] == ['random', 'mimetic'] * 2
+    strength = [float(title.split()[-1]) for title in titles]
+    assert abs(strength[0]) < 1
+    assert abs(strength[2]) < 1
+    assert strength[1] > 5
+    assert strength[3] < -5
+    assert diagonal(torch.tensor([[3., 1.], [-1., 5.]])) == pytest.approx(4 / 2 ** .5)
+    for kwargs, message in [(dict(block=2), 'random has 2 attentions with a qkv, none numbered 2')]:
+        with pytest.raises(ValueError, match=message):
+            plot_attention(models, **kwargs)
+    with pytest.raises(ValueError, match='no models to draw'):
+        plot_attention({})
+
+
+def test_plot_attention_weights(tmp_path, capsys, monkeypatch):
+    create_model = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create_model(
+        name, embed_dim=48, depth=2, num_heads=3, **kwargs))
+    other = create_model('vit_tiny_patch16_224', embed_dim=48, depth=2, num_heads=3, num_classes=3)
+    path, output = tmp_path / 'w.safetensors', tmp_path / 'a.png'
+    save_file(other.state_dict(), path)
+    sources = ['vit_tiny_patch16_224', f'vit_tiny_patch16_224={path}']
+    assert main(['plot-attention-weights', *sources, '--block', '-1', '-o', str(output)]) == 0
+    assert output.read_bytes().startswith(b'\x89PNG')
+    save_file({'blocks.0.attn.qkv.weight': torch.zeros(3, 3)}, path)
+    for args, message in [
+        ([sources[1]], r'is no checkpoint of vit_tiny_patch16_224: it has no blocks.0.attn.qkv.weight of the same'),
+        (['vit_tinny'], "There is no model 'vit_tinny'"), ([sources[0]] * 2, 'given twice'),
+        ([sources[0], '--block', '9'], 'none numbered 9'),
+    ]:
+        assert main(['plot-attention-weights', *args, '-o', str(output)]) == 1
+        assert message in capsys.readouterr().err

@@ -1,11 +1,13 @@
-"""Figures of the papers: scales, kernels, and latency by part."""
+"""Figures of the papers: scales, kernels, latency by part, and the weights of attention."""
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
+import torch.nn as nn
 
+from timm_rep.init import attention_products, attentions
 from timm_rep.scales import Scales
 
-__all__ = ['kernel_layer', 'plot_kernels', 'plot_latency', 'plot_scales', 'tidy']
+__all__ = ['diagonal', 'kernel_layer', 'plot_attention', 'plot_kernels', 'plot_latency', 'plot_scales', 'tidy']
 
 _COLORS = ('#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f')
 
@@ -169,4 +171,46 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
         tidy(axes, title, y='milliseconds')
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc='outside right upper')
+    return figure
+
+
+def diagonal(product: torch.Tensor) -> float:
+    """The mean on the diagonal of a square matrix, by the standard deviation beside it."""
+    on = torch.eye(len(product), dtype=torch.bool)
+    return (product[on].mean() / product[~on].std()).item()
+
+
+def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 64):
+    """Draw the products of attention weights of models (weight selection, figure 5).
+
+    Above ``W_q W_k^T``, the mean over heads, below ``W_v W_proj``; a column a model. In pretrained models the first
+    often has a positive diagonal and the second a negative one; above each is how strong it is, see :func:`diagonal`.
+
+    Args:
+        models: timm models with ``qkv`` attention, by what to call them.
+        block: Which of their attentions, counted from 0.
+        clip: Draw so many channels at most.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: There are no models, or one has no such attention.
+    """
+    if not models:
+        raise ValueError('There are no models to draw.')
+    products = {}
+    for name, model in models.items():
+        found = [attention for _, attention in attentions(model)]
+        if not -len(found) <= block < len(found):
+            raise ValueError(f'{name} has {len(found)} attentions with a qkv, none numbered {block}.')
+        qk, v_proj = attention_products(found[block])
+        products[name] = {'W_q W_k^T': qk.mean(0).float().cpu(), 'W_v W_proj': v_proj.float().cpu()}
+    figure = _figure(len(products), 2)
+    for column, (name, of) in zip(figure.subplots(2, len(products), squeeze=False).T, products.items()):
+        for axes, (product, matrix) in zip(column, of.items()):
+            limit = 3 * matrix.std().item()
+            axes.imshow(matrix[:clip, :clip], cmap='RdBu_r', vmin=-limit, vmax=limit)
+            tidy(axes, f'{name}\n{product}, diagonal {diagonal(matrix):+.1f}')
+            axes.set_axis_off()
     return figure
