@@ -9,7 +9,7 @@ import timm
 import torch
 import torch.nn as nn
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from timm.utils import reparameterize_model
 from torchvision import tv_tensors
 
@@ -179,13 +179,13 @@ def test_detection(script, detection, folders, capsys, name):
     result = script(
         'examples/detection', '--model', name, '--backbone-kwargs', *WORDS, '--fpn-channels', 16, '--img-size', 64,
         '--images', folders / 'images', '--masks', folders / 'masks', '--steps', 14, '--lr', 1.5e-3, '--batch-size', 2,
-        '--output', folders / 'folded.pth', '--model-kwargs', *kwargs)
+        '--output', folders / 'folded.safetensors', '--model-kwargs', *kwargs)
     assert mean(result['losses'][-3:]) < .9 * mean(result['losses'][:3])
     assert result['found']['folded'] == pytest.approx(result['found']['as trained'], abs=30)
     assert result['shared'] > 90
     assert 'detections that both share' in capsys.readouterr().out
     built = detection.build_model(name, 'repa_swin_tiny', 2, dict(TINY, reparameterized=True), 16)
-    built.load_state_dict(torch.load(folders / 'folded.pth', weights_only=True))
+    built.load_state_dict(load_file(folders / 'folded.safetensors'))
 
 
 def test_other_data(script, segmentation, folders):

@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Ways to initialize a small Vision Transformer, each trained from several seeds: the ablations of weight selection.
+
+A larger one is trained first, on the same images, and is the teacher. Without --data-dir on scikit-learn's digits, a
+quarter of an hour of one CPU core; with it on folders of images, CIFAR-10 for one.
+"""
+import argparse
+import copy
+import statistics
+from typing import Any, Callable, Dict, List, Tuple
+
+import timm
+import torch
+import torch.nn as nn
+from _report import report
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ParseKwargs, random_seed
+
+from timm_rep import mimetic_init_, weight_select_init
+from timm_rep.demo.training import DATA, create_loader_for, load_split
+from timm_rep.search import DeviceLoader, create_search_dataset
+from timm_rep.training import evaluate, fit
+
+# what the paper calls the row, and how the student starts
+ROWS: Dict[str, Tuple[str, Callable[[nn.Module, nn.Module, int], Any]]] = {
+    'random': ('random initialization, timm default', lambda student, teacher, seed: None),
+    'mimetic': ('mimetic initialization', lambda student, teacher, seed: mimetic_init_(student)),
+    **{
+        element: (f'weight selection, {what}', lambda student, teacher, seed, element=element: weight_select_init(
+            student, teacher, element=element, seed=seed))
+        for element, what in {
+            'uniform': 'uniform, first N layers',
+            'consecutive': 'consecutive',
+            'random-elements': 'random with consistency',
+            'random_inconsistent': 'random without consistency',
+            'uniform_heads': 'uniform, heads and projections apart',
+            'l1': 'L1 pruning',
+            'magnitude': 'magnitude pruning',
+        }.items()
+    },
+    **{
+        f'{depth}-layers': (f'weight selection, {depth} N layers', lambda student, teacher, seed, depth=depth: (
+            weight_select_init(student, teacher, depth=depth)))
+        for depth in ('uniform', 'mid', 'last')
+    },
+}
+ROWS['random-elements'] = (ROWS['random-elements'][0], lambda student, teacher, seed: weight_select_init(
+    student, teacher, element='random', seed=seed))
+
+
+def build(args, size: Dict[str, Any], seed: int) -> nn.Module:
+    random_seed(seed)
+    if args.data_dir:
+        return timm.create_model(args.model, img_size=32, num_classes=args.num_classes, **size).to(args.device)
+    return timm.create_model(
+        args.model, img_size=16, in_chans=1, pretrained_cfg_overlay=DATA, num_classes=10, **size).to(args.device)
+
+
+def create_loaders(args, model: nn.Module) -> Tuple:
+    if args.data_dir:
+        return tuple(
+            DeviceLoader(
+                create_search_dataset('', args.data_dir, split, 32, is_training, raw=True), args.batch_size,
+                is_training, args.device, args.workers)
+            for split, is_training in (('train', True), (args.val_split, False)))
+    train, val = load_split(seed=0)
+    return create_loader_for(train, model, is_training=True), create_loader_for(val, model, is_training=False)
+
+
+def train(model: nn.Module, loaders: Tuple, epochs: int, seed: int, args, description: str) -> List[float]:
+    """Train a model in place, and return the accuracy after every epoch."""
+    random_seed(seed)
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=args.lr, weight_decay=0.05)
+    scheduler, _ = create_scheduler_v2(
+        optimizer, sched='cosine', num_epochs=epochs, warmup_epochs=min(args.warmup_epochs, epochs - 1),
+        warmup_lr=1e-6, step_on_epochs=False, updates_per_epoch=len(loaders[0]))
+    accuracies = []
+
+    def after_epoch(epoch):
+        accuracies.append(evaluate(model, loaders[1], args.device)[1])
+        model.train()
+
+    fit(model, optimizer, scheduler, loaders[0], epochs, device=args.device, seed=seed, after_epoch=after_epoch,
+        description=description, progress=False)
+    print(f'{description}: {accuracies[-1]:.2f}%', flush=True)
+    return accuracies
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('rows', nargs='*', metavar='ROW', help=f'all, or some of {", ".join(ROWS)}')
+    parser.add_argument('--model', default='vit_tiny_patch16_224', help='of timm, a ViT (%(default)s)')
+    parser.add_argument(
+        '--student', nargs='*', action=ParseKwargs, metavar='K=V',
+        default=dict(patch_size=4, embed_dim=48, depth=4, num_heads=3), help='its size (%(default)s)')
+    parser.add_argument(
+        '--teacher', nargs='*', action=ParseKwargs, metavar='K=V',
+        default=dict(patch_size=4, embed_dim=96, depth=8, num_heads=6), help='its size (%(default)s)')
+    parser.add_argument('--data-dir', metavar='DIR', help='folders of images by split and class')
+    parser.add_argument('--val-split', default='val', help='(%(default)s)')
+    parser.add_argument('--num-classes', type=int, default=10, help='of these folders (%(default)s)')
+    parser.add_argument('--epochs', type=int, default=20, help='of a student (%(default)s)')
+    parser.add_argument('--teacher-epochs', type=int, default=60, help='(%(default)s)')
+    parser.add_argument('--warmup-epochs', type=int, default=2, help='(%(default)s)')
+    parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2], help='(%(default)s)')
+    parser.add_argument('--batch-size', type=int, default=128, help='of folders (%(default)s)')
+    parser.add_argument('--lr', type=float, default=1e-3, help='(%(default)s)')
+    parser.add_argument('--device', type=torch.device, default=torch.device('cpu'), help='(%(default)s)')
+    parser.add_argument('-j', '--workers', type=int, default=2, help='processes that read folders, once (%(default)s)')
+    args = parser.parse_args()
+    names = args.rows or list(ROWS)
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
+        parser.error(f'there are no rows {", ".join(unknown)}.')
+    if 'random' not in names:
+        names = ['random', *names]  # what the others are measured by
+
+    teacher = build(args, args.teacher, seed=0)
+    loaders = create_loaders(args, teacher)
+    teacher_accuracy = train(teacher, loaders, args.teacher_epochs, 0, args, 'teacher')[-1]
+    courses = {name: [] for name in names}
+    for name in names:
+        for seed in args.seeds:
+            student = build(args, args.student, seed)
+            ROWS[name][1](student, copy.deepcopy(teacher), seed)
+            courses[name].append(train(student, loaders, args.epochs, seed, args, f'{name}, seed {seed}'))
+    final = statistics.mean(course[-1] for course in courses['random'])
+    rows = []
+    for name, runs in courses.items():
+        mean = [statistics.mean(epoch) for epoch in zip(*runs)]
+        rows.append(dict(
+            row=name,
+            what=ROWS[name][0],
+            accuracy=round(mean[-1], 2),
+            deviation=round(statistics.stdev(run[-1] for run in runs), 2) if len(runs) > 1 else None,
+            first_epoch=round(mean[0], 2),
+            epochs_to_random=next((i + 1 for i, accuracy in enumerate(mean) if accuracy >= final), None),
+        ))
+    data = 'folders' if args.data_dir else 'digits'
+    report(
+        f'weight-selection-{data}',
+        'Accuracy of a student in percent of the validation images, mean over seeds and its standard deviation; after '
+        'its first epoch; epochs until the mean reaches what random initialization ends with.',
+        rows,
+        args.device,
+        {'teacher_accuracy': round(teacher_accuracy, 2), 'settings': {
+            k: str(v) for k, v in vars(args).items() if k not in ('rows', 'device', 'data_dir', 'workers')}},
+    )
+
+
+if __name__ == '__main__':
+    main()
