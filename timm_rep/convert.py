@@ -5,8 +5,8 @@ from typing import Callable, Dict, List, Mapping, Tuple, Union
 
 import torch
 import torch.nn as nn
-from timm.models import clean_state_dict, load_state_dict
 
+from timm_rep.checkpoints import read_checkpoint, state_dict_of
 from timm_rep.models import (
     LvVit,
     RePaMlpMixer,
@@ -141,24 +141,8 @@ def _read_state_dict(
         path_or_state_dict: Union[str, os.PathLike, Mapping[str, torch.Tensor]],
 ) -> Dict[str, torch.Tensor]:
     if isinstance(path_or_state_dict, Mapping):
-        state_dict = path_or_state_dict
-        for wrapper in ('state_dict', 'model'):
-            if isinstance(state_dict.get(wrapper), Mapping):
-                state_dict = state_dict[wrapper]
-        state_dict = clean_state_dict(state_dict)
-    else:
-        path = os.fspath(path_or_state_dict)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f'No released checkpoint at {path!r}.')
-        try:
-            state_dict = load_state_dict(path, use_ema=False, weights_only=True)
-        except Exception as e:  # whatever the two libraries make of a damaged file
-            raise RuntimeError(
-                f'Cannot read {path!r} as a checkpoint, which is a .safetensors file or one of torch.save() that loads '
-                f'with weights_only=True: {type(e).__name__}: {e}') from e
-    strangers = [repr(k) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
-    if strangers or not state_dict:
-        raise TypeError(
-            'A released checkpoint is a state dict of tensors, or holds one under "model" or "state_dict"; this one '
-            + (f'has other things under {", ".join(strangers[:5])}.' if strangers else 'is empty.'))
-    return state_dict
+        return state_dict_of(path_or_state_dict)
+    path = os.fspath(path_or_state_dict)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f'No released checkpoint at {path!r}.')
+    return state_dict_of(read_checkpoint(path, use_ema=False))

@@ -17,6 +17,7 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
+    from timm_rep.checkpoints import read_checkpoint
     from timm_rep.plotting import plot_kernels, plot_scales
     from timm_rep.scales import Scales
 
@@ -32,7 +33,7 @@ def run(args) -> int:
         missing = [source for source in args.sources if not Path(source).is_file()]
         if missing:
             raise FileNotFoundError(f'No checkpoint at {missing[0]!r}.')
-        checkpoints = {title: _read(source) for title, source in zip(titles, args.sources)}
+        checkpoints = {title: read_checkpoint(source) for title, source in zip(titles, args.sources)}
         layers = args.layer * len(checkpoints) if args.layer and len(args.layer) == 1 else args.layer
         figure = plot_kernels(checkpoints, layers)
     else:
@@ -51,12 +52,3 @@ def _titles(sources: List[str]) -> List[str]:
         titles = list(sources)
     seen = {title: titles.count(title) > 1 for title in titles}
     return [f'{title} ({i + 1})' if seen[title] else title for i, title in enumerate(titles)]
-
-
-def _read(source: str):
-    from timm.models import load_state_dict
-
-    try:
-        return load_state_dict(source, weights_only=True)
-    except Exception as e:  # whatever the two libraries make of a damaged file
-        raise ValueError(f'Cannot read {source!r} as a checkpoint: {type(e).__name__}: {e}') from e

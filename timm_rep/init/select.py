@@ -122,9 +122,9 @@ def weight_select_init(
         Which tensor came from where. ``print`` it for a line a tensor.
 
     Raises:
-        ValueError: The teacher cannot be read, an argument is unknown, or (strict) tensors have no counterpart or one
-            that is too small: they are listed, and the student is as it was.
-        FileNotFoundError: There is no such teacher.
+        ValueError: An argument is unknown, or (strict) tensors have no counterpart or one that is too small: they are
+            listed. Whatever is raised, the student is as it was.
+        FileNotFoundError, RuntimeError, TypeError: There is no such teacher, it cannot be read, or is no state dict.
     """
     _check_words(element, depth, heads, include, exclude)
     chain = list(teacher) if isinstance(teacher, (list, tuple)) else [teacher]

@@ -7,7 +7,8 @@ import timm
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
-from timm.models import clean_state_dict, load_state_dict
+
+from timm_rep.checkpoints import read_checkpoint, state_dict_of
 
 from .depth import Shape
 
@@ -43,7 +44,7 @@ class _Safetensors:
             with safe_open(path, 'pt') as file:
                 self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         except (SafetensorError, OSError) as e:
-            raise ValueError(f'Cannot read {path!r} as safetensors: {e}') from e
+            raise RuntimeError(f'Cannot read {path!r} as safetensors: {e}') from e
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self.path, 'pt') as file:
@@ -76,6 +77,8 @@ _CLIP = [
 ]
 # what wrappers put before the names of the model in them: DDP, DINO's multi-crop wrapper, torch.compile
 _PREFIXES = ('module.', 'backbone.', '_orig_mod.')
+# what a checkpoint has a state dict under: DINO, timm and others, MAE and others
+_WRAPPERS = ('teacher', 'state_dict', 'model')
 
 
 def _timm_names(names: List[str]) -> Dict[str, str]:
@@ -100,17 +103,19 @@ def open_teacher(source: TeacherSource) -> Teacher:
 
     Raises:
         FileNotFoundError: There is neither such a file nor such a model.
-        ValueError: The file cannot be read, holds no state dict, or timm has no weights for the model.
+        RuntimeError: The file cannot be read.
+        TypeError: It, or the mapping, holds no state dict.
+        ValueError: timm has no weights for the model.
     """
     if isinstance(source, nn.Module):
         return _StateDict(source.state_dict(), source)
     if isinstance(source, Mapping):
-        return _renamed(_StateDict(_checked(_unwrapped(source))))
+        return _renamed(_StateDict(state_dict_of(source, _WRAPPERS)))
     path = os.fspath(source)
     if os.path.isfile(path):
         if path.endswith('.safetensors'):
             return _renamed(_Safetensors(path))
-        return _renamed(_StateDict(_checked(_unwrapped(_load(path)))))
+        return _renamed(_StateDict(state_dict_of(read_checkpoint(path), _WRAPPERS)))
     if not timm.is_model(path):
         raise FileNotFoundError(f'There is neither a file nor a timm model {path!r} to be a teacher.')
     if not timm.get_pretrained_cfg(path).has_weights:
@@ -123,28 +128,3 @@ def open_teacher(source: TeacherSource) -> Teacher:
 
 def _renamed(teacher: Teacher) -> Teacher:
     return _Renamed(teacher, _timm_names(list(teacher.shapes)))
-
-
-def _unwrapped(checkpoint: Mapping) -> Mapping[str, torch.Tensor]:
-    for wrapper in ('teacher', 'state_dict', 'model'):  # of DINO, of timm and others, of MAE and others
-        if isinstance(checkpoint.get(wrapper), Mapping):
-            return clean_state_dict(checkpoint[wrapper])
-    return clean_state_dict(checkpoint)
-
-
-def _load(path: str) -> Mapping[str, torch.Tensor]:
-    try:
-        return load_state_dict(path, weights_only=True)
-    except Exception as e:  # whatever torch makes of a damaged file
-        raise ValueError(
-            f'Cannot read {path!r} as a checkpoint, which is a .safetensors file or one of torch.save() that loads '
-            f'with weights_only=True: {type(e).__name__}: {e}') from e
-
-
-def _checked(state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    strangers = [repr(name) for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
-    if strangers or not state_dict:
-        raise ValueError(
-            'A teacher is a state dict of tensors; this one '
-            + (f'has other things under {", ".join(strangers[:5])}.' if strangers else 'is empty.'))
-    return state_dict

@@ -9,9 +9,9 @@ import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from timm.models import load_state_dict
 
 from timm_rep.atomic import replacing_files
+from timm_rep.checkpoints import read_checkpoint
 
 from .packaged import locate_packaged, packaged_scales
 
@@ -99,10 +99,9 @@ def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
 
 def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
     try:
-        state_dict = load_state_dict(path, use_ema=False, weights_only=True)
-    except Exception as e:  # whatever torch makes of a damaged file
-        raise ValueError(
-            f'{path!r} cannot be read with weights_only=True as a file of scales: {type(e).__name__}: {e}') from e
+        state_dict = read_checkpoint(path, use_ema=False)
+    except RuntimeError as e:
+        raise ValueError(str(e)) from e
     layers: Dict[str, Dict[str, torch.Tensor]] = {}
     for key, value in state_dict.items():
         match = _RELEASED_VGG.fullmatch(key) or _RELEASED_GHOST.fullmatch(key)
