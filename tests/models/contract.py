@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from safetensors.torch import load, save
 from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
+from timm.utils import reparameterize_model
 
-from timm_rep.layers import CslaBlock
+from tests.reference.ffn import relative
+from timm_rep.layers import CslaBlock, RePaMlp, RePaMlpDeploy, RePaPooling
 
 
 def images(n=2, size=64, **kwargs):
@@ -46,6 +48,37 @@ def train(model, optimizer, x, target, steps):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+@torch.no_grad()
+def check_reparameterize(model, build, x):
+    """Folding is exact, in place, the same as by timm's utility, and the same when done twice; its checkpoint loads.
+
+    model: one with weights of no initialization, in eval mode. build: makes one of its kind.
+    """
+    expected = model(x)
+    utility = reparameterize_model(model)
+    assert any(isinstance(m, RePaMlp) for m in model.modules())  # the utility works on a copy
+    assert model.train().reparameterize() is model
+    assert model.eval().reparameterized
+    assert any(isinstance(m, RePaMlpDeploy) for m in model.modules())
+    assert not any(isinstance(m, (RePaMlp, RePaPooling)) for m in model.modules())
+    assert relative(model(x), expected) < 1e-5
+    assert torch.equal(utility(x), model(x))
+    once = copy.deepcopy(model.state_dict())
+    model.reparameterize()
+    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
+    built = build(reparameterized=True).eval()
+    built.load_state_dict(once)
+    assert torch.equal(built(x), model(x))
+
+
+def check_arguments(model, x, shape):
+    """Outputs of this shape, and gradients of everything."""
+    y = model(x)
+    assert y.shape == shape
+    y.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 class Contract:

@@ -1,4 +1,4 @@
-import copy
+from functools import partial
 
 import pytest
 import timm
@@ -14,7 +14,7 @@ from tests.models import contract
 from tests.models.contract import Contract
 from tests.reference.ffn import ffn, relative, wild_
 from tests.reference.pooling import pooling
-from timm_rep.layers import RePaMlp, RePaMlpDeploy, RePaPooling, RePaPoolingDeploy
+from timm_rep.layers import RePaPoolingDeploy
 
 VARIANTS = [f'repa_poolformer_{size}' for size in ('m36', 'm48', 's12', 's24', 's36')]
 TINY = dict(depths=(1, 2, 1), dims=(16, 24, 32), num_classes=5)
@@ -120,27 +120,16 @@ def test_initialization_and_drop_path_are_timms():
 ], ids=str)
 @torch.no_grad()
 def test_reparameterize_is_exact(kwargs):
+    """At every position, in either memory format."""
     model = trained(**kwargs) if kwargs.get('layer_scale_init_values', 1) else tiny(**kwargs).eval()
     x = images()
-    expected, features = model(x), model.forward_features(x)
-    utility = reparameterize_model(model)
-    assert any(isinstance(m, (RePaMlp, RePaPooling)) for m in model.modules())
-    assert model.train().reparameterize() is model
-    assert model.eval().reparameterized
-    assert all(isinstance(block.mlp, RePaMlpDeploy) for block in blocks(model))
+    features = model.forward_features(x)
+    contract.check_reparameterize(model, partial(tiny, **kwargs), x)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        assert relative(model.to(memory_format=memory_format).forward_features(x), features) < 1e-5
     if kwargs.get('fold_token_mixer'):
         assert all(isinstance(block.token_mixer, RePaPoolingDeploy) for block in blocks(model))
-    assert relative(model(x), expected) < 1e-5
-    assert relative(model.forward_features(x), features) < 1e-5  # at every position
-    assert relative(model.to(memory_format=torch.channels_last)(x), expected) < 1e-5
-    assert torch.equal(utility(x), model.to(memory_format=torch.contiguous_format)(x))
-    once = copy.deepcopy(model.state_dict())
-    model.reparameterize()
-    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
-    built = tiny(reparameterized=True, **kwargs).eval()
-    built.load_state_dict(once)
-    assert torch.equal(built(x), model(x))
 
 
 @torch.no_grad()
@@ -232,11 +221,7 @@ class TestContract(Contract):
         (dict(drop_rate=.1, proj_drop_rate=.1, drop_path_rate=.2), (2, 5)),
     ], ids=str)
     def test_arguments(self, kind, kwargs, shape):
-        model = self.build(kind, **kwargs)
-        y = model(images()[:, :kwargs.get('in_chans', 3)])
-        assert y.shape == shape
-        y.square().sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
+        contract.check_arguments(self.build(kind, **kwargs), images()[:, :kwargs.get('in_chans', 3)], shape)
 
 
 def test_first_conv_and_classifier_are_where_the_config_says():

@@ -1,4 +1,4 @@
-import copy
+from functools import partial
 
 import pytest
 import timm
@@ -14,7 +14,6 @@ import timm_rep
 from tests.models import contract
 from tests.models.contract import Contract
 from tests.reference.ffn import ffn, relative, wild_
-from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
 VARIANTS = ['repa_swin_base', 'repa_swin_small', 'repa_swin_tiny']
 # two stages of two blocks, the second of each stage shifted where the map is larger than the window
@@ -93,24 +92,8 @@ def test_initialization_and_drop_path_are_timms():
     dict(), dict(idle_ratio=0.), dict(idle_ratio=1.), dict(idle_ratio=.4, mlp_ratio=2.5),
     dict(idle_schedule='linear'), dict(window_size=4, img_size=64),
 ], ids=str)
-@torch.no_grad()
 def test_reparameterize_is_exact(kwargs):
-    model = trained(**kwargs)
-    x = images(size=kwargs.get('img_size', 56))
-    expected = model(x)
-    utility = reparameterize_model(model)
-    assert any(isinstance(m, RePaMlp) for m in model.modules())
-    assert model.train().reparameterize() is model
-    assert model.eval().reparameterized
-    assert all(isinstance(block.mlp, RePaMlpDeploy) for block in blocks(model))
-    assert relative(model(x), expected) < 1e-5
-    assert torch.equal(utility(x), model(x))
-    once = copy.deepcopy(model.state_dict())
-    model.reparameterize()
-    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
-    built = tiny(reparameterized=True, **kwargs).eval()
-    built.load_state_dict(once)
-    assert torch.equal(built(x), model(x))
+    contract.check_reparameterize(trained(**kwargs), partial(tiny, **kwargs), images(size=kwargs.get('img_size', 56)))
 
 
 @torch.no_grad()
@@ -201,11 +184,7 @@ class TestContract(Contract):
         (dict(drop_rate=.1, proj_drop_rate=.1, attn_drop_rate=.1, drop_path_rate=.2), (2, 5)),
     ], ids=str)
     def test_arguments(self, kind, kwargs, shape):
-        model = self.build(kind, **kwargs)
-        y = model(images()[:, :kwargs.get('in_chans', 3)])
-        assert y.shape == shape
-        y.sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
+        contract.check_arguments(self.build(kind, **kwargs), images()[:, :kwargs.get('in_chans', 3)], shape)
 
 
 def test_first_conv_and_classifier_are_where_the_config_says():
