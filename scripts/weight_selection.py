@@ -5,9 +5,8 @@ A larger one is trained first, on the same images, and is the teacher. Without -
 quarter of an hour of one CPU core; with it on folders of images, CIFAR-10 for one.
 """
 import argparse
-import copy
 import statistics
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import timm
 import torch
@@ -22,31 +21,31 @@ from timm_rep.demo.training import DATA, create_loader_for, load_split
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.training import evaluate, fit
 
-# what the paper calls the row, and how the student starts
-ROWS: Dict[str, Tuple[str, Callable[[nn.Module, nn.Module, int], Any]]] = {
-    'random': ('random initialization, timm default', lambda student, teacher, seed: None),
-    'mimetic': ('mimetic initialization', lambda student, teacher, seed: mimetic_init_(student)),
-    **{
-        element: (f'weight selection, {what}', lambda student, teacher, seed, element=element: weight_select_init(
-            student, teacher, element=element, seed=seed))
-        for element, what in {
-            'uniform': 'uniform, first N layers',
-            'consecutive': 'consecutive',
-            'random-elements': 'random with consistency',
-            'random_inconsistent': 'random without consistency',
-            'uniform_heads': 'uniform, heads and projections apart',
-            'l1': 'L1 pruning',
-            'magnitude': 'magnitude pruning',
-        }.items()
-    },
-    **{
-        f'{depth}-layers': (f'weight selection, {depth} N layers', lambda student, teacher, seed, depth=depth: (
-            weight_select_init(student, teacher, depth=depth)))
-        for depth in ('uniform', 'mid', 'last')
-    },
+# what the paper calls a row, and what it selects
+SELECTIONS = {
+    'uniform': ('uniform, first N layers', dict()),
+    'consecutive': ('consecutive', dict(element='consecutive')),
+    'random-consistent': ('random with consistency', dict(element='random')),
+    'random-inconsistent': ('random without consistency', dict(element='random_inconsistent')),
+    'uniform-heads': ('uniform, heads and projections apart', dict(element='uniform_heads')),
+    'l1': ('L1 pruning', dict(element='l1')),
+    'magnitude': ('magnitude pruning', dict(element='magnitude')),
+    'uniform-layers': ('uniform layers', dict(depth='uniform')),
+    'mid-layers': ('mid N layers', dict(depth='mid')),
+    'last-layers': ('last N layers', dict(depth='last')),
 }
-ROWS['random-elements'] = (ROWS['random-elements'][0], lambda student, teacher, seed: weight_select_init(
-    student, teacher, element='random', seed=seed))
+ROWS = {
+    'random': 'random initialization, timm default',
+    'mimetic': 'mimetic initialization',
+    **{row: f'weight selection, {what}' for row, (what, _) in SELECTIONS.items()},
+}
+
+
+def initialize(row: str, student: nn.Module, teacher: nn.Module, seed: int) -> None:
+    if row == 'mimetic':
+        mimetic_init_(student)
+    elif row != 'random':
+        weight_select_init(student, teacher, seed=seed, **SELECTIONS[row][1])
 
 
 def build(args, size: Dict[str, Any], seed: int) -> nn.Module:
@@ -123,7 +122,7 @@ def main() -> None:
     for name in names:
         for seed in args.seeds:
             student = build(args, args.student, seed)
-            ROWS[name][1](student, copy.deepcopy(teacher), seed)
+            initialize(name, student, teacher, seed)
             courses[name].append(train(student, loaders, args.epochs, seed, args, f'{name}, seed {seed}'))
     final = statistics.mean(course[-1] for course in courses['random'])
     rows = []
@@ -131,7 +130,7 @@ def main() -> None:
         mean = [statistics.mean(epoch) for epoch in zip(*runs)]
         rows.append(dict(
             row=name,
-            what=ROWS[name][0],
+            what=ROWS[name],
             accuracy=round(mean[-1], 2),
             deviation=round(statistics.stdev(run[-1] for run in runs), 2) if len(runs) > 1 else None,
             first_epoch=round(mean[0], 2),

@@ -36,10 +36,8 @@ def state_dict_of(
     Raises:
         TypeError: It holds other things than tensors, or nothing.
     """
-    for wrapper in wrappers:
-        if isinstance(checkpoint.get(wrapper), Mapping):
-            checkpoint = checkpoint[wrapper]
-    state_dict = clean_state_dict(checkpoint)
+    state_dict = clean_state_dict(next(
+        (checkpoint[wrapper] for wrapper in wrappers if isinstance(checkpoint.get(wrapper), Mapping)), checkpoint))
     strangers = [repr(k) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
     if strangers or not state_dict:
         raise TypeError(

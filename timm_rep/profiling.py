@@ -187,8 +187,10 @@ def profile_latency(
         Milliseconds by part, by name.
 
     Raises:
-        ValueError: A model has no blocks with an FFN that are known here.
+        ValueError: A model has no blocks with an FFN that are known here, or rounds is not positive.
     """
+    if rounds < 1:
+        raise ValueError(f'rounds is the number of timed passes, 1 or more, got {rounds}.')
     watches: Dict[str, _Stopwatch] = {}
     passes: Dict[str, List[Dict[str, float]]] = {name: [] for name in models}
     try:

@@ -89,5 +89,11 @@ def test_refusals():
         timm_rep.calibrate_batchnorm(model, [])
     with pytest.raises(ValueError, match=r"neutral names BatchNorms .*\['\*\.norm3'\] does not"):
         timm_rep.calibrate_batchnorm(model, batches(), neutral=['*.norm3', '*.norm2'])
+    with pytest.raises(AssertionError, match='height'):  # timm's, of the second batch
+        timm_rep.calibrate_batchnorm(model, [batches()[0], torch.zeros(2, 3, 8, 8)])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.training
+    assert model.blocks[0].mlp.norm1.momentum == .1
+    loader = iter(batches(5))
+    timm_rep.calibrate_batchnorm(model, loader, batches=2, neutral='*.mlp.norm2')
+    assert len(list(loader)) == 3

@@ -73,6 +73,16 @@ def test_l1_keeps_the_largest_norms():
     assert columns.tolist() == sorted(sorted(range(6), key=lambda i: norms[i])[3:])
 
 
+@pytest.mark.parametrize('element', ['uniform', 'consecutive', 'random', 'random_inconsistent', 'l1', 'magnitude'])
+def test_vectors(element):
+    """Biases and norms."""
+    teacher = torch.tensor([3., -5., 1., 0., -2., 4.])
+    selected, _ = select_elements(teacher, (3,), element)
+    assert len(selected) == len({*selected.tolist()}) == 3
+    if element in ('l1', 'magnitude'):
+        assert selected.tolist() == [3., -5., 4.]
+
+
 def test_magnitude_keeps_the_largest_entries_in_their_order():
     teacher = torch.randn(7, 5)
     selected, indices = select_elements(teacher, (3, 4), 'magnitude')

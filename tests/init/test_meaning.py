@@ -106,6 +106,54 @@ def test_position_embeddings_are_interpolated():
 
 
 @torch.no_grad()
+def test_other_tokens_before_the_grid():
+    """The first of them are kept."""
+    def grid(kwargs, seed=0):
+        return build(seed, **dict(STUDENT, embed_dim=24, **kwargs))
+
+    plain, distilled = grid({}), build(1, 'deit_tiny_distilled_patch16_224', **dict(STUDENT, embed_dim=24))
+    init(plain, distilled)
+    assert torch.equal(plain.pos_embed, torch.cat([distilled.pos_embed[:, :1], distilled.pos_embed[:, 2:]], dim=1))
+    headless = grid(dict(class_token=False, global_pool='avg', fc_norm=False))
+    init(headless, plain)
+    assert torch.equal(headless.pos_embed, plain.pos_embed[:, 1:])
+    registers = grid(dict(reg_tokens=3), seed=2)
+    init(plain, registers)
+    assert torch.equal(plain.pos_embed, torch.cat([registers.pos_embed[:, :1], registers.pos_embed[:, 4:]], dim=1))
+
+
+@torch.no_grad()
+def test_active_and_idle_channels_are_apart():
+    args = dict(img_size=32, patch_size=8, depth=1, num_heads=2, num_classes=5)
+    student = build(0, 'repa_deit_tiny', embed_dim=16, idle_ratio=.75, **args)
+    teacher = build(1, 'repa_deit_tiny', embed_dim=32, idle_ratio=.5, **args)
+    init(student, teacher)
+    ours, theirs = student.blocks[0].mlp, teacher.blocks[0].mlp
+    hidden = torch.cat([evenly_spaced(64, 16), 64 + evenly_spaced(64, 48)])
+    kept = evenly_spaced(32, 16)
+    assert torch.equal(ours.fc1.weight, theirs.fc1.weight[hidden][:, kept])
+    assert torch.equal(ours.norm2.running_var, theirs.norm2.running_var[hidden])
+    assert torch.equal(ours.fc2.weight, theirs.fc2.weight[kept][:, hidden])
+    assert torch.equal(ours.fc2.bias, theirs.fc2.bias[kept])
+    idle = build(1, 'repa_deit_tiny', embed_dim=32, idle_ratio=1., **args)
+    with pytest.raises(ValueError, match=r'the student activates 16 of 64 hidden channels, the teacher 0 of 128'):
+        init(student, idle)
+
+
+def test_what_cannot_be_selected_is_listed():
+    """All of it, and with strict=False it keeps its own initialization."""
+    student, teacher = build(0, **dict(STUDENT, num_heads=6)), build(1, **TEACHER)
+    before = copy.deepcopy(student.state_dict())
+    with pytest.raises(ValueError, match=r'(?s)^3 of 20 .*attn\.qkv\.weight.*attn\.qkv\.bias.*attn\.proj\.weight'):
+        init(student, teacher)
+    report = init(student, teacher, strict=False)
+    assert {s.name for s in report.own if s.problem} == {
+        f'blocks.0.attn.{name}' for name in ('qkv.weight', 'qkv.bias', 'proj.weight')}
+    assert torch.equal(student.blocks[0].attn.qkv.weight, before['blocks.0.attn.qkv.weight'])
+    assert torch.equal(student.norm.bias, teacher.norm.bias[evenly_spaced(80, 24)])
+
+
+@torch.no_grad()
 def test_swin():
     """Tables of relative positions: the heads that are kept, and another window by interpolation."""
     args = dict(depths=(1, 1), num_classes=5)

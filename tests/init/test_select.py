@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 import timm_rep
 from timm_rep.init import evenly_spaced, open_teacher
 from timm_rep.init.roles import ROLES, role_of
+from timm_rep.init.select import CHOICES
 
 VIT = dict(img_size=32, patch_size=8, num_classes=5)
 STUDENT = dict(VIT, embed_dim=24, depth=2, num_heads=3)
@@ -208,6 +209,24 @@ def test_chain(student, teacher):
         timm_rep.weight_select_init(student, [teacher, middle.state_dict()])
 
 
+@pytest.mark.parametrize('element', CHOICES)
+@pytest.mark.parametrize('depth', ['first', 'uniform', 'mid', 'last'])
+def test_every_choice(student, teacher, element, depth):
+    """Every tensor but the classifier is made of entries of the teacher's tensor of that name, of the block chosen."""
+    report = timm_rep.weight_select_init(student, teacher, element=element, depth=depth, seed=2)
+    blocks = {'first': [0, 1], 'uniform': [0, 2], 'mid': [1, 2], 'last': [2, 3]}[depth]
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    for s in report.selections:
+        if s.role == 'head':
+            continue
+        expected = s.name
+        if s.name.startswith('blocks.'):
+            _, i, rest = s.name.split('.', 2)
+            expected = f'blocks.{blocks[int(i)]}.{rest}'
+        assert s.teacher_name == expected
+        assert set(ours[s.name].flatten().tolist()) <= set(theirs[expected].flatten().tolist())
+
+
 FAMILIES = {
     'convnext': ('convnext_femto', 'convnext_tiny', dict(depths=(1, 1, 2, 1)), dict(depths=(2, 1, 3, 1))),
     'resnet': ('resnet18', 'resnet34', {}, {}),
@@ -252,6 +271,102 @@ def test_families(family):
     assert torch.equal(student(x), by_hand(x))
 
 
+REPA = {
+    'deit': ('repa_deit_tiny', 'deit_tiny_patch16_224', dict(VIT, embed_dim=24, num_heads=3), 'depth', (2, 3), dict(
+        pre_norm=False)),
+    'swin': ('repa_swin_tiny', 'swin_tiny_patch4_window7_224', dict(
+        img_size=56, embed_dim=24, num_heads=(2, 2), num_classes=5), 'depths', ((1, 2), (2, 3)), {}),
+    'lvvit': ('repa_lvvit_s', 'lvvit_s', dict(VIT, img_size=64, patch_size=16, embed_dim=24, num_heads=3), 'depth',
+              (2, 3), {}),
+}
+
+
+@pytest.mark.parametrize('family', REPA)
+@pytest.mark.parametrize('way', ['repa from plain', 'plain from repa', 'converted from plain'])
+def test_between_plain_models_and_repaformers(family, way):
+    """Of other depths too: FFNs, and norms by the names that they have there."""
+    repa, plain, args, depth, (shallow, deep), more = REPA[family]
+    torch.manual_seed(0)
+    if way == 'plain from repa':
+        student = timm.create_model(plain, **args, **{depth: shallow})
+        teacher = timm.create_model(repa, **args, **{depth: deep}, **more)
+    else:
+        teacher = timm.create_model(plain, **args, **{depth: deep})
+        if way == 'repa from plain':
+            student = timm.create_model(repa, **args, **{depth: shallow}, **more)
+        else:
+            student = timm_rep.convert_to_repa(timm.create_model(plain, **args, **{depth: shallow}))
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.normal_()
+    report = timm_rep.weight_select_init(student, teacher)
+    assert {s.role for s in report.own if 'BatchNorm' not in s.reason} == {'head'}
+    kinds = {s.name.split('.')[-2] for s in report.own if 'BatchNorm' in s.reason}
+    assert kinds == (set() if way == 'plain from repa' else {'norm1', 'norm2'})
+
+    def ffn(model):
+        block = model.layers[1].blocks[1] if family == 'swin' else model.blocks[1]
+        return (block.mlp.norm1 if hasattr(block.mlp, 'norm1') else block.norm2), block.mlp.fc1, block.mlp.fc2
+
+    for ours, theirs in zip(ffn(student), ffn(teacher)):
+        assert torch.equal(ours.weight, theirs.weight)
+        assert torch.equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.parametrize('name', ['mixer_s32_224', 'resmlp_12_224', 'caformer_s18'])
+def test_what_convert_to_repa_makes_starts_from_the_plain_model(name):
+    """All of it: the statistics are not there, and a shift where the norms have none."""
+    student, teacher = timm.create_model(name), timm.create_model(name)
+    report = timm_rep.weight_select_init(timm_rep.convert_to_repa(student), teacher, include_head=True)
+    assert all('BatchNorm' in s.reason or 'no shift' in s.reason for s in report.own)
+    assert any('no shift' in s.reason for s in report.own) == (name == 'caformer_s18')
+
+
+def test_wrapped_models(student, teacher):
+    """DDP's and torch.compile's."""
+    expected = vit(**STUDENT)
+    timm_rep.weight_select_init(expected, teacher)
+    for wrap in (torch.nn.DataParallel, lambda model: torch.compile(model, backend='eager')):
+        student = vit(**STUDENT)
+        timm_rep.weight_select_init(wrap(student), wrap(teacher))
+        assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
+
+
+def test_layouts_of_teachers(student, teacher, tmp_path):
+    """DINO's training checkpoint, MAE's, CLIP's vision tower, a training run of timm with its moving average."""
+    expected = vit(**STUDENT)
+    timm_rep.weight_select_init(expected, teacher)
+    state = teacher.state_dict()
+    others = {k: torch.zeros_like(v) for k, v in state.items()}
+    backbone = {k: v for k, v in state.items() if not k.startswith('head.')}
+    clip = {}
+    for k, v in backbone.items():
+        for ours, theirs in [
+            ('patch_embed.proj.', 'conv1.'), ('pos_embed', 'positional_embedding'), ('cls_token', 'class_embedding'),
+            ('blocks.', 'transformer.resblocks.'), ('norm1.', 'ln_1.'), ('norm2.', 'ln_2.'),
+            ('attn.qkv.', 'attn.in_proj_'), ('attn.proj.', 'attn.out_proj.'), ('mlp.fc1.', 'mlp.c_fc.'),
+            ('mlp.fc2.', 'mlp.c_proj.'),
+        ]:
+            k = k.replace(ours, theirs)
+        k = f'visual.{k}'.replace('visual.norm.', 'visual.ln_post.')
+        clip[k] = v[0, 0] if 'class' in k else v[0] if 'positional' in k else v
+    clip.update({'visual.proj': torch.zeros(48, 8), 'transformer.resblocks.0.ln_1.weight': torch.zeros(8)})
+    layouts = {
+        'dino': {'student': others, 'teacher': {
+            **{f'backbone.{k}': v for k, v in backbone.items()}, 'head.mlp.0.weight': torch.zeros(2)}},
+        'mae': {'model': {**backbone, 'decoder_pos_embed': torch.zeros(1, 2, 3), 'mask_token': torch.zeros(1)}},
+        'clip': clip,
+        'timm': {'state_dict': others, 'state_dict_ema': state, 'epoch': 3},
+    }
+    for name, checkpoint in layouts.items():
+        torch.save(checkpoint, tmp_path / f'{name}.pth')
+        for source in (checkpoint, tmp_path / f'{name}.pth'):
+            student = vit(**STUDENT)
+            timm_rep.weight_select_init(student, source)
+            for k, v in student.state_dict().items():
+                assert torch.equal(v, expected.state_dict()[k]), (name, k)
+
+
 def test_dtypes_and_devices(teacher):
     student = vit(**STUDENT).bfloat16()
     timm_rep.weight_select_init(student, teacher)
@@ -267,6 +382,13 @@ def test_bad_arguments(student, teacher, tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             timm_rep.weight_select_init(student, teacher, **kwargs)
+    for word in ('blocks.*.attention.*', 'blocks.9.*'):
+        with pytest.raises(ValueError, match=r'No tensor of the student is called .blocks'):
+            timm_rep.weight_select_init(student, teacher, include=word)
+    with pytest.raises(ValueError, match='features_only'):
+        timm_rep.weight_select_init(vit(**STUDENT, features_only=True, out_indices=(0,)), teacher)
+    with pytest.raises(ValueError, match="student is on 'meta'"):
+        timm_rep.weight_select_init(timm.create_model('vit_tiny_patch16_224', device='meta', **STUDENT), teacher)
     with pytest.raises(ValueError, match='teacher is empty'):
         timm_rep.weight_select_init(student, [])
     with pytest.raises(FileNotFoundError, match='neither a file nor a timm model'):

@@ -98,6 +98,8 @@ def test_refusals():
     for size in (0, 2, -3):
         with pytest.raises(ValueError, match=f'odd, got {size}'):
             RePaPooling(4, size)
+        with pytest.raises(ValueError, match=f'odd, got {size}'):
+            RePaPoolingDeploy(4, size)
     with pytest.raises(ValueError, match='track_running_stats'):
         RePaPooling(4, norm_layer=lambda n, **dd: nn.BatchNorm2d(n, track_running_stats=False, **dd)).fuse()
     mixer = RePaPooling(4).half()

@@ -35,6 +35,7 @@ MODELS = {
     'hiera': ('hiera_tiny_224', dict(embed_dim=16, num_heads=1, stages=(1, 1, 1, 1), img_size=64), 64),
     'hieradet': ('hieradet_small', dict(
         embed_dim=16, num_heads=1, stages=(1, 1, 2, 1), window_spec=(8, 4, 4, 2), global_att_blocks=(3,)), 128),
+    'lvvit': ('lvvit_s', dict(img_size=64, embed_dim=24, depth=2, num_heads=2), 64),
     'maxvit': ('maxvit_rmlp_pico_rw_256', MAXVIT, 64),
     'maxvit in parallel': ('maxvit_tiny_pm_256', MAXVIT, 64),
     'poolformer': (metaformer.MetaFormer, dict(
@@ -194,6 +195,18 @@ def test_other_models_are_refused_and_left_alone(name, args, message):
     with pytest.raises(ValueError, match=message):
         timm_rep.convert_to_repa(model)
     assert repr(model) == before
+
+
+def test_wrapped_models_are_refused_and_frozen_ones_stay_frozen():
+    model, _ = build('deit3')
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend='eager')):
+        with pytest.raises(ValueError, match='convert it before you wrap it'):
+            timm_rep.convert_to_repa(wrapped)
+    with pytest.raises(ValueError, match=r'Feature\w+ is a model in another one'):
+        timm_rep.convert_to_repa(build('swin', features_only=True)[0])
+    timm_rep.convert_to_repa(model.requires_grad_(False))
+    assert not any(p.requires_grad for p in ffns(model)[0].norm1.parameters())
+    assert ffns(model)[0].norm2.weight.requires_grad  # of which there was none
 
 
 def test_bad_ratios_change_nothing():

@@ -88,6 +88,8 @@ def test_logits_are_of_all_tokens(name):
     plain = tiny(name, return_dense=False).eval()
     assert not any('aux_head' in key for key in plain.state_dict())
     assert torch.equal(plain(images()), plain.head(plain.forward_features(images())[:, 0]))
+    unpooled = trained(name, global_pool='')
+    assert torch.equal(unpooled(images()), unpooled.head(unpooled.forward_features(images())))
     averaged = trained(name, global_pool='avg', class_token=False)
     tokens = averaged.forward_features(images())
     expected = averaged.head(averaged.fc_norm(tokens.mean(1)))
@@ -207,6 +209,7 @@ class TestContract(Contract):
     @pytest.mark.parametrize('kwargs,shape', [
         (dict(num_classes=0), (2, 48)),
         (dict(num_classes=0, global_pool=''), (2, 17, 48)),
+        (dict(global_pool='', return_dense=False), (2, 17, 5)),
         (dict(in_chans=1), (2, 5)),
         (dict(drop_rate=.1, proj_drop_rate=.1, attn_drop_rate=.1, drop_path_rate=.2), (2, 5)),
     ], ids=str)

@@ -156,8 +156,9 @@ def test_other_structures_are_refused():
         with pytest.raises(RuntimeError, match='deploy structure'):
             tiny(fold_token_mixer=fold).load_state_dict(
                 tiny(reparameterized=True, fold_token_mixer=fold).state_dict(), strict=False)
-    with pytest.raises(ValueError, match='pool_size is the side of a window'):
-        tiny(fold_token_mixer=True, pool_size=4)
+    for kwargs in (dict(), dict(fold_token_mixer=True), dict(fold_token_mixer=True, reparameterized=True)):
+        with pytest.raises(ValueError, match='pool_size is the side of a window'):
+            tiny(pool_size=4, **kwargs)
 
 
 @pytest.mark.parametrize('fold_token_mixer', [False, True])

@@ -26,3 +26,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as e:
         print(f'timm-rep: {e}', file=sys.stderr)
         return 1
+    except TypeError as e:
+        if 'unexpected keyword argument' not in str(e):
+            raise
+        print(f'timm-rep: {e}; is it a --model-kwargs?', file=sys.stderr)
+        return 1

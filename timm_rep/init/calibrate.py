@@ -1,6 +1,7 @@
 """Statistics of BatchNorms, from data, where weights come from a model that has none."""
 import fnmatch
-from typing import Any, Iterable, Optional, Sequence
+from itertools import islice
+from typing import Any, Iterable, Optional, Sequence, Union
 
 import torch
 import torch.nn as nn
@@ -13,7 +14,7 @@ def calibrate_batchnorm(
         model: nn.Module,
         loader: Iterable[Any],
         batches: Optional[int] = None,
-        neutral: Sequence[str] = (),
+        neutral: Union[str, Sequence[str]] = (),
 ) -> nn.Module:
     """Set the running statistics of all BatchNorms of a model to those of a data set, in place.
 
@@ -39,6 +40,7 @@ def calibrate_batchnorm(
     }
     if not norms:
         raise ValueError(f'{type(model).__name__} has no BatchNorm with running statistics.')
+    neutral = [neutral] if isinstance(neutral, str) else neutral
     identities = [norm for name, norm in norms.items() if any(fnmatch.fnmatch(name, p) for p in neutral)]
     unknown = [p for p in neutral if not fnmatch.filter(norms, p)]
     if unknown or any(norm.weight is None for norm in identities):
@@ -55,24 +57,24 @@ def calibrate_batchnorm(
             norm.train()
             norm.reset_running_stats()
             norm.momentum = None  # an average over all batches
-        for batch in loader:
-            if count == batches:
-                break
+        for batch in islice(loader, batches):
             images = batch[0] if isinstance(batch, (tuple, list)) else batch
             model(images.to(device=like.device, dtype=like.dtype))
             count += 1
+        if count == 0:
+            raise ValueError('The loader has no batches; nothing was changed.')
+    except BaseException:
+        for norm, (_, buffers) in before.items():
+            for name, value in buffers.items():
+                getattr(norm, name).copy_(value)
+        raise
     finally:
         for hook in hooks:
             hook.remove()
         for m, training in modes.items():
             m.training = training
-        for norm, (momentum, buffers) in before.items():
+        for norm, (momentum, _) in before.items():
             norm.momentum = momentum
-            if count == 0:
-                for name, value in buffers.items():
-                    getattr(norm, name).copy_(value)
-    if count == 0:
-        raise ValueError('The loader has no batches; nothing was changed.')
     for norm in identities:
         norm.weight.copy_((norm.running_var + norm.eps).sqrt())
         norm.bias.copy_(norm.running_mean)

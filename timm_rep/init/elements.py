@@ -40,7 +40,7 @@ def _axis(tensor: torch.Tensor, dim: int, student: int, element: str, key: str, 
         return _random(teacher, student, f'{seed} {teacher} {student}')
     if element == 'random_inconsistent':
         return _random(teacher, student, f'{seed} {key} {dim}')
-    norms = tensor.float().abs().sum(dim=[d for d in range(tensor.dim()) if d != dim])
+    norms = tensor.float().abs().movedim(dim, 0).reshape(teacher, -1).sum(dim=1)
     return norms.topk(student).indices.sort().values
 
 

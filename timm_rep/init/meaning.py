@@ -1,7 +1,7 @@
 """Selection that respects what the axes of a tensor mean: heads, projections, halves, groups, positions."""
 import math
 import re
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -11,7 +11,7 @@ from .depth import Shape
 from .elements import Indices, evenly_spaced
 from .roles import fused_parts
 
-__all__ = ['HEADS', 'Anatomy', 'is_interpolated', 'select_by_meaning']
+__all__ = ['HEADS', 'Anatomy', 'select_by_meaning']
 
 HEADS = ('whole', 'within')
 
@@ -19,6 +19,7 @@ _QKV = re.compile(r'(^|\.)(qkv|kv|q|k|v)\.(weight|bias)$|(^|\.)([qkv]_bias|in_pr
 _PROJ = re.compile(r'(^|\.)attn\w*\.(proj|out_proj)\.weight$')
 _TABLE = re.compile(r'(^|\.)relative_position_bias_table$')
 _POS_EMBED = re.compile(r'^pos_embed$')
+_HIDDEN = re.compile(r'^(.*)\.(fc1\.weight|fc1\.bias|norm2\.\w+|fc2\.weight)$')
 _GLU = re.compile(r'(^|\.)(fc1|w12)\.(weight|bias)$')
 
 
@@ -28,10 +29,12 @@ class Anatomy(NamedTuple):
     Attributes:
         heads: Attention heads by the name of the module.
         groups: Groups by the name of a convolution that has more than one.
+        active: Activated hidden channels by the name of a RePaFormer's FFN; they come first.
         shapes: Shapes by the name of the tensor.
     """
     heads: Mapping[str, int]
     groups: Mapping[str, int]
+    active: Mapping[str, int]
     shapes: Mapping[str, Shape]
 
     @classmethod
@@ -41,7 +44,9 @@ class Anatomy(NamedTuple):
         heads: Dict[str, int] = {n: m.num_heads for n, m in modules.items() if isinstance(
             getattr(m, 'num_heads', None), int)}
         groups = {n: m.groups for n, m in modules.items() if isinstance(m, nn.Conv2d) and m.groups > 1}
-        return cls(heads, groups, shapes)
+        active = {n: m.act.active_channels for n, m in modules.items() if hasattr(
+            getattr(m, 'act', None), 'active_channels')}
+        return cls(heads, groups, active, shapes)
 
     def heads_of(self, name: str) -> Optional[int]:
         """The heads of the attention that a tensor belongs to."""
@@ -53,28 +58,41 @@ class Anatomy(NamedTuple):
         return None
 
 
+class _Idle(NamedTuple):
+    """An axis of hidden channels, the activated ones first; and of all there are."""
+    teacher: Tuple[int, int]
+    student: Tuple[int, int]
+
+    def positions(self, heads: str) -> torch.Tensor:
+        (active, hidden), (active_s, hidden_s) = self.teacher, self.student
+        if active_s > active or hidden_s - active_s > hidden - active:
+            raise ValueError(
+                f'the student activates {active_s} of {hidden_s} hidden channels, the teacher {active} of '
+                f'{hidden}; channels that are activated and idle ones are selected by themselves.')
+        return torch.cat([
+            of for of in (
+                evenly_spaced(active, active_s) if active_s else None,
+                active + evenly_spaced(hidden - active, hidden_s - active_s) if hidden_s > active_s else None,
+            ) if of is not None])
+
+
 class _Axis(NamedTuple):
     """An axis of ``parts`` x ``outer`` x ``inner`` entries, in the teacher and in the student."""
     parts: int
     teacher: Tuple[int, int]
     student: Tuple[int, int]
 
-    def positions(self, name: str, heads: str) -> torch.Tensor:
+    def positions(self, heads: str) -> torch.Tensor:
         (outer, inner), (outer_s, inner_s) = self.teacher, self.student
         if heads == 'within':
             within = evenly_spaced(outer * inner, outer_s * inner_s)
         elif outer_s > outer or inner_s > inner:
             raise ValueError(
-                f'{name}: the student has {outer_s} heads or groups of {inner_s}, the teacher {outer} of {inner}; '
+                f'the student has {outer_s} heads or groups of {inner_s}, the teacher {outer} of {inner}; '
                 "whole ones cannot be selected. heads='within' takes their channels together.")
         else:
             within = (evenly_spaced(outer, outer_s)[:, None] * inner + evenly_spaced(inner, inner_s)).flatten()
         return torch.cat([part * outer * inner + within for part in range(self.parts)])
-
-
-def is_interpolated(name: str) -> bool:
-    """Whether a tensor is over positions, of which a student may have more than its teacher."""
-    return bool(_TABLE.search(name) or _POS_EMBED.search(name))
 
 
 def _split(length: int, parts: int, outer: int) -> Tuple[int, int]:
@@ -89,7 +107,7 @@ def _axis(
         student: Anatomy,
         teacher: Anatomy,
         teacher_name: str,
-) -> Optional[_Axis]:
+) -> Optional[Union[_Axis, _Idle]]:
     """What an axis is composed of, None if of nothing."""
     ours, theirs = shape[dim], teacher_shape[dim]
     is_heads = (dim == 0 and _QKV.search(name)) or (dim == 1 and _PROJ.search(name))
@@ -105,6 +123,11 @@ def _axis(
         halves = second in student.shapes and 2 * student.shapes[second][1] == ours
         if halves:
             return _Axis(2, _split(theirs, 2, 1), _split(ours, 2, 1))
+    hidden, hidden_of_teacher = _HIDDEN.match(name), _HIDDEN.match(teacher_name)
+    if hidden and hidden_of_teacher and dim == (hidden[2] == 'fc2.weight'):
+        active, active_of_teacher = student.active.get(hidden[1]), teacher.active.get(hidden_of_teacher[1])
+        if active is not None and active_of_teacher is not None:
+            return _Idle((active_of_teacher, theirs), (active, ours))
     module, of_teacher = (of.rsplit('.', 1)[0] for of in (name, teacher_name))
     groups = student.groups.get(module, 1)
     if dim == 0 and groups > 1 and student.shapes[f'{module}.weight'][1] > 1:
@@ -130,8 +153,10 @@ def select_by_meaning(
       head its channels evenly spaced; or (``heads='within'``) the channels of all heads together, evenly spaced.
     - The inputs of an attention's ``proj``: as the channels of its values.
     - ``relative_position_bias_table`` (Swin, BEiT): interpolated to the student's window, and the heads that are kept.
-    - ``pos_embed`` (ViT): interpolated to the student's grid, class and register tokens as they are.
+    - ``pos_embed`` (ViT): interpolated to the student's grid, class and register tokens as they are, the first ones
+      where the teacher has more.
     - The first layer of a GLU: gates and values by themselves.
+    - The hidden channels of a RePaFormer's FFN from another's: the activated ones and the idle ones by themselves.
     - Convolutions with groups of more than a channel: whole groups, and in them channels evenly spaced.
     - Every other axis, the width of the residual stream and that of hidden layers: evenly spaced (algorithm 1).
 
@@ -151,8 +176,9 @@ def select_by_meaning(
         ValueError: The teacher has fewer heads or groups than the student, or narrower ones, and whole ones are asked.
     """
     if _POS_EMBED.search(name) and tensor.dim() == 3 and tensor.shape[1] != shape[1]:
-        prefix, (old, new) = _grids(tensor.shape[1], shape[1])
-        tensor = resample_abs_pos_embed(tensor, [new, new], [old, old], num_prefix_tokens=prefix)
+        (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])
+        tensor = torch.cat([tensor[:, :kept], tensor[:, prefix:]], dim=1)
+        tensor = resample_abs_pos_embed(tensor, [new, new], [old, old], num_prefix_tokens=kept)
     if _TABLE.search(name) and tensor.shape[0] != shape[0]:
         tensor = resize_rel_pos_bias_table(tensor, (_window(shape[0]),) * 2, (shape[0], tensor.shape[1]))
     indices: Indices = []
@@ -160,7 +186,7 @@ def select_by_meaning(
     for dim, length in enumerate(shape):
         axis = _axis(name, dim, shape, tensor.shape, student, teacher, teacher_name)
         if axis is not None and axis.student != axis.teacher:
-            of = axis.positions(name, heads)
+            of = axis.positions(heads)
         elif length != tensor.shape[dim]:
             of = evenly_spaced(tensor.shape[dim], length)
         else:
@@ -171,13 +197,17 @@ def select_by_meaning(
     return selected, indices
 
 
-def _grids(old: int, new: int) -> Tuple[int, Tuple[int, int]]:
-    """The number of tokens before the grid, and the sides of the two, of position embeddings of these lengths."""
-    for prefix in range(10):
-        sides = math.isqrt(max(old - prefix, 0)), math.isqrt(max(new - prefix, 0))
-        if all(side and side ** 2 == length - prefix for side, length in zip(sides, (old, new))):
-            return prefix, sides
-    raise ValueError(f'pos_embed: {old} and {new} positions are not those of square grids and the same other tokens.')
+def _grids(old: int, new: int) -> Tuple[Tuple[int, int], Tuple[int, int]]:
+    """Tokens before the grid and the side of it, of position embeddings of these lengths; as few as may be."""
+    found = []
+    for length in (old, new):
+        sides = {prefix: math.isqrt(max(length - prefix, 0)) for prefix in range(10)}
+        found.append([(prefix, side) for prefix, side in sides.items() if side and side ** 2 == length - prefix])
+    pairs = [(a, b) for b in found[1] for a in found[0] if a[0] >= b[0]]
+    if not pairs:
+        raise ValueError(f'{old} and {new} positions are not those of square grids and tokens before them.')
+    # most likely the tokens before the grid are the same, or else the grids are
+    return min(pairs, key=lambda pair: (pair[0][0] != pair[1][0] and pair[0][1] != pair[1][1], pair[1], pair[0]))
 
 
 def _window(length: int) -> int:
@@ -186,4 +216,4 @@ def _window(length: int) -> int:
         side = math.isqrt(length - extra)
         if side ** 2 == length - extra:
             return (side + 1) // 2
-    raise ValueError(f'relative_position_bias_table: {length} positions are not those of a square window.')
+    raise ValueError(f'{length} positions are not those of a square window.')

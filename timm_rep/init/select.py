@@ -8,11 +8,14 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 import timm
 import torch
 import torch.nn as nn
+from timm.models import FeatureDictNet, FeatureHookNet
+from timm.models._features import FeatureGetterNet
+from timm.utils import unwrap_model
 
 from .depth import Shape, map_names, select_blocks, with_ones_of, without_ones
 from .elements import ELEMENTS, Indices, select_elements
-from .meaning import HEADS, Anatomy, is_interpolated, select_by_meaning
-from .relatives import plain_names, waits_for_statistics
+from .meaning import HEADS, Anatomy, select_by_meaning
+from .relatives import missing_by_nature, plain_names
 from .roles import ROLES, classifier_names, fused_parts, in_classifier, matches, role_of
 from .teachers import Teacher, TeacherSource, open_teacher
 
@@ -139,15 +142,21 @@ def weight_select_init(
         first = model
 
     source = open_teacher(first)
-    classifiers = classifier_names(student)
+    student = unwrap_model(student)
+    if isinstance(student, (FeatureDictNet, FeatureGetterNet, FeatureHookNet)):
+        raise ValueError('The student is a features_only model, whose tensors have other names: use one without.')
     own = student.state_dict()
+    if any(value.is_meta for value in own.values()):
+        raise ValueError("The student is on 'meta', where there is nothing to initialize: create it on a device.")
     shapes = {name: tuple(value.shape) for name, value in own.items()}
-    plain = plain_names(shapes, source.shapes)
-    names = map_names({plain[name]: shape for name, shape in shapes.items()}, source.shapes, depth)
+    names = _names(shapes, source.shapes, depth)
+    anatomies = Anatomy.of(student, shapes), Anatomy.of(source.model, source.shapes)
+    classifiers = classifier_names(student)
     plan = [
-        _planned(name, shapes[name], names[plain[name]], source, classifiers, element, include, exclude, include_head)
-        for name in own
+        _planned(name, shapes[name], names[name], source, classifiers, include, exclude, include_head) for name in own
     ]
+    _check_patterns([(s.name, s.role) for s in plan], include, exclude)
+    plan = [_feasible(s, element, anatomies, heads) for s in plan]
     problems = [s for s in plan if s.problem]
     if strict and problems:
         raise ValueError(
@@ -155,7 +164,6 @@ def weight_select_init(
             'changed. strict=False leaves them at their own initialization.\n  '
             + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems))
 
-    anatomies = Anatomy.of(student, shapes), Anatomy.of(source.model, source.shapes)
     selected: Dict[str, torch.Tensor] = {}
     report: List[Selection] = []
     for s in plan:
@@ -174,6 +182,48 @@ def weight_select_init(
         for name, value in selected.items():
             own[name].copy_(value)
     return SelectionReport(tuple(report))
+
+
+def _names(student: Dict[str, Shape], teacher: Dict[str, Shape], depth: str) -> Dict[str, Optional[str]]:
+    """For each tensor of the student that of the teacher, whichever of them is a RePaFormer."""
+    ours, theirs = plain_names(student, teacher), plain_names(teacher, student)
+    of_plain = {plain: name for name, plain in theirs.items() if plain is not None}
+    found = map_names(
+        {plain: student[name] for name, plain in ours.items() if plain is not None},
+        {plain: teacher[name] for plain, name in of_plain.items()},
+        depth,
+    )
+    return {name: of_plain.get(found.get(plain)) for name, plain in ours.items()}
+
+
+def _feasible(s: Selection, element: str, anatomies: Tuple[Anatomy, Anatomy], heads: str) -> Selection:
+    """The selection, or why it cannot be made: of sizes, heads or positions that the teacher does not have."""
+    if s.teacher_name is None:
+        return s
+    ours, theirs = without_ones(s.shape), without_ones(s.teacher_shape)
+    reason = ''
+    if len(ours) != len(theirs):
+        reason = 'with another number of axes'
+    elif element == 'uniform_heads':
+        try:
+            teacher_shape = with_ones_of(s.teacher_shape, s.shape)
+            select_by_meaning(
+                torch.empty(teacher_shape, device='meta'), s.shape, s.name, s.teacher_name, *anatomies, heads=heads)
+        except ValueError as e:
+            reason = str(e)
+    elif any(a > b for a, b in zip(ours, theirs)):
+        reason = 'smaller'
+    if not reason:
+        return s
+    return Selection(
+        s.name, s.role, s.shape, reason=f'{s.teacher_name} of the teacher is {s.teacher_shape}, {reason}', problem=True)
+
+
+def _check_patterns(tensors: List[Tuple[str, str]], *wanted: Optional[Union[str, Sequence[str]]]) -> None:
+    for of in wanted:
+        for word in [of] if isinstance(of, str) else of or ():
+            if word not in ROLES and not any(matches(name, role, word) for name, role in tensors):
+                raise ValueError(f'No tensor of the student is called {word!r}, nothing was changed.')
 
 
 def _check_words(element: str, depth: str, heads: str, *wanted: Optional[Union[str, Sequence[str]]]) -> None:
@@ -205,7 +255,6 @@ def _planned(
         teacher_name: Optional[str],
         teacher: Teacher,
         classifiers: Sequence[str],
-        element: str,
         include: Optional[Union[str, Sequence[str]]],
         exclude: Optional[Union[str, Sequence[str]]],
         include_head: bool,
@@ -218,19 +267,10 @@ def _planned(
         return selection._replace(reason='excluded')
     if in_classifier(name, classifiers) and not include_head:
         return selection._replace(reason='a classifier')
-    if teacher_name is None and waits_for_statistics(name):
-        return selection._replace(reason='a BatchNorm that the teacher has none of, see calibrate_batchnorm()')
     if teacher_name is None:
-        return selection._replace(reason='the teacher has none', problem=True)
+        reason = missing_by_nature(name)
+        return selection._replace(reason=reason or 'the teacher has none', problem=not reason)
     teacher_shape = teacher.shapes[teacher_name]
     if in_classifier(name, classifiers) and teacher_shape[0] != shape[0]:
         return selection._replace(reason=f'a classifier of {shape[0]} classes, the teacher has {teacher_shape[0]}')
-    ours, theirs = without_ones(shape), without_ones(teacher_shape)
-    if len(ours) != len(theirs):
-        return selection._replace(
-            reason=f'{teacher_name} of the teacher is {teacher_shape}, with another number of axes', problem=True)
-    if element == 'uniform_heads' and is_interpolated(name):
-        ours, theirs = ours[1:], theirs[1:]
-    if any(s > t for s, t in zip(ours, theirs)):
-        return selection._replace(reason=f'{teacher_name} of the teacher is {teacher_shape}, smaller', problem=True)
     return selection._replace(teacher_name=teacher_name, teacher_shape=teacher_shape)

@@ -7,6 +7,7 @@ import timm
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
+from timm.utils import unwrap_model
 
 from timm_rep.checkpoints import read_checkpoint, state_dict_of
 
@@ -77,8 +78,8 @@ _CLIP = [
 ]
 # what wrappers put before the names of the model in them: DDP, DINO's multi-crop wrapper, torch.compile
 _PREFIXES = ('module.', 'backbone.', '_orig_mod.')
-# what a checkpoint has a state dict under: DINO, timm and others, MAE and others
-_WRAPPERS = ('teacher', 'state_dict', 'model')
+# what a checkpoint has a state dict under: DINO, timm and others, MAE and others; a moving average goes first
+_WRAPPERS = ('teacher', 'state_dict_ema', 'model_ema', 'state_dict', 'model')
 
 
 def _timm_names(names: List[str]) -> Dict[str, str]:
@@ -99,7 +100,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
 
     Args:
         source: A model, a state dict, the path of a checkpoint, or the name of a timm model, which is created with
-            its pretrained weights. Checkpoints of DINO, MAE and CLIP (its vision tower) are understood.
+            its pretrained weights. Checkpoints of DINO, MAE and CLIP (its vision tower) are understood; of one that has
+            a moving average of the weights that is taken.
 
     Raises:
         FileNotFoundError: There is neither such a file nor such a model.
@@ -108,6 +110,7 @@ def open_teacher(source: TeacherSource) -> Teacher:
         ValueError: timm has no weights for the model.
     """
     if isinstance(source, nn.Module):
+        source = unwrap_model(source)
         return _StateDict(source.state_dict(), source)
     if isinstance(source, Mapping):
         return _renamed(_StateDict(state_dict_of(source, _WRAPPERS)))

@@ -1,7 +1,7 @@
 from .channel_idle import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock, csla_layers
 from .fold import Affine, batch_norm_scale_shift
-from .pooling import RePaPooling, RePaPoolingDeploy
+from .pooling import RePaPooling, RePaPoolingDeploy, check_pool_size
 
 __all__ = [
     'Affine',
@@ -18,6 +18,7 @@ __all__ = [
     'SearchBlock',
     'active_channels',
     'batch_norm_scale_shift',
+    'check_pool_size',
     'csla_layers',
     'idle_ratios',
 ]

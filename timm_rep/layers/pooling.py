@@ -12,7 +12,13 @@ from torch.jit import Final
 
 from .fold import Affine, batch_norm_scale_shift
 
-__all__ = ['RePaPooling', 'RePaPoolingDeploy']
+__all__ = ['RePaPooling', 'RePaPoolingDeploy', 'check_pool_size']
+
+
+def check_pool_size(pool_size: int) -> None:
+    """Raises a ValueError if a window of this side has no middle."""
+    if pool_size < 1 or pool_size % 2 == 0:
+        raise ValueError(f'pool_size is the side of a window around each token, so it is odd, got {pool_size}.')
 
 
 def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
@@ -54,8 +60,7 @@ class RePaPooling(nn.Module):
         Raises:
             ValueError: The window has no middle.
         """
-        if pool_size < 1 or pool_size % 2 == 0:
-            raise ValueError(f'pool_size is the side of a window around each token, so it is odd, got {pool_size}.')
+        check_pool_size(pool_size)
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         self.norm = norm_layer(dim, **dd)
@@ -104,7 +109,11 @@ class RePaPoolingDeploy(nn.Module):
         Args:
             dim: Channels.
             pool_size: Side of the window, odd.
+
+        Raises:
+            ValueError: The window has no middle.
         """
+        check_pool_size(pool_size)
         super().__init__()
         self.pool_size = pool_size
         self.conv = nn.Conv2d(

@@ -4,6 +4,9 @@ from typing import Dict, List, NamedTuple, Tuple
 
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d, Mlp
+from timm.models import FeatureDictNet, FeatureHookNet
+from timm.models._features import FeatureGetterNet
+from timm.utils import unwrap_model
 
 from timm_rep.layers import RePaMlp, idle_ratios
 
@@ -88,6 +91,8 @@ def _keep_affine(norm: nn.Module, old: nn.Module) -> None:
         if name in own and value.numel() == own[name].numel():
             own[name] = value.reshape(own[name].shape)
     norm.load_state_dict(own)
+    frozen = [not p.requires_grad for p in old.parameters()]
+    norm.requires_grad_(not frozen or not all(frozen))
 
 
 def _repa_mlp(mlp: Mlp, norm: nn.Module, ls: nn.Module, norm_args: Dict[str, float], **kwargs) -> RePaMlp:
@@ -149,7 +154,7 @@ def convert_to_repa(
     Optimizers are to be made afterwards.
 
     Args:
-        model: A timm model; one of ``create_model`` without ``features_only``.
+        model: A timm model, not wrapped.
         idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
         idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`.
         bn_momentum: Momentum of the BatchNorms.
@@ -160,10 +165,13 @@ def convert_to_repa(
 
     Raises:
         ValueError: There is no such FFN, or beside them there are others, GLUs for one: they are named, and the model
-            is as it was. Or idle_ratio or idle_schedule is out of range.
+            is as it was. Or it is wrapped (DDP, torch.compile, features_only), or a RePaFormer already; or idle_ratio
+            or idle_schedule is out of range.
     """
     if isinstance(model, ReparameterizeMixin):
         raise ValueError(f'{type(model).__name__} has structures to fold already.')
+    if unwrap_model(model) is not model or isinstance(model, (FeatureDictNet, FeatureGetterNet, FeatureHookNet)):
+        raise ValueError(f'{type(model).__name__} is a model in another one: convert it before you wrap it.')
     found = [f for f in find_ffns(model) if getattr(f.block, f.mlp) is not None]
     strangers = _strangers(model, found)
     if strangers or not found:

@@ -12,7 +12,14 @@ from timm.layers import DropPath, GroupNorm1
 from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, MetaFormerBlock, Pooling
 
-from timm_rep.layers import RePaMlp, RePaMlpDeploy, RePaPooling, RePaPoolingDeploy, idle_ratios
+from timm_rep.layers import (
+    RePaMlp,
+    RePaMlpDeploy,
+    RePaPooling,
+    RePaPoolingDeploy,
+    check_pool_size,
+    idle_ratios,
+)
 
 from ._build import build_model
 from ._reparameterize import ReparameterizeMixin
@@ -102,6 +109,7 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
         Raises:
             ValueError: idle_ratio, idle_schedule or pool_size is out of range.
         """
+        check_pool_size(pool_size)
         ratios = iter(idle_ratios(sum(depths), idle_ratio, idle_schedule))
         dd = {'device': device, 'dtype': dtype}
         super().__init__(
