@@ -11,6 +11,7 @@ import torch
 
 import timm_rep.scales.packaged as packaged
 from tests.reference.rep_optim import normal_scales
+from timm_rep.init.select import CHOICES
 from timm_rep.scales import Scales, packaged_scales
 
 SCRIPTS = Path(__file__).parents[1] / 'scripts'
@@ -173,3 +174,45 @@ def test_package_scales(script, tmp_path, monkeypatch, capsys):
     layer = model.stages[2][5].conv
     assert torch.equal(
         layer.grad_mult.dense('squared'), layer.csla.grad_mult(found['stages.2.5.conv']).dense('squared'))
+
+
+def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
+    """Every row starts as it says; all train on, and the first is always there to be compared with."""
+    module = importlib.import_module('weight_selection')
+    starts, train = {}, module.train
+
+    def spied(model, loaders, epochs, seed, args, description):
+        starts[description] = {k: v.clone() for k, v in model.state_dict().items()}
+        return train(model, loaders, epochs, seed, args, description)
+
+    monkeypatch.setattr(module, 'train', spied)
+    chosen = {'element': [], 'depth': []}
+    init = module.weight_select_init
+
+    def select(student, teacher, **kwargs):
+        for key in chosen.keys() & kwargs.keys():
+            chosen[key].append(kwargs[key])
+        init(student, teacher, **kwargs)
+
+    monkeypatch.setattr(module, 'weight_select_init', select)
+    rows = [row for row in module.ROWS if row != 'random']
+    script(
+        'weight_selection', *rows, '--data-dir', images, '--val-split', 'validation', '--num-classes', 4, '-j', 0,
+        '--student', 'patch_size=16', 'depth=1', 'embed_dim=16', 'num_heads=2',
+        '--teacher', 'patch_size=16', 'depth=3', 'embed_dim=24', 'num_heads=3',
+        '--batch-size', 10, '--epochs', 2, '--teacher-epochs', 1, '--warmup-epochs', 0, '--seeds', 0, 1)
+    result = reported(tmp_path, 'weight-selection-folders')
+    assert [row['row'] for row in result['rows']] == list(module.ROWS)
+    assert all(0 <= row['accuracy'] <= 100 for row in result['rows'])
+    assert result['rows'][0]['epochs_to_random'] <= 2
+    assert sorted({*chosen['element']}) == sorted(set(CHOICES) - {'uniform'})
+    assert sorted({*chosen['depth']}) == ['last', 'mid', 'uniform']
+    # the head, and all of it in one case, is that of the seed
+    first = starts['random, seed 0']
+    assert all(torch.equal(starts[f'{row}, seed 0']['head.weight'], first['head.weight']) for row in module.ROWS)
+    assert not torch.equal(starts['random, seed 1']['head.weight'], first['head.weight'])
+    qkv = {row: starts[f'{row}, seed 0']['blocks.0.attn.qkv.weight'].flatten().tolist() for row in module.ROWS}
+    assert len({tuple(of) for of in qkv.values()}) == len(module.ROWS) - 1  # of one block the first is evenly spaced
+    with pytest.raises(SystemExit):
+        script('weight_selection', 'randum')
+    assert 'there are no rows randum' in capsys.readouterr().err

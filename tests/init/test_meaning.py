@@ -151,6 +151,11 @@ def test_what_cannot_be_selected_is_listed():
         f'blocks.0.attn.{name}' for name in ('qkv.weight', 'qkv.bias', 'proj.weight')}
     assert torch.equal(student.blocks[0].attn.qkv.weight, before['blocks.0.attn.qkv.weight'])
     assert torch.equal(student.norm.bias, teacher.norm.bias[evenly_spaced(80, 24)])
+    wide = build(0, **dict(STUDENT, mlp_ratio=20))
+    with pytest.raises(ValueError, match=r'(?s)^3 of 20 .*mlp\.fc1\.weight .*, smaller.*mlp\.fc2\.weight .*, smaller'):
+        init(wide, teacher)
+    with pytest.raises(ValueError, match=r'of the teacher is \(72, 24\)'):
+        init(teacher, student, heads='within')
 
 
 @torch.no_grad()

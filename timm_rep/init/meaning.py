@@ -84,7 +84,7 @@ class _Axis(NamedTuple):
 
     def positions(self, heads: str) -> torch.Tensor:
         (outer, inner), (outer_s, inner_s) = self.teacher, self.student
-        if heads == 'within':
+        if heads == 'within' and outer * inner >= outer_s * inner_s:
             within = evenly_spaced(outer * inner, outer_s * inner_s)
         elif outer_s > outer or inner_s > inner:
             raise ValueError(
@@ -173,7 +173,8 @@ def select_by_meaning(
         The selected tensor, and the positions along every axis, None where all are kept or it is interpolated.
 
     Raises:
-        ValueError: The teacher has fewer heads or groups than the student, or narrower ones, and whole ones are asked.
+        ValueError: The teacher's is smaller, or has fewer heads or groups than the student or narrower ones, and whole
+            ones are asked.
     """
     if _POS_EMBED.search(name) and tensor.dim() == 3 and tensor.shape[1] != shape[1]:
         (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])
@@ -187,7 +188,9 @@ def select_by_meaning(
         axis = _axis(name, dim, shape, tensor.shape, student, teacher, teacher_name)
         if axis is not None and axis.student != axis.teacher:
             of = axis.positions(heads)
-        elif length != tensor.shape[dim]:
+        elif length > tensor.shape[dim]:
+            raise ValueError('smaller')
+        elif length < tensor.shape[dim]:
             of = evenly_spaced(tensor.shape[dim], length)
         else:
             indices.append(None)
