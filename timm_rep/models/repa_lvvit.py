@@ -152,7 +152,7 @@ class TokenLabelMixin:
         if pre_logits:
             return pooled
         logits = self.head(pooled)
-        if not self.return_dense or self.num_classes == 0 or pooled.dim() == 3:  # not pooled, but classified
+        if not self.return_dense or self.num_classes == 0 or not self.global_pool:
             return logits
         aux_logits = self.aux_head(self.fc_norm(x[:, self.num_prefix_tokens:]))
         if self.token_labeling and self.training and not torch.jit.is_scripting():
