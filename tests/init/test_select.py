@@ -186,7 +186,8 @@ def test_a_pretrained_model_by_its_name(student, monkeypatch, tmp_path):
         assert (name, pretrained) == ('vit_small_patch16_224.augreg_in21k', True)
         return create_model(
             'vit_small_patch16_224', embed_dim=48, depth=2, num_heads=6,
-            pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.safetensors'), num_classes=1000))
+            pretrained=True, pretrained_cfg_overlay=dict(
+                file=str(tmp_path / 'model.safetensors'), num_classes=1000, custom_load=False))
 
     monkeypatch.setattr(timm, 'create_model', create)
     timm_rep.weight_select_init(

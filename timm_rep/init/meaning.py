@@ -181,7 +181,9 @@ def select_by_meaning(
         tensor = torch.cat([tensor[:, :kept], tensor[:, prefix:]], dim=1)
         tensor = resample_abs_pos_embed(tensor, [new, new], [old, old], num_prefix_tokens=kept)
     if _TABLE.search(name) and tensor.shape[0] != shape[0]:
-        tensor = resize_rel_pos_bias_table(tensor, (_window(shape[0]),) * 2, (shape[0], tensor.shape[1]))
+        window, size = _window(shape[0]), (shape[0], tensor.shape[1])
+        # that of an older timm computes on the CPU, whatever it is given
+        tensor = tensor.new_empty(size) if tensor.is_meta else resize_rel_pos_bias_table(tensor, (window,) * 2, size)
     indices: Indices = []
     selected = tensor
     for dim, length in enumerate(shape):
