@@ -5,7 +5,7 @@ from timm_rep.atomic import check_writable, replacing_files
 
 
 def check_picture(output: str, command: str) -> Path:
-    """The path of ``--output``, if a picture can be written there.
+    """The path of ``--output``, if a picture can be written there; before the work whose picture it is.
 
     Raises:
         ValueError: It is no name of a picture.
@@ -19,11 +19,11 @@ def check_picture(output: str, command: str) -> Path:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as e:
         raise ModuleNotFoundError(f"{command} needs matplotlib: pip install 'timm-rep[plot]'.") from e
+    check_writable(path.parent)
     return path
 
 
 def save_picture(figure, path: Path) -> None:
-    check_writable(path.parent)
     with replacing_files(path.parent) as temporary:
         figure.savefig(temporary / path.name, dpi=150)
     print(f'Picture: {path}')

@@ -63,10 +63,8 @@ def _class_name(block: nn.Module) -> str:
 
 def find_ffns(model: nn.Module) -> List[Ffn]:
     """The FFNs of all blocks of timm's that are known here, whatever their MLP is; a block may have none."""
-    return [
-        Ffn(path, block, *_BLOCKS[_class_name(block)])
-        for path, block in model.named_modules() if _class_name(block) in _BLOCKS
-    ]
+    classes = ((path, block, _class_name(block)) for path, block in model.named_modules())
+    return [Ffn(path, block, *_BLOCKS[name]) for path, block, name in classes if name in _BLOCKS]
 
 
 def _strangers(model: nn.Module, ffns: List[Ffn]) -> List[str]:
