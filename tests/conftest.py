@@ -41,6 +41,18 @@ def released_scales():
     return find
 
 
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hugging Face Hub on loopback, for the clients in this process, with an empty cache; no folder of our own."""
+    from tests.hub_server import HubServer
+
+    monkeypatch.setenv('TIMM_REP_HUB', str(tmp_path / 'no-folder'))
+    monkeypatch.delenv('TIMM_REP_ORG', raising=False)
+    with HubServer() as server:
+        server.use(monkeypatch, tmp_path / 'home')
+        yield server
+
+
 @pytest.fixture(scope='session')
 def images(tmp_path_factory):
     """Folders of 40 x 40 images, four classes: train/CLASS/IMAGE.png, validation/CLASS/IMAGE.png."""

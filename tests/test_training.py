@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from timm.models import resume_checkpoint
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2
@@ -21,6 +22,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, ParseKwargs
 import timm_rep
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import normal_scales
+from timm_rep.cli import main
 from timm_rep.layers import csla_layers
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
 
@@ -330,3 +332,28 @@ class TestTrainScript:
     def test_adamw(self, train_script):
         last, _ = train_script('adamw', '--opt-eps', '1e-8', '--opt-kwargs', opt='repadamw')
         assert all(v.isfinite().all() for v in last['state_dict'].values())
+
+    def test_initial_checkpoint(self, images, tmp_path):
+        """What timm-rep weight-select wrote is what the training starts from: here with nothing to learn."""
+        size = ['img_size=64', 'depth=2']
+        teacher = timm.create_model('vit_small_patch16_224', img_size=64, depth=2)
+        save_file(teacher.state_dict(), tmp_path / 'teacher.safetensors')
+        start = tmp_path / 'init.safetensors'
+        student = ['vit_tiny_patch16_224', '--num-classes', '4', '--model-kwargs', *size]
+        assert main([
+            'weight-select', '--teacher', str(tmp_path / 'teacher.safetensors'), '-o', str(start), '--student',
+            *student]) == 0
+        result = subprocess.run([
+            sys.executable, str(Path(_CHECKOUT) / 'train.py'), '--data-dir', str(images), '--output', str(tmp_path),
+            '--experiment', 'run', '--device', 'cpu', '--initial-checkpoint', str(start), '--model', *student,
+            '--opt', 'sgd', '--lr', '1e-30', '--warmup-epochs', '0', '--weight-decay', '0', '--epochs', '1',
+            '--cooldown-epochs', '0', '--batch-size', '32', '--img-size', '64', '-j', '1',
+        ], capture_output=True, text=True, cwd=_CHECKOUT)
+        assert result.returncode == 0, result.stderr[-3000:]
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            last = torch.load(tmp_path / 'run' / 'last.pth.tar', weights_only=True)['state_dict']
+        expected = load_file(start)
+        assert last.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(last[key], value, rtol=0, atol=1e-20)
+        assert torch.equal(last['blocks.0.mlp.fc1.weight'], teacher.blocks[0].mlp.fc1.weight[::2, ::2])

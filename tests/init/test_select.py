@@ -1,4 +1,5 @@
 import copy
+import weakref
 
 import pytest
 import timm
@@ -166,34 +167,49 @@ def test_sources(student, teacher, tmp_path, form):
 def test_safetensors_are_read_tensor_by_tensor(student, teacher, tmp_path, monkeypatch):
     """Of the tensors that are wanted, one at a time."""
     path = tmp_path / 't.safetensors'
+    for value in teacher.state_dict().values():
+        value.normal_()
     save_file(teacher.state_dict(), path)
+    before = copy.deepcopy(student.state_dict())
     opened = open_teacher(path)
-    read = []
+    read, alive = [], []
     monkeypatch.setattr('timm_rep.init.select.open_teacher', lambda source: opened)
     one = opened.read
-    opened.read = lambda name: read.append(name) or one(name)
+
+    def watched(name):
+        # of those before it nothing is kept: what they were read for is in its place
+        assert not [tensor for tensor in alive if tensor() is not None][1:]
+        assert not any(torch.equal(student.state_dict()[k], before[k]) for k in read)
+        tensor = one(name)
+        read.append(name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    opened.read = watched
     timm_rep.weight_select_init(student, path)
     assert read == [s for s in student.state_dict() if not s.startswith('head.')]
 
 
-def test_a_pretrained_model_by_its_name(student, monkeypatch, tmp_path):
-    """What create_model(pretrained=True) has, here from a file that timm is told of."""
-    teacher = vit(1, name='vit_small_patch16_224', embed_dim=48, depth=2, num_heads=6, num_classes=1000)
-    save_file(teacher.state_dict(), tmp_path / 'model.safetensors')
-    create_model = timm.create_model
-
-    def create(name, pretrained=False, **kwargs):
-        assert (name, pretrained) == ('vit_small_patch16_224.augreg_in21k', True)
-        return create_model(
-            'vit_small_patch16_224', embed_dim=48, depth=2, num_heads=6,
-            pretrained=True, pretrained_cfg_overlay=dict(
-                file=str(tmp_path / 'model.safetensors'), num_classes=1000, custom_load=False))
-
-    monkeypatch.setattr(timm, 'create_model', create)
-    timm_rep.weight_select_init(
-        student, 'vit_small_patch16_224.augreg_in21k', exclude=['patch_embed', 'pos_embed'])
-    assert torch.equal(
-        student.blocks[1].mlp.fc1.weight, selected(teacher.blocks[1].mlp.fc1.weight, (96, 24)))
+@pytest.mark.parametrize('file', ['model.safetensors', 'pytorch_model.bin'])
+def test_a_pretrained_model_by_its_name(hub, monkeypatch, tmp_path, file):
+    """Its file on the Hub, read tensor by tensor where it is safetensors of the model's layout."""
+    torch.manual_seed(1)
+    teacher = timm.create_model('test_vit.r160_in1k')
+    (save_file if file.endswith('s') else torch.save)(teacher.state_dict(), tmp_path / file)
+    hub.add('timm/test_vit.r160_in1k', {file: (tmp_path / file).read_bytes()})
+    create_model, loaded = timm.create_model, []
+    monkeypatch.setattr(
+        timm, 'create_model',
+        lambda *args, **kwargs: loaded.append(kwargs.get('pretrained')) or create_model(*args, **kwargs))
+    small = dict(embed_dim=32, num_heads=1, num_classes=3)
+    for element in ('uniform', 'uniform_heads'):
+        student, expected = (create_model('test_vit', **small) for _ in range(2))
+        loaded.clear()
+        expected.load_state_dict(student.state_dict())
+        timm_rep.weight_select_init(student, 'test_vit.r160_in1k', element=element)
+        assert any(loaded) == (file == 'pytorch_model.bin')
+        timm_rep.weight_select_init(expected, teacher, element=element)
+        assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
 
 
 def test_chain(student, teacher):

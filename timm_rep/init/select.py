@@ -126,7 +126,7 @@ def weight_select_init(
 
     Raises:
         ValueError: An argument is unknown, or (strict) tensors have no counterpart or one that is too small: they are
-            listed. Whatever is raised, the student is as it was.
+            listed, and the student is as it was.
         FileNotFoundError, RuntimeError, TypeError: There is no such teacher, it cannot be read, or is no state dict.
     """
     _check_words(element, depth, heads, include, exclude)
@@ -164,7 +164,7 @@ def weight_select_init(
             'changed. strict=False leaves them at their own initialization.\n  '
             + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems))
 
-    selected: Dict[str, torch.Tensor] = {}
+    # each tensor is in place before the next one is read: of a teacher in a file there is never more in memory than one
     report: List[Selection] = []
     for s in plan:
         if s.teacher_name is not None:
@@ -175,12 +175,10 @@ def weight_select_init(
             else:
                 tensor, indices = select_elements(
                     tensor, s.shape, element, seed, key=s.name, parts=fused_parts(s.name))
-            selected[s.name] = tensor
+            with torch.no_grad():
+                own[s.name].copy_(tensor)
             s = s._replace(indices=indices)
         report.append(s)
-    with torch.no_grad():
-        for name, value in selected.items():
-            own[name].copy_(value)
     return SelectionReport(tuple(report))
 
 

@@ -6,6 +6,7 @@ from typing import Dict, List, Mapping, Optional, Protocol, Union
 import timm
 import torch
 import torch.nn as nn
+from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from timm.utils import unwrap_model
 
@@ -37,10 +38,9 @@ class _StateDict:
 
 class _Safetensors:
     """One tensor in memory at a time."""
-    model = None
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: str, model: Optional[nn.Module] = None):
+        self.path, self.model = path, model
         try:
             with safe_open(path, 'pt') as file:
                 self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
@@ -96,12 +96,12 @@ def _timm_names(names: List[str]) -> Dict[str, str]:
 
 
 def open_teacher(source: TeacherSource) -> Teacher:
-    """Open a teacher; of a ``.safetensors`` file only the names and shapes are read.
+    """Open a teacher; of a ``.safetensors`` file, here or in the Hub's cache, only the names and shapes are read.
 
     Args:
-        source: A model, a state dict, the path of a checkpoint, or the name of a timm model, which is created with
-            its pretrained weights. Checkpoints of DINO, MAE and CLIP (its vision tower) are understood; of one that has
-            a moving average of the weights that is taken.
+        source: A model, a state dict, the path of a checkpoint, or the name of a timm model with pretrained weights.
+            Checkpoints of DINO, MAE and CLIP (its vision tower) are understood; of one that has a moving average of the
+            weights that is taken.
 
     Raises:
         FileNotFoundError: There is neither such a file nor such a model.
@@ -125,8 +125,24 @@ def open_teacher(source: TeacherSource) -> Teacher:
         raise ValueError(
             f'timm has no pretrained weights for {path!r}: name one of its tags, timm.list_pretrained({path!r}), or '
             'give a model or a checkpoint.')
-    model = timm.create_model(path, pretrained=True)
-    return _StateDict(model.state_dict(), model)
+    return _read_lazily(path) or open_teacher(timm.create_model(path, pretrained=True))
+
+
+def _read_lazily(name: str) -> Optional[Teacher]:
+    """The weights of a model of timm's in the Hub's cache, if they are safetensors in the layout of the model."""
+    cfg = timm.get_pretrained_cfg(name)
+    if not cfg.hf_hub_id or cfg.hf_hub_filename:
+        return None
+    try:
+        model = timm.create_model(name, device='meta')
+        if hasattr(model, 'reparameterize'):
+            return None  # this package's own: they check what they read
+        repository, _, revision = cfg.hf_hub_id.partition('@')
+        teacher = _Safetensors(hf_hub_download(repository, 'model.safetensors', revision=revision or None), model)
+    except (TypeError, NotImplementedError, OSError, RuntimeError):
+        return None  # timm knows of other places and layouts, and what to say if there is nothing
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    return teacher if shapes.items() <= teacher.shapes.items() else None
 
 
 def _renamed(teacher: Teacher) -> Teacher:
