@@ -1,67 +1,32 @@
 """The papers' released checkpoints, read into this package's models."""
 import os
 import re
-from typing import Callable, Dict, List, Mapping, Tuple, Union
+from typing import Callable, Dict, Mapping, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn as nn
 
 from timm_rep.checkpoints import read_checkpoint, state_dict_of
-from timm_rep.models import (
-    LvVit,
-    RePaMlpMixer,
-    RePaPoolFormer,
-    RePaSwinTransformer,
-    RePaVisionTransformer,
-    RepOptGhostNet,
-    RepOptVgg,
-)
-from timm_rep.models._reparameterize import holds_structure
+from timm_rep.layers import holds_structure
 
-__all__ = ['load_released']
+__all__ = ['ReleasedKeys', 'load_released', 'register_released_keys']
 
-# For each model class: (pattern, replacement) from a key here to the released key.
-_RELEASED_KEYS: Dict[type, List[Tuple[str, Union[str, Callable[[re.Match], str]]]]] = {
-    RePaVisionTransformer: [(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.')],
-    RePaSwinTransformer: [
-        # a stage here begins with its downsampling, there it ends with the next one's
-        (r'^layers\.(\d+)\.downsample\.', lambda match: f'layers.{int(match[1]) - 1}.downsample.'),
-        (r'^head\.fc\.', 'head.'),
-    ],
-    RePaPoolFormer: [
-        (r'^stem\.conv\.', 'patch_embed.proj.'),
-        # there stages and downsamplings take turns in one list
-        (r'^stages\.(\d+)\.downsample\.conv\.', lambda match: f'network.{2 * int(match[1]) - 1}.proj.'),
-        (r'^stages\.(\d+)\.blocks\.', lambda match: f'network.{2 * int(match[1])}.'),
-        (r'\.layer_scale1\.scale$', '.layer_scale_1'),
-        (r'\.mlp\.ls\.gamma$', '.mlp.ls'),
-        (r'^head\.norm\.', 'norm.'),
-        (r'^head\.fc\.', 'head.'),
-    ],
-    RePaMlpMixer: [(r'^(blocks\.\d+)\.norm1\.', r'\1.mlp_tokens.norm.')],
-    LvVit: [(r'^patch_embed\.proj\.', 'patch_embed.')],
-    RepOptVgg: [
-        (r'^stem\.', 'stage0.'),
-        (r'^stages\.(\d)\.', lambda match: f'stage{int(match[1]) + 1}.'),
-        (r'\.conv\.weights\.conv3x3$', '.conv.weight'),
-        (r'\.conv\.scales\.conv3x3$', '.scale_conv.weight'),
-        (r'\.conv\.weights\.conv1x1$', '.conv_1x1.weight'),
-        (r'\.conv\.scales\.conv1x1$', '.scale_1x1.weight'),
-        (r'\.conv\.weights\.identity$', '.scale_identity.weight'),
-        (r'\.attn\.fc1\.', '.post_se.down.'),
-        (r'\.attn\.fc2\.', '.post_se.up.'),
-        (r'^head\.fc\.', 'linear.'),
-    ],
-    RepOptGhostNet: [
-        (r'\.cheap_operation\.1\.', '.final_bn.'),
-        (r'\.cheap_operation\.0\.weights\.conv3x3$', '.cheap_operation.0.weight'),
-        (r'\.cheap_operation\.0\.scales\.conv3x3$', '.cheap_operation.1.weight'),
-        (r'\.cheap_operation\.0\.weights\.identity$', '.fusion_scale.weight'),
-    ],
-}
+# for each model class: (pattern, replacement) from a key here to the released key
+ReleasedKeys = Sequence[Tuple[str, Union[str, Callable[[re.Match], str]]]]
+_RELEASED_KEYS: Dict[Type[nn.Module], ReleasedKeys] = {}
 
 # what follows from the configuration, and is no weight here
 _RELEASED_BUFFERS = re.compile(r'\.(attn_mask|relative_position_index)$')
+
+
+def register_released_keys(cls: Type[nn.Module], keys: ReleasedKeys) -> None:
+    """Say how the released checkpoints of a class of models name what it names otherwise.
+
+    Args:
+        cls: The class itself; its subclasses have none of it.
+        keys: (pattern, replacement) of ``re.sub``, applied in this order, from a key of the class to the released key.
+    """
+    _RELEASED_KEYS[cls] = keys
 
 
 def load_released(

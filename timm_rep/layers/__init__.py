@@ -2,6 +2,7 @@ from .channel_idle import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, 
 from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock, csla_layers
 from .fold import Affine, batch_norm_scale_shift
 from .pooling import RePaPooling, RePaPoolingDeploy, check_pool_size
+from .structures import foldable_layers, holds_structure
 
 __all__ = [
     'Affine',
@@ -20,5 +21,7 @@ __all__ = [
     'batch_norm_scale_shift',
     'check_pool_size',
     'csla_layers',
+    'foldable_layers',
+    'holds_structure',
     'idle_ratios',
 ]

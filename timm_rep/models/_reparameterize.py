@@ -1,10 +1,11 @@
 """What every model of this package with a training and a deploy structure shares."""
-from typing import Any, Dict, Iterator, Mapping, Tuple
+from typing import Any, Dict, Mapping
 
 import torch
-import torch.nn as nn
 
-__all__ = ['ReparameterizeMixin', 'holds_structure']
+from timm_rep.layers import foldable_layers
+
+__all__ = ['ReparameterizeMixin']
 
 # (structure of the checkpoint, structure of the model)
 _MISMATCH = {
@@ -28,18 +29,6 @@ _MISMATCH = {
 _MISMATCH['deploy', 'branches'] = _MISMATCH['deploy', 'training']
 
 
-def _foldable(module: nn.Module, prefix: str = '') -> Iterator[Tuple[str, nn.Module]]:
-    """The layers that have several structures and know them: ``structure``, ``structure_in(state_dict, prefix)``."""
-    for name, layer in module.named_modules(prefix=prefix):
-        if hasattr(layer, 'structure_in'):
-            yield name, layer
-
-
-def holds_structure(model: nn.Module, state_dict: Mapping[str, Any], structure: str) -> bool:
-    """Whether a state dict, of this package's layout, holds a layer of the model in this structure."""
-    return any(layer.structure_in(state_dict, f'{name}.') == structure for name, layer in _foldable(model))
-
-
 class ReparameterizeMixin:
     """Adds ``reparameterize()`` to a timm model whose layers have ``fuse()``, and keeps its structures apart."""
 
@@ -49,7 +38,7 @@ class ReparameterizeMixin:
     @property
     def reparameterized(self) -> bool:
         """Whether the model has the deploy structure."""
-        return {layer.structure for _, layer in _foldable(self)} == {'deploy'}
+        return {layer.structure for _, layer in foldable_layers(self)} == {'deploy'}
 
     @torch.jit.ignore
     def reparameterize(self):
@@ -90,7 +79,7 @@ class ReparameterizeMixin:
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # runs before any layer of this model has loaded anything, though perhaps after what a wrapper has beside it
-        for name, layer in _foldable(self, prefix.rstrip('.')):
+        for name, layer in foldable_layers(self, prefix.rstrip('.')):
             found = layer.structure_in(state_dict, f'{name}.')
             if found is not None and found != layer.structure:
                 key = next(k for k in state_dict if k.startswith(f'{name}.'))

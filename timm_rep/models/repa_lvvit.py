@@ -11,11 +11,13 @@ import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerNorm, LayerType, PatchEmbed, trunc_normal_
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch.jit import Final
 
-from ._build import build_model
+from timm_rep.convert import register_released_keys
+
+from ._build import build_model, published_cfgs, with_published
 from .repa_vit import RePaVisionTransformer
 
 __all__ = ['LvVit', 'RePaLvVit']
@@ -193,6 +195,9 @@ class RePaLvVit(TokenLabelMixin, RePaVisionTransformer):
         super().__init__(residual_scale=_residual_scale(skip_lam), idle_ratio=idle_ratio, **kwargs)
 
 
+register_released_keys(LvVit, [(r'^patch_embed\.proj\.', 'patch_embed.')])
+
+
 # Table 1
 model_cfgs = {
     's': dict(embed_dim=384, depth=16, num_heads=6),
@@ -200,11 +205,11 @@ model_cfgs = {
 }
 
 
-def _create_lvvit(cls: Type[TokenLabelMixin], variant: str, pretrained: bool = False, **kwargs) -> TokenLabelMixin:
+@with_published
+def _create_lvvit(variant: str, pretrained: bool = False, **kwargs) -> TokenLabelMixin:
     out_indices = kwargs.pop('out_indices', 3)
-    build = build_model if cls is RePaLvVit else build_model_with_cfg
-    return build(
-        cls,
+    return build_model(
+        RePaLvVit if variant.startswith('repa_') else LvVit,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
@@ -225,33 +230,33 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs({
-    'lvvit_s.untrained': _cfg(),
-    'lvvit_m.untrained': _cfg(crop_pct=1.),
-    'repa_lvvit_s.untrained': _cfg(),
-    'repa_lvvit_m.untrained': _cfg(crop_pct=1.),
-})
+default_cfgs = generate_default_cfgs(published_cfgs({
+    'lvvit_s': _cfg(),
+    'lvvit_m': _cfg(crop_pct=1.),
+    'repa_lvvit_s': _cfg(),
+    'repa_lvvit_m': _cfg(crop_pct=1.),
+}))
 
 
 @register_model
 def lvvit_s(pretrained=False, **kwargs) -> LvVit:
     """LV-ViT-S: 26.2 M parameters."""
-    return _create_lvvit(LvVit, 'lvvit_s', pretrained=pretrained, **kwargs)
+    return _create_lvvit('lvvit_s', pretrained=pretrained, **kwargs)
 
 
 @register_model
 def lvvit_m(pretrained=False, **kwargs) -> LvVit:
     """LV-ViT-M: 55.8 M parameters."""
-    return _create_lvvit(LvVit, 'lvvit_m', pretrained=pretrained, **kwargs)
+    return _create_lvvit('lvvit_m', pretrained=pretrained, **kwargs)
 
 
 @register_model
 def repa_lvvit_s(pretrained=False, **kwargs) -> RePaLvVit:
     """RePa-LV-ViT-S of table 1: 26.2 M parameters, 19.1 M folded."""
-    return _create_lvvit(RePaLvVit, 'repa_lvvit_s', pretrained=pretrained, **kwargs)
+    return _create_lvvit('repa_lvvit_s', pretrained=pretrained, **kwargs)
 
 
 @register_model
 def repa_lvvit_m(pretrained=False, **kwargs) -> RePaLvVit:
     """RePa-LV-ViT-M of table 1: 55.9 M parameters, 40.1 M folded."""
-    return _create_lvvit(RePaLvVit, 'repa_lvvit_m', pretrained=pretrained, **kwargs)
+    return _create_lvvit('repa_lvvit_m', pretrained=pretrained, **kwargs)

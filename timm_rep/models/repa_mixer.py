@@ -12,9 +12,10 @@ from timm.layers import Mlp
 from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
+from timm_rep.convert import register_released_keys
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
-from ._build import build_model
+from ._build import build_model, published_cfgs, with_published
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaMlpMixer']
@@ -114,6 +115,8 @@ class RePaMlpMixer(ReparameterizeMixin, MlpMixer):
         )
 
 
+register_released_keys(RePaMlpMixer, [(r'^(blocks\.\d+)\.norm1\.', r'\1.mlp_tokens.norm.')])
+
 # Table 1, and the other sizes of the MLP-Mixer paper
 model_cfgs = {
     'repa_mixer_s32': dict(patch_size=32, num_blocks=8, embed_dim=512),
@@ -125,6 +128,7 @@ model_cfgs = {
 }
 
 
+@with_published
 def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs) -> RePaMlpMixer:
     out_indices = kwargs.pop('out_indices', 3)
     return build_model(
@@ -148,7 +152,7 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
 
 
 @register_model

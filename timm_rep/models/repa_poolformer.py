@@ -12,6 +12,7 @@ from timm.layers import DropPath, GroupNorm1
 from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, MetaFormerBlock, Pooling
 
+from timm_rep.convert import register_released_keys
 from timm_rep.layers import (
     RePaMlp,
     RePaMlpDeploy,
@@ -21,7 +22,7 @@ from timm_rep.layers import (
     idle_ratios,
 )
 
-from ._build import build_model
+from ._build import build_model, published_cfgs, with_published
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaPoolFormer']
@@ -154,6 +155,17 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
         return x if pre_logits else self.head.fc(x)
 
 
+register_released_keys(RePaPoolFormer, [
+    (r'^stem\.conv\.', 'patch_embed.proj.'),
+    # there stages and downsamplings take turns in one list
+    (r'^stages\.(\d+)\.downsample\.conv\.', lambda match: f'network.{2 * int(match[1]) - 1}.proj.'),
+    (r'^stages\.(\d+)\.blocks\.', lambda match: f'network.{2 * int(match[1])}.'),
+    (r'\.layer_scale1\.scale$', '.layer_scale_1'),
+    (r'\.mlp\.ls\.gamma$', '.mlp.ls'),
+    (r'^head\.norm\.', 'norm.'),
+    (r'^head\.fc\.', 'head.'),
+])
+
 # Table 1, and the larger ones of the PoolFormer paper
 model_cfgs = {
     'repa_poolformer_s12': dict(depths=(2, 2, 6, 2)),
@@ -164,6 +176,7 @@ model_cfgs = {
 }
 
 
+@with_published
 def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs) -> RePaPoolFormer:
     model_args = dict(model_cfgs[variant], **kwargs)
     out_indices: Tuple[int, ...] = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
@@ -188,13 +201,13 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs({
-    'repa_poolformer_s12.untrained': _cfg(),
-    'repa_poolformer_s24.untrained': _cfg(),
-    'repa_poolformer_s36.untrained': _cfg(),
-    'repa_poolformer_m36.untrained': _cfg(crop_pct=.95),
-    'repa_poolformer_m48.untrained': _cfg(crop_pct=.95),
-})
+default_cfgs = generate_default_cfgs(published_cfgs({
+    'repa_poolformer_s12': _cfg(),
+    'repa_poolformer_s24': _cfg(),
+    'repa_poolformer_s36': _cfg(),
+    'repa_poolformer_m36': _cfg(crop_pct=.95),
+    'repa_poolformer_m48': _cfg(crop_pct=.95),
+}))
 
 
 @register_model

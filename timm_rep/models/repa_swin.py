@@ -14,9 +14,10 @@ from timm.models._manipulate import named_apply
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, checkpoint_filter_fn
 from timm.models.vision_transformer import get_init_weights_vit
 
+from timm_rep.convert import register_released_keys
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
-from ._build import build_model
+from ._build import build_model, published_cfgs, with_published
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaSwinTransformer']
@@ -103,6 +104,12 @@ class RePaSwinTransformer(ReparameterizeMixin, SwinTransformer):
             RePaSwinBlock.adopt(block, mlp)
 
 
+register_released_keys(RePaSwinTransformer, [
+    # a stage here begins with its downsampling, there it ends with the next one's
+    (r'^layers\.(\d+)\.downsample\.', lambda match: f'layers.{int(match[1]) - 1}.downsample.'),
+    (r'^head\.fc\.', 'head.'),
+])
+
 # Table 1
 model_cfgs = {
     'repa_swin_tiny': dict(embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
@@ -111,6 +118,7 @@ model_cfgs = {
 }
 
 
+@with_published
 def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs) -> RePaSwinTransformer:
     model_args = dict(model_cfgs[variant], **kwargs)
     out_indices = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
@@ -136,7 +144,7 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
 
 
 @register_model

@@ -14,9 +14,10 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch.jit import Final
 
+from timm_rep.convert import register_released_keys
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
-from ._build import build_model
+from ._build import build_model, published_cfgs, with_published
 from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaVisionTransformer']
@@ -164,6 +165,8 @@ class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
             super().fix_init_weight()
 
 
+register_released_keys(RePaVisionTransformer, [(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.')])
+
 # Table 1. The released models have a LayerNorm before the blocks, and so no patch embedding bias.
 model_cfgs = {
     'repa_deit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
@@ -176,6 +179,7 @@ model_cfgs = {
 }
 
 
+@with_published
 def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs) -> RePaVisionTransformer:
     model_args = dict(patch_size=16, pre_norm=True, **model_cfgs[variant])
     out_indices = kwargs.pop('out_indices', 3)
@@ -201,7 +205,7 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
 
 
 @register_model

@@ -10,10 +10,11 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.repghost import RepGhostNet
 
+from timm_rep.convert import register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
 
-from ._build import build_model
+from ._build import build_model, published_cfgs, with_published
 from ._repopt import RepOptMixin, check_structure, choose_scales, csla_operator, fold_norm
 
 __all__ = ['RepOptGhostNet']
@@ -139,6 +140,14 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
         self.reparameterize()
 
 
+register_released_keys(RepOptGhostNet, [
+    (r'\.cheap_operation\.1\.', '.final_bn.'),
+    (r'\.cheap_operation\.0\.weights\.conv3x3$', '.cheap_operation.0.weight'),
+    (r'\.cheap_operation\.0\.scales\.conv3x3$', '.cheap_operation.1.weight'),
+    (r'\.cheap_operation\.0\.weights\.identity$', '.fusion_scale.weight'),
+])
+
+
 # (kernel size, hidden channels, channels, SE ratio, stride) of the blocks of each stage, as in timm's RepGhostNet
 _CFGS = (
     ((3, 8, 16, 0, 1),),
@@ -164,6 +173,7 @@ model_cfgs = {
 }
 
 
+@with_published
 def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs) -> RepOptGhostNet:
     architecture = dict(cfgs=_CFGS, **model_cfgs[variant])
     scales = choose_scales(variant, kwargs, architecture)
@@ -188,7 +198,7 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
 
 
 @register_model

@@ -13,10 +13,11 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models._manipulate import named_apply
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
+from timm_rep.convert import register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
 
-from ._build import build_model
+from ._build import build_model, published_cfgs, with_published
 from ._repopt import RepOptMixin, check_structure, choose_scales, csla_operator, fold_norm
 
 __all__ = ['RepOptVgg']
@@ -285,6 +286,20 @@ def _check_arguments(structure: str, drop_path_rate: float, kwargs: Mapping[str,
         raise TypeError(f'{", ".join(sorted(fixed))}: not for RepOpt-VGG, whose blocks are what makes them foldable.')
 
 
+register_released_keys(RepOptVgg, [
+    (r'^stem\.', 'stage0.'),
+    (r'^stages\.(\d)\.', lambda match: f'stage{int(match[1]) + 1}.'),
+    (r'\.conv\.weights\.conv3x3$', '.conv.weight'),
+    (r'\.conv\.scales\.conv3x3$', '.scale_conv.weight'),
+    (r'\.conv\.weights\.conv1x1$', '.conv_1x1.weight'),
+    (r'\.conv\.scales\.conv1x1$', '.scale_1x1.weight'),
+    (r'\.conv\.weights\.identity$', '.scale_identity.weight'),
+    (r'\.attn\.fc1\.', '.post_se.down.'),
+    (r'\.attn\.fc2\.', '.post_se.up.'),
+    (r'^head\.fc\.', 'linear.'),
+])
+
+
 _L2 = dict(depths=(8, 14, 24, 1), widths=(160, 320, 640, 2560))
 
 # of every variant that says nothing else
@@ -304,6 +319,7 @@ model_cfgs = {
 }
 
 
+@with_published
 def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepOptVgg:
     architecture = dict(_ARCHITECTURE, **model_cfgs[variant])
     model_args = {**architecture, **kwargs, 'scales': choose_scales(variant, kwargs, architecture)}
@@ -331,7 +347,7 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
 
 
 @register_model
