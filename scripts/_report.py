@@ -1,7 +1,6 @@
 """How the scripts of this folder print what they measured and keep it."""
 import json
 import os
-import platform
 import re
 import shlex
 import sys
@@ -9,25 +8,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
-import timm
 import torch
 
-import timm_rep
 from timm_rep.atomic import replacing_files
+from timm_rep.profiling import machine, versions
 
 __all__ = ['report']
 
 RESULTS = Path(__file__).parent / 'results'
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == 'cuda':
-        return torch.cuda.get_device_name(device)
-    cpu = platform.processor() or platform.machine()
-    info = Path('/proc/cpuinfo')
-    if info.is_file():
-        cpu = next((line.split(':')[1].strip() for line in info.read_text().splitlines() if 'model name' in line), cpu)
-    return f'{cpu}, {torch.get_num_threads()} threads'
 
 
 def report(
@@ -53,27 +41,21 @@ def report(
     print('\n' + '  '.join(k.ljust(w) for k, w in widths.items()))
     for row in rows:
         print('  '.join(str(row[k]).ljust(w) for k, w in widths.items()))
-    machine = _machine(device)
-    folder = RESULTS / re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')
+    where = machine(device)
+    folder = RESULTS / re.sub(r'[^a-z0-9]+', '-', where.lower()).strip('-')
     path = folder / f'{section}.json'
-    versions = {
-        'python': platform.python_version(),
-        'torch': torch.__version__,
-        'timm': timm.__version__,
-        'timm_rep': timm_rep.__version__,
-    }
     if keys and path.is_file():
         old = json.loads(path.read_text())
-        if old['versions'] == versions and all(old.get(k) == v for k, v in settings.items()):
+        if old['versions'] == versions() and all(old.get(k) == v for k, v in settings.items()):
             names = {tuple(row[k] for k in keys) for row in rows}
             rows = [row for row in old['rows'] if tuple(row[k] for k in keys) not in names] + rows
     content = {
         'section': section,
         'what': what,
-        'machine': machine,
+        'machine': where,
         'date': date.today().isoformat(),
         'command': shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        'versions': versions,
+        'versions': versions(),
         **settings,
         'rows': rows,
     }

@@ -1,8 +1,11 @@
 """Counting and timing models: parameters, multiply-accumulates, throughput, latency by part."""
+import platform
 import statistics
 import time
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
+import timm
 import torch
 import torch.nn as nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -10,8 +13,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 from timm_rep.models.repa_convert import find_ffns
+from timm_rep.version import __version__
 
-__all__ = ['PARTS', 'Macs', 'count_macs', 'count_params', 'measure_throughput', 'profile_latency']
+__all__ = [
+    'PARTS',
+    'Macs',
+    'count_macs',
+    'count_params',
+    'machine',
+    'measure_throughput',
+    'model_input_size',
+    'profile_latency',
+    'versions',
+]
 
 # of figure 3 of the RePaFormer paper, and the rest
 PARTS = ('patch embedding', 'token mixers', 'FFNs', 'head')
@@ -37,6 +51,13 @@ def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
+    """(channels, height, width) that the model was built for, where it has a fixed size, or of its pretrained_cfg."""
+    channels, *size = model.pretrained_cfg['input_size']
+    size = getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size
+    return (getattr(model, 'in_chans', channels), *size)
+
+
 def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -> Macs:
     """Count the multiply-accumulates for one image with ``torch.utils.flop_counter``, in eval mode.
 
@@ -44,16 +65,13 @@ def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -
 
     Args:
         model: A model; its mode is as before afterwards.
-        input_size: (channels, height, width); if None the size that the model was built for, where it has a fixed one,
-            or that of its pretrained_cfg.
+        input_size: (channels, height, width); that of :func:`model_input_size` if None.
 
     Returns:
         The counts, half of the counted floating-point operations.
     """
     if input_size is None:
-        channels, *size = model.pretrained_cfg['input_size']
-        size = getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size
-        input_size = (getattr(model, 'in_chans', channels), *size)
+        input_size = model_input_size(model)
     param = next(model.parameters())
     modes = {m: m.training for m in model.modules()}
     try:
@@ -71,6 +89,27 @@ def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -
 def _synchronize(device: torch.device) -> None:
     if device.type != 'cpu':
         getattr(torch, device.type).synchronize()
+
+
+def machine(device: torch.device) -> str:
+    """What a measurement on this device was made on: the GPU, or the CPU and how many threads of it torch uses."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    cpu = platform.processor() or platform.machine()
+    info = Path('/proc/cpuinfo')
+    if info.is_file():
+        cpu = next((line.split(':')[1].strip() for line in info.read_text().splitlines() if 'model name' in line), cpu)
+    return f'{cpu}, {torch.get_num_threads()} threads'
+
+
+def versions() -> Dict[str, str]:
+    """Of what a measurement depends on."""
+    return {
+        'python': platform.python_version(),
+        'torch': torch.__version__,
+        'timm': timm.__version__,
+        'timm_rep': __version__,
+    }
 
 
 @torch.inference_mode()

@@ -5,11 +5,24 @@ from typing import List, Optional
 
 from timm_rep.version import __version__
 
-from . import demo, hyper_search, models, plot_attention_weights, plot_scales, profile, run, weight_select
+from . import (
+    card,
+    convert,
+    demo,
+    hyper_search,
+    models,
+    plot_attention_weights,
+    plot_scales,
+    profile,
+    push,
+    run,
+    weight_select,
+)
 
 __all__ = ['main']
 
-_COMMANDS = (demo, hyper_search, models, plot_attention_weights, plot_scales, profile, run, weight_select)
+_COMMANDS = (
+    card, convert, demo, hyper_search, models, plot_attention_weights, plot_scales, profile, push, run, weight_select)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -1,0 +1,167 @@
+"""timm-rep card: from a checkpoint and a recipe to a folder that can be published."""
+import json
+
+import pytest
+import timm
+import torch
+import yaml
+from huggingface_hub import ModelCard
+
+from tests.reference.ffn import relative
+from tests.reference.rep_optim import normal_scales
+from tests.weights.publish import REPA, REPOPT, trained
+from timm_rep.cli import main
+from timm_rep.hub import check_folder, load_folder, prepare_folder, read_predictions
+from timm_rep.hub.folder import write_folder
+from timm_rep.profiling import count_params
+from timm_rep.weights import sha256
+
+NAME = 'repa_deit_tiny.mine'
+RECIPE = dict(
+    model='repa_deit_tiny', model_kwargs=REPA[1], num_classes=4, input_size=[3, 32, 32], mean=[.1, .2, .3],
+    std=[.5, .6, .7], crop_pct=1., interpolation='bilinear', opt='adamw')
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / NAME).mkdir()
+    (tmp_path / NAME / 'train.yaml').write_text(yaml.safe_dump(RECIPE))
+    return tmp_path / NAME
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    model = trained(*REPA, classes=4)
+    average = trained(*REPA, seed=1, classes=4)
+    torch.save({'state_dict': model.state_dict(), 'state_dict_ema': average.state_dict()}, tmp_path / 'last.pth.tar')
+    return model, average, tmp_path / 'last.pth.tar'
+
+
+def test_card(folder, checkpoint, images, capsys):
+    model, _, path = checkpoint
+    assert main([
+        'card', str(folder), '--checkpoint', str(path), '--data-dir', str(images), '--val-split', 'validation',
+        '--dataset', 'Stripes']) == 0
+    found = load_folder(folder)
+    assert all(torch.equal(v, found.state_dict()[k]) for k, v in model.state_dict().items())
+    cfg = found.pretrained_cfg
+    assert (tuple(cfg['mean']), cfg['interpolation'], cfg['crop_pct']) == ((.1, .2, .3), 'bilinear', 1.)
+    config = json.loads((folder / 'config.json').read_text())
+    assert config['label_names'] == ['0', '1', '2', '3']
+    assert config['sha256'] == {
+        path.name: sha256(path) for path in folder.iterdir() if path.name != 'config.json'}
+    check_folder(folder)
+
+    # the figures are what they say
+    metrics = json.loads((folder / 'metrics.json').read_text())
+    transform = timm.data.create_transform(**timm.data.resolve_data_config(model=found))
+    dataset = timm.data.create_dataset('', root=str(images), split='validation')
+    with torch.inference_mode():
+        predicted = [found(transform(image)[None]).argmax().item() for image, _ in dataset]
+    right = [p == target for p, (_, target) in zip(predicted, dataset)]
+    assert metrics['accuracy']['images'] == len(dataset) == 8
+    assert metrics['accuracy']['top1'] == pytest.approx(100 * sum(right) / 8)
+    assert metrics['accuracy']['top5'] == 100
+    assert read_predictions(folder / 'predictions.csv') == [(dataset.filename(0), dataset[0][1], predicted[0])]
+    forms = metrics['cost']['forms']
+    assert forms['unfolded']['params'] == count_params(model)
+    assert forms['folded']['params'] == count_params(trained(*REPA, classes=4).reparameterize())
+    assert forms['folded']['gmacs'] < forms['unfolded']['gmacs']
+
+    text = (folder / 'README.md').read_text()
+    assert text in capsys.readouterr().out
+    card = ModelCard(text).data
+    assert (card.library_name, card.license, card.datasets) == ('timm', 'apache-2.0', ['stripes'])
+    assert card.eval_results[0].metric_value == metrics['accuracy']['top1']
+    for part in (f'| {metrics["accuracy"]["top1"]:.2f}% | 100.00% |', 'on the 8 images', 'xu2025repavit',
+                 metrics['cost']['machine'], f"create_model('{NAME}', pretrained=True)", 'opt: adamw',
+                 f'{forms["folded"]["images_per_second"]:g}'):
+        assert part in text
+
+
+def test_what_is_measured_again(folder, checkpoint, images):
+    """Figures stay with the weights that they are of."""
+    _, _, path = checkpoint
+    data = dict(data_dir=str(images), split='validation', dataset='Stripes')
+    prepare_folder(folder, path, **data)
+    before = json.loads((folder / 'metrics.json').read_text())
+    prepare_folder(folder)
+    assert json.loads((folder / 'metrics.json').read_text()) == before
+    prepare_folder(folder, path)
+    after = json.loads((folder / 'metrics.json').read_text())
+    assert 'accuracy' not in after
+    assert 'cost' in after
+    assert after['dataset'] == 'Stripes'
+    assert '## Accuracy' not in (folder / 'README.md').read_text()
+    assert not (folder / 'predictions.csv').exists()
+    check_folder(folder)
+
+
+def test_cited_figures_say_so(folder, checkpoint):
+    prepare_folder(folder, checkpoint[2])
+    metrics = json.loads((folder / 'metrics.json').read_text())
+    metrics['cited'] = [dict(what='top-1', value='64.2%', source='table 1')]
+    (folder / 'metrics.json').write_text(json.dumps(metrics))
+    prepare_folder(folder)
+    assert '## Cited\n\nNot measured by us.\n\n- top-1: 64.2% (table 1)' in (folder / 'README.md').read_text()
+
+
+def test_moving_average_and_half(folder, checkpoint):
+    _, average, path = checkpoint
+    prepare_folder(folder, path, use_ema=True, half=True)
+    found = load_folder(folder)
+    for key, value in average.state_dict().items():
+        of_norm = key.endswith(('running_mean', 'running_var', 'num_batches_tracked'))
+        assert torch.equal(found.state_dict()[key], value if of_norm else value.half().float())
+    x = torch.randn(4, 3, 32, 32)
+    assert relative(found(x), average(x)) < 1e-2
+    average.norm.weight.data[0] = 1e5
+    before = (folder / 'model.safetensors').read_bytes()
+    with pytest.raises(OverflowError, match=r'norm\.weight holds 100000'):
+        write_folder(folder, average, REPA[1], half=True)
+    assert (folder / 'model.safetensors').read_bytes() == before
+
+
+def test_scales(tmp_path):
+    folder = tmp_path / 'repopt_vgg_a0.mine'
+    folder.mkdir()
+    name, args = REPOPT
+    scales = normal_scales(timm.create_model(name, **args), seed=3)
+    scales.save(tmp_path / 's.safetensors')
+    recipe = dict(model=name, model_kwargs={**args, 'scales': str(tmp_path / 's.safetensors')}, num_classes=5)
+    recipe['model_kwargs'] = {k: list(v) if isinstance(v, tuple) else v for k, v in recipe['model_kwargs'].items()}
+    (tmp_path / 'r.yaml').write_text(yaml.safe_dump(recipe))
+    torch.save({'state_dict': trained(name, args, scales='none').state_dict()}, tmp_path / 'c.pth')
+    prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'r.yaml')
+    assert (folder / 'train.yaml').read_text() == (tmp_path / 'r.yaml').read_text()
+    assert json.loads((folder / 'config.json').read_text())['model_args']['scales'] == 'published'
+    (tmp_path / 's.safetensors').unlink()
+    model = load_folder(folder)
+    expected = timm.create_model(name, **args, scales=scales)
+    assert torch.equal(model.stem.conv.grad_mult.dense('squared'), expected.stem.conv.grad_mult.dense('squared'))
+    assert 'ding2022re' in (folder / 'README.md').read_text()
+
+
+def test_refusals(folder, checkpoint, images, tmp_path, capsys):
+    path = str(checkpoint[2])
+    (tmp_path / 'bad.yaml').write_text('model: [')
+    (tmp_path / 'other.yaml').write_text('model: resnet18')
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    for args, message in [
+        ([str(tmp_path / 'vit')], 'is named MODEL.TAG'),
+        ([str(folder), '--checkpoint', 'nowhere.pth'], "no checkpoint 'nowhere.pth'"),
+        ([str(folder), '--checkpoint', path, '--recipe', 'nowhere.yaml'], "no recipe at 'nowhere.yaml'"),
+        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'bad.yaml')], 'is no YAML'),
+        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'other.yaml')], 'no recipe of repa_deit_tiny'),
+        ([str(folder), '--data-dir', str(images), '--val-split', 'validation'], 'to measure: give a checkpoint'),
+        ([str(folder)], 'no config.json'),
+    ]:
+        assert main(['card', *args]) == 1
+        assert message in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != 'metrics.json'} == before
+    recipe = {**RECIPE, 'num_classes': 7}
+    (tmp_path / 'seven.yaml').write_text(yaml.safe_dump(recipe))
+    torch.save({'state_dict': trained(*REPA, classes=7).state_dict()}, tmp_path / 'seven.pth')
+    assert main(['card', str(folder), '--checkpoint', str(tmp_path / 'seven.pth'), '--recipe',
+                 str(tmp_path / 'seven.yaml'), '--data-dir', str(images), '--val-split', 'validation']) == 1
+    assert 'has 4 classes' in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""timm-rep push, with the Hub's own client; and back with create_model(pretrained=True)."""
+import pytest
+import timm
+
+from tests.weights.publish import publish
+from tests.weights.test_weights import same
+from timm_rep.cli import main
+from timm_rep.hub import push_folder, seal_folder
+
+NAME = 'repa_deit_tiny.mine'
+REPO = f'we/{NAME}'
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / 'hub' / NAME
+
+
+@pytest.fixture
+def account(hub, monkeypatch):
+    hub.tokens.add('hf_secret')
+    hub.organizations.append('we')
+    monkeypatch.setenv('HF_TOKEN', 'hf_secret')
+    monkeypatch.setenv('TIMM_REP_ORG', 'we')
+    return hub
+
+
+def whats(changes):
+    return {change.file: change.what for change in changes}
+
+
+def test_round_trip(account, folder, capsys):
+    model, files = publish(folder)
+    assert main(['push', str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert 'add     model.safetensors (' in out
+    assert f'{REPO}: has 2 changes in one commit.' in out
+    there = account.files(REPO)
+    assert {name: there[name] for name in files} == files
+    assert len(account.commits(REPO)) == 2
+    assert not account.is_private(REPO)
+    assert same(timm.create_model(NAME, pretrained=True), model)
+
+
+def test_what_is_there_is_not_sent_again(account, folder):
+    publish(folder)
+    push_folder(folder, 'we')
+    account.clear_requests()
+    assert set(whats(push_folder(folder, 'we')).values()) == {'same'}
+    assert len(account.commits(REPO)) == 2
+    assert not [request for request in account.requests if request.method != 'GET']
+    (folder / 'notes.txt').write_text('new')
+    seal_folder(folder)
+    assert whats(push_folder(folder, 'we')) == {
+        'config.json': 'change', 'model.safetensors': 'same', 'notes.txt': 'add'}
+    assert not [request for request in account.requests if request.method == 'PUT']
+    (folder / 'notes.txt').unlink()
+    seal_folder(folder)
+    assert whats(push_folder(folder, 'we'))['notes.txt'] == 'delete'
+    assert 'notes.txt' not in account.files(REPO)
+    assert len(account.commits(REPO)) == 4
+
+
+def test_dry_run(account, folder, capsys):
+    publish(folder)
+    assert main(['push', str(folder), '--dry-run', '--org', 'we']) == 0
+    assert f'{REPO}: would have 2 changes.' in capsys.readouterr().out
+    assert REPO not in account.repos
+    push_folder(folder, 'we')
+    publish(folder, seed=1)
+    assert whats(push_folder(folder, 'we', dry_run=True)) == {'config.json': 'change', 'model.safetensors': 'change'}
+    assert len(account.commits(REPO)) == 2
+
+
+def test_private_and_branches(account, folder):
+    publish(folder)
+    push_folder(folder, 'we', private=True, message='First')
+    assert account.is_private(REPO)
+    assert account.message(REPO) == 'First'
+    model, _ = publish(folder, seed=1)
+    push_folder(folder, 'we', revision='next')
+    assert same(timm.create_model(f'hf-hub:{REPO}@next', pretrained=True), model)
+    assert not same(timm.create_model(f'hf-hub:{REPO}', pretrained=True), model)
+
+
+def test_folded(account, folder, capsys):
+    publish(folder)
+    assert main(['push', str(folder), '--folded']) == 0
+    assert f'{REPO}_folded: has' in capsys.readouterr().out
+    assert timm.create_model(f'{NAME}_folded', pretrained=True).reparameterized
+    assert not (folder.parent / f'{NAME}_folded').exists()
+
+
+def test_refused_before_anything_is_sent(account, folder, tmp_path, capsys):
+    publish(folder)
+    (folder / 'stray.txt').write_text('?')
+    with pytest.raises(RuntimeError, match=r'has no sha256 of stray\.txt: run timm-rep card'):
+        push_folder(folder, 'we')
+    (folder / 'stray.txt').unlink()
+    weights = (folder / 'model.safetensors').read_bytes()
+    (folder / 'model.safetensors').write_bytes(weights[:-1])
+    with pytest.raises(RuntimeError, match='expected sha256'):
+        push_folder(folder, 'we')
+    (folder / 'model.safetensors').unlink()
+    with pytest.raises(FileNotFoundError, match=r'no model\.safetensors'):
+        push_folder(folder, 'we')
+    for name in ('nothing', 'vit_tinny.x'):
+        assert main(['push', str(tmp_path / name)]) == 1
+        assert 'is named MODEL.TAG' in capsys.readouterr().err
+    publish(folder)
+    assert main(['push', str(folder), '--org', 'strangers']) == 1
+    assert 'strangers' in capsys.readouterr().err
+    assert not account.repos
+
+
+def test_interrupted_upload(account, folder):
+    """Nothing is there before all is."""
+    publish(folder)
+    account.fail(r'/commit/', status=503, times=20)
+    with pytest.raises(OSError, match='503'):
+        push_folder(folder, 'we')
+    assert 'model.safetensors' not in account.files(REPO)
+    account.clear_faults()
+    push_folder(folder, 'we')
+    assert 'model.safetensors' in account.files(REPO)

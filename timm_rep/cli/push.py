@@ -1,0 +1,34 @@
+"""``timm-rep push``: publish a folder on the Hub."""
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser('push', help='publish a folder on the Hub, as one commit of what has changed')
+    parser.add_argument('folder', metavar='DIR', help='as timm-rep card leaves it: hub/repa_deit_tiny.cifar10')
+    parser.add_argument('--org', metavar='NAME', help='whose repository (TIMM_REP_ORG, or timm-rep)')
+    parser.add_argument('--revision', default='main', metavar='BRANCH', help='branch to commit to (%(default)s)')
+    parser.add_argument('--private', action='store_true', help='of a repository that is not there yet')
+    parser.add_argument('--folded', action='store_true', help='publish the folded form instead, as DIR_folded')
+    parser.add_argument('--dry-run', action='store_true', help='only print what would change')
+    parser.add_argument('--message', metavar='TEXT', help='of the commit')
+    parser.set_defaults(run=run)
+
+
+def run(args) -> int:
+    import tempfile
+    from pathlib import Path
+
+    from timm_rep.hub import push_folder, write_folded
+    from timm_rep.weights import organization
+
+    org = args.org or organization()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_folded(args.folder, Path(temporary)) if args.folded else Path(args.folder).resolve()
+        changes = push_folder(
+            folder, org, revision=args.revision, private=args.private, dry_run=args.dry_run, message=args.message)
+    for change in changes:
+        print(f'{change.what:<8}{change.file}' + (f' ({change.size} bytes)' if change.size else ''))
+    changed = [change for change in changes if change.what != 'same']
+    state = 'is up to date' if not changed else f'would have {len(changed)} changes' if args.dry_run else (
+        f'has {len(changed)} changes in one commit')
+    print(f'{org}/{folder.name}: {state}.')
+    return 0

@@ -1,0 +1,139 @@
+"""Folders of published models: timm's config.json, the weights, and what belongs to them, each with its hash."""
+import json
+import os
+from pathlib import Path
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+
+import timm
+import torch
+import torch.nn as nn
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+
+from timm_rep.atomic import replacing_files
+from timm_rep.profiling import model_input_size
+from timm_rep.scales import Scales
+from timm_rep.weights import CONFIG, SCALES, WEIGHTS, Published, sha256
+
+__all__ = ['check_folder', 'load_folder', 'seal_folder', 'split_name', 'write_folder']
+
+
+def split_name(folder: Union[str, os.PathLike]) -> Tuple[str, str]:
+    """The model and the tag of a folder that is named after them, ``repa_deit_tiny.cifar10``.
+
+    Raises:
+        ValueError: It is not, or there is no such model.
+    """
+    variant, _, tag = Path(folder).resolve().name.partition('.')
+    if not tag or not timm.is_model(variant):
+        raise ValueError(
+            f'The folder of a published model is named MODEL.TAG, as in repa_deit_tiny.cifar10, got {str(folder)!r}'
+            + (f': there is no model {variant!r}.' if tag else '.'))
+    return variant, tag
+
+
+def write_folder(
+        folder: Union[str, os.PathLike],
+        model: nn.Module,
+        model_args: Mapping[str, Any],
+        scales: Optional[Scales] = None,
+        half: bool = False,
+        label_names: Optional[Sequence[str]] = None,
+) -> None:
+    """Write what ``timm.create_model`` loads a model from: config.json, model.safetensors, and scales.safetensors.
+
+    Other files of the folder stay. The model's pretrained_cfg says what its images are like.
+
+    Args:
+        folder: Named after the model and the tag.
+        model: Of this package, or of timm.
+        model_args: What ``create_model`` was called with, as far as it makes the structure.
+        scales: What the model's GradMults are made of, for those who train it further.
+        half: Write parameters as float16, in half the space; statistics of a BatchNorm stay float32.
+        label_names: Of the classes, by index.
+
+    Raises:
+        OverflowError: A parameter is too large for float16; nothing is written.
+        ValueError: The folder is not named after a model, or an argument cannot be written as JSON.
+    """
+    _, tag = split_name(folder)
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    if half:
+        tensors.update(_halved(model))
+    args = dict(model_args)
+    if scales is not None:
+        args['scales'] = 'published'
+    if getattr(model, 'reparameterized', False):
+        args['reparameterized'] = True
+    for name, value in args.items():
+        try:
+            json.dumps(value)
+        except TypeError as e:
+            raise ValueError(f'The argument {name}={value!r} cannot be written into config.json.') from e
+    with replacing_files(folder) as temporary:
+        save_for_hf(
+            model, temporary, model_args=args, safe_serialization=True,
+            model_config={'label_names': list(label_names)} if label_names else None)
+        config = json.loads((temporary / CONFIG).read_text())
+        config['pretrained_cfg'].update(tag=tag, input_size=list(model_input_size(model)))
+        config['model_args'] = {**config.get('model_args', {}), **args}
+        save_file(tensors, temporary / WEIGHTS, metadata={'format': 'pt'})
+        written = [WEIGHTS]
+        if scales is not None:
+            scales.save(temporary / SCALES)
+            written.append(SCALES)
+        config['sha256'] = {name: sha256(temporary / name) for name in written}
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n')
+
+
+def _halved(model: nn.Module) -> Dict[str, torch.Tensor]:
+    halved = {name: value.detach().half().contiguous() for name, value in model.named_parameters()}
+    for name, value in model.named_parameters():
+        if not torch.isfinite(halved[name]).all() and torch.isfinite(value).all():
+            raise OverflowError(f'{name} holds {value.abs().max().item():g}, which float16 cannot: write float32.')
+    return halved
+
+
+def load_folder(folder: Union[str, os.PathLike], **kwargs) -> nn.Module:
+    """The model of a folder, with its weights, in eval mode.
+
+    Args:
+        kwargs: Further arguments of ``timm.create_model``.
+    """
+    return timm.create_model(f'local-dir:{os.fspath(folder)}', pretrained=True, **kwargs).eval()
+
+
+def seal_folder(folder: Union[str, os.PathLike]) -> None:
+    """Write the sha256 of every file of the folder into its config.json."""
+    folder = Path(folder)
+    config = Published.in_folder(folder).config
+    config['sha256'] = {
+        path.relative_to(folder).as_posix(): sha256(path)
+        for path in sorted(folder.rglob('*')) if path.is_file() and path != folder / CONFIG
+    }
+    with replacing_files(folder) as temporary:
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n')
+
+
+def check_folder(folder: Union[str, os.PathLike]) -> Published:
+    """
+    Raises:
+        FileNotFoundError: There is no config.json, or a file that it names is missing.
+        RuntimeError: A file is another than the config.json names, or is not named there.
+        ValueError: The folder is not named after the model in it.
+    """
+    folder = Path(folder)
+    variant, _ = split_name(folder)
+    published = Published.in_folder(folder)
+    if published.config['architecture'] != variant:
+        raise ValueError(f'{os.fspath(folder)!r} holds a {published.config["architecture"]}, no {variant}.')
+    for name in published.hashes:
+        published.file(name)
+    strangers = [
+        path.relative_to(folder).as_posix() for path in sorted(folder.rglob('*'))
+        if path.is_file() and path.relative_to(folder).as_posix() not in {CONFIG, *published.hashes}
+    ]
+    if strangers:
+        raise RuntimeError(
+            f'{CONFIG} in {os.fspath(folder)!r} has no sha256 of {", ".join(strangers)}: run timm-rep card on it.')
+    return published

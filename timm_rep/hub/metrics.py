@@ -1,0 +1,121 @@
+"""What a model card says was measured."""
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional, Tuple
+
+import torch
+import torch.nn as nn
+from timm.data import create_dataset, create_loader, resolve_data_config
+from timm.utils import reparameterize_model
+
+from timm_rep.profiling import count_macs, count_params, machine, measure_throughput, model_input_size, versions
+from timm_rep.training import evaluate
+
+__all__ = [
+    'METRICS',
+    'PREDICTIONS',
+    'Prediction',
+    'measure_accuracy',
+    'measure_cost',
+    'read_metrics',
+    'read_predictions',
+    'write_predictions',
+]
+
+METRICS = 'metrics.json'
+PREDICTIONS = 'predictions.csv'
+
+Prediction = Tuple[str, int, int]  # file, class, predicted class
+
+
+def read_metrics(folder: Path) -> Dict[str, Any]:
+    """The metrics of a folder, {} if it has none.
+
+    Raises:
+        RuntimeError: They cannot be read.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as e:
+        raise RuntimeError(f'{str(path)!r} is no JSON: {e}') from e
+
+
+def measure_accuracy(
+        model: nn.Module,
+        data_dir: str,
+        split: str,
+        device: torch.device,
+        batch_size: int = 256,
+        every: int = 20,
+) -> Tuple[Dict[str, Any], List[Prediction]]:
+    """Accuracy on folders of images, prepared as the model's pretrained_cfg says, and a sample of the predictions.
+
+    Args:
+        model: In eval mode.
+        data_dir: Holds ``split``, with a folder of images for every class.
+        every: Which of the images are in the sample: each n-th in the order of their paths.
+
+    Raises:
+        ValueError: There are more or fewer classes than the model has.
+    """
+    dataset = create_dataset('', root=data_dir, split=split)
+    classes = len(dataset.reader.class_to_idx)
+    if classes != model.num_classes:
+        raise ValueError(f'{data_dir!r} has {classes} classes in {split!r}, the model has {model.num_classes}.')
+    config = resolve_data_config({}, model=model)
+    loader = create_loader(
+        dataset, batch_size=batch_size, num_workers=0, use_prefetcher=False, device=torch.device('cpu'),
+        **{key: config[key] for key in ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')})
+    logits, top1 = evaluate(model.to(device), loader, device)
+    targets = torch.tensor([target for _, target in dataset.reader.samples])
+    top5 = (logits.topk(min(5, classes)).indices == targets[:, None]).any(1).double().mean().item() * 100
+    metrics = dict(
+        top1=round(top1, 2), top5=round(top5, 2), images=len(dataset), split=split,
+        machine=machine(device), date=date.today().isoformat(), versions=versions())
+    sample = [
+        (dataset.filename(i), targets[i].item(), logits[i].argmax().item()) for i in range(0, len(dataset), every)
+    ]
+    return metrics, sample
+
+
+def measure_cost(model: nn.Module, device: torch.device, batch_size: int = 8) -> Dict[str, Any]:
+    """Parameters, multiply-accumulates and throughput of a model, as it is and folded, side by side.
+
+    Args:
+        model: In eval mode, in its training structure or folded.
+    """
+    forms = {'unfolded': model.to(device)}
+    if not getattr(model, 'reparameterized', False):
+        forms['folded'] = reparameterize_model(model)
+    else:
+        forms = {'folded': model.to(device)}
+    images = torch.randn(batch_size, *model_input_size(model), device=device)
+    with torch.inference_mode():
+        throughput = measure_throughput(forms, images)
+    return dict(
+        forms={
+            name: dict(
+                params=count_params(form), gmacs=round(count_macs(form).total / 1e9, 4),
+                images_per_second=round(throughput[name], 1))
+            for name, form in forms.items()
+        },
+        batch_size=batch_size, img_size=list(images.shape[-2:]), dtype=str(images.dtype).removeprefix('torch.'),
+        machine=machine(device), date=date.today().isoformat(), versions=versions())
+
+
+def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
+    """As comma separated values, a line an image."""
+    lines = ['file,class,predicted', *(f'{file},{target},{predicted}' for file, target, predicted in predictions)]
+    path.write_text('\n'.join(lines) + '\n')
+
+
+def read_predictions(path: Path) -> Optional[List[Prediction]]:
+    """What write_predictions() wrote, None if there is no such file."""
+    if not path.is_file():
+        return None
+    lines = (line.rsplit(',', 2) for line in path.read_text().splitlines()[1:])
+    return [(file, int(target), int(predicted)) for file, target, predicted in lines]
