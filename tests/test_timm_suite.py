@@ -9,12 +9,12 @@ import timm
 from tests.fresh_environment import run
 
 # For models with a 4-D output. timm leaves its own token models out by their names, and gives them another test.
-CONV_CONFIGS = 'test_model_default_cfgs and (repa_ or lvvit_)'
+CONV_CONFIGS = 'test_model_default_cfgs and (repa_deit or repa_vit or lvvit_)'
 TOKEN_CONFIGS = """
 import timm, timm_rep
 from tests.test_models import test_model_default_cfgs_non_std as check
 
-for name in timm.list_models(['repa_*', 'lvvit_*']):
+for name in timm.list_models(['repa_deit_*', 'repa_vit_*', 'repa_lvvit_*', 'lvvit_*']):
     check(name, 1, 'meta')
 """
 
