@@ -1,4 +1,5 @@
 """The scripts of scripts/, on next to nothing."""
+import copy
 import importlib
 import json
 import subprocess
@@ -9,9 +10,12 @@ import pytest
 import timm
 import torch
 
+import timm_rep.layers.channel_idle as channel_idle
 import timm_rep.scales.packaged as packaged
+from tests.reference.ffn import relative
 from tests.reference.rep_optim import normal_scales
 from timm_rep.init.select import CHOICES
+from timm_rep.layers import RePaMlp, use_fast_train
 from timm_rep.scales import Scales, packaged_scales
 
 SCRIPTS = Path(__file__).parents[1] / 'scripts'
@@ -216,3 +220,33 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         script('weight_selection', 'randum')
     assert 'there are no rows randum' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['repa_deit_tiny', 'repa_poolformer_s12', 'repa_lvvit_s'])
+def test_bench_training(script, name, monkeypatch):
+    """The released form computes what ours does, and the sides of the comparison are what they say."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    bench = importlib.import_module('bench')
+    torch.manual_seed(0)
+    size = dict(img_size=32, patch_size=16) if name != 'repa_poolformer_s12' else {}
+    if name == 'repa_deit_tiny':
+        size.update(patch_size=4)
+    model = timm.create_model(name, num_classes=3, drop_path_rate=0., **size).train()
+    released = bench.in_released_form(model)
+    assert sum(isinstance(m, bench.ReleasedForm) for m in released.modules()) == sum(
+        isinstance(m, RePaMlp) for m in model.modules()) > 0
+    x = torch.randn(32 if name == 'repa_deit_tiny' else 4, 3, 32, 32)
+    before = use_fast_train()
+    seen = []
+    pays = channel_idle.idle_matrix_pays
+    monkeypatch.setattr(channel_idle, 'idle_matrix_pays', lambda *sizes: seen.append(pays(*sizes)) or True)
+    rates, kept = bench.training_rates({
+        'released': (released, False), 'layers': (copy.deepcopy(model), False), 'matrix': (model, True)}, x, 1)
+    assert seen
+    assert use_fast_train() == before
+    assert rates.keys() == kept.keys() == {'released', 'layers', 'matrix'}
+    assert kept['layers'] < kept['released']
+    if all(seen):
+        assert kept['matrix'] < kept['layers']
+    grads = [next(m for m in of.modules() if isinstance(m, RePaMlp)).fc1.weight.grad for of in (released, model)]
+    assert relative(grads[0], grads[1]) < 1e-4

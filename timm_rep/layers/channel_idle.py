@@ -12,6 +12,7 @@ from timm.layers import DropPath, LayerScale, LayerScale2d
 from torch.jit import Final
 
 from .fold import Affine
+from .idle_training import idle_matrix_pays, train_ffn, use_fast_train
 
 __all__ = ['ChannelIdle', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
 
@@ -106,6 +107,10 @@ def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
     return None
 
 
+# layers that do what their class does: what wraps or replaces them, an adapter for one, is to see its input
+_PLAIN = (nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, ChannelIdle)
+
+
 def _linear_layer(use_conv: bool):
     return partial(nn.Conv2d, kernel_size=1) if use_conv else nn.Linear
 
@@ -185,18 +190,48 @@ class RePaMlp(nn.Module):
                 f'{type(self.norm1).__name__}, pass nn.BatchNorm1d or a partial of it.')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # BatchNorm wants its channels second: with all tokens in one axis they are, without a copy
-        y = self.norm1(x if self.use_conv else x.reshape(-1, x.shape[-1]))
-        y = self.fc1(y)
-        y = self.act(y)
-        y = self.drop1(y)
-        y = self.norm2(y)
-        y = self.fc2(y)
+        if not torch.jit.is_scripting() and self._trains_fast(x):
+            y = self._train_fast(x)
+        else:
+            # BatchNorm wants its channels second: with all tokens in one axis they are, without a copy
+            y = self.norm1(x if self.use_conv else x.reshape(-1, x.shape[-1]))
+            y = self.fc1(y)
+            y = self.act(y)
+            y = self.drop1(y)
+            y = self.norm2(y)
+            y = self.fc2(y)
+            if not self.use_conv:
+                y = y.view(x.shape)
         y = self.drop2(y)
-        if not self.use_conv:
-            y = y.view(x.shape)
         y = self.drop_path(self.ls(y))
         return torch.add(x, y, alpha=self.residual_scale) if self.shortcut else y * self.residual_scale
+
+    @torch.jit.unused
+    def _trains_fast(self, x: torch.Tensor) -> bool:
+        """Whether the idle channels can be, and had better be, one matrix."""
+        active, hidden, channels = self.act.active_channels, self.act.channels, self.norm1.num_features
+        if not (self.training and use_fast_train() and 0 < active < hidden and isinstance(x, torch.Tensor)):
+            return False
+        return idle_matrix_pays(x.numel() // channels, channels, hidden - active) and all(
+            type(layer) in _PLAIN and not layer._forward_hooks and not layer._forward_pre_hooks
+            and not layer._backward_hooks and not layer._backward_pre_hooks
+            for layer in (self.norm1, self.fc1, self.act, self.norm2, self.fc2)
+        ) and all(
+            norm.training and norm.affine and norm.track_running_stats for norm in (self.norm1, self.norm2)
+        ) and not (self.drop1.p and self.drop1.training)
+
+    @torch.jit.unused
+    def _train_fast(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.movedim(1, -1) if self.use_conv else x
+        y = train_ffn(
+            tokens.reshape(-1, tokens.shape[-1]), self.norm1, self.fc1, self.act.act, self.norm2, self.fc2,
+            self.act.active_channels)
+        y = y.view(tokens.shape)
+        if not self.use_conv:
+            return y
+        y = y.movedim(-1, 1)
+        # with a shortcut its layout counts
+        return y if self.shortcut or not x.is_contiguous() else y.contiguous()
 
     @torch.jit.ignore
     @torch.no_grad()

@@ -1,0 +1,334 @@
+"""The FFN trained with its idle channels as one matrix: what the layers compute one after the other."""
+import copy
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import timm
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import timm_rep.layers.channel_idle as channel_idle
+from tests.reference.ffn import relative
+from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
+from timm_rep.layers.idle_training import idle_matrix_pays
+
+FAST, PLAIN = True, False
+
+
+@pytest.fixture(autouse=True)
+def switch():
+    """As it was, after the test."""
+    before = use_fast_train()
+    yield
+    set_fast_train(before)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """The matrix, whether it pays or not."""
+    monkeypatch.setattr(channel_idle, 'idle_matrix_pays', lambda tokens, channels, idle: True)
+
+
+def ffn(channels=24, dtype=torch.float64, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    model = RePaMlp(channels, 4 * channels, dtype=dtype, **kwargs)
+    with torch.no_grad():
+        for norm in (model.norm1, model.norm2):
+            if norm.affine:
+                norm.weight.normal_()  # negative ones, too
+                norm.bias.normal_()
+    return model.train()
+
+
+def images(shape=(6, 24, 5, 7), dtype=torch.float64, seed=0, scale=1.):
+    g = torch.Generator().manual_seed(seed)
+    return scale * (torch.randn(shape, generator=g, dtype=torch.float64) * 2 + 1).to(dtype)
+
+
+def tokens(dtype=torch.float64, **kwargs):
+    return images(**kwargs).flatten(2).transpose(1, 2).contiguous().to(dtype)
+
+
+def step(model, x, fast, steps=1, call=None):
+    """Of a copy: outputs, gradients of input and parameters, and buffers, after some steps."""
+    set_fast_train(fast)
+    model = copy.deepcopy(model)
+    for _ in range(steps):
+        torch.manual_seed(1)  # of drop path
+        x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        model.zero_grad()
+        y = (call or (lambda m, x: m(x)))(model, x)
+        weights = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape)
+        (y * weights).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=1e-3)
+    found = {'y': y.detach(), 'x': x.grad}
+    found.update({f'{name}.grad': p.grad for name, p in model.named_parameters()})
+    found.update(dict(model.named_buffers()))
+    return found
+
+
+def check_same(model, x, tolerance=1e-10, steps=2, **kwargs):
+    fast, plain = step(model, x, FAST, steps, **kwargs), step(model, x, PLAIN, steps, **kwargs)
+    assert fast.keys() == plain.keys()
+    largest = max(p.abs().max() for name, p in plain.items() if name.endswith('.grad') and p is not None)
+    for name, expected in plain.items():
+        if expected is None or not expected.is_floating_point():
+            assert fast[name] is None if expected is None else torch.equal(fast[name], expected), name
+            continue
+        assert fast[name].dtype == expected.dtype
+        # the gradient of a bias before a BatchNorm is nothing but rounding
+        floor = 1e-2 * tolerance * largest if name.endswith('.grad') else 0.
+        assert (fast[name] - expected).norm() <= tolerance * expected.norm() + floor, name
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(idle_ratio=.5), dict(idle_ratio=.9), dict(idle_ratio=.02), dict(bias=False),
+    dict(init_values=.1, residual_scale=.5), dict(shortcut=False), dict(drop_path=.4),
+    dict(act_layer=nn.ReLU), dict(norm_layer=partial(nn.BatchNorm1d, momentum=None, eps=1e-3)),
+    dict(norm_layer=partial(nn.BatchNorm1d, momentum=.7)),
+], ids=str)
+def test_same_as_layer_by_layer(always, kwargs):
+    model = ffn(**kwargs)
+    assert model._trains_fast(tokens())
+    check_same(model, tokens())
+
+
+@pytest.mark.parametrize('memory_format', [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize('kwargs', [dict(), dict(init_values=.1, drop_path=.4), dict(shortcut=False)], ids=str)
+def test_channels_second(always, kwargs, memory_format):
+    model = ffn(use_conv=True, **kwargs)
+    x = images().contiguous(memory_format=memory_format)
+    assert model._trains_fast(x)
+    check_same(model, x)
+    # what follows finds the layout that it would
+    set_fast_train(True)
+    assert model(x).is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize('scale', [1e-3, 1., 1e4])
+@pytest.mark.parametrize('offset', [0., 1e3])
+def test_values_of_all_sizes(always, scale, offset):
+    check_same(ffn(), tokens(scale=scale) + offset * scale, 1e-9)
+
+
+def test_float32_is_as_exact(always):
+    """To float64, by no more than twice the error of layer by layer."""
+    x = tokens(shape=(8, 64, 9, 9))
+    exact = step(ffn(64), x, PLAIN)
+    errors = []
+    for fast in (FAST, PLAIN):
+        found = step(ffn(64).float(), x.float(), fast)
+        errors.append({k: relative(v.double(), exact[k]) for k, v in found.items() if v.is_floating_point()})
+    fast, plain = errors
+    for name, error in plain.items():
+        if name != 'fc1.bias.grad':  # zero on paper, for the idle ones
+            assert fast[name] < max(2 * error, 1e-6), name
+
+
+@pytest.mark.parametrize('pure', [False, True])
+def test_bfloat16(always, pure):
+    """Under autocast, and of a bfloat16 model: no further from the truth than layer by layer, statistics in float32."""
+    x = tokens(shape=(8, 64, 9, 9)).bfloat16().double()
+    exact = step(ffn(64, idle_ratio=.75), x, PLAIN)
+    errors = []
+    for fast in (FAST, PLAIN):
+        if pure:
+            found = step(ffn(64).bfloat16(), x.bfloat16(), fast)
+        else:
+            def call(model, x):
+                with torch.autocast('cpu', torch.bfloat16):
+                    return model(x)
+            found = step(ffn(64).float(), x.float(), fast, call=call)
+            assert found['norm2.running_var'].dtype == torch.float32
+        errors.append({k: relative(v.double(), exact[k]) for k, v in found.items() if v.is_floating_point()})
+    fast, plain = errors
+    for name, error in plain.items():
+        if name != 'fc1.bias.grad':
+            assert fast[name] < max(1.5 * error, 5e-3), name
+
+
+def test_checkpointing(always):
+    check_same(ffn(), tokens(), call=lambda m, x: checkpoint(m, x, use_reentrant=False))
+
+
+def test_compiled(always):
+    model, x = ffn(), tokens()
+    eager = step(model, x, FAST)
+    compiled = step(model, x, FAST, call=lambda m, x: torch.compile(m, backend='aot_eager')(x))
+    for name, expected in eager.items():
+        torch.testing.assert_close(compiled[name], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_scripted():
+    model, x = ffn(), tokens()
+    set_fast_train(True)
+    expected = copy.deepcopy(model)(x)
+    assert relative(torch.jit.script(model)(x), expected) < 1e-10
+
+
+def test_one_token_is_refused(always):
+    for fast in (FAST, PLAIN):
+        set_fast_train(fast)
+        with pytest.raises(ValueError, match='more than 1 value per channel'):
+            ffn()(torch.randn(1, 1, 24, dtype=torch.float64))
+
+
+def test_where_it_pays():
+    """The count of the docstring, against torch's own; small maps and few tokens go layer by layer."""
+    for t, c, idle in ((400, 32, 96), (300, 48, 24), (64, 64, 192)):
+        hidden = idle + c
+        counts = []
+        for fast in (FAST, PLAIN):
+            set_fast_train(fast)
+            model = RePaMlp(c, hidden, idle / hidden + 1e-9).train()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(channel_idle, 'idle_matrix_pays', lambda *sizes: True)
+                with FlopCounterMode(display=False) as counter:
+                    model(torch.randn(t, c, requires_grad=True)).sum().backward()
+            counts.append(counter.get_total_flops() / 2)
+        active = 6 * t * c * c
+        assert counts[1] == active + 6 * t * c * idle
+        small = 3 * c * hidden + 3 * c * idle  # of biases
+        assert abs(counts[0] - active - 5 * t * c * c - 6 * c * c * idle) <= small
+    assert not idle_matrix_pays(768, 768, 2304)
+    assert idle_matrix_pays(3152, 768, 2304)
+    assert not idle_matrix_pays(10 ** 9, 768, 640)
+    set_fast_train(True)
+    assert not ffn()._trains_fast(tokens()[:1])
+    assert ffn()._trains_fast(tokens())
+
+
+@pytest.mark.parametrize('kind', [
+    'switched off', 'eval', 'frozen norm', 'hook', 'adapter', 'dropout', 'no statistics', 'all active', 'all idle'])
+def test_what_goes_layer_by_layer(always, kind):
+    set_fast_train(kind != 'switched off')
+    kwargs = {
+        'dropout': dict(drop=.1), 'all active': dict(idle_ratio=0.), 'all idle': dict(idle_ratio=1.),
+        'no statistics': dict(norm_layer=partial(nn.BatchNorm1d, track_running_stats=False)),
+    }.get(kind, {})
+    model = ffn(**kwargs)
+    seen = []
+    if kind == 'eval':
+        model.eval()
+    elif kind == 'frozen norm':
+        model.norm2.eval()
+    elif kind == 'hook':
+        model.act.register_forward_hook(lambda *args: seen.append('act'))
+        model.fc1.register_forward_hook(lambda *args: seen.append('fc1'))
+    elif kind == 'adapter':
+        class Adapted(nn.Linear):
+            def forward(self, x):
+                seen.append('fc2')
+                return super().forward(x)
+        model.fc2.__class__ = Adapted
+    assert not model._trains_fast(tokens())
+    before = model.norm2.num_batches_tracked.item() if kind != 'no statistics' else 0
+    model(tokens())
+    if kind in ('hook', 'adapter'):
+        assert seen
+    if kind == 'frozen norm':
+        assert model.norm2.num_batches_tracked.item() == before
+
+
+def test_a_hook_on_the_activation(always):
+    set_fast_train(True)
+    model, seen = ffn(), []
+    model.act.register_forward_hook(lambda module, args, output: seen.append(output.shape[-1]))
+    model(tokens())
+    assert seen == [96]
+
+
+def test_environment_variable():
+    code = 'from timm_rep.layers import use_fast_train; print(use_fast_train())'
+    for value, expected in (('0', 'False'), ('1', 'True')):
+        run = subprocess.run(
+            [sys.executable, '-c', code], env={**os.environ, 'TIMM_REP_FAST_TRAIN': value}, capture_output=True,
+            text=True, check=True)
+        assert run.stdout.strip() == expected
+
+
+def test_hidden_activations_are_not_kept(always):
+    x = tokens(shape=(8, 48, 9, 9))
+    count = x.shape[0] * x.shape[1]
+    kept = []
+    for fast in (FAST, PLAIN):
+        set_fast_train(fast)
+        storages = {}
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() / 8 / count
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = ffn(48)(x)
+        kept.append(sum(storages.values()))
+        del y
+    # numbers a token: of 48 channels, 192 hidden ones
+    parameters = 48 * 192 * 10 / count
+    assert kept[1] > 3.5 * 192
+    assert kept[0] < 48 * 8 + parameters
+
+
+FAMILIES = [
+    ('repa_deit_tiny', dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)),
+    ('repa_swin_tiny', dict(img_size=32, patch_size=2, window_size=4, embed_dim=12, depths=(1, 2), num_heads=(2, 2))),
+    ('repa_poolformer_s12', dict(depths=(1, 1, 1, 1), embed_dims=None)),
+    ('repa_mixer_s32', dict(img_size=32, patch_size=8, embed_dim=24, num_blocks=2)),
+    ('repa_lvvit_s', dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3)),
+]
+
+
+@pytest.mark.parametrize('name,kwargs', FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_families(always, name, kwargs):
+    torch.manual_seed(0)
+    kwargs = {k: v for k, v in kwargs.items() if v is not None}
+    model = timm.create_model(name, num_classes=3, **kwargs).double().train()
+    x = torch.randn(6, 3, 32, 32, dtype=torch.float64)
+    used = [m._trains_fast(x) for m in model.modules() if isinstance(m, RePaMlp)]
+    assert all(used)
+    assert used
+
+    def call(model, x):
+        y = model(x)
+        return y if isinstance(y, torch.Tensor) else torch.cat([part.flatten() for part in y])
+
+    check_same(model, x, 1e-8, steps=1, call=call)
+
+
+def _of_two(rank, path, momentum):
+    torch.distributed.init_process_group('gloo', init_method=f'file://{path}/store', rank=rank, world_size=2)
+    channel_idle.idle_matrix_pays = lambda *sizes: True
+    set_fast_train(True)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)))
+    assert model._trains_fast(tokens())
+    x = tokens()[:4] if rank == 0 else tokens()[4:]  # not the same number
+    x.requires_grad_()
+    y = model(x)
+    everything = torch.cos(torch.arange(tokens().numel(), dtype=torch.float64)).view(tokens().shape)
+    (y * (everything[:4] if rank == 0 else everything[4:])).sum().backward()
+    for p in model.parameters():
+        torch.distributed.all_reduce(p.grad)
+    found = {'y': y.detach(), 'x': x.grad, **{f'{name}.grad': p.grad for name, p in model.named_parameters()}}
+    torch.save({**found, **dict(model.named_buffers())}, f'{path}/{rank}.pth')
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('momentum', [.1, None])
+def test_statistics_of_all_processes(tmp_path, momentum):
+    """SyncBatchNorm: two processes, as one with all of the batch."""
+    mp.spawn(_of_two, args=(str(tmp_path), momentum), nprocs=2)
+    expected = step(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)), tokens(), PLAIN)
+    ranks = [torch.load(tmp_path / f'{rank}.pth', weights_only=True) for rank in range(2)]
+    for name, value in expected.items():
+        for rank in ranks:
+            found = torch.cat([r[name] for r in ranks]) if name in ('y', 'x') else rank[name]
+            torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
