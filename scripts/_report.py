@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import torch
+from tables import write_tables
 
 from timm_rep.atomic import replacing_files
 from timm_rep.profiling import machine, versions
@@ -26,7 +27,7 @@ def report(
         settings: Dict[str, Any],
         keys: Sequence[str] = (),
 ) -> None:
-    """Print rows of one form as a table and write results/<machine>/<section>.json.
+    """Print rows of one form as a table, write results/<machine>/<section>.json, and the tables of all of them.
 
     Args:
         section: Name of the measurement.
@@ -61,4 +62,5 @@ def report(
     }
     with replacing_files(folder) as temporary:
         (temporary / path.name).write_text(json.dumps(content, indent=2) + '\n')
+    write_tables(RESULTS)
     print(f'\n{path}')

@@ -250,3 +250,31 @@ def test_bench_training(script, name, monkeypatch):
         assert kept['matrix'] < kept['layers']
     grads = [next(m for m in of.modules() if isinstance(m, RePaMlp)).fc1.weight.grad for of in (released, model)]
     assert relative(grads[0], grads[1]) < 1e-4
+
+
+def test_tables_of_the_results(monkeypatch, tmp_path):
+    """The committed tables are those of the committed files; nothing in them is typed."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    tables = importlib.import_module('tables')
+    results = SCRIPTS / 'results'
+    assert (results / 'README.md').read_text() == tables.tables(results)
+    content = dict(
+        section='a', what='What\n  it is.', machine='M', date='2026-01-01', command='python a.py',
+        versions={'torch': '1'}, rounds=3, img_size=[2, 3], nothing=None, rows=[dict(x=1.5, y=True), dict(x=None, z={'p': 2}, y=False)])
+    (tmp_path / 'm').mkdir()
+    (tmp_path / 'm' / 'a.json').write_text(json.dumps(content))
+    tables.write_tables(tmp_path)
+    text = (tmp_path / 'README.md').read_text()
+    assert text.endswith("""## M
+
+### a
+
+What it is.
+
+`python a.py`; 2026-01-01; torch 1; rounds 3, img_size 2 x 3.
+
+| x | y | z |
+| --- | --- | --- |
+| 1.5 | yes |  |
+|  | no | p 2 |
+""")
