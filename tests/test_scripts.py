@@ -260,7 +260,8 @@ def test_tables_of_the_results(monkeypatch, tmp_path):
     assert (results / 'README.md').read_text() == tables.tables(results)
     content = dict(
         section='a', what='What\n  it is.', machine='M', date='2026-01-01', command='python a.py',
-        versions={'torch': '1'}, rounds=3, img_size=[2, 3], nothing=None, rows=[dict(x=1.5, y=True), dict(x=None, z={'p': 2}, y=False)])
+        versions={'torch': '1'}, rounds=3,
+        img_size=[2, 3], nothing=None, rows=[dict(x=1.5, y=True), dict(x=None, z={'p': 2}, y=False)])
     (tmp_path / 'm').mkdir()
     (tmp_path / 'm' / 'a.json').write_text(json.dumps(content))
     tables.write_tables(tmp_path)
