@@ -68,7 +68,8 @@ def measure_accuracy(
         raise ValueError(f'{data_dir!r} has {classes} classes in {split!r}, the model has {model.num_classes}.')
     config = resolve_data_config({}, model=model)
     loader = create_loader(
-        dataset, batch_size=batch_size, num_workers=0, use_prefetcher=False, device=torch.device('cpu'),
+        dataset, batch_size=batch_size, num_workers=0, persistent_workers=False, use_prefetcher=False,
+        device=torch.device('cpu'),
         **{key: config[key] for key in ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')})
     logits, top1 = evaluate(model.to(device), loader, device)
     targets = torch.tensor([target for _, target in dataset.reader.samples])
