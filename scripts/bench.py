@@ -9,18 +9,17 @@ import copy
 import statistics
 import subprocess
 import sys
-from typing import Callable, Dict, Tuple
 
 import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from _bench_train import bench_ffn_train, bench_repa_train, bench_repopt_train
 from _report import report
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401, registers the models
-from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
-from timm_rep.layers.idle_training import idle_matrix_pays
+from timm_rep.layers import RePaMlp
 from timm_rep.paper import VANILLA
 from timm_rep.profiling import measure_throughput
 
@@ -203,137 +202,6 @@ def bench_poolformer(args):
     return rows
 
 
-class ReleasedForm(nn.Module):
-    """The FFN of a RePaMlp as equations 3 and 4 have it: all channels activated, and those kept that a mask says."""
-
-    def __init__(self, mlp: RePaMlp):
-        super().__init__()
-        self.mlp = mlp
-        channels = torch.arange(mlp.act.channels)
-        self.register_buffer('mask', (channels < mlp.act.active_channels).to(mlp.fc1.weight.dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mlp, (channel, ndim) = self.mlp, (1, x.ndim) if self.mlp.use_conv else (-1, 2)
-        y = mlp.norm1(x if mlp.use_conv else x.reshape(-1, x.shape[-1]))
-        y = mlp.fc1(y)
-        mask = self.mask.view(-1, *[1] * (ndim - 2)) if channel == 1 else self.mask
-        y = mask * mlp.act.act(y) + (1 - mask) * y
-        y = mlp.fc2(mlp.norm2(y)).view(x.shape)
-        y = mlp.drop_path(mlp.ls(y))
-        return torch.add(x, y, alpha=mlp.residual_scale) if mlp.shortcut else y * mlp.residual_scale
-
-
-def in_released_form(model: nn.Module) -> nn.Module:
-    """A copy of a model with its FFNs in it."""
-    model = copy.deepcopy(model)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, RePaMlp):
-                setattr(module, name, ReleasedForm(child))
-    return model
-
-
-def training_step(model: nn.Module, fast: bool) -> Callable[[torch.Tensor], None]:
-    """Forward and backward pass, with the idle channels as one matrix or not."""
-
-    def step(x: torch.Tensor) -> None:
-        set_fast_train(fast)
-        model.zero_grad()
-        with torch.inference_mode(False), torch.enable_grad():
-            y = model(x)
-            y = y if isinstance(y, torch.Tensor) else y[0]  # LV-ViT has logits of every token beside
-            y.float().square().mean().backward()
-
-    return step
-
-
-def kept_for_backward(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> float:
-    """What a training step keeps between its two passes, in MB; parameters and what is kept twice count once."""
-    storages = {}
-
-    def keep(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        step(x)
-    return sum(storages.values()) / 1e6
-
-
-def training_rates(
-        models: Dict[str, Tuple[nn.Module, bool]], x: torch.Tensor, rounds: int,
-) -> Tuple[Dict[str, float], Dict[str, float]]:
-    """Images or tokens a second, and what is kept for the backward pass, by name."""
-    before = use_fast_train()
-    steps = {name: training_step(model, fast) for name, (model, fast) in models.items()}
-    try:
-        rates = measure_throughput(steps, x, rounds=rounds, warmup=1)
-        kept = {name: kept_for_backward(step, x) for name, step in steps.items()}
-    finally:
-        set_fast_train(before)
-    return rates, kept
-
-
-def bench_repa_train(args):
-    """A training step, forward and backward, of vanilla backbones and RePa forms; as speed over the released form.
-
-    'released': equations 3 and 4 word by word, a mask over all channels. 'layers': ours, one after the other. 'matrix':
-    ours, the idle channels as one matrix where that pays, the default. In MB, what is kept for the backward pass.
-    """
-    rows = []
-    for name in args.models or ['repa_deit_base', 'repa_swin_tiny', 'repa_poolformer_s12', 'repa_mixer_b16']:
-        vanilla, vanilla_args = VANILLA[name]
-        torch.manual_seed(0)
-        repa = timm.create_model(name)
-        models = {
-            'vanilla': (timm.create_model(vanilla, **vanilla_args), False),
-            'released': (in_released_form(repa), False),
-            'layers': (copy.deepcopy(repa), False),
-            'matrix': (repa, True),
-        }
-        models = {k: (model.train().to(args.device, args.dtype), fast) for k, (model, fast) in models.items()}
-        x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
-        rates, kept = training_rates(models, x, args.rounds)
-        rows.append({
-            'model': name,
-            'released (img/s)': round(rates['released'], 2),
-            **{k: round(rates[k] / rates['released'], 2) for k in ('vanilla', 'layers', 'matrix')},
-            'matrix / vanilla': round(rates['matrix'] / rates['vanilla'], 2),
-            **{f'{k} (MB)': round(kept[k]) for k in ('vanilla', 'released', 'matrix')},
-        })
-        print(rows[-1], flush=True)
-    return rows
-
-
-def bench_ffn_train(args):
-    """A training step of one FFN by the number of tokens: how much faster the matrix is than layer by layer.
-
-    'pays': what RePaMlp chooses.
-    """
-    rows = []
-    for dim in (192, 384, 768):
-        for tokens in (dim * multiple // 2 for multiple in (2, 3, 4, 6, 8, 16)):
-            torch.manual_seed(0)
-            mlp = RePaMlp(dim, 4 * dim).train().to(args.device, args.dtype)
-            vanilla = nn.Sequential(nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim)).to(args.device, args.dtype)
-            always = copy.deepcopy(mlp)
-            always._trains_fast = lambda x: use_fast_train()
-            x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype, requires_grad=True)
-            rates, kept = training_rates({
-                'vanilla': (vanilla, False), 'released': (ReleasedForm(copy.deepcopy(mlp)), False),
-                'layers': (mlp, False), 'matrix': (always, True),
-            }, x, args.rounds)
-            rows.append({
-                'C': dim,
-                'tokens': tokens,
-                **{f'matrix / {k}': round(rates['matrix'] / rates[k], 2) for k in ('layers', 'released', 'vanilla')},
-                'pays': idle_matrix_pays(tokens, dim, 3 * dim),
-                **{f'{k} (MB)': round(kept[k], 1) for k in ('layers', 'matrix')},
-            })
-            print(rows[-1], flush=True)
-    return rows
-
-
 SECTIONS = {
     'import': bench_import,
     'fold-precision': bench_fold_precision,
@@ -342,6 +210,7 @@ SECTIONS = {
     'poolformer': bench_poolformer,
     'repa-train': bench_repa_train,
     'ffn-train': bench_ffn_train,
+    'repopt-train': bench_repopt_train,
 }
 
 

@@ -226,7 +226,7 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
 def test_bench_training(script, name, monkeypatch):
     """The released form computes what ours does, and the sides of the comparison are what they say."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('bench')
+    bench = importlib.import_module('_bench_train')
     torch.manual_seed(0)
     size = dict(img_size=32, patch_size=16) if name != 'repa_poolformer_s12' else {}
     if name == 'repa_deit_tiny':
