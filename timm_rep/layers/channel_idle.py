@@ -3,6 +3,7 @@
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equations 3-7.
 """
 import math
+import sys
 from functools import partial
 from typing import Any, List, Mapping, Optional, Type
 
@@ -12,7 +13,7 @@ from timm.layers import DropPath, LayerScale, LayerScale2d
 from torch.jit import Final
 
 from .fold import Affine
-from .idle_training import idle_matrix_pays, train_ffn, use_fast_train
+from .idle_training import idle_matrix_pays, synchronized_group, train_ffn, use_fast_train
 
 __all__ = ['ChannelIdle', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
 
@@ -107,8 +108,17 @@ def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
     return None
 
 
-# layers that do what their class does: what wraps or replaces them, an adapter for one, is to see its input
-_PLAIN = (nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, ChannelIdle)
+_PLAIN = (
+    nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, ChannelIdle, nn.Dropout, nn.Identity)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer does what its class does, and nobody watches: an adapter or a hook is to see its input."""
+    return (
+        type(layer) in _PLAIN and 'forward' not in vars(layer)
+        and not layer._forward_hooks and not layer._forward_pre_hooks
+        and not layer._backward_hooks and not layer._backward_pre_hooks
+    )
 
 
 def _linear_layer(use_conv: bool):
@@ -190,7 +200,7 @@ class RePaMlp(nn.Module):
                 f'{type(self.norm1).__name__}, pass nn.BatchNorm1d or a partial of it.')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.jit.is_scripting() and self._trains_fast(x):
+        if not torch.jit.is_scripting() and not torch.jit.is_tracing() and self._trains_fast(x):
             y = self._train_fast(x)
         else:
             # BatchNorm wants its channels second: with all tokens in one axis they are, without a copy
@@ -210,22 +220,25 @@ class RePaMlp(nn.Module):
     def _trains_fast(self, x: torch.Tensor) -> bool:
         """Whether the idle channels can be, and had better be, one matrix."""
         active, hidden, channels = self.act.active_channels, self.act.channels, self.norm1.num_features
+        norms, layers = (self.norm1, self.norm2), (self.norm1, self.fc1, self.act, self.drop1, self.norm2, self.fc2)
         if not (self.training and use_fast_train() and 0 < active < hidden and isinstance(x, torch.Tensor)):
             return False
-        return idle_matrix_pays(x.numel() // channels, channels, hidden - active) and all(
-            type(layer) in _PLAIN and not layer._forward_hooks and not layer._forward_pre_hooks
-            and not layer._backward_hooks and not layer._backward_pre_hooks
-            for layer in (self.norm1, self.fc1, self.act, self.norm2, self.fc2)
-        ) and all(
-            norm.training and norm.affine and norm.track_running_stats for norm in (self.norm1, self.norm2)
-        ) and not (self.drop1.p and self.drop1.training)
+        group = synchronized_group(self.norm1)
+        # the processes have to agree, and not all of them may have as many tokens
+        tokens = x.numel() // channels if group is None else sys.maxsize
+        return (
+            idle_matrix_pays(tokens, channels, hidden - active)
+            and group == synchronized_group(self.norm2)
+            and all(norm.training and norm.affine and norm.track_running_stats for norm in norms)
+            and all(map(_is_plain, layers))
+            and not (isinstance(self.drop1, nn.Dropout) and self.drop1.p and self.drop1.training)
+        )
 
     @torch.jit.unused
     def _train_fast(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.movedim(1, -1) if self.use_conv else x
         y = train_ffn(
-            tokens.reshape(-1, tokens.shape[-1]), self.norm1, self.fc1, self.act.act, self.norm2, self.fc2,
-            self.act.active_channels)
+            tokens.reshape(-1, tokens.shape[-1]), self.norm1, self.fc1, self.act, self.norm2, self.fc2)
         y = y.view(tokens.shape)
         if not self.use_conv:
             return y

@@ -4,8 +4,10 @@ Idle channels are linear in train mode too. BatchNorm makes of an idle channel `
 ``s (h - mean(h)) + beta`` with ``s = gamma / sqrt(var(h) + eps)``, and ``var(h) = w cov(x) w^T``: the covariance of the
 input, C x C, says what the statistics of all of them are. What the second linear layer makes of them is then one C x C
 matrix, ``fc2 diag(s) fc1``, however many they are; they are never computed, nor kept for the backward pass. Outputs,
-gradients and running statistics are those of the layers one after the other, up to rounding.
+gradients and running statistics are those of the layers one after the other, up to rounding; where the inputs are so
+correlated that rounding would matter, a CPU goes layer by layer.
 """
+import contextlib
 import os
 from typing import Optional
 
@@ -15,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ['idle_matrix_pays', 'set_fast_train', 'train_ffn', 'use_fast_train']
+__all__ = ['idle_matrix_pays', 'set_fast_train', 'synchronized_group', 'train_ffn', 'use_fast_train']
 
 # whether torch multiplies half precision into float32 on a GPU
 _WIDENS = hasattr(torch.ops.aten.mm, 'dtype')
@@ -48,13 +50,20 @@ def idle_matrix_pays(tokens: int, channels: int, idle: int) -> bool:
     return tokens * (6 * idle - 5 * channels) > 1.25 * 6 * channels * idle
 
 
+def _full_precision(device: torch.device):
+    """Autocast off, where there is such a thing."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 class _Gram(torch.autograd.Function):
-    """``x^T x`` of (tokens, channels), summed up in float32 at least, which autocast would not."""
+    """``x^T x`` of (tokens, channels), summed up in float32 at least; its gradient takes one product, not two."""
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        with torch.autocast(x.device.type, enabled=False):
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with _full_precision(x.device):
             if x.dtype in (torch.float16, torch.bfloat16):
                 if x.is_cuda and _WIDENS:
                     return torch.mm(x.t(), x, out_dtype=torch.float32)
@@ -62,12 +71,25 @@ class _Gram(torch.autograd.Function):
             return x.t() @ x
 
     @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         x, = ctx.saved_tensors
-        return x @ (grad + grad.t()).to(x.dtype)
+        with _full_precision(x.device):
+            return x @ (grad + grad.t()).to(x.dtype)
+
+    @staticmethod
+    def jvp(ctx, tangent: torch.Tensor) -> torch.Tensor:
+        x, = ctx.saved_tensors
+        with _full_precision(x.device):
+            product = x.float().t() @ tangent.float() if x.dtype.itemsize < 4 else x.t() @ tangent
+        return product + product.t()
 
 
-def _group(norm: _BatchNorm) -> Optional[dist.ProcessGroup]:
+def synchronized_group(norm: _BatchNorm) -> Optional[dist.ProcessGroup]:
     """The processes that a SyncBatchNorm takes its statistics over, None if it is this one only."""
     if not isinstance(norm, nn.SyncBatchNorm) or not dist.is_available() or not dist.is_initialized():
         return None
@@ -125,18 +147,16 @@ def train_ffn(
         act: nn.Module,
         norm2: _BatchNorm,
         fc2: nn.Module,
-        active: int,
 ) -> torch.Tensor:
-    """``fc2(norm2(channel_idle(fc1(norm1(x)))))`` in train mode, the idle channels as one matrix.
+    """``fc2(norm2(act(fc1(norm1(x)))))`` in train mode, the idle channels as one matrix.
 
     Args:
         x: (tokens, channels).
-        norm1: BatchNorm of the channels; of several processes with SyncBatchNorm, as norm2.
+        norm1: BatchNorm of the channels.
         fc1: Linear layer or 1 x 1 convolution.
-        act: Activation of the first channels.
-        norm2: BatchNorm of the hidden channels.
+        act: ChannelIdle, with channels of both kinds.
+        norm2: BatchNorm of the hidden channels; of the same processes as norm1.
         fc2: Linear layer or 1 x 1 convolution.
-        active: How many channels are activated, at least 1 and not all.
 
     Returns:
         (tokens, channels).
@@ -144,25 +164,44 @@ def train_ffn(
     Raises:
         ValueError: There is only one token, which has no variance.
     """
-    group = _group(norm1)
+    group, active = synchronized_group(norm1), act.active_channels
     count = _summed(x.new_full((), len(x), dtype=torch.promote_types(x.dtype, torch.float32)), group)
     # without its affine part the norm has mean 0, and the covariance of what it gives needs no centering
     u = _normalized(x, norm1, slice(None), False, _momentum(norm1), count, group)
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+        u = u.to(torch.get_autocast_dtype(x.device.type))  # the linear layers would, each by itself
     covariance = _summed(_Gram.apply(u), group) / count
-    with torch.autocast(x.device.type, enabled=False):
-        w1, b1, w2 = fc1.weight.flatten(1), fc1.bias, fc2.weight.flatten(1)
-        bias = torch.mv(w1.to(covariance.dtype), norm1.bias.to(covariance.dtype))
-        b1 = bias if b1 is None else bias + b1
+    w1, w2 = fc1.weight.flatten(1), fc2.weight.flatten(1)
+    with _full_precision(x.device):
+        b1 = torch.mv(w1.to(covariance.dtype), norm1.bias.to(covariance.dtype))
+        b1 = b1 if fc1.bias is None else b1 + fc1.bias
         w1 = w1.to(covariance.dtype) * norm1.weight
         idle = w1[active:]
-        var = ((idle @ covariance) * idle).sum(1)
-        scale = norm2.weight[active:] * (var + norm2.eps).rsqrt()
-        matrix = (w2[:, active:] * scale) @ idle
-        bias = torch.mv(w2[:, active:].to(covariance.dtype), norm2.bias[active:].to(covariance.dtype))
-        bias = bias if fc2.bias is None else bias + fc2.bias
+        var = ((idle @ covariance) * idle).sum(1).clamp(min=0.)
+        precise = _is_precise(var + norm2.eps, idle, covariance)
+        if precise:
+            scaled = w2[:, active:] * (norm2.weight[active:] * (var + norm2.eps).rsqrt())
+            matrix = (scaled @ idle).to(w2.dtype)
+            bias = torch.mv(w2[:, active:].to(covariance.dtype), norm2.bias[active:].to(covariance.dtype))
+            bias = (bias if fc2.bias is None else bias + fc2.bias).to(w2.dtype)
     momentum = _momentum(norm2)
+    w1, b1 = w1.to(w2.dtype), b1.to(w2.dtype)
+    if not precise:
+        h = _normalized(act(F.linear(u, w1, b1)), norm2, slice(None), True, momentum, count, group)
+        return F.linear(h, w2, fc2.bias)
     _update(norm2, slice(active, None), b1[active:], var, count, momentum)
-    h = act(F.linear(u, w1[:active].to(fc1.weight.dtype), b1[:active].to(fc1.weight.dtype)))
+    h = act.act(F.linear(u, w1[:active], b1[:active]))
     h = _normalized(h, norm2, slice(0, active), True, momentum, count, group)
-    y = F.linear(h, w2[:, :active], bias.to(w2.dtype))
-    return y + F.linear(u, matrix.to(w2.dtype))
+    return F.linear(h, w2[:, :active], bias) + F.linear(u, matrix)
+
+
+def _is_precise(var: torch.Tensor, idle: torch.Tensor, covariance: torch.Tensor) -> bool:
+    """Whether rounding leaves the variances their first digits, which it does not where they are small differences.
+
+    Always, as far as a GPU or a compiler is concerned, which would have to wait for the answer.
+    """
+    if var.device.type != 'cpu' or torch.compiler.is_compiling():
+        return True
+    with torch.no_grad():
+        error = torch.finfo(var.dtype).eps * idle.square().sum(1) * torch.linalg.matrix_norm(covariance)
+        return bool((error < 1e-3 * var).all())
