@@ -6,14 +6,16 @@ import timm
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from PIL import Image
 
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import normal_scales
 from tests.weights.publish import REPA, REPOPT, trained
 from timm_rep.cli import main
-from timm_rep.hub import check_folder, load_folder, prepare_folder, read_predictions
+from timm_rep.hub import check_folder, load_folder, prepare_folder, read_predictions, write_folded
 from timm_rep.hub.folder import write_folder
 from timm_rep.profiling import count_params
+from timm_rep.scales import Scales
 from timm_rep.weights import sha256
 
 NAME = 'repa_deit_tiny.mine'
@@ -87,7 +89,9 @@ def test_what_is_measured_again(folder, checkpoint, images):
     before = json.loads((folder / 'metrics.json').read_text())
     prepare_folder(folder)
     assert json.loads((folder / 'metrics.json').read_text()) == before
-    prepare_folder(folder, path)
+    prepare_folder(folder, path)  # the same weights
+    assert json.loads((folder / 'metrics.json').read_text())['accuracy'] == before['accuracy']
+    prepare_folder(folder, path, use_ema=True)
     after = json.loads((folder / 'metrics.json').read_text())
     assert 'accuracy' not in after
     assert 'cost' in after
@@ -153,15 +157,78 @@ def test_refusals(folder, checkpoint, images, tmp_path, capsys):
         ([str(folder), '--checkpoint', path, '--recipe', 'nowhere.yaml'], "no recipe at 'nowhere.yaml'"),
         ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'bad.yaml')], 'is no YAML'),
         ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'other.yaml')], 'no recipe of repa_deit_tiny'),
-        ([str(folder), '--data-dir', str(images), '--val-split', 'validation'], 'to measure: give a checkpoint'),
-        ([str(folder)], 'no config.json'),
+        ([str(folder), '--data-dir', str(images), '--val-split', 'validation'], 'no config.json'),
+        ([str(folder)], ': give a checkpoint'),
     ]:
         assert main(['card', *args]) == 1
         assert message in capsys.readouterr().err
-    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != 'metrics.json'} == before
     recipe = {**RECIPE, 'num_classes': 7}
     (tmp_path / 'seven.yaml').write_text(yaml.safe_dump(recipe))
     torch.save({'state_dict': trained(*REPA, classes=7).state_dict()}, tmp_path / 'seven.pth')
     assert main(['card', str(folder), '--checkpoint', str(tmp_path / 'seven.pth'), '--recipe',
                  str(tmp_path / 'seven.yaml'), '--data-dir', str(images), '--val-split', 'validation']) == 1
-    assert 'has 4 classes' in capsys.readouterr().err
+    assert 'are of 4 classes, the model of the recipe has 7' in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith('.')] == []
+
+
+def test_a_failure_leaves_all_as_it_was(folder, checkpoint, images, tmp_path):
+    """Not the figures of one checkpoint with the weights of another."""
+    data = dict(split='validation', dataset='Stripes')
+    prepare_folder(folder, checkpoint[2], data_dir=str(images), **data)
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    (tmp_path / 'other' / 'validation' / '0').mkdir(parents=True)
+    Image.new('RGB', (8, 8)).save(tmp_path / 'other' / 'validation' / '0' / 'x.png')
+    with pytest.raises(ValueError, match='are of 1 classes'):
+        prepare_folder(folder, checkpoint[2], use_ema=True, data_dir=str(tmp_path / 'other'), **data)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    # weights that changed otherwise have no figures
+    write_folder(folder, checkpoint[1], REPA[1])
+    prepare_folder(folder)
+    assert '## Accuracy' not in (folder / 'README.md').read_text()
+    check_folder(folder)
+
+
+def test_names_of_classes_in_their_order(folder, tmp_path):
+    for name in ('1', '2', '10', '20'):
+        (tmp_path / 'data' / 'val' / name).mkdir(parents=True)
+        Image.new('RGB', (8, 8)).save(tmp_path / 'data' / 'val' / name / 'x.png')
+    (tmp_path / 'data' / 'val' / 'empty').mkdir()
+    torch.save({'state_dict': trained(*REPA, classes=4).state_dict()}, tmp_path / 'c.pth')
+    prepare_folder(folder, tmp_path / 'c.pth', data_dir=str(tmp_path / 'data'))
+    assert json.loads((folder / 'config.json').read_text())['label_names'] == ['1', '2', '10', '20']
+    write_folded(folder, tmp_path)
+    folded = json.loads((tmp_path / f'{NAME}_folded' / 'config.json').read_text())
+    assert folded['label_names'] == ['1', '2', '10', '20']
+    metrics = json.loads((tmp_path / f'{NAME}_folded' / 'metrics.json').read_text())
+    assert list(metrics['cost']['forms']) == ['folded']
+    assert f'with the weights of {NAME}, which computes the same' in (
+        tmp_path / f'{NAME}_folded' / 'README.md').read_text()
+
+
+@pytest.mark.parametrize('word', ['init', 'none', None])
+def test_words_for_scales(tmp_path, word):
+    folder = tmp_path / 'repopt_vgg_a0.mine'
+    folder.mkdir()
+    name, args = REPOPT
+    args = {k: list(v) if isinstance(v, tuple) else v for k, v in args.items()}
+    recipe = dict(model=name, model_kwargs={**args, **({'scales': word} if word else {})}, img_size=64, num_classes=5)
+    (folder / 'train.yaml').write_text(yaml.safe_dump(recipe))
+    torch.save({'state_dict': trained(name, args, scales='none').state_dict()}, tmp_path / 'c.pth')
+    (folder / 'scales.safetensors').write_bytes(b'of before')
+    prepare_folder(folder, tmp_path / 'c.pth')
+    assert tuple(load_folder(folder).pretrained_cfg['input_size']) == (3, 64, 64)
+    if word == 'none':
+        assert not (folder / 'scales.safetensors').exists()
+        assert load_folder(folder).stem.conv.grad_mult is None
+    else:
+        expected = Scales.initial(timm.create_model(name, **args))
+        assert Scales.load(folder / 'scales.safetensors') == expected
+
+
+def test_what_programs_leave_behind(folder, checkpoint):
+    (folder / '.DS_Store').write_bytes(b'x')
+    (folder / '.cache').mkdir()
+    (folder / '.cache' / 'h').write_bytes(b'x')
+    prepare_folder(folder, checkpoint[2])
+    assert not any('.DS' in name or 'cache' in name for name in check_folder(folder).hashes)

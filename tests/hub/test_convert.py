@@ -9,7 +9,7 @@ import timm_rep
 from tests.weights.publish import REPA, REPOPT, trained
 from tests.weights.test_weights import same
 from timm_rep.cli import main
-from timm_rep.hub import check_folder
+from timm_rep.hub import check_folder, convert_released, release
 from timm_rep.scales import Scales
 
 
@@ -81,3 +81,19 @@ def test_refusals(released_vgg, released_scales, tmp_path, capsys):
         assert main(['convert', *map(str, args)]) == 1
         assert message in capsys.readouterr().err
     assert not list(folder.iterdir())
+    assert not (tmp_path / 'somewhere').exists()
+    other = tmp_path / 'repopt_vgg_a1.in1k'
+    assert main(['convert', str(path), '--model', 'repopt_vgg_a0', '-o', str(other), *arguments(REPOPT[1])]) == 1
+    assert 'is named repopt_vgg_a0.TAG' in capsys.readouterr().err
+    assert not list(other.iterdir())
+
+
+def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeypatch):
+    _, path = released_vgg
+    folder = tmp_path / 'repopt_vgg_a0.in1k'
+    convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    monkeypatch.setattr(release, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
+    with pytest.raises(RuntimeError, match='does not give the logits'):
+        convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

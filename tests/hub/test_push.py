@@ -83,6 +83,28 @@ def test_private_and_branches(account, folder):
     assert not same(timm.create_model(f'hf-hub:{REPO}', pretrained=True), model)
 
 
+def test_a_new_branch_holds_what_the_folder_does(account, folder):
+    """It starts with what the main one has."""
+    publish(folder)
+    (folder / 'notes.txt').write_text('old')
+    seal_folder(folder)
+    push_folder(folder, 'we')
+    (folder / 'notes.txt').unlink()
+    seal_folder(folder)
+    expected = {'config.json': 'change', 'model.safetensors': 'same', 'notes.txt': 'delete'}
+    assert whats(push_folder(folder, 'we', revision='next', dry_run=True)) == expected
+    assert whats(push_folder(folder, 'we', revision='next')) == expected
+    assert 'notes.txt' not in account.files(REPO, 'next')
+    assert 'notes.txt' in account.files(REPO)
+
+
+def test_no_connection(account, folder, capsys):
+    publish(folder)
+    account.stop()
+    assert main(['push', str(folder)]) == 1
+    assert 'The Hub cannot be reached' in capsys.readouterr().err
+
+
 def test_folded(account, folder, capsys):
     publish(folder)
     assert main(['push', str(folder), '--folded']) == 0

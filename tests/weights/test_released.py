@@ -7,7 +7,8 @@ import pytest
 import timm
 import torch
 
-from tests.weights.publish import trained
+from tests.reference.ffn import relative
+from tests.weights.publish import publish, trained
 from tests.weights.test_weights import same
 from timm_rep.weights.released import RELEASE, match_released
 
@@ -79,7 +80,7 @@ def test_converted_once_and_found_offline(hub, release, monkeypatch, tmp_path):
     assert folded.num_classes == 3
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
     assert same(timm.create_model('repa_deit_tiny', pretrained=True), release)
-    with pytest.raises(RuntimeError, match='None was converted before'):
+    with pytest.raises(RuntimeError, match='none was converted before'):
         timm.create_model('repa_deit_small', pretrained=True)
 
 
@@ -99,12 +100,70 @@ def test_the_argument_that_settles_it(hub, release, tmp_path):
         timm.create_model('repa_deit_tiny', pretrained=True)
     overlay = dict(hf_hub_filename='new/repavit_tiny.pth')
     assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay), model)
-    with pytest.raises(RuntimeError, match=r"has no 'nothing\.pth', it has .*RePaViT-Tiny\.pth"):
+    with pytest.raises(FileNotFoundError, match=r"has no 'nothing\.pth', it has .*RePaViT-Tiny\.pth"):
         timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_filename='nothing.pth'))
 
 
+def test_other_ratios(hub, tmp_path):
+    """Nothing of the file tells but its name; and where it is folded the ratio counts."""
+    _, data = released_file(tmp_path / 'half.pth', 0)
+    hub.add(RELEASE, {'RePaViT-Tiny-0.5.pth': data})
+    model = timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5).eval()
+    folded = timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, reparameterized=True).eval()
+    assert folded.blocks[0].mlp.fc_in.weight.shape == (384, 192)
+    x = torch.randn(1, 3, 224, 224)
+    assert relative(folded(x), model(x)) < 1e-5
+    with pytest.raises(RuntimeError, match=r'no weights of repa_deit_tiny with idle_ratio=0\.75'):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    named = dict(pretrained_cfg_overlay=dict(hf_hub_filename='RePaViT-Tiny-0.5.pth'))
+    with pytest.raises(ValueError, match=r'says idle_ratio=0\.5, the model has 0\.75'):
+        timm.create_model('repa_deit_tiny', pretrained=True, **named)
+    with pytest.raises(ValueError, match='trained with idle_schedule='):
+        timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, idle_schedule='linear')
+    timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, **named)
+
+
+def test_the_file_goes_before_ours(hub, release, tmp_path):
+    """One that the caller names."""
+    _, files = publish(tmp_path / 'repa_deit_tiny.in1k')
+    hub.add('timm-rep/repa_deit_tiny.in1k', files)
+    named = dict(pretrained_cfg_overlay=dict(hf_hub_filename='RePaViT-Tiny.pth'))
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True, **named), release)
+
+
+def test_outage(hub, release, tmp_path):
+    """What was converted before is used, as the Hub's client does; else the error is one of the connection."""
+    first, = hub.commits(RELEASE)
+    new, data = released_file(tmp_path / 'new.pth', 1)
+    hub.add(RELEASE, {'RePaViT-Tiny.pth': data})
+    overlay = dict(hf_hub_id=RELEASE)
+    pinned = dict(hf_hub_id=f'{RELEASE}@{first}')
+    timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay)
+    timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=pinned)
+    hub.stop()
+    # the one that the branch was, not the one that was asked for last
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay), new)
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=pinned), release)
+    with pytest.raises(OSError, match='none was converted before'):
+        timm.create_model('repa_deit_small', pretrained=True, pretrained_cfg_overlay=overlay)
+    converted = max((tmp_path / 'home').rglob('timm-rep/*.safetensors'), key=lambda path: first not in path.parts)
+    converted.write_bytes(converted.read_bytes()[:-1])
+    with pytest.raises(RuntimeError, match='expected sha256') as e:
+        timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay)
+    assert str(converted) in str(e.value)
+
+
+def test_models_that_are_not_in_it(hub, release):
+    with pytest.raises(RuntimeError, match='has no weights of repa_mixer_b16'):
+        timm.create_model('repa_mixer_b16', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_id=RELEASE))
+    for name in ('RePaLV-ViT-S.pth', 'RePa-LV-ViT-S.pth', 'checkpoint_90.pth'):
+        with pytest.raises(FileNotFoundError):
+            match_released([name], 'repa_deit_small', .75)
+    with pytest.raises(FileNotFoundError, match='no weights of repa_lvvit_s, but of'):
+        match_released(['a.pth'], 'repa_lvvit_s', .75)
+
+
 def test_ours_goes_before_theirs(hub, release, tmp_path):
-    from tests.weights.publish import publish
     model, files = publish(tmp_path / 'repa_deit_tiny.in1k')
     hub.add('timm-rep/repa_deit_tiny.in1k', files)
     assert same(timm.create_model('repa_deit_tiny', pretrained=True), model)

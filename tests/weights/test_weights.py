@@ -139,6 +139,17 @@ def test_another_idle_ratio_is_refused(folder):
             timm.create_model('repa_lvvit_s.mine', pretrained=True, **kwargs)
 
 
+def test_saved_again(folder, tmp_path):
+    """With the arguments that came with the weights."""
+    for kind, name in ((REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine')):
+        publish(folder / name, kind)
+        for kwargs in ({}, dict(reparameterized=True)):
+            model = timm.create_model(name, pretrained=True, **kwargs)
+            args = {**model._model_args}
+            timm.models.save_for_hf(model, tmp_path / 'again', model_args=args, safe_serialization=True)
+            assert same(timm.create_model(f'local-dir:{tmp_path / "again"}', pretrained=True), model)
+
+
 def test_the_vanilla_model(folder):
     """LV-ViT, which timm has not."""
     model, _ = publish(folder / 'lvvit_s.mine', ('lvvit_s', REPA[1]))
@@ -172,6 +183,9 @@ def test_damaged_configs(folder, tmp_path):
     for text, message in [
         ('{', 'no config.json of a timm model'),
         ('[]', 'no config.json of a timm model'),
+        (json.dumps({**config, 'pretrained_cfg': None}), 'pretrained_cfg is None'),
+        (json.dumps({**config, 'sha256': []}), r'sha256 is \[\]'),
+        (json.dumps({'pretrained_cfg': {}}), "KeyError: 'architecture'"),
         (json.dumps({**config, 'architecture': 'repa_deit_small'}), 'holds a repa_deit_small, no repa_deit_tiny'),
     ]:
         path.write_text(text)
@@ -233,6 +247,23 @@ def test_revisions(hub, tmp_path):
     for pinned in (f'{ORG}@{commit}',):
         assert same(timm.create_model(f'hf-hub:{pinned}', pretrained=True), first)
         assert same(timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=dict(hf_hub_id=pinned)), first)
+
+
+def test_a_repository_that_the_caller_names(hub, tmp_path, folder):
+    publish(folder / NAME)
+    model, files = publish(tmp_path / NAME, seed=1)
+    hub.add(f'me/{NAME}', files)
+    for where in (
+            dict(pretrained_cfg_overlay=dict(hf_hub_id=f'me/{NAME}')),
+            dict(pretrained_cfg=dict(hf_hub_id=f'me/{NAME}', tag='mine', architecture='repa_deit_tiny'))):
+        assert same(timm.create_model('repa_deit_tiny', pretrained=True, **where), model)
+
+
+def test_no_connection(hub, folder):
+    folder.mkdir()
+    hub.stop()
+    with pytest.raises(RuntimeError, match=r'2\. the Hub repository timm-rep/repa_deit_tiny\.in1k: .*\n.*not tried'):
+        timm.create_model('repa_deit_tiny', pretrained=True)
 
 
 def test_cache_dir(hub, published, tmp_path):

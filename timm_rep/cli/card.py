@@ -13,6 +13,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--dataset', metavar='NAME', help='name of these images, for the card: CIFAR-10')
     parser.add_argument('--device', default='cpu', help='to measure on (%(default)s)')
     parser.add_argument('--batch-size', type=int, default=8, metavar='N', help='of the throughput (%(default)s)')
+    parser.add_argument('--measure', action='store_true', help='measure size and speed again, on this machine')
     parser.set_defaults(run=run)
 
 
@@ -33,6 +34,7 @@ def run(args) -> int:
         use_ema=args.use_ema,
         device=args.device,
         batch_size=args.batch_size,
+        measure=args.measure,
     )
-    print((folder / CARD).read_text())
+    print((folder / CARD).read_text(encoding='utf-8'))
     return 0

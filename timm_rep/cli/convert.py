@@ -19,11 +19,12 @@ def run(args) -> int:
     import timm
 
     from timm_rep.atomic import check_writable
-    from timm_rep.hub import convert_released, seal_folder
+    from timm_rep.hub import convert_released, seal_folder, split_name
     from timm_rep.weights import CONFIG
 
     if not timm.is_model(args.model):
         raise ValueError(f'There is no model {args.model!r}.')
+    split_name(args.output)
     folder = check_writable(args.output)
     written = convert_released(args.file, args.model, folder, args.model_kwargs)
     if (folder / CONFIG).is_file():

@@ -53,7 +53,7 @@ def write_card(folder: Union[str, os.PathLike]) -> None:
     """Write the README.md of a published model; see :func:`card_text`."""
     text = card_text(folder)
     with replacing_files(folder) as temporary:
-        (temporary / CARD).write_text(text)
+        (temporary / CARD).write_text(text, encoding='utf-8')
 
 
 def card_text(folder: Union[str, os.PathLike]) -> str:
@@ -184,7 +184,10 @@ def _files(folder: Path) -> str:
 
 def _recipe(folder: Path) -> str:
     path = folder / TRAIN
-    return f'## Recipe\n\n```yaml\n{path.read_text().strip()}\n```' if path.is_file() else ''
+    if not path.is_file():
+        return ''
+    recipe = path.read_text(encoding='utf-8').strip()
+    return f'## Recipe\n\n```yaml\n{recipe}\n```'
 
 
 def _citation(variant: str) -> str:

@@ -2,7 +2,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -74,7 +74,7 @@ def write_folder(
         save_for_hf(
             model, temporary, model_args=args, safe_serialization=True,
             model_config={'label_names': list(label_names)} if label_names else None)
-        config = json.loads((temporary / CONFIG).read_text())
+        config = json.loads((temporary / CONFIG).read_text(encoding='utf-8'))
         config['pretrained_cfg'].update(tag=tag, input_size=list(model_input_size(model)))
         config['model_args'] = {**config.get('model_args', {}), **args}
         save_file(tensors, temporary / WEIGHTS, metadata={'format': 'pt'})
@@ -83,7 +83,7 @@ def write_folder(
             scales.save(temporary / SCALES)
             written.append(SCALES)
         config['sha256'] = {name: sha256(temporary / name) for name in written}
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n')
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
 
 
 def _halved(model: nn.Module) -> Dict[str, torch.Tensor]:
@@ -104,15 +104,18 @@ def load_folder(folder: Union[str, os.PathLike], **kwargs) -> nn.Module:
 
 
 def seal_folder(folder: Union[str, os.PathLike]) -> None:
-    """Write the sha256 of every file of the folder into its config.json."""
+    """Write the sha256 of every file of the folder, but hidden ones, into its config.json."""
     folder = Path(folder)
     config = Published.in_folder(folder).config
-    config['sha256'] = {
-        path.relative_to(folder).as_posix(): sha256(path)
-        for path in sorted(folder.rglob('*')) if path.is_file() and path != folder / CONFIG
-    }
+    config['sha256'] = {name: sha256(folder / name) for name in _files(folder)}
     with replacing_files(folder) as temporary:
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n')
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+
+
+def _files(folder: Path) -> List[str]:
+    """What is published beside config.json: all but hidden files, which programs leave behind."""
+    names = (path.relative_to(folder) for path in sorted(folder.rglob('*')) if path.is_file())
+    return [name.as_posix() for name in names if name != Path(CONFIG) and not any(p[0] == '.' for p in name.parts)]
 
 
 def check_folder(folder: Union[str, os.PathLike]) -> Published:
@@ -129,10 +132,7 @@ def check_folder(folder: Union[str, os.PathLike]) -> Published:
         raise ValueError(f'{os.fspath(folder)!r} holds a {published.config["architecture"]}, no {variant}.')
     for name in published.hashes:
         published.file(name)
-    strangers = [
-        path.relative_to(folder).as_posix() for path in sorted(folder.rglob('*'))
-        if path.is_file() and path.relative_to(folder).as_posix() not in {CONFIG, *published.hashes}
-    ]
+    strangers = [name for name in _files(folder) if name not in published.hashes]
     if strangers:
         raise RuntimeError(
             f'{CONFIG} in {os.fspath(folder)!r} has no sha256 of {", ".join(strangers)}: run timm-rep card on it.')

@@ -11,11 +11,13 @@ from timm.utils import reparameterize_model
 
 from timm_rep.profiling import count_macs, count_params, machine, measure_throughput, model_input_size, versions
 from timm_rep.training import evaluate
+from timm_rep.weights import WEIGHTS, sha256
 
 __all__ = [
     'METRICS',
     'PREDICTIONS',
     'Prediction',
+    'class_names',
     'measure_accuracy',
     'measure_cost',
     'read_metrics',
@@ -30,7 +32,7 @@ Prediction = Tuple[str, int, int]  # file, class, predicted class
 
 
 def read_metrics(folder: Path) -> Dict[str, Any]:
-    """The metrics of a folder, {} if it has none.
+    """The metrics of a folder, {} if it has none; without what was measured with other weights than are there now.
 
     Raises:
         RuntimeError: They cannot be read.
@@ -39,9 +41,18 @@ def read_metrics(folder: Path) -> Dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
+        metrics = json.loads(path.read_text(encoding='utf-8'))
     except ValueError as e:
         raise RuntimeError(f'{str(path)!r} is no JSON: {e}') from e
+    weights = sha256(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else None
+    measured = {'accuracy', 'cost'} & metrics.keys()
+    return {k: v for k, v in metrics.items() if k not in measured or v.get('weights') == weights}
+
+
+def class_names(data_dir: str, split: str) -> List[str]:
+    """The classes of folders of images, in the order of their indices."""
+    indices = create_dataset('', root=data_dir, split=split).reader.class_to_idx
+    return sorted(indices, key=indices.get)
 
 
 def measure_accuracy(
@@ -111,12 +122,12 @@ def measure_cost(model: nn.Module, device: torch.device, batch_size: int = 8) ->
 def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
     """As comma separated values, a line an image."""
     lines = ['file,class,predicted', *(f'{file},{target},{predicted}' for file, target, predicted in predictions)]
-    path.write_text('\n'.join(lines) + '\n')
+    path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
 
 
 def read_predictions(path: Path) -> Optional[List[Prediction]]:
     """What write_predictions() wrote, None if there is no such file."""
     if not path.is_file():
         return None
-    lines = (line.rsplit(',', 2) for line in path.read_text().splitlines()[1:])
+    lines = (line.rsplit(',', 2) for line in path.read_text(encoding='utf-8').splitlines()[1:])
     return [(file, int(target), int(predicted)) for file, target, predicted in lines]

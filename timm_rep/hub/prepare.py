@@ -7,17 +7,24 @@ from typing import Any, Dict, List, Mapping, Optional, Union
 
 import timm
 import torch
-import torch.nn as nn
 import yaml
 from timm.models import load_checkpoint
 
 from timm_rep.atomic import replacing_files
-from timm_rep.scales import Scales
-from timm_rep.weights import WEIGHTS, Published
+from timm_rep.scales import resolve_scales
+from timm_rep.weights import CONFIG, SCALES, WEIGHTS, Published, sha256
 
 from .card import TRAIN, write_card
 from .folder import load_folder, seal_folder, split_name, write_folder
-from .metrics import METRICS, PREDICTIONS, measure_accuracy, measure_cost, read_metrics, write_predictions
+from .metrics import (
+    METRICS,
+    PREDICTIONS,
+    class_names,
+    measure_accuracy,
+    measure_cost,
+    read_metrics,
+    write_predictions,
+)
 
 __all__ = ['prepare_folder', 'write_folded']
 
@@ -36,16 +43,18 @@ def prepare_folder(
         use_ema: bool = False,
         device: Union[str, torch.device] = 'cpu',
         batch_size: int = 8,
+        measure: bool = False,
 ) -> None:
     """Bring a folder up to date: weights from a checkpoint, figures by measuring, the card and the hashes from those.
 
-    Without a checkpoint the weights stay, without data_dir the accuracy, if it is of these weights.
+    Without a checkpoint the weights stay; figures stay with the weights that they are of.
 
     Args:
         folder: Named MODEL.TAG, for instance ``hub/repa_deit_tiny.cifar10``.
         checkpoint: Of a training run with the recipe.
         recipe: ``train.py --config`` of it; the folder's own train.yaml if None. The model is created with its
-            model_kwargs, and is for images as it says (input_size, mean, std, interpolation, crop_pct).
+            model_kwargs, num_classes, in_chans and img_size, and is for images as it says (input_size, mean, std,
+            interpolation, crop_pct).
         data_dir: Measure the accuracy on these folders of images, and record a sample of the predictions.
         split: The folder in it.
         dataset: Its name, for the card.
@@ -53,40 +62,67 @@ def prepare_folder(
         use_ema: Of the checkpoint take the moving average.
         device: To measure on.
         batch_size: To measure the throughput with.
+        measure: Measure size and speed again, on this machine.
 
     Raises:
         FileNotFoundError: There are no weights, no recipe, or no such checkpoint.
         RuntimeError: The checkpoint does not fit the recipe, or a file cannot be read.
-        ValueError: The folder is not named after a model, or the recipe is of another one.
+        ValueError: The folder is not named after a model, the recipe is of another one, or the images are of other
+            classes. Whatever is raised, the folder is as it was.
     """
-    folder, device = Path(folder), torch.device(device)
+    folder, device = Path(folder).resolve(), torch.device(device)
     variant, _ = split_name(folder)
+    recipe = Path(recipe) if recipe is not None else folder / TRAIN
+    with replacing_files(folder) as temporary:
+        # all of it is made beside the folder, and moves there when nothing can fail any more
+        draft = temporary / folder.name
+        draft.mkdir()
+        for path in folder.iterdir():
+            if path.is_file():
+                shutil.copyfile(path, draft / path.name)
+        if recipe.is_file() and recipe.resolve() != (folder / TRAIN).resolve():
+            shutil.copyfile(recipe, draft / TRAIN)
+        if checkpoint is not None:
+            names = class_names(data_dir, split) if data_dir is not None else None
+            _write_trained(draft, variant, _read_recipe(recipe, variant), checkpoint, names, half, use_ema)
+        if not (draft / CONFIG).is_file():
+            raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')
+        _measure(draft, data_dir, split, dataset, device, batch_size, measure)
+        write_card(draft)
+        seal_folder(draft)
+        for path in draft.iterdir():
+            path.rename(temporary / path.name)
+        draft.rmdir()
+    for name in (SCALES, PREDICTIONS):  # what belonged to the weights before
+        if name not in Published.in_folder(folder).hashes:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _measure(
+        folder: Path,
+        data_dir: Optional[str],
+        split: str,
+        dataset: Optional[str],
+        device: torch.device,
+        batch_size: int,
+        measure: bool,
+) -> None:
     metrics = read_metrics(folder)
-    if checkpoint is not None:
-        settings = _read_recipe(Path(recipe or folder / TRAIN), variant)
-        classes = _class_names(data_dir, split)
-        _write_trained(folder, variant, settings, checkpoint, classes, half, use_ema)
-        metrics.pop('accuracy', None)
-        metrics.pop('cost', None)
-        (folder / PREDICTIONS).unlink(missing_ok=True)
-    if recipe is not None and Path(recipe).resolve() != (folder / TRAIN).resolve():
-        _copy(Path(recipe), folder / TRAIN)
     if dataset is not None:
         metrics['dataset'] = dataset
     if (folder / WEIGHTS).is_file():
-        model = load_folder(folder)
+        model, of = load_folder(folder), {'weights': sha256(folder / WEIGHTS)}
         if data_dir is not None:
-            metrics['accuracy'], predictions = measure_accuracy(model, data_dir, split, device)
-            with replacing_files(folder) as temporary:
-                write_predictions(temporary / PREDICTIONS, predictions)
-        if 'cost' not in metrics:
-            metrics['cost'] = measure_cost(model, device, batch_size)
+            accuracy, predictions = measure_accuracy(model, data_dir, split, device)
+            metrics['accuracy'] = {**accuracy, **of}
+            write_predictions(folder / PREDICTIONS, predictions)
+        if measure or 'cost' not in metrics:
+            metrics['cost'] = {**measure_cost(model, device, batch_size), **of}
     elif data_dir is not None:
-        raise FileNotFoundError(f'There is no {WEIGHTS} in {str(folder)!r} to measure: give a checkpoint.')
-    with replacing_files(folder) as temporary:
-        (temporary / METRICS).write_text(json.dumps(metrics, indent=2) + '\n')
-    write_card(folder)
-    seal_folder(folder)
+        raise FileNotFoundError(f'There is no {WEIGHTS} to measure: give a checkpoint.')
+    if 'accuracy' not in metrics:
+        (folder / PREDICTIONS).unlink(missing_ok=True)
+    (folder / METRICS).write_text(json.dumps(metrics, indent=2) + '\n', encoding='utf-8')
 
 
 def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike]) -> Path:
@@ -105,14 +141,16 @@ def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike
         raise ValueError(f'{str(folder)!r} is folded already.')
     model = load_folder(folder, reparameterized=True)
     target = Path(parent) / f'{folder.name}_folded'
-    write_folder(target, model, {k: v for k, v in published.model_args.items() if k != 'scales'})
-    metrics = read_metrics(folder)
+    write_folder(
+        target, model, {k: v for k, v in published.model_args.items() if k != 'scales'},
+        label_names=published.config.get('label_names'))
+    metrics, of = read_metrics(folder), {'weights': sha256(target / WEIGHTS)}
     if 'accuracy' in metrics:
-        metrics['accuracy']['of'] = f'{folder.name}, which computes the same'
+        metrics['accuracy'].update(of, of=f'{folder.name}, which computes the same')
     if 'cost' in metrics:
-        metrics['cost']['forms'] = {'folded': metrics['cost']['forms']['folded']}
+        metrics['cost'].update(of, forms={'folded': metrics['cost']['forms']['folded']})
     with replacing_files(target) as temporary:
-        (temporary / METRICS).write_text(json.dumps(metrics, indent=2) + '\n')
+        (temporary / METRICS).write_text(json.dumps(metrics, indent=2) + '\n', encoding='utf-8')
         if (folder / TRAIN).is_file():
             shutil.copyfile(folder / TRAIN, temporary / TRAIN)
     write_card(target)
@@ -124,16 +162,12 @@ def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f'There is no recipe at {str(path)!r}: the train.py --config that the weights are of.')
     try:
-        settings = yaml.safe_load(path.read_text())
+        settings = yaml.safe_load(path.read_text(encoding='utf-8'))
     except yaml.YAMLError as e:
         raise RuntimeError(f'{str(path)!r} is no YAML: {e}') from e
     if not isinstance(settings, dict) or settings.get('model') != variant:
         raise ValueError(f'{str(path)!r} is no recipe of {variant}.')
     return settings
-
-
-def _class_names(data_dir: Optional[str], split: str) -> Optional[List[str]]:
-    return sorted(path.name for path in (Path(data_dir) / split).iterdir() if path.is_dir()) if data_dir else None
 
 
 def _write_trained(
@@ -148,15 +182,19 @@ def _write_trained(
     if not os.path.isfile(checkpoint):
         raise FileNotFoundError(f'There is no checkpoint {os.fspath(checkpoint)!r}.')
     model_args = dict(settings.get('model_kwargs') or {})
-    overlay = {key: settings[key] for key in _DATA if key in settings}
-    model: nn.Module = timm.create_model(
-        variant, pretrained_cfg_overlay=overlay, **({'scales': 'none'} if 'scales' in model_args else {}), **{
-            key: value for key, value in model_args.items() if key != 'scales'})
+    model_args.update({name: settings[name] for name in ('in_chans', 'global_pool') if settings.get(name) is not None})
+    overlay = {key: settings[key] for key in _DATA if settings.get(key) is not None}
+    size = settings.get('img_size')
+    if size is not None:
+        overlay.setdefault('input_size', [settings.get('in_chans', 3), size, size])
+        if timm.get_pretrained_cfg(variant).fixed_input_size:
+            model_args.setdefault('img_size', size)
+    model = timm.create_model(variant, pretrained_cfg_overlay=overlay, **model_args)
+    if classes is not None and len(classes) != model.num_classes:
+        raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
     load_checkpoint(model, os.fspath(checkpoint), use_ema=use_ema)
-    scales = Scales.load(model_args.pop('scales')) if 'scales' in model_args else None
+    model_args.pop('scales', None)
+    scales = resolve_scales(model, getattr(model, 'scales_source', None))
+    if scales is None:
+        (folder / SCALES).unlink(missing_ok=True)  # of the weights before
     write_folder(folder, model, model_args, scales=scales, half=half, label_names=classes)
-
-
-def _copy(source: Path, target: Path) -> None:
-    with replacing_files(target.parent) as temporary:
-        shutil.copyfile(source, temporary / target.name)

@@ -3,12 +3,12 @@ import os
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
-from timm_rep.weights import CONFIG, organization, sha256
+from timm_rep.weights import CONFIG, organization, reaching_hub, sha256
 
 from .folder import check_folder
 
@@ -65,7 +65,9 @@ def push_folder(
     published = check_folder(folder)
     repository = f'{org or organization()}/{folder.name}'
     api = HfApi(token=token)
-    commit, there = _files_there(api, repository, revision)
+    with reaching_hub():
+        info, is_new = _what_is_there(api, repository, revision)
+    there = {file.rfilename: file for file in info.siblings} if info else {}
     names = sorted({CONFIG, *published.hashes})
     changes = [_change(folder / name, name, there) for name in names]
     changes += [Change(name, 'delete', 0) for name in sorted(there) if name not in names and name not in _OF_THE_HUB]
@@ -75,22 +77,24 @@ def push_folder(
         for change in changes if change.what != 'same'
     ]
     if operations and not dry_run:
-        api.create_repo(repository, private=private, exist_ok=True)
-        if commit is None and revision != 'main':
-            api.create_branch(repository, branch=revision, exist_ok=True)
-        api.create_commit(
-            repository, operations, commit_message=message or f'{folder.name}, by timm-rep', revision=revision,
-            parent_commit=commit)
+        with reaching_hub():
+            api.create_repo(repository, private=private, exist_ok=True)
+            if is_new and revision != 'main':
+                api.create_branch(repository, branch=revision, exist_ok=True)
+            api.create_commit(
+                repository, operations, commit_message=message or f'{folder.name}, by timm-rep', revision=revision,
+                parent_commit=info.sha if info else None)
     return changes
 
 
-def _files_there(api: HfApi, repository: str, revision: str) -> Tuple[Optional[str], Dict[str, RepoSibling]]:
-    """The commit and its files by name; no commit where there is no such repository or branch."""
+def _what_is_there(api: HfApi, repository: str, revision: str) -> Tuple[Optional[ModelInfo], bool]:
+    """What the branch holds, or would start with, and whether it is new; None if there is no repository."""
     try:
-        info = api.model_info(repository, revision=revision, files_metadata=True)
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        return None, {}
-    return info.sha, {file.rfilename: file for file in info.siblings}
+        return api.model_info(repository, revision=revision, files_metadata=True), False
+    except RepositoryNotFoundError:
+        return None, True
+    except RevisionNotFoundError:
+        return api.model_info(repository, files_metadata=True), True
 
 
 def _change(path: Path, name: str, there: Dict[str, RepoSibling]) -> Change:

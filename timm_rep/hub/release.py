@@ -43,18 +43,25 @@ def convert_released(
     path, folder = os.fspath(path), Path(folder)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'There is no file {path!r}.')
+    variant, _ = split_name(folder)
+    if variant != model_name:
+        raise ValueError(f'The folder of a {model_name} is named {model_name}.TAG, got {str(folder)!r}.')
     scales = _scales_in(path)
     if scales is not None:
         return _convert_scales(scales, model_name, folder, model_args)
-    split_name(folder)
     model = load_released(timm.create_model(model_name, **model_args), path).eval()
     images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
-    write_folder(folder, model, _plain(model_args))
-    with torch.inference_mode():
-        expected, found = model(images), load_folder(folder)(images)
-    if not torch.equal(expected, found):
-        raise RuntimeError(
-            f'{folder / WEIGHTS} does not give the logits of {path!r}, by up to {(expected - found).abs().max():g}.')
+    with replacing_files(folder) as temporary:
+        draft = temporary / folder.name
+        write_folder(draft, model, _plain(model_args))
+        with torch.inference_mode():
+            expected, found = model(images), load_folder(draft)(images)
+        if not torch.equal(expected, found):
+            raise RuntimeError(
+                f'What was written does not give the logits of {path!r}, by up to {(expected - found).abs().max():g}.')
+        for file in draft.iterdir():
+            file.rename(temporary / file.name)
+        draft.rmdir()
     return folder / WEIGHTS
 
 
@@ -67,7 +74,6 @@ def _scales_in(path: str) -> Optional[Scales]:
 
 
 def _convert_scales(scales: Scales, model_name: str, folder: Path, model_args: Mapping[str, Any]) -> Path:
-    split_name(folder)
     attach_grad_mults(timm.create_model(model_name, device='meta', **{**model_args, 'scales': 'none'}), scales)
     scales = Scales(scales, {**scales.metadata, 'model': model_name}, scales.history)
     with replacing_files(folder) as temporary:

@@ -128,6 +128,7 @@ def weight_select_init(
         ValueError: An argument is unknown, or (strict) tensors have no counterpart or one that is too small: they are
             listed, and the student is as it was.
         FileNotFoundError, RuntimeError, TypeError: There is no such teacher, it cannot be read, or is no state dict.
+            The student is as it was, unless a file that was whole when it was opened fails later.
     """
     _check_words(element, depth, heads, include, exclude)
     chain = list(teacher) if isinstance(teacher, (list, tuple)) else [teacher]

@@ -2,7 +2,7 @@
 import functools
 import inspect
 from dataclasses import fields
-from typing import Any, Callable, Dict, Mapping, Optional, Type, Union
+from typing import Any, Callable, Dict, Mapping, Optional, Set, Type, Union
 
 import torch
 import torch.nn as nn
@@ -28,6 +28,8 @@ StateDict = Dict[str, torch.Tensor]
 
 # the default tag of the released weights, and of what has no other
 _TAG = 'in1k'
+# the repositories of the registered tags, which nobody has named
+_REGISTERED: Set[str] = set()
 
 
 def build_model(
@@ -104,7 +106,9 @@ def published_cfgs(variants: Mapping[str, Dict[str, Any]]) -> Dict[str, Dict[str
 
 
 def _default_repository(variant: str, tag: str) -> str:
-    return f'{organization()}/{variant}.{tag}'
+    repository = f'{organization()}/{variant}.{tag}'
+    _REGISTERED.add(repository)
+    return repository
 
 
 def _cfg_of(published: Published) -> Dict[str, Any]:
@@ -132,7 +136,12 @@ def with_published(create: Callable[..., nn.Module]) -> Callable[..., nn.Module]
                 raise ValueError(
                     f'weight_select is for models that start from it, not with {name}=True: use '
                     'timm_rep.weight_select_init(student, teacher).')
-        return create(variant, pretrained=pretrained, **_Request(create, variant, pretrained, kwargs).resolved())
+        request = _Request(create, variant, pretrained, kwargs)
+        model = create(variant, pretrained=pretrained, **request.resolved())
+        if request.published_args and not isinstance(model, nn.ModuleDict):  # of a features_only model timm keeps none
+            # what timm writes into the config.json of the model, if it is saved again
+            model._model_args = {**request.published_args, **getattr(model, '_model_args', {})}
+        return model
 
     return wrapper
 
@@ -149,6 +158,7 @@ class _Request:
         cfg: Union[str, Mapping[str, Any], PretrainedCfg, None] = kwargs.get('pretrained_cfg')
         self.cfg = cfg.to_dict() if isinstance(cfg, PretrainedCfg) else dict(cfg) if isinstance(cfg, Mapping) else {}
         self.tag = cfg if isinstance(cfg, str) else self.cfg.get('tag')
+        self.published_args: Dict[str, Any] = {}
 
     def resolved(self) -> Dict[str, Any]:
         """The arguments for ``create``."""
@@ -167,10 +177,11 @@ class _Request:
             published = dict(local_tags(self.variant)).get(self.tag)
             return self._with(published, None, self._cfg(published)) if published else self.kwargs
         repository, _, revision = self._repository().partition('@')
-        if self.overlay.get('hf_hub_filename') and repository not in ('', RELEASE):
-            return self.kwargs  # timm loads what is no published model
-        if repository == RELEASE:
+        file = self.overlay.get('hf_hub_filename')
+        if repository == RELEASE or (file and not repository and has_release(self.variant)):
             return self._with(None, self._released(revision), {})
+        if file:
+            return self.kwargs  # timm loads what is no published model
         tag = _TAG if self.tag in (None, '', 'untrained') else self.tag
         found = find_weights(
             f'{self.variant}.{tag}',
@@ -182,11 +193,13 @@ class _Request:
 
     def _repository(self) -> str:
         """The one on the Hub that the caller names, '' if none."""
-        registered = (self.cfg.get('hf_hub_id') or '').endswith(f'/{self.variant}.{self.tag}')
-        return self.overlay.get('hf_hub_id') or ('' if registered else self.cfg.get('hf_hub_id') or '')
+        of_cfg = self.cfg.get('hf_hub_id')
+        return self.overlay.get('hf_hub_id') or (of_cfg if of_cfg and of_cfg not in _REGISTERED else '')
 
-    def _released(self, revision: Optional[str] = None) -> str:
+    def _released(self, revision: str = '') -> str:
         ratio = self.kwargs.get('idle_ratio', USUAL_RATIO)
+        if not has_release(self.variant):
+            raise RuntimeError(f'{RELEASE} has no weights of {self.variant}.')
         model = self.create(self.variant, idle_ratio=ratio, device='meta')
         return fetch_released(
             model, self.variant, ratio, self.overlay.get('hf_hub_filename'), revision or None, self.cache_dir)
@@ -206,9 +219,12 @@ class _Request:
             path: Of the weights to load, None if timm shall look for them.
             cfg: The pretrained_cfg; empty for the registered one.
         """
-        args = dict(published.model_args) if published else {}
         if published and published.config['architecture'] != self.variant:
             raise RuntimeError(f'{published.where} holds a {published.config["architecture"]}, no {self.variant}.')
+        if published:
+            args = self.published_args = dict(published.model_args)
+        else:  # of the release the file was chosen by it
+            args = {'idle_ratio': self.kwargs.get('idle_ratio', USUAL_RATIO)}
         kwargs = {**args, **self.kwargs}
         if cfg:
             kwargs['pretrained_cfg'] = cfg
@@ -216,8 +232,7 @@ class _Request:
             kwargs['scales'] = 'none' if kwargs.get('reparameterized') else published.file(SCALES)
         if path:
             kwargs['pretrained_cfg_overlay'] = dict(self.overlay, file=path)
-            if published:
-                kwargs['trained_with'] = args
+            kwargs['trained_with'] = args
             if kwargs.get('reparameterized') and not args.get('reparameterized'):
                 kwargs['fold_pretrained'] = functools.partial(self._folded, args, cfg)
         return kwargs

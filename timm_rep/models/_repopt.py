@@ -71,7 +71,12 @@ def fold_norm(conv: nn.Module, norm: nn.modules.batchnorm._BatchNorm, deploy: nn
 
 
 class RepOptMixin(ReparameterizeMixin):
-    """Adds scales to a timm model with CSLA operators, and ``reparameterize()``."""
+    """Adds scales to a timm model with CSLA operators, and ``reparameterize()``.
+
+    Attributes:
+        scales_source: What its scales came from: a word, a path, a name; None of tensors, or if it has none.
+    """
+    scales_source: Optional[str] = None
 
     def _set_scales(self, structure: str, scales: Optional[ScalesLike], reinit: bool) -> None:
         """Give a target net its GradMults and initial kernels, another structure its scales.
@@ -80,7 +85,7 @@ class RepOptMixin(ReparameterizeMixin):
             FileNotFoundError: There is no such file of scales.
             ValueError: The scales do not fit, or a structure that has scales gets none.
         """
-        self._scales_word = scales if isinstance(scales, str) else None
+        self.scales_source = scales if isinstance(scales, str) else None
         scales = resolve_scales(self, scales)
         if scales is None:
             if structure != 'target':
@@ -99,7 +104,7 @@ class RepOptMixin(ReparameterizeMixin):
     def _model_args(self, args: Mapping[str, Any]) -> None:
         args = dict(args)
         if args.get('scales', 'default') == 'default' and not self.reparameterized:
-            args['scales'] = self._scales_word
+            args['scales'] = self.scales_source
         if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):
             args['scales'] = 'none'
         ReparameterizeMixin._model_args.fset(self, args)

@@ -1,4 +1,4 @@
-from .published import CONFIG, SCALES, WEIGHTS, Published, check_sha256, sha256
+from .published import CONFIG, SCALES, WEIGHTS, Published, reaching_hub, sha256
 from .released import RELEASE, USUAL_RATIO, fetch_released, has_release
 from .sources import FoundWeights, find_weights, local_folder, local_tags, organization
 
@@ -10,12 +10,12 @@ __all__ = [
     'WEIGHTS',
     'FoundWeights',
     'Published',
-    'check_sha256',
     'fetch_released',
     'find_weights',
     'has_release',
     'local_folder',
     'local_tags',
     'organization',
+    'reaching_hub',
     'sha256',
 ]

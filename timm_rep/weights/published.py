@@ -1,14 +1,15 @@
 """A published model: a folder here, or a repository of the Hub, with timm's config.json and the files that it names."""
+import contextlib
 import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Union
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
-__all__ = ['CONFIG', 'SCALES', 'WEIGHTS', 'Published', 'check_sha256', 'sha256']
+__all__ = ['CONFIG', 'SCALES', 'WEIGHTS', 'Published', 'check_sha256', 'reaching_hub', 'sha256']
 
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
@@ -16,6 +17,24 @@ SCALES = 'scales.safetensors'
 
 # in config.json, beside what timm has there
 _HASHES = 'sha256'
+
+
+# of the client's HTTP library, which has changed before; what is no answer of the Hub is this and no OSError
+_HTTP_ERROR = HfHubHTTPError.__bases__[0]
+
+
+@contextlib.contextmanager
+def reaching_hub() -> Iterator[None]:
+    """
+    Raises:
+        OSError: Whatever is wrong with the connection, or with the answer.
+    """
+    try:
+        yield
+    except _HTTP_ERROR as e:
+        if isinstance(e, OSError):
+            raise
+        raise ConnectionError(f'The Hub cannot be reached: {type(e).__name__}: {e}') from e
 
 
 def sha256(path: Union[str, os.PathLike]) -> str:
@@ -61,8 +80,13 @@ class Published:
         try:
             with open(path, encoding='utf-8') as file:
                 self.config: Dict[str, Any] = json.load(file)
-            if not isinstance(self.config['architecture'], str):
-                raise TypeError('architecture is no name')
+            if not isinstance(self.config, dict):
+                raise TypeError('it is no mapping')
+            kinds = {'architecture': str, 'pretrained_cfg': dict, 'model_args': dict, _HASHES: dict}
+            for name, kind in kinds.items():
+                if not isinstance(self.config.get(name, kind()), kind):
+                    raise TypeError(f'{name} is {self.config[name]!r}')
+            self.config['architecture']
         except (ValueError, KeyError, TypeError) as e:
             raise RuntimeError(f'{path!r} is no config.json of a timm model: {type(e).__name__}: {e}') from e
 
@@ -95,11 +119,15 @@ class Published:
         """
         name, _, revision = repository.partition('@')
         # all files are of one commit, the one that config.json came from
-        config = hf_hub_download(name, CONFIG, revision=revision or None, cache_dir=cache_dir)
+        with reaching_hub():
+            config = hf_hub_download(name, CONFIG, revision=revision or None, cache_dir=cache_dir)
         commit = Path(config).parent.name
 
         def path_of(file):
-            return config if file == CONFIG else hf_hub_download(name, file, revision=commit, cache_dir=cache_dir)
+            if file == CONFIG:
+                return config
+            with reaching_hub():
+                return hf_hub_download(name, file, revision=commit, cache_dir=cache_dir)
 
         return cls(f'{name}@{commit}', path_of)
 

@@ -6,14 +6,13 @@ from typing import List, Optional, Tuple, Union
 
 import torch.nn as nn
 from huggingface_hub import HfApi, constants, hf_hub_download
-from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.file_download import repo_folder_name
 from safetensors.torch import save_file
 
 from timm_rep.atomic import replacing_files
 from timm_rep.convert import load_released
 
-from .published import check_sha256
+from .published import check_sha256, reaching_hub, sha256
 
 __all__ = ['RELEASE', 'USUAL_RATIO', 'fetch_released', 'has_release', 'match_released']
 
@@ -32,9 +31,10 @@ _RELEASED = {
 }
 _SUFFIXES = ('.safetensors', '.pth', '.pt', '.bin', '.pth.tar')
 _SIZES = {'t': 'tiny', 'ti': 'tiny', 's': 'small', 'b': 'base', 'l': 'large', 'h': 'huge'}
-_OTHERS = ('mixer', 'poolformer', 'lvvit', 'lv_vit', 'retinanet', 'mask', 'rcnn', 'upernet', 'dino')
-# 0.75, 0_75 or 0p75; or, of a ratio in percent, two digits by themselves
-_RATIO = re.compile(r'(?<!\d)0[._p](\d+)|(?<![\d.])(25|50|75|90)(?!\d)')
+_OTHERS = ('mixer', 'poolformer', 'lvvit', 'retinanet', 'maskrcnn', 'upernet', 'dino')
+# 0.75, 0_75 or 0p75; or in percent, after the size or a word for it
+_RATIO = re.compile(
+    r'(?<!\d)0[._p](\d+)|(?:tiny|small|base|large|huge|[-_](?:ti|[tsblhr])|ratio|idle)[-_]?r?(25|50|75|90)(?!\d)')
 USUAL_RATIO = 0.75
 # beside the files of a commit in the Hub's cache
 _FOLDER = 'timm-rep'
@@ -47,7 +47,7 @@ def has_release(variant: str) -> bool:
 
 def _family_and_size(file: str) -> Optional[Tuple[str, ...]]:
     name = re.sub(r'([a-z])(?=[A-Z][a-z])', r'\1_', file).lower()
-    if any(other in name for other in _OTHERS):
+    if any(other in re.sub('[^a-z]', '', name) for other in _OTHERS):
         return None
     family = 'swin' if 'swin' in name else 'vit' if re.search('vit|deit', name) else None
     words = re.split(r'[^a-z]+', name)
@@ -55,11 +55,15 @@ def _family_and_size(file: str) -> Optional[Tuple[str, ...]]:
     return (family, *sizes) if family and len(sizes) == 1 else None
 
 
-def _ratio(file: str) -> float:
-    found = _RATIO.search(file)
+def _ratio(file: str) -> Optional[float]:
+    found = _RATIO.search(file.lower())
     if not found:
-        return USUAL_RATIO
+        return None
     return float(f'0.{found[1]}') if found[1] else int(found[2]) / 100
+
+
+def _is_ratio(named: float, wanted: float) -> bool:
+    return abs(named - wanted) < 1e-6
 
 
 def match_released(files: List[str], variant: str, idle_ratio: float) -> str:
@@ -74,10 +78,12 @@ def match_released(files: List[str], variant: str, idle_ratio: float) -> str:
         FileNotFoundError: None of them.
         ValueError: Several may.
     """
+    if variant not in _RELEASED:
+        raise FileNotFoundError(f'{RELEASE} has no weights of {variant}, but of {", ".join(_RELEASED)}.')
     weights = [file for file in files if file.endswith(_SUFFIXES)]
     found = [
         file for file in weights
-        if _family_and_size(file) == _RELEASED[variant] and abs(_ratio(file) - idle_ratio) < 1e-6
+        if _family_and_size(file) == _RELEASED[variant] and _is_ratio(_ratio(file) or USUAL_RATIO, idle_ratio)
     ]
     if not found:
         raise FileNotFoundError(
@@ -100,7 +106,7 @@ def fetch_released(
 ) -> str:
     """The path of the authors' weights of a model, as a safetensors file of this package's layout.
 
-    It is converted once, and kept in the Hub's cache with the commit that it came from; offline that one is found.
+    It is converted once, and kept in the Hub's cache with the commit that it came from, where it is found offline.
 
     Args:
         model: The model in the configuration of the release; it may be on 'meta', and is not usable afterwards.
@@ -111,33 +117,49 @@ def fetch_released(
         cache_dir: Instead of the Hub's own.
 
     Raises:
-        FileNotFoundError: There is no such file, or offline none that has been converted before.
-        ValueError: Several files may be it.
-        OSError: The Hub cannot be reached, or failed.
+        FileNotFoundError: There is no such file.
+        ValueError: Several files may be it, or the file's name says another ratio.
+        OSError: The Hub cannot be reached, or failed, and none has been converted before.
         RuntimeError: The file is damaged, is no checkpoint that loads with ``weights_only=True``, or does not fit.
     """
-    folder = repo_folder_name(repo_id=RELEASE, repo_type='model')
-    snapshots = Path(cache_dir or constants.HF_HUB_CACHE).expanduser() / folder / 'snapshots'
-    converted_name = f'{variant}-{re.sub("[^A-Za-z0-9.]+", "-", filename) if filename else idle_ratio}.safetensors'
+    cache = Path(cache_dir or constants.HF_HUB_CACHE).expanduser() / repo_folder_name(
+        repo_id=RELEASE, repo_type='model')
+    name = f'{variant}-{re.sub("[^A-Za-z0-9.]+", "-", filename) if filename else idle_ratio}.safetensors'
+    # which commit a revision was when it was last seen
+    seen = cache / _FOLDER / (revision or 'main')
     try:
-        info = HfApi().model_info(RELEASE, revision=revision, files_metadata=True)
-    except OfflineModeIsEnabled as e:
-        found = sorted(snapshots.glob(f'{revision or "*"}/{_FOLDER}/{converted_name}'), key=os.path.getmtime)
-        if not found:
-            raise FileNotFoundError(f'{e} None was converted before.') from e
-        return os.fspath(found[-1])
+        with reaching_hub():
+            info = HfApi().model_info(RELEASE, revision=revision, files_metadata=True)
+    except OSError as e:
+        commit = seen.read_text() if seen.is_file() else revision
+        converted = cache / 'snapshots' / (commit or 'none') / _FOLDER / name
+        if not converted.is_file():
+            raise OSError(f'{e} And none was converted before.') from e
+        return _checked(converted)
     files = {file.rfilename: file for file in info.siblings}
-    name = filename or match_released(sorted(files), variant, idle_ratio)
-    if name not in files:
-        raise FileNotFoundError(f'{RELEASE} has no {name!r}, it has {", ".join(files)}.')
-    converted = snapshots / info.sha / _FOLDER / converted_name
+    file = filename or match_released(sorted(files), variant, idle_ratio)
+    if file not in files:
+        raise FileNotFoundError(f'{RELEASE} has no {file!r}, it has {", ".join(files)}.')
+    if not _is_ratio(_ratio(file) or idle_ratio, idle_ratio):
+        raise ValueError(f'{file!r} says idle_ratio={_ratio(file)}, the model has {idle_ratio}: create it with that.')
+    converted = cache / 'snapshots' / info.sha / _FOLDER / name
     if not converted.is_file():
-        path = hf_hub_download(RELEASE, name, revision=info.sha, cache_dir=cache_dir)
-        if files[name].lfs:
-            check_sha256(path, files[name].lfs.sha256, f'{RELEASE}@{info.sha}')
+        with reaching_hub():
+            path = hf_hub_download(RELEASE, file, revision=info.sha, cache_dir=cache_dir)
+        if files[file].lfs:
+            check_sha256(path, files[file].lfs.sha256, f'{RELEASE}@{info.sha}')
         state_dict = load_released(model, path).state_dict()
         with replacing_files(converted.parent) as temporary:
             save_file(
-                {key: value.contiguous() for key, value in state_dict.items()}, temporary / converted.name,
-                metadata=dict(source=f'{RELEASE}@{info.sha}', file=name))
+                {key: value.contiguous() for key, value in state_dict.items()}, temporary / name,
+                metadata=dict(source=f'{RELEASE}@{info.sha}', file=file))
+            (temporary / f'{name}.sha256').write_text(sha256(temporary / name))
+    if not seen.is_file() or seen.read_text() != info.sha:
+        with replacing_files(seen.parent) as temporary:
+            (temporary / seen.name).write_text(info.sha)
+    return _checked(converted)
+
+
+def _checked(converted: Path) -> str:
+    check_sha256(converted, Path(f'{converted}.sha256').read_text(), 'the conversion')
     return os.fspath(converted)

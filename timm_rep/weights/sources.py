@@ -33,7 +33,7 @@ class FoundWeights(NamedTuple):
 
 def local_folder() -> Optional[Path]:
     """The folder of published models on this machine: TIMM_REP_HUB, or ``hub/`` of a checkout of this package."""
-    if 'TIMM_REP_HUB' in os.environ:
+    if os.environ.get('TIMM_REP_HUB'):
         return Path(os.environ['TIMM_REP_HUB']).expanduser()
     checkout = Path(__file__).parents[2]
     folder = checkout / 'hub'
@@ -48,7 +48,7 @@ def local_tags(variant: str) -> Iterator[Tuple[str, Published]]:
             yield path.name.partition('.')[2], Published.in_folder(path)
         except FileNotFoundError:  # no published model
             continue
-        except RuntimeError as e:  # importing this package is no moment to fail
+        except (OSError, RuntimeError) as e:  # importing this package is no moment to fail
             _logger.warning('%s', e)
 
 
