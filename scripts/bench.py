@@ -14,6 +14,7 @@ import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from _bench_optim import bench_optim
 from _bench_train import bench_ffn_train, bench_repa_train, bench_repopt_train
 from _report import report
 from timm.utils import reparameterize_model
@@ -211,6 +212,7 @@ SECTIONS = {
     'repa-train': bench_repa_train,
     'ffn-train': bench_ffn_train,
     'repopt-train': bench_repopt_train,
+    'optim': bench_optim,
 }
 
 

@@ -1,23 +1,17 @@
-#!/usr/bin/env python3
-"""Measure RepSGD and RepAdamW against torch's SGD and AdamW, on RepOpt-VGG-B1.
-
-The sides take turns in one process; medians count. 'released' is the formulation of the released optimizers: every
-gradient times a dense multiplier, before torch's own step. 'training step' is a forward pass, a backward pass and the
-optimizer's step on a batch of images.
-"""
-import argparse
+"""The section of bench.py about the optimizers."""
 import statistics
 import time
 
 import timm
 import torch
 import torch.nn.functional as F
-from _report import report
 
 import timm_rep
 import timm_rep.optim._chunks as chunks
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
 from timm_rep.scales import Scales
+
+__all__ = ['bench_optim']
 
 MODEL = 'repopt_vgg_b1'
 
@@ -85,12 +79,12 @@ def training_step(model, optimizer, images, targets):
     optimizer.step()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--device', default='cpu', type=torch.device)
-    parser.add_argument('--rounds', default=11, type=int)
-    parser.add_argument('--batch-size', default=8, type=int)
-    args = parser.parse_args()
+def bench_optim(args):
+    """A step of RepSGD and RepAdamW and of torch's SGD and AdamW, on RepOpt-VGG-B1.
+
+    'released': the formulation of the released optimizers, every gradient times a dense multiplier before torch's own
+    step. The training step is a forward pass, a backward pass and the optimizer's step on a batch of images.
+    """
     sgd = dict(lr=1e-4, momentum=0.9, nesterov=True, weight_decay=4e-5)
     adamw = dict(lr=1e-4, weight_decay=0.05)
     families = {
@@ -137,9 +131,4 @@ def main():
             }
             for name, median in medians.items()
         ]
-    report('optim', __doc__, rows, args.device, dict(
-        device=str(args.device), rounds=args.rounds, batch_size=args.batch_size))
-
-
-if __name__ == '__main__':
-    main()
+    return rows
