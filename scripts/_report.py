@@ -49,7 +49,7 @@ def report(
         old = json.loads(path.read_text())
         if old['versions'] == versions() and all(old.get(k) == v for k, v in settings.items()):
             names = {tuple(row[k] for k in keys) for row in rows}
-            rows = [row for row in old['rows'] if tuple(row[k] for k in keys) not in names] + rows
+            rows = [row for row in old['rows'] if tuple(row.get(k) for k in keys) not in names] + rows
     content = {
         'section': section,
         'what': what,

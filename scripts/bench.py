@@ -153,10 +153,13 @@ def bench_repa_infer(args):
         }
         models['folded'] = reparameterize_model(models['unfolded'])
         models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
+        if args.compile:
+            models = {k: torch.compile(m) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
         rates = measure_throughput(models, x, rounds=args.rounds, warmup=2)
         rows.append({
             'model': name,
+            'mode': 'compile' if args.compile else 'eager',
             **{k: round(v, 2) for k, v in rates.items()},
             'folded / vanilla': round(rates['folded'] / rates['vanilla'], 2),
             'paper': round(1 + PUBLISHED[name], 2) if name in PUBLISHED else None,
@@ -224,6 +227,7 @@ def main():
     parser.add_argument('--models', nargs='*', help='only these models')
     parser.add_argument('--device', default='cpu', type=torch.device)
     parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16', 'float16'])
+    parser.add_argument('--compile', action='store_true', help='of repa-infer, compiled models')
     parser.add_argument('--batch-size', default=8, type=int)
     parser.add_argument('--rounds', default=11, type=int)
     args = parser.parse_args()
@@ -231,7 +235,7 @@ def main():
     settings = dict(device=str(args.device), dtype=dtype, batch_size=args.batch_size, rounds=args.rounds)
     for name in args.sections:
         rows = SECTIONS[name](args)
-        keys = [k for k in ('model', 'pool_size', 'memory') if k in rows[0]]
+        keys = [k for k in ('model', 'mode', 'img_size', 'pool_size', 'memory') if k in rows[0]]
         report(name, SECTIONS[name].__doc__, rows, args.device, settings, keys)
 
 
