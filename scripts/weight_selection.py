@@ -6,7 +6,7 @@ quarter of an hour of one CPU core; with it on folders of images, CIFAR-10 for o
 """
 import argparse
 import statistics
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterable, List, Tuple
 
 import timm
 import torch
@@ -16,7 +16,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ParseKwargs, random_seed
 
-from timm_rep import mimetic_init_, weight_select_init
+from timm_rep import calibrate_batchnorm, mimetic_init_, weight_select_init
 from timm_rep.demo.training import DATA, create_loader_for, load_split
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.training import evaluate, fit
@@ -38,22 +38,35 @@ ROWS = {
     'random': 'random initialization, timm default',
     'mimetic': 'mimetic initialization',
     **{row: f'weight selection, {what}' for row, (what, _) in SELECTIONS.items()},
+    'repa-random': "a RePaFormer of the teacher's size, random initialization",
+    'repa-plain': "a RePaFormer of the teacher's size, from the teacher, which is a plain model",
 }
 
 
-def initialize(row: str, student: nn.Module, teacher: nn.Module, seed: int) -> None:
+_NO_SETTINGS = ('rows', 'device', 'data_dir', 'workers', 'repa_model')
+
+
+def initialize(row: str, student: nn.Module, teacher: nn.Module, loader: Iterable, seed: int) -> None:
     if row == 'mimetic':
         mimetic_init_(student)
-    elif row != 'random':
+    elif row in SELECTIONS:
         weight_select_init(student, teacher, seed=seed, **SELECTIONS[row][1])
+    elif row == 'repa-plain':
+        weight_select_init(student, teacher, include_head=True)
+        calibrate_batchnorm(student, loader, neutral=['*.mlp.norm2'])
 
 
 def build(args, size: Dict[str, Any], seed: int) -> nn.Module:
     random_seed(seed)
-    if args.data_dir:
-        return timm.create_model(args.model, img_size=32, num_classes=args.num_classes, **size).to(args.device)
-    return timm.create_model(
-        args.model, img_size=16, in_chans=1, pretrained_cfg_overlay=DATA, num_classes=10, **size).to(args.device)
+    args_of_data = dict(img_size=32, num_classes=args.num_classes) if args.data_dir else dict(
+        img_size=16, in_chans=1, pretrained_cfg_overlay=DATA, num_classes=10)
+    return timm.create_model(**{'model_name': args.model, **args_of_data, **size}).to(args.device)
+
+
+def build_student(args, row: str, seed: int) -> nn.Module:
+    if row.startswith('repa-'):
+        return build(args, dict(args.teacher, model_name=args.repa_model, pre_norm=False), seed)
+    return build(args, args.student, seed)
 
 
 def create_loaders(args, model: nn.Module) -> Tuple:
@@ -96,6 +109,8 @@ def main() -> None:
     parser.add_argument(
         '--teacher', nargs='*', action=ParseKwargs, metavar='K=V',
         default=dict(patch_size=4, embed_dim=96, depth=8, num_heads=6), help='its size (%(default)s)')
+    parser.add_argument(
+        '--repa-model', default='repa_deit_tiny', help="a RePaFormer of such a ViT, for the rows of the teacher's size")
     parser.add_argument('--data-dir', metavar='DIR', help='folders of images by split and class')
     parser.add_argument('--val-split', default='val', help='(%(default)s)')
     parser.add_argument('--num-classes', type=int, default=10, help='of these folders (%(default)s)')
@@ -112,8 +127,9 @@ def main() -> None:
     unknown = [name for name in names if name not in ROWS]
     if unknown:
         parser.error(f'there are no rows {", ".join(unknown)}.')
-    if 'random' not in names:
-        names = ['random', *names]  # what the others are measured by
+    for reference in ('repa-random', 'random'):  # what the others are measured by
+        if reference not in names and any(name.startswith('repa-') == (reference != 'random') for name in names):
+            names = [reference, *names]
 
     teacher = build(args, args.teacher, seed=0)
     loaders = create_loaders(args, teacher)
@@ -121,12 +137,13 @@ def main() -> None:
     courses = {name: [] for name in names}
     for name in names:
         for seed in args.seeds:
-            student = build(args, args.student, seed)
-            initialize(name, student, teacher, seed)
+            student = build_student(args, name, seed)
+            initialize(name, student, teacher, loaders[0], seed)
             courses[name].append(train(student, loaders, args.epochs, seed, args, f'{name}, seed {seed}'))
-    final = statistics.mean(course[-1] for course in courses['random'])
+    final = {name: statistics.mean(course[-1] for course in runs) for name, runs in courses.items()}
     rows = []
     for name, runs in courses.items():
+        random = final['repa-random' if name.startswith('repa-') else 'random']
         mean = [statistics.mean(epoch) for epoch in zip(*runs)]
         rows.append(dict(
             row=name,
@@ -134,17 +151,18 @@ def main() -> None:
             accuracy=round(mean[-1], 2),
             deviation=round(statistics.stdev(run[-1] for run in runs), 2) if len(runs) > 1 else None,
             first_epoch=round(mean[0], 2),
-            epochs_to_random=next((i + 1 for i, accuracy in enumerate(mean) if accuracy >= final), None),
+            epochs_to_random=next((i + 1 for i, accuracy in enumerate(mean) if accuracy >= random), None),
         ))
     data = 'folders' if args.data_dir else 'digits'
+    settings = {k: str(v) for k, v in vars(args).items() if k not in _NO_SETTINGS}
     report(
         f'weight-selection-{data}',
         'Accuracy of a student in percent of the validation images, mean over seeds and its standard deviation; after '
-        'its first epoch; epochs until the mean reaches what random initialization ends with.',
+        'its first epoch; epochs until the mean reaches what random initialization, of its size, ends with.',
         rows,
         args.device,
-        {'teacher_accuracy': round(teacher_accuracy, 2), 'settings': {
-            k: str(v) for k, v in vars(args).items() if k not in ('rows', 'device', 'data_dir', 'workers')}},
+        {'teacher_accuracy': round(teacher_accuracy, 2), 'settings': settings},
+        keys=['row'],
     )
 
 

@@ -183,11 +183,14 @@ def test_package_scales(script, tmp_path, monkeypatch, capsys):
 def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
     """Every row starts as it says; all train on, and the first is always there to be compared with."""
     module = importlib.import_module('weight_selection')
-    starts, train = {}, module.train
+    starts, teachers, train = {}, [], module.train
 
     def spied(model, loaders, epochs, seed, args, description):
         starts[description] = {k: v.clone() for k, v in model.state_dict().items()}
-        return train(model, loaders, epochs, seed, args, description)
+        courses = train(model, loaders, epochs, seed, args, description)
+        if description == 'teacher':
+            teachers.append(model.state_dict())
+        return courses
 
     monkeypatch.setattr(module, 'train', spied)
     chosen = {'element': [], 'depth': []}
@@ -212,11 +215,17 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
     assert sorted({*chosen['element']}) == sorted(set(CHOICES) - {'uniform'})
     assert sorted({*chosen['depth']}) == ['last', 'mid', 'uniform']
     # the head, and all of it in one case, is that of the seed
-    first = starts['random, seed 0']
-    assert all(torch.equal(starts[f'{row}, seed 0']['head.weight'], first['head.weight']) for row in module.ROWS)
+    first, small = starts['random, seed 0'], [row for row in module.ROWS if not row.startswith('repa-')]
+    assert all(torch.equal(starts[f'{row}, seed 0']['head.weight'], first['head.weight']) for row in small)
     assert not torch.equal(starts['random, seed 1']['head.weight'], first['head.weight'])
-    qkv = {row: starts[f'{row}, seed 0']['blocks.0.attn.qkv.weight'].flatten().tolist() for row in module.ROWS}
-    assert len({tuple(of) for of in qkv.values()}) == len(module.ROWS) - 1  # of one block the first is evenly spaced
+    qkv = {row: starts[f'{row}, seed 0']['blocks.0.attn.qkv.weight'].flatten().tolist() for row in small}
+    assert len({tuple(of) for of in qkv.values()}) == len(small) - 1  # of one block the first is evenly spaced
+    # a RePaFormer of the teacher's size has all of its weights
+    repa = starts['repa-plain, seed 0']
+    assert repa['blocks.2.mlp.norm1.running_var'].std() > 0
+    for name in ('head.weight', 'blocks.2.attn.qkv.weight', 'blocks.2.mlp.fc1.weight'):
+        assert torch.equal(repa[name], teachers[0][name])
+        assert not torch.equal(starts['repa-random, seed 0'][name], repa[name])
     with pytest.raises(SystemExit):
         script('weight_selection', 'randum')
     assert 'there are no rows randum' in capsys.readouterr().err

@@ -193,7 +193,6 @@ def _write_trained(
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
     load_checkpoint(model, os.fspath(checkpoint), use_ema=use_ema)
-    model_args.pop('scales', None)
     scales = resolve_scales(model, getattr(model, 'scales_source', None))
     if scales is None:
         (folder / SCALES).unlink(missing_ok=True)  # of the weights before
