@@ -194,10 +194,17 @@ def test_damaged_configs(folder, tmp_path):
     path.write_text('{')
     # and importing the package goes on, with the others
     publish(folder / 'repa_deit_tiny.other')
-    run = subprocess.run(
-        [sys.executable, '-c', 'import timm, timm_rep; print(timm.list_pretrained("repa_deit_tiny*"))'],
-        capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert run.stdout.split("'")[1::2] == ['repa_deit_tiny.in1k', 'repa_deit_tiny.other']
+    publish(folder / 'repopt_vgg_a0.other', REPOPT)
+    code = """
+import timm, timm_rep
+print(timm.list_pretrained(['repa_deit_tiny*', 'repopt_vgg_a0*']))
+print([timm.get_pretrained_cfg(name).tag for name in ('repa_deit_tiny', 'repopt_vgg_a0')])
+"""
+    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    listed, tags = run.stdout.splitlines()
+    assert listed.split("'")[1::2] == ['repa_deit_tiny.in1k', 'repa_deit_tiny.other', 'repopt_vgg_a0.other']
+    # what is published for other data does not change the models as such
+    assert tags.split("'")[1::2] == ['in1k', 'untrained']
     assert 'no config.json of a timm model' in run.stderr
 
 

@@ -94,14 +94,14 @@ def published_cfgs(variants: Mapping[str, Dict[str, Any]]) -> Dict[str, Dict[str
     """
     cfgs = {}
     for variant, cfg in variants.items():
-        # '*' marks the default: what is published for other data does not change the model as such
+        for tag, published in local_tags(variant):
+            if tag != _TAG or not has_release(variant):
+                cfgs[f'{variant}.{tag}'] = dict(_cfg_of(published), hf_hub_id=_default_repository(variant, tag))
+        # last, and '*', make it the default: what is published for other data does not change the model as such
         if has_release(variant):
             cfgs[f'{variant}.{_TAG}*'] = dict(cfg, hf_hub_id=_default_repository(variant, _TAG))
         else:
             cfgs[f'{variant}.untrained*'] = cfg
-        for tag, published in local_tags(variant):
-            if tag != _TAG or not has_release(variant):
-                cfgs[f'{variant}.{tag}'] = dict(_cfg_of(published), hf_hub_id=_default_repository(variant, tag))
     return cfgs
 
 
