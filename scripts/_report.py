@@ -16,7 +16,7 @@ from timm_rep.profiling import machine, versions
 
 __all__ = ['report']
 
-RESULTS = Path(__file__).parent / 'results'
+RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parent / 'results')
 
 
 def report(

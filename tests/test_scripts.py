@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_gpu_hyper_search(images, tmp_path):
 
     def run(minutes):
         done = subprocess.run([str(c) for c in (*command, minutes)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == (0 if 'nothing is left' in done.stdout else 75), done.stderr
         return done.stdout
 
     assert 'left: repopt_ghostnet_050; run this again' in run(0)
@@ -288,3 +289,57 @@ What it is.
 | 1.5 | yes |  |
 |  | no | p 2 |
 """)
+
+
+def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
+    """Nothing of a failed or stopped job is taken for done, and what is done is not repeated."""
+    monkeypatch.syspath_prepend(SCRIPTS / 'gpu')
+    module = importlib.import_module('run')
+    code = {
+        'good': "import os; open(os.environ['TIMM_REP_RESULTS'] + '.txt', 'a').write('x')",
+        'long': 'import time; time.sleep(60)', 'bad': 'raise SystemExit(3)', 'unfinished': 'raise SystemExit(75)',
+    }
+    monkeypatch.setattr(
+        module, 'JOBS', {name: lambda options, seconds, line=line: ['-c', line] for name, line in code.items()})
+    out = tmp_path / 'out'
+
+    def run(seconds, *jobs):
+        status = script('gpu/run', '--seconds', seconds, '--output', out, '--jobs', *jobs)
+        return status, capsys.readouterr().out.splitlines()
+
+    assert run(0, 'good') == (75, ['good: not begun', 'left: good; run this again'])
+    assert run(1, 'long') == (75, ['long: stopped', 'left: long; run this again'])
+    assert run(9, 'good', 'bad', 'unfinished') == (1, [
+        'good: finished', f'bad: failed, see {out / "bad"}.log', 'unfinished: stopped',
+        'left: unfinished; run this again'])
+    assert run(9, 'good') == (0, ['good: finished before', 'nothing is left'])
+    assert (out / 'results.txt').read_text() == 'x'
+    monkeypatch.undo()
+    assert script('gpu/run', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir', tmp_path / 'no') == 1
+    assert 'and no archive cifar10.tar.gz' in capsys.readouterr().err
+
+
+def run_on_cpu(*args):
+    command = [sys.executable, SCRIPTS / 'gpu' / 'run.py', '--device', 'cpu', *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_gpu_job(images, tmp_path):
+    """At toy size, the images from an archive."""
+    with tarfile.open(tmp_path / 'images.tar.gz', 'w:gz') as archive:
+        for split in ('train', 'validation'):
+            archive.add(images / split, split)
+    args = ['--output', tmp_path / 'out', '--data-dir', tmp_path / 'nothing', '--archive', tmp_path / 'images.tar.gz']
+    for toy, jobs in (
+            ('repa_deit_tiny', ['ffn-train', 'repa-train', 'repa-infer', 'search']),
+            ('repopt_vgg_a0', ['optim', 'repopt-train'])):
+        status, out = run_on_cpu(
+            '--seconds', 900, *args, '--toy', toy, '--val-split', 'validation', '--jobs', *jobs)
+        assert status == 0, out
+        assert 'nothing is left' in out
+    assert {path.stem for path in (tmp_path / 'out' / 'results').glob('*/*.json')} == {
+        'ffn-train', 'repa-train', 'repa-infer', 'optim', 'repopt-train'}
+    assert (tmp_path / 'out' / 'search' / 'repopt_ghostnet_050.safetensors').is_file()

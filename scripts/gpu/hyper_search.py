@@ -91,7 +91,7 @@ def main() -> int:
         return 1
     left = [model for model in args.models if not output(model, args).is_file()]
     print(f'left: {", ".join(left)}; run this again' if left else 'nothing is left')
-    return 0
+    return 75 if left else 0  # EX_TEMPFAIL
 
 
 if __name__ == '__main__':
