@@ -157,6 +157,24 @@ def test_bfloat16(always, pure):
             assert fast[name] < max(1.5 * error, 5e-3), name
 
 
+def test_several_passes_before_one_backward(always):
+    """As with views of several sizes; among them one that goes layer by layer."""
+    x = tokens()
+
+    def call(model, x):
+        first, second = model(x), model(2 * x[:3])
+        use = use_fast_train()
+        set_fast_train(False)
+        third = model(x[:, :9])
+        set_fast_train(use)
+        return torch.cat([y.flatten() for y in (first, second, third)])
+
+    check_same(ffn(), x, call=call)
+    correlated = torch.randn(500, 1) + 1e-4 * torch.randn(500, 24)  # the matrix would be wrong
+    model = ffn(dtype=torch.float32)
+    (model(correlated).sum() + model(x.float()).sum() + model(correlated).sum()).backward()
+
+
 def test_checkpointing(always):
     check_same(ffn(), tokens(), call=lambda m, x: checkpoint(m, x, use_reentrant=False))
 

@@ -129,8 +129,13 @@ def _normalized(
     """BatchNorm of (tokens, channels) with its statistics of these channels, which it brings up to date."""
     weight, bias = (norm.weight[part], norm.bias[part]) if affine else (None, None)
     if group is None:
-        return F.batch_norm(
-            x, norm.running_mean[part], norm.running_var[part], weight, bias, True, momentum, norm.eps)
+        # copies, since autograd keeps them, and the statistics of the idle channels beside them change in each pass
+        running = [buffer[part].clone() for buffer in (norm.running_mean, norm.running_var)]
+        y = F.batch_norm(x, *running, weight, bias, True, momentum, norm.eps)
+        with torch.no_grad():
+            for buffer, new in zip((norm.running_mean, norm.running_var), running):
+                buffer[part].copy_(new)
+        return y
     y = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean = _summed(y.sum(0), group) / count
     y = y - mean
