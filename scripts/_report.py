@@ -5,18 +5,15 @@ import re
 import shlex
 import sys
 from datetime import date
-from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import torch
-from tables import write_tables
+from tables import RESULTS, write_tables
 
 from timm_rep.atomic import replacing_files
 from timm_rep.profiling import machine, versions
 
 __all__ = ['report']
-
-RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parent / 'results')
 
 
 def report(

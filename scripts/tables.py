@@ -2,12 +2,13 @@
 """Write results/README.md: what the scripts of this folder measured, as tables, made of the JSON files beside it."""
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any, Dict, List
 
 from timm_rep.atomic import replacing_files
 
-RESULTS = Path(__file__).parent / 'results'
+RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parent / 'results')
 
 _HEAD = """# What was measured
 

@@ -1,8 +1,9 @@
 """Folders of published models: timm's config.json, the weights, and what belongs to them, each with its hash."""
+import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -15,7 +16,7 @@ from timm_rep.profiling import model_input_size
 from timm_rep.scales import Scales
 from timm_rep.weights import CONFIG, SCALES, WEIGHTS, Published, sha256
 
-__all__ = ['check_folder', 'load_folder', 'seal_folder', 'split_name', 'write_folder']
+__all__ = ['check_folder', 'drafting', 'load_folder', 'seal_folder', 'split_name', 'write_folder']
 
 
 def split_name(folder: Union[str, os.PathLike]) -> Tuple[str, str]:
@@ -30,6 +31,18 @@ def split_name(folder: Union[str, os.PathLike]) -> Tuple[str, str]:
             f'The folder of a published model is named MODEL.TAG, as in repa_deit_tiny.cifar10, got {str(folder)!r}'
             + (f': there is no model {variant!r}.' if tag else '.'))
     return variant, tag
+
+
+@contextlib.contextmanager
+def drafting(folder: Union[str, os.PathLike]) -> Iterator[Path]:
+    """An empty folder of the same name, whose files move into this one at the end; if the body raises, none does."""
+    with replacing_files(folder) as temporary:
+        draft = temporary / Path(folder).name
+        draft.mkdir()
+        yield draft
+        for path in draft.iterdir():
+            path.rename(temporary / path.name)
+        draft.rmdir()
 
 
 def write_folder(

@@ -2,7 +2,7 @@
 import json
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -22,6 +22,7 @@ __all__ = [
     'measure_cost',
     'read_metrics',
     'read_predictions',
+    'write_metrics',
     'write_predictions',
 ]
 
@@ -47,6 +48,11 @@ def read_metrics(folder: Path) -> Dict[str, Any]:
     weights = sha256(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else None
     measured = {'accuracy', 'cost'} & metrics.keys()
     return {k: v for k, v in metrics.items() if k not in measured or v.get('weights') == weights}
+
+
+def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
+    """As JSON."""
+    path.write_text(json.dumps(metrics, indent=2) + '\n', encoding='utf-8')
 
 
 def class_names(data_dir: str, split: str) -> List[str]:

@@ -1,5 +1,4 @@
 """From a checkpoint to a folder that can be published, and from that to its folded form."""
-import json
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from timm_rep.scales import resolve_scales
 from timm_rep.weights import CONFIG, SCALES, WEIGHTS, Published, sha256
 
 from .card import TRAIN, write_card
-from .folder import load_folder, seal_folder, split_name, write_folder
+from .folder import drafting, load_folder, seal_folder, split_name, write_folder
 from .metrics import (
     METRICS,
     PREDICTIONS,
@@ -23,6 +22,7 @@ from .metrics import (
     measure_accuracy,
     measure_cost,
     read_metrics,
+    write_metrics,
     write_predictions,
 )
 
@@ -73,10 +73,8 @@ def prepare_folder(
     folder, device = Path(folder).resolve(), torch.device(device)
     variant, _ = split_name(folder)
     recipe = Path(recipe) if recipe is not None else folder / TRAIN
-    with replacing_files(folder) as temporary:
-        # all of it is made beside the folder, and moves there when nothing can fail any more
-        draft = temporary / folder.name
-        draft.mkdir()
+    # all of it is made beside the folder, and moves there when nothing can fail any more
+    with drafting(folder) as draft:
         for path in folder.iterdir():
             if path.is_file():
                 shutil.copyfile(path, draft / path.name)
@@ -90,11 +88,9 @@ def prepare_folder(
         _measure(draft, data_dir, split, dataset, device, batch_size, measure)
         write_card(draft)
         seal_folder(draft)
-        for path in draft.iterdir():
-            path.rename(temporary / path.name)
-        draft.rmdir()
+    published = Published.in_folder(folder).hashes
     for name in (SCALES, PREDICTIONS):  # what belonged to the weights before
-        if name not in Published.in_folder(folder).hashes:
+        if name not in published:
             (folder / name).unlink(missing_ok=True)
 
 
@@ -122,7 +118,7 @@ def _measure(
         raise FileNotFoundError(f'There is no {WEIGHTS} to measure: give a checkpoint.')
     if 'accuracy' not in metrics:
         (folder / PREDICTIONS).unlink(missing_ok=True)
-    (folder / METRICS).write_text(json.dumps(metrics, indent=2) + '\n', encoding='utf-8')
+    write_metrics(folder / METRICS, metrics)
 
 
 def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike]) -> Path:
@@ -150,7 +146,7 @@ def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike
     if 'cost' in metrics:
         metrics['cost'].update(of, forms={'folded': metrics['cost']['forms']['folded']})
     with replacing_files(target) as temporary:
-        (temporary / METRICS).write_text(json.dumps(metrics, indent=2) + '\n', encoding='utf-8')
+        write_metrics(temporary / METRICS, metrics)
         if (folder / TRAIN).is_file():
             shutil.copyfile(folder / TRAIN, temporary / TRAIN)
     write_card(target)

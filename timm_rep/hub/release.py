@@ -13,7 +13,7 @@ from timm_rep.profiling import model_input_size
 from timm_rep.scales import Scales, attach_grad_mults
 from timm_rep.weights import SCALES, WEIGHTS
 
-from .folder import load_folder, split_name, write_folder
+from .folder import drafting, load_folder, split_name, write_folder
 
 __all__ = ['convert_released']
 
@@ -51,17 +51,13 @@ def convert_released(
         return _convert_scales(scales, model_name, folder, model_args)
     model = load_released(timm.create_model(model_name, **model_args), path).eval()
     images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
-    with replacing_files(folder) as temporary:
-        draft = temporary / folder.name
+    with drafting(folder) as draft:
         write_folder(draft, model, _plain(model_args))
         with torch.inference_mode():
             expected, found = model(images), load_folder(draft)(images)
         if not torch.equal(expected, found):
             raise RuntimeError(
                 f'What was written does not give the logits of {path!r}, by up to {(expected - found).abs().max():g}.')
-        for file in draft.iterdir():
-            file.rename(temporary / file.name)
-        draft.rmdir()
     return folder / WEIGHTS
 
 

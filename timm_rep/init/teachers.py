@@ -139,7 +139,7 @@ def _read_lazily(name: str) -> Optional[Teacher]:
             return None  # this package's own: they check what they read
         repository, _, revision = cfg.hf_hub_id.partition('@')
         teacher = _Safetensors(hf_hub_download(repository, 'model.safetensors', revision=revision or None), model)
-    except (TypeError, NotImplementedError, OSError, RuntimeError):
+    except (TypeError, OSError, RuntimeError):
         return None  # timm knows of other places and layouts, and what to say if there is nothing
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     return teacher if shapes.items() <= teacher.shapes.items() else None

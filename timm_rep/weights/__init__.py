@@ -1,6 +1,6 @@
 from .published import CONFIG, SCALES, WEIGHTS, Published, reaching_hub, sha256
 from .released import RELEASE, USUAL_RATIO, fetch_released, has_release
-from .sources import FoundWeights, find_weights, local_folder, local_tags, organization
+from .sources import find_weights, local_tags, organization
 
 __all__ = [
     'CONFIG',
@@ -8,12 +8,10 @@ __all__ = [
     'SCALES',
     'USUAL_RATIO',
     'WEIGHTS',
-    'FoundWeights',
     'Published',
     'fetch_released',
     'find_weights',
     'has_release',
-    'local_folder',
     'local_tags',
     'organization',
     'reaching_hub',
