@@ -4,7 +4,8 @@ from typing import Any, Dict, Iterable, Optional
 import torch
 
 from ._chunks import Scratch
-from .grad_mult import get_grad_mult, set_grad_mult
+from ._fused import Launches, launched_together, runs_kernels
+from .grad_mult import get_grad_mult, local, set_grad_mult
 
 __all__ = ['RepOptimizerMixin']
 
@@ -25,6 +26,7 @@ class RepOptimizerMixin:
             ValueError: No parameter has a GradMult, and strict is True.
         """
         super().__init__(params, lr, *args, **kwargs)
+        self._launches = Launches()
         _check_grad_mults(type(self).__name__, self.param_groups, strict)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -42,6 +44,7 @@ class RepOptimizerMixin:
         state = dict(state)
         grad_mults = state.pop('_grad_mults', [])
         super().__setstate__(state)
+        self._launches = Launches()
         for group, mults in zip(self.param_groups, grad_mults):
             for param, grad_mult in zip(group['params'], mults):
                 if grad_mult is not None and get_grad_mult(param) is None:
@@ -76,9 +79,16 @@ class RepOptimizerMixin:
             plain = [p for p in params if get_grad_mult(p) is None]
             if plain:
                 self._plain_update(plain, group)
+            together = {}
             for param in params:
-                if get_grad_mult(param) is not None:
+                if get_grad_mult(param) is None:
+                    continue
+                if runs_kernels(local(param), local(param.grad), group):
+                    together.setdefault(launched_together(local(param)), []).append(param)
+                else:
                     self._multiplied_update(param, group, scratch)
+            for multiplied in together.values():
+                self._kernel_update(multiplied, group)
         return loss
 
     def _check_gradient(self, param: torch.Tensor) -> None:

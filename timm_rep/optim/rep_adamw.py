@@ -82,17 +82,12 @@ class RepAdamW(RepOptimizerMixin, AdamW):
 
     def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Scratch) -> None:
         grad_mult = get_grad_mult(param)
-        for name, x in self.state[param].items():
-            if name != 'step':
-                self.state[param][name] = in_layout_of(param, x)
-        state = self._state_of([param], group)
+        state = self._state_in_layout([param], group)
         step = state.pop('state_steps')[0]
         state = {name: [local(x) for x in tensors] for name, tensors in state.items()}
         param, grad = local(param).detach(), local(param.grad)
         fused = use_fused(param, group)
-        # where GradScaler leaves it to a fused kernel to skip a step, what is not in the kernel is skipped here
-        found_inf = getattr(self, 'found_inf', None)
-        taken = 1 if found_inf is None else 1 - found_inf
+        taken = self._steps_taken()
         for rows in row_chunks(param):
             chunk = param[rows]
             # torch's own arithmetic on a parameter of zeros leaves the bare update
@@ -110,3 +105,38 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             chunk.mul_(1 - group['lr'] * group['weight_decay'] * taken)
             grad_mult.add_product(chunk, update, 'absolute', start=rows.start)
         step.add_(taken)
+
+    def _state_in_layout(self, params: List[torch.Tensor], group: dict) -> Dict[str, List[torch.Tensor]]:
+        for param in params:
+            for name, x in self.state[param].items():
+                if name != 'step':
+                    self.state[param][name] = in_layout_of(param, x)
+        return self._state_of(params, group)
+
+    def _steps_taken(self):
+        """1, or 0 on the device: GradScaler leaves it to a fused kernel to skip a step, so the rest is skipped too."""
+        found_inf = getattr(self, 'found_inf', None)
+        return 1 if found_inf is None else 1 - found_inf
+
+    def _kernel_update(self, params: List[torch.Tensor], group: dict) -> None:
+        state = self._state_in_layout(params, group)
+        steps = state.pop('state_steps')
+        torch._foreach_add_(steps, self._steps_taken())
+        beta1, beta2 = group['betas']
+        steps = torch.stack(steps).double()
+        self._launches(
+            'adamw_kernel',
+            'absolute',
+            params,
+            [state['exp_avgs'], state['exp_avg_sqs'], *([state['max_exp_avg_sqs']] if group['amsgrad'] else [])],
+            torch.stack((1 - beta1 ** steps, (1 - beta2 ** steps).sqrt()), dim=1),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group['eps'],
+            weight_decay=group['weight_decay'],
+            lr=group['lr'],
+            grad_scale=getattr(self, 'grad_scale', None),
+            found_inf=getattr(self, 'found_inf', None),
+            amsgrad=group['amsgrad'],
+            maximize=group['maximize'],
+        )

@@ -1,5 +1,5 @@
 """SGD that carries a structure's prior (RepOptimizers, section 3.4)."""
-from typing import List
+from typing import List, Optional, Tuple
 
 import torch
 from torch.optim import SGD
@@ -25,12 +25,20 @@ class RepSGD(RepOptimizerMixin, SGD):
     _plain_takes_sparse = True
 
     def _plain_update(self, params: List[torch.Tensor], group: dict) -> None:
-        buffers = [self.state[p].get('momentum_buffer') for p in params]
+        buffers = [self._buffer_of(p, group) for p in params]
         grads = [p.grad for p in params]
         self._update(params, grads, buffers, group, foreach=group['foreach'], fused=group['fused'])
         if group['momentum'] != 0:
             for param, buffer in zip(params, buffers):
                 self.state[param]['momentum_buffer'] = buffer
+
+    def _buffer_of(self, param: torch.Tensor, group: dict) -> Optional[torch.Tensor]:
+        """The momentum of a parameter, None if there is none yet, or none at all."""
+        buffer = self.state[param].get('momentum_buffer')
+        if buffer is None and group['momentum'] != 0 and getattr(self, 'found_inf', None) is not None:
+            # a fused kernel that skips its first step leaves a new buffer as it found it
+            buffer = torch.zeros_like(param)
+        return buffer
 
     def _update(self, params, grads, buffers, group, foreach, fused) -> None:
         sgd(
@@ -52,13 +60,7 @@ class RepSGD(RepOptimizerMixin, SGD):
 
     def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Scratch) -> None:
         grad_mult = get_grad_mult(param)
-        state = self.state[param]
-        buffer = state.get('momentum_buffer')
-        first = group['momentum'] != 0 and buffer is None
-        if first:
-            buffer = state['momentum_buffer'] = torch.empty_like(param)
-        elif buffer is not None:
-            buffer = state['momentum_buffer'] = in_layout_of(param, buffer)
+        buffer, first = self._state_of(param, group)
         param, grad, buffer = local(param).detach(), local(param.grad), None if buffer is None else local(buffer)
         fused = use_fused(param, group)
         for rows in row_chunks(param):
@@ -68,3 +70,32 @@ class RepSGD(RepOptimizerMixin, SGD):
             self._update([chunk], [product], buffers, group, foreach=False, fused=fused)
             if first:
                 buffer[rows] = buffers[0]
+
+    def _state_of(self, param: torch.Tensor, group: dict) -> Tuple[Optional[torch.Tensor], bool]:
+        """The momentum of a parameter in its layout, and whether it is still to be written."""
+        buffer = self._buffer_of(param, group)
+        first = group['momentum'] != 0 and buffer is None
+        if first:
+            buffer = torch.empty_like(param)
+        if buffer is not None:
+            buffer = self.state[param]['momentum_buffer'] = in_layout_of(param, buffer)
+        return buffer, first
+
+    def _kernel_update(self, params: List[torch.Tensor], group: dict) -> None:
+        buffers, first = zip(*(self._state_of(p, group) for p in params))
+        self._launches(
+            'sgd_kernel',
+            'squared',
+            params,
+            [buffers] if group['momentum'] != 0 else [],
+            first=first,
+            momentum=group['momentum'],
+            dampening=group['dampening'],
+            weight_decay=group['weight_decay'],
+            lr=group['lr'],
+            grad_scale=getattr(self, 'grad_scale', None),
+            found_inf=getattr(self, 'found_inf', None),
+            has_momentum=group['momentum'] != 0,
+            nesterov=group['nesterov'],
+            maximize=group['maximize'],
+        )

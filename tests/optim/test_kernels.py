@@ -1,0 +1,337 @@
+"""The Triton kernels of the optimizers: their arithmetic in Triton's interpreter, and that a GPU can have them."""
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+
+import timm_rep.optim
+import timm_rep.optim._fused as fused
+from tests.optim.test_rep_optim import PAIRS, reference_sgd
+from tests.reference.ffn import relative
+from timm_rep.optim import GradMult, GradTerm, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
+
+pytest.importorskip('triton', minversion='3.2', reason='no Triton here that the kernels are for')
+
+FULL, POINT, DIAGONAL = ((3, 3), False), ((1, 1), False), ((1, 1), True)
+# shape of a kernel, its branches, the first row of a shard
+KERNELS = {
+    'RepOpt-VGG': ((16, 16, 3, 3), (FULL, POINT, DIAGONAL), 0),
+    'other width': ((24, 7, 3, 3), (FULL, POINT), 0),
+    'several blocks': ((40, 33, 3, 3), (FULL, DIAGONAL), 0),
+    'depthwise': ((13, 1, 5, 5), (((5, 5), False), FULL, DIAGONAL), 0),
+    'grouped': ((12, 4, 3, 3), (FULL, DIAGONAL), 0),
+    'only a part': ((8, 8, 3, 3), (((1, 3), False), DIAGONAL), 0),
+    'point': ((9, 5, 1, 1), (POINT, DIAGONAL), 0),
+    'shard': ((5, 16, 3, 3), (FULL, DIAGONAL), 11),
+}
+SGD_ARGS = [
+    dict(),
+    dict(momentum=.9, nesterov=True, weight_decay=.1),
+    dict(momentum=.5, dampening=.2, maximize=True),
+    dict(momentum=.9, fused=True),
+]
+ADAMW_ARGS = [dict(), dict(weight_decay=.3, amsgrad=True), dict(maximize=True), dict(fused=True)]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels, imported anew as the environment says."""
+
+    def forget():
+        sys.modules.pop('timm_rep.optim._kernels', None)
+        vars(timm_rep.optim).pop('_kernels', None)
+
+    forget()
+    yield monkeypatch
+    forget()
+
+
+@pytest.fixture
+def interpreted(kernels):
+    kernels.setenv('TRITON_INTERPRET', '1')
+
+
+def make(dtype=torch.float32, channels_last=False, names=tuple(KERNELS)):
+    """Kernels with GradMults, zero, negative and huge scales among them."""
+    torch.manual_seed(0)
+    params = []
+    for name in names:
+        shape, branches, first_row = KERNELS[name]
+        scales = torch.randn(len(branches), shape[0])
+        scales[:, 0], scales[:, 1], scales[0, 2] = 0., -2., 50.
+        terms = [GradTerm(size, scale, diagonal) for (size, diagonal), scale in zip(branches, scales)]
+        param = torch.nn.Parameter(torch.randn(shape).to(dtype, memory_format=(
+            torch.channels_last if channels_last else torch.contiguous_format)))
+        set_grad_mult(param, GradMult(shape, terms, first_row))
+        params.append(param)
+    return params
+
+
+def fill(params, step, scale=1.):
+    for i, param in enumerate(params):
+        gradient = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + i))
+        param.grad = (scale * gradient).to(param.dtype).to(memory_format=torch.preserve_format)
+
+
+def double(x):
+    return x.detach().double().contiguous()
+
+
+@pytest.mark.parametrize('channels_last', [False, True])
+@pytest.mark.parametrize('kwargs', SGD_ARGS, ids=str)
+def test_sgd(interpreted, kwargs, channels_last):
+    params = make(channels_last=channels_last)
+    mults = [get_grad_mult(p).dense('squared', torch.float64) for p in params]
+    expected, buffers = [double(p) for p in params], [None] * len(params)
+    optimizer = RepSGD(params, lr=.01, **kwargs)
+    for step in range(3):
+        fill(params, step)
+        grads = [p.grad.clone() for p in params]
+        reference_sgd(expected, [double(g) for g in grads], buffers, mults, lr=.01, **kwargs)
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(params, grads))
+    for param, reference in zip(params, expected):
+        assert relative(double(param), reference) < 1e-6
+    if kwargs.get('momentum'):
+        for param, buffer in zip(params, buffers):
+            assert relative(double(optimizer.state[param]['momentum_buffer']), buffer) < 1e-6
+    assert optimizer._launches._tables  # it was a kernel
+
+
+@pytest.mark.parametrize('channels_last', [False, True])
+@pytest.mark.parametrize('kwargs', ADAMW_ARGS, ids=str)
+def test_adamw(interpreted, kwargs, channels_last):
+    """What torch's AdamW moves a parameter by, less its decay, times the multiplier."""
+    params = make(channels_last=channels_last)
+    mults = [get_grad_mult(p).dense('absolute', torch.float64) for p in params]
+    lr, decay = .01, kwargs.get('weight_decay', .01)
+    bare = [torch.nn.Parameter(torch.zeros(p.shape, dtype=torch.float64)) for p in params]
+    reference = torch.optim.AdamW(bare, lr=lr, **{**kwargs, 'weight_decay': 0.})
+    optimizer = RepAdamW(params, lr=lr, **kwargs)
+    expected = [double(p) for p in params]
+    for step in range(3):
+        fill(params, step)
+        for b, p in zip(bare, params):
+            b.data.zero_()
+            b.grad = double(p.grad)
+        reference.step()
+        optimizer.step()
+        expected = [e * (1 - lr * decay) + m * b.detach() for e, b, m in zip(expected, bare, mults)]
+    for param, e, b in zip(params, expected, bare):
+        assert relative(double(param), e) < 1e-5
+        state, of_torch = optimizer.state[param], reference.state[b]
+        assert state.keys() == of_torch.keys()
+        for name, x in of_torch.items():
+            assert relative(double(state[name]), x.double()) < 1e-6
+    assert optimizer._launches._tables
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_low_precision(interpreted, rep, dtype):
+    """One rounding of each entry, of what float64 says; in bfloat16 the interpreter cuts where a GPU rounds."""
+    params = make(dtype, names=('RepOpt-VGG', 'several blocks'))
+    fill(params, 0)
+    rule, power = ('squared', 1.) if rep is RepSGD else ('absolute', 0.)
+    kwargs = dict(lr=.01, weight_decay=.1, **({} if rep is RepAdamW else dict(momentum=.9)))
+    expected = []
+    for p in params:
+        mult, g = get_grad_mult(p).dense(rule, torch.float64), double(p.grad)
+        if power:
+            expected.append(double(p) - .01 * (mult * g + .1 * double(p)))
+        else:
+            expected.append(double(p) * (1 - .001) - .01 * mult * g / (g.abs() + 1e-8))
+    rep(params, **kwargs).step()
+    for p, e in zip(params, expected):
+        rounding = torch.finfo(dtype).eps * e.abs() / (1 if dtype == torch.bfloat16 else 2)
+        assert ((double(p) - e).abs() <= 1.01 * rounding + 1e-7).all()
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_as_without_kernels(interpreted, monkeypatch, rep, plain):
+    """A step of the one continues a step of the other, on parameters with and without a multiplier."""
+    kwargs = dict(lr=.05, momentum=.9, nesterov=True) if rep is RepSGD else dict(lr=.05)
+    sides = []
+    for where in ('kernels', 'both'):
+        params = [*make(), torch.nn.Parameter(torch.ones(4))]
+        optimizer = rep(params, **kwargs)
+        for step in range(4):
+            monkeypatch.setenv('TRITON_INTERPRET', '1' if where == 'kernels' or step % 2 else '0')
+            fill(params, step)
+            optimizer.step()
+        sides.append([double(p) for p in params])
+    for a, b in zip(*sides):
+        assert relative(a, b) < 1e-5
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_of_grad_scaler(interpreted, rep, plain):
+    """Gradients that are still multiplied, and a step that is to be skipped, the first one too."""
+    kwargs = dict(lr=.01, fused=True, **(dict(momentum=.9, nesterov=True) if rep is RepSGD else dict(amsgrad=True)))
+    expected, params = make(), make()
+    alone, scaled = rep(expected, **kwargs), rep(params, **kwargs)
+    before = [p.detach().clone() for p in params]
+    scaled.grad_scale, scaled.found_inf = torch.tensor(8.), torch.tensor(1.)
+    fill(params, 0, scale=float('inf'))
+    scaled.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before))
+    assert all(x.isfinite().all() for state in scaled.state.values() for x in state.values())
+    scaled.found_inf = torch.tensor(0.)
+    for step in (1, 2):
+        fill(expected, step)
+        alone.step()
+        fill(params, step, scale=8.)
+        scaled.step()
+    for a, b in zip(params, expected):
+        assert relative(double(a), double(b)) < 1e-6
+
+
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_learning_rate_in_a_tensor(interpreted, rep):
+    sides = make(), make()
+    for params, lr in zip(sides, (.03, torch.tensor(.03))):
+        fill(params, 0)
+        rep(params, lr=lr, fused=True).step()
+    assert all(torch.equal(a, b) for a, b in zip(*sides))
+
+
+def test_layouts_may_differ(interpreted):
+    """A gradient, a parameter or a state in another layout than the others."""
+    expected, params = make(), make()
+    sides = RepSGD(expected, lr=.01, momentum=.9), RepSGD(params, lr=.01, momentum=.9)
+    for step, change in enumerate(('gradient', 'state', 'parameter', '')):
+        fill(expected, step)
+        fill(params, step)
+        for p in params:
+            if change == 'gradient':
+                p.grad = p.grad.to(memory_format=torch.channels_last)
+            elif change == 'parameter':
+                p.data = p.data.to(memory_format=torch.channels_last)
+            elif change == 'state':
+                buffer = sides[1].state[p]['momentum_buffer']
+                sides[1].state[p]['momentum_buffer'] = buffer.to(memory_format=torch.channels_last)
+        for optimizer in sides:
+            optimizer.step()
+        for a, b in zip(params, expected):
+            assert relative(double(a), double(b)) < 1e-6
+
+
+def test_who_gets_a_kernel(interpreted, monkeypatch):
+    param = make(names=('RepOpt-VGG',))[0]
+    group = dict(fused=None, foreach=None)
+
+    def of(x, **flags):
+        return fused.runs_kernels(x.detach(), torch.zeros_like(x), {**group, **flags})
+
+    assert of(param)
+    assert not of(param.double())
+    assert not of(param.permute(1, 2, 0, 3))  # neither contiguous nor channels-last
+    assert not of(torch.empty(4, 8, 3, 3)[:, ::2])  # with gaps
+    assert not of(torch.empty(0, 8, 3, 3))
+    assert not fused.runs_kernels(param, param.bfloat16(), group)
+    monkeypatch.delenv('TRITON_INTERPRET')
+    assert not of(param)
+
+
+def test_tables_are_kept_while_addresses_stay(interpreted, monkeypatch):
+    made = []
+    to = fused._to
+    monkeypatch.setattr(fused, '_to', lambda *args: made.append(args) or to(*args))
+    params = make()
+    optimizer = RepSGD(params, lr=.01, momentum=.9)
+    fill(params, 0)
+    for expected in (2, 4, 4, 4):  # sizes of two kinds; with new states, then with known ones
+        optimizer.step()
+        assert len(made) == expected
+    held = [p.grad for p in params]  # so that no memory is used again
+    fill(params, 1)
+    optimizer.step()
+    assert len(made) == 6
+    assert len(held) == len(params)
+
+
+@pytest.mark.parametrize('divisor', [1, 2, 3, 7, 9, 25, 64, 576, 4608, 18432, 2 ** 20 - 1, 2 ** 24 - 1, 2 ** 30 + 1])
+def test_reciprocal(divisor):
+    magic, shift = fused.reciprocal(divisor)
+    assert 0 < magic < 2 ** 32
+    generator = torch.Generator().manual_seed(divisor)
+    numbers = torch.randint(0, 2 ** 31, (5000,), generator=generator).tolist()
+    multiples = [k * divisor + d for k in numbers[:2000] for d in (-1, 0, 1)]
+    for x in [0, 1, 2 ** 31 - 1, *numbers, *multiples]:
+        if 0 <= x < 2 ** 31:
+            assert x * magic >> shift == x // divisor
+
+
+@pytest.mark.parametrize('name', list(KERNELS))
+@pytest.mark.parametrize('rule', ['squared', 'absolute'])
+def test_multipliers(name, rule):
+    """Entry by entry against the dense multiplier, in either memory order."""
+    param = make(names=(name,))[0]
+    grad_mult, (out_channels, in_channels, *window) = get_grad_mult(param), param.shape
+    dense = grad_mult.dense(rule)
+    positions = window[0] * window[1]
+    for channels_last in (False, True):
+        table = fused.multipliers(grad_mult, rule, channels_last)
+        rows = dense.permute(0, 2, 3, 1) if channels_last else dense
+        for c, row in enumerate(rows.reshape(out_channels, -1)):
+            for i, expected in enumerate(row.tolist()):
+                value = table[c, i // in_channels if channels_last else i % positions]
+                value = value + (table[c, -2] if table[c, -1] == i else 0)
+                assert abs(value.item() - expected) <= 1e-6 * max(1., abs(expected))
+
+
+@pytest.mark.parametrize('dtype,loads', [('float32', 4 * 3), ('bfloat16', 2 * 3)])
+def test_compiles_for_a_gpu(kernels, tmp_path, dtype, loads):
+    """For one that need not be here: each of parameter, gradient and momentum is read once, 16 bytes at a time."""
+    triton = pytest.importorskip('triton', minversion='3.4', reason='its interpreter leaves the language changed')
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from timm_rep.optim._kernels import sgd_kernel
+
+    kernels.setenv('TRITON_CACHE_DIR', str(tmp_path))
+    constants = dict(
+        grad_scale=None, found_inf=None, dtype=getattr(tl, dtype), aligned=True, lr_is_tensor=False, has_momentum=True,
+        nesterov=True, maximize=False)
+    signature = {
+        'tensors': '*i64', 'blocks': '*i32',
+        **dict.fromkeys(('lr', 'momentum', 'dampening', 'weight_decay'), 'fp32'),
+        **dict.fromkeys(constants, 'constexpr'),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        compiled = triton.compile(
+            ASTSource(fn=sgd_kernel, signature=signature, constexprs=constants), target=GPUTarget('cuda', 90, 32))
+    instructions = compiled.asm['ptx']
+    assert len(re.findall(r'ld\.global\S*\.v4\.b32', instructions)) == loads * fused.BLOCK // 2048
+    assert len(re.findall(r'st\.global\S*\.v4\.b32', instructions)) == loads * 2 // 3 * fused.BLOCK // 2048
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('channels_last', [False, True])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_on_a_gpu(rep, dtype, channels_last):
+    """As on a CPU in float64."""
+    kwargs = dict(lr=.01, momentum=.9, nesterov=True, weight_decay=.1) if rep is RepSGD else dict(lr=.01)
+    params, expected = make(dtype, channels_last), make(dtype, channels_last)
+    mults = [get_grad_mult(p) for p in params]
+    params = [torch.nn.Parameter(p.detach().cuda()) for p in params]
+    expected = [torch.nn.Parameter(double(p)) for p in expected]
+    for group in (params, expected):
+        for p, mult in zip(group, mults):
+            set_grad_mult(p, mult)
+    sides = rep(params, **kwargs), rep(expected, **kwargs)
+    for step in range(3):
+        fill(params, step)
+        for p, e in zip(params, expected):
+            p.grad = p.grad.cuda()
+            e.grad = double(p.grad.cpu())
+        for optimizer in sides:
+            optimizer.step()
+    for p, e in zip(params, expected):
+        assert relative(double(p.cpu()), e.detach()) < (1e-5 if dtype == torch.float32 else 3e-2)
+    assert sides[0]._launches._tables
