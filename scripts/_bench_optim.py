@@ -1,4 +1,5 @@
 """The section of bench.py about the optimizers."""
+import itertools
 import statistics
 import time
 
@@ -13,18 +14,19 @@ from timm_rep.scales import Scales
 
 __all__ = ['bench_optim']
 
-MODEL = 'repopt_vgg_b1'
-
-
-def build(device):
+def build(name, device):
     """The model with some searched-looking scales, negative ones among them, and gradients."""
     torch.manual_seed(0)
-    model = timm.create_model(MODEL, scales='none', reinit=False)
+    model = timm.create_model(name, scales='none', reinit=False)
     scales = {n: {b: torch.randn_like(s) for b, s in branches.items()} for n, branches in Scales.ones(model).items()}
     model = timm_rep.attach_grad_mults(model, scales).to(device).train()
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     return model
+
+
+def parameters(name, device):
+    return list(build(name, device).parameters())
 
 
 class Released:
@@ -49,20 +51,30 @@ def state_memory(optimizer):
     return megabytes(t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))
 
 
-def scratch_memory(optimizer):
-    """What a step allocates beside the state: its scratch, and the multipliers in compact form, made once."""
-    sizes = []
+def compact_multipliers(optimizer):
+    """What the multipliers take, made once: of kernels on a GPU, or of a step by torch's own parts."""
+    of_kernels = [numbers for layouts in optimizer._launches._layouts.values() for numbers, _ in layouts.values()]
+    return megabytes(of_kernels or [
+        vector for group in optimizer.param_groups for p in group['params'] if get_grad_mult(p)
+        for regions in get_grad_mult(p)._vectors.values() for _, vector, _ in regions
+    ])
+
+
+def scratch_memory(device, step):
+    """What a step allocates and gives back."""
+    if device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return round((torch.cuda.max_memory_allocated(device) - before) / 1e6, 1)
+    sizes = [0]
     like = chunks.Scratch.like
     try:
         chunks.Scratch.like = lambda self, x: sizes.append(x.numel() * x.element_size()) or like(self, x)
-        optimizer.step()
+        step()
     finally:
         chunks.Scratch.like = like
-    vectors = [
-        vector for group in optimizer.param_groups for p in group['params'] if get_grad_mult(p)
-        for regions in get_grad_mult(p)._vectors.values() for _, vector, _ in regions
-    ]
-    return round(max(sizes) / 1e6, 1) + megabytes(vectors)
+    return round(max(sizes) / 1e6, 1)
 
 
 def timed(device, fn, *args):
@@ -80,10 +92,11 @@ def training_step(model, optimizer, images, targets):
 
 
 def bench_optim(args):
-    """A step of RepSGD and RepAdamW and of torch's SGD and AdamW, on RepOpt-VGG-B1.
+    """A step of RepSGD and RepAdamW and of torch's SGD and AdamW, on RepOpt-VGG-B1 or another.
 
     'released': the formulation of the released optimizers, every gradient times a dense multiplier before torch's own
-    step. The training step is a forward pass, a backward pass and the optimizer's step on a batch of images.
+    step. 'beside it': multipliers, and what a step allocates and gives back (of torch's on a GPU only). The training
+    step is a forward pass, a backward pass and the optimizer's step on a batch of images.
     """
     sgd = dict(lr=1e-4, momentum=0.9, nesterov=True, weight_decay=4e-5)
     adamw = dict(lr=1e-4, weight_decay=0.05)
@@ -94,41 +107,41 @@ def bench_optim(args):
     images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
     targets = torch.arange(args.batch_size, device=args.device)
     rows = []
-    for family, (plain, rep, rule, kwargs) in families.items():
-        model = build(args.device)
-
-        def params():
-            return list(build(args.device).parameters())
-
+    for name, (family, (plain, rep, rule, kwargs)) in itertools.product(
+            args.models or ['repopt_vgg_b1'], families.items()):
+        model = build(name, args.device)
         ours = rep(model.parameters(), **kwargs)
         sides = {
-            'torch, fused': plain(params(), fused=True, **kwargs),
-            'torch, foreach': plain(params(), foreach=True, **kwargs),
-            'torch, one at a time': plain(params(), foreach=False, **kwargs),
-            'released': Released(plain, rule, params(), **kwargs),
+            'torch, fused': plain(parameters(name, args.device), fused=True, **kwargs),
+            'torch, foreach': plain(parameters(name, args.device), foreach=True, **kwargs),
+            'torch, one at a time': plain(parameters(name, args.device), foreach=False, **kwargs),
+            'torch, compiled': plain(parameters(name, args.device), foreach=True, **kwargs),
+            'released': Released(plain, rule, parameters(name, args.device), **kwargs),
             'ours': ours,
         }
-        times = {name: [] for name in sides}
+        steps = {form: torch.compile(of.step) if 'compiled' in form else of.step for form, of in sides.items()}
+        times = {form: [] for form in sides}
         for i in range(args.rounds + 2):
-            for name, side in sides.items():
-                elapsed = timed(args.device, side.step)
+            for form, step in steps.items():
+                elapsed = timed(args.device, step)
                 if i >= 2:
-                    times[name].append(elapsed)
-        medians = {name: statistics.median(t) for name, t in times.items()}
+                    times[form].append(elapsed)
+        medians = {form: statistics.median(t) for form, t in times.items()}
         whole = statistics.median(
             timed(args.device, training_step, model, ours, images, targets) for _ in range(3))
         rows += [
             {
+                'model': name,
                 'optimizer': family,
-                'form': name,
-                'ms per step': round(median, 1),
+                'form': form,
+                'ms per step': float(f'{median:.4g}'),
                 'against torch, fused': round(median / medians['torch, fused'], 2),
-                'state (MB)': state_memory(sides[name]),
-                'beside it (MB)': (
-                    scratch_memory(ours) if name == 'ours' else megabytes(m for _, m in sides[name].mults)
-                    if name == 'released' else 0),
+                'state (MB)': state_memory(sides[form]),
+                'beside it (MB)': round(scratch_memory(args.device, steps[form]) + (
+                    compact_multipliers(ours) if form == 'ours' else
+                    megabytes(m for _, m in sides[form].mults) if form == 'released' else 0), 1),
                 f'% of a training step, batch {args.batch_size}': round(100 * median / whole, 2),
             }
-            for name, median in medians.items()
+            for form, median in medians.items()
         ]
     return rows

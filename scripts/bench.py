@@ -172,7 +172,8 @@ def bench_repa_infer(args):
 def bench_poolformer(args):
     """PoolFormers with their FFNs folded, and with their token mixers folded too; as throughput over timm's PoolFormer.
 
-    'mixers, training form': BatchNorm token mixers as trained, beside folded FFNs.
+    'FFNs, pooling of torch': with nn.AvgPool2d as the vanilla model has it, which is all that is not folding. 'mixers,
+    training form': BatchNorm token mixers as trained, beside folded FFNs.
     """
     rows = []
     for name in args.models or ['repa_poolformer_s12', 'repa_poolformer_s36']:
@@ -187,6 +188,12 @@ def bench_poolformer(args):
             models = {
                 'vanilla': timm.create_model(vanilla, pool_size=pool_size).eval(),
                 'FFNs': timm.create_model(name, pool_size=pool_size).eval().reparameterize(),
+            }
+            models['FFNs, pooling of torch'] = copy.deepcopy(models['FFNs'])
+            for stage in models['FFNs, pooling of torch'].stages:
+                for block in stage.blocks:
+                    block.token_mixer.pool = nn.AvgPool2d(pool_size, 1, pool_size // 2, count_include_pad=False)
+            models |= {
                 'mixers, training form': ffns_only,
                 'FFNs and mixers': mixing.reparameterize(),
             }
@@ -235,7 +242,7 @@ def main():
     settings = dict(device=str(args.device), dtype=dtype, batch_size=args.batch_size, rounds=args.rounds)
     for name in args.sections:
         rows = SECTIONS[name](args)
-        keys = [k for k in ('model', 'mode', 'img_size', 'pool_size', 'memory') if k in rows[0]]
+        keys = [k for k in ('model', 'mode', 'img_size', 'pool_size', 'memory', 'optimizer', 'form') if k in rows[0]]
         report(name, SECTIONS[name].__doc__, rows, args.device, settings, keys)
 
 

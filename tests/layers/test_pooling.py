@@ -7,7 +7,7 @@ from timm.utils import reparameterize_model
 
 from tests.reference.ffn import relative
 from tests.reference.pooling import pooling
-from timm_rep.layers import RePaPooling, RePaPoolingDeploy
+from timm_rep.layers import NeighborMean, RePaPooling, RePaPoolingDeploy
 
 
 def wild_(mixer, seed=0):
@@ -19,6 +19,27 @@ def wild_(mixer, seed=0):
         mixer.norm.running_mean.copy_(torch.randn(len(mixer.norm.running_mean), generator=g) * 3)
         mixer.norm.running_var.copy_(10 ** torch.empty(len(mixer.norm.running_var)).uniform_(-3, 3, generator=g))
     return mixer
+
+
+@pytest.mark.parametrize('channels_last', [False, True])
+@pytest.mark.parametrize('pool_size', [1, 3, 5, 7])
+@pytest.mark.parametrize('size', [(8, 8), (7, 5), (2, 9), (1, 1), (3, 1), (14, 14)])
+def test_mean_of_neighbors(size, pool_size, channels_last):
+    """As torch's pooling, gradients too; also where others record what it does."""
+    pool = NeighborMean(pool_size)
+    torchs = nn.AvgPool2d(pool_size, stride=1, padding=pool_size // 2, count_include_pad=False)
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
+    y = pool(x)
+    assert relative(y, torchs(x)) < 1e-14
+    assert y.stride() == torchs(x).stride() or 1 in (*size, *y.shape)
+    weight = torch.randn_like(y)
+    gradients = [torch.autograd.grad((of(x) * weight).sum(), x)[0] for of in (pool, torchs)]
+    assert relative(*gradients) < 1e-13
+    for form in (torch.jit.script(pool), torch.jit.trace(pool, x), torch.fx.symbolic_trace(pool)):
+        assert relative(form(x), y) < 1e-14
+    recorded = torch.export.export(pool, (x.detach(),)).graph
+    assert not any('conv' in str(node.target) for node in recorded.nodes)
 
 
 @pytest.mark.parametrize('channels_last', [False, True])

@@ -2,7 +2,7 @@ from .channel_idle import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, 
 from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock, csla_layers
 from .fold import Affine, batch_norm_scale_shift
 from .idle_training import set_fast_train, use_fast_train
-from .pooling import RePaPooling, RePaPoolingDeploy, check_pool_size
+from .pooling import NeighborMean, RePaPooling, RePaPoolingDeploy, check_pool_size
 from .structures import foldable_layers, holds_structure
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     'CslaBlock',
     'CslaConv2d',
     'IdentityBranch',
+    'NeighborMean',
     'RePaMlp',
     'RePaMlpDeploy',
     'RePaPooling',

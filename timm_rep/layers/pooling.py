@@ -1,4 +1,4 @@
-"""The token mixer of PoolFormer with a BatchNorm: normalization, pooling, layer scale and shortcut in one convolution.
+"""PoolFormer's pooling, and its token mixer with a BatchNorm: norm, pooling, layer scale and shortcut in a convolution.
 
 Beyond the RePaFormer paper, which folds the FFNs only; pooling is linear too.
 """
@@ -12,13 +12,77 @@ from torch.jit import Final
 
 from .fold import Affine, batch_norm_scale_shift
 
-__all__ = ['RePaPooling', 'RePaPoolingDeploy', 'check_pool_size']
+__all__ = ['NeighborMean', 'RePaPooling', 'RePaPoolingDeploy', 'check_pool_size']
 
 
 def check_pool_size(pool_size: int) -> None:
     """Raises a ValueError if a window of this side has no middle."""
     if pool_size < 1 or pool_size % 2 == 0:
         raise ValueError(f'pool_size is the side of a window around each token, so it is odd, got {pool_size}.')
+
+
+def _eager_on_cpu(x: torch.Tensor) -> bool:
+    """Whether operations run one by one as they are called, on a CPU: nobody records, fuses or exports them."""
+    return (
+        isinstance(x, torch.Tensor) and x.device.type == 'cpu' and x.ndim == 4
+        and not torch.jit.is_tracing() and not torch.compiler.is_compiling()
+    )
+
+
+def _share_inside(x: torch.Tensor, pool_size: int) -> torch.Tensor:
+    """(1, 1, H, W): how much of the window around each position of x is in the image, 1 but at the border."""
+    return F.avg_pool2d(torch.ones_like(x[:1, :1]), pool_size, stride=1, padding=pool_size // 2)
+
+
+def _inside_only_(y: torch.Tensor, pool_size: int) -> torch.Tensor:
+    """Sums over windows that count zeros outside the image as means of what is inside, in place: only a border changes.
+
+    The share of a window in the image is that of its rows times that of its columns.
+    """
+    reach = pool_size // 2
+    for dim in (2, 3):
+        size = y.shape[dim]
+        factors = 1 / F.avg_pool1d(y.new_ones(1, 1, size), pool_size, stride=1, padding=reach)[0, 0]
+        factors = factors if dim == 3 else factors.unsqueeze(1)
+        near = min(reach, size)
+        far = max(near, size - reach)
+        y.narrow(dim, 0, near).mul_(factors[:near])
+        y.narrow(dim, far, size - far).mul_(factors[far:])
+    return y
+
+
+class NeighborMean(nn.Module):
+    """PoolFormer's pooling: the mean of the tokens in a window around each one, of those inside the image.
+
+    ``nn.AvgPool2d`` of stride 1 that does not count its padding. On a CPU, unless it is compiled, as a depthwise
+    convolution, which takes a fraction of the time that torch's pooling takes there (``scripts/bench.py poolformer``).
+    Input and output: (N, dim, H, W), in either memory format.
+    """
+    kernel_size: Final[int]
+
+    def __init__(self, kernel_size: int):
+        """
+        Args:
+            kernel_size: Side of the window, odd.
+
+        Raises:
+            ValueError: The window has no middle.
+        """
+        check_pool_size(kernel_size)
+        super().__init__()
+        self.kernel_size = kernel_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = self.kernel_size
+        if not torch.jit.is_scripting():
+            # the gradient of torch's pooling is the faster one in channels-last
+            if _eager_on_cpu(x) and (x.is_contiguous() or not x.requires_grad):
+                weight = x.new_full((x.shape[1], 1, size, size), 1 / size ** 2)
+                return _inside_only_(F.conv2d(x, weight, padding=size // 2, groups=x.shape[1]), size)
+        return F.avg_pool2d(x, size, stride=1, padding=size // 2, count_include_pad=False)
+
+    def extra_repr(self) -> str:
+        return f'kernel_size={self.kernel_size}'
 
 
 def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
@@ -60,11 +124,10 @@ class RePaPooling(nn.Module):
         Raises:
             ValueError: The window has no middle.
         """
-        check_pool_size(pool_size)
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
+        self.pool = NeighborMean(pool_size)
         self.norm = norm_layer(dim, **dd)
-        self.pool = nn.AvgPool2d(pool_size, stride=1, padding=pool_size // 2, count_include_pad=False)
         self.ls = LayerScale2d(dim, init_values=init_values, **dd) if init_values else nn.Identity()
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
 
@@ -122,5 +185,7 @@ class RePaPoolingDeploy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # a few numbers: one a channel, one a position
         keep = 1 - self.conv.weight.sum(dim=(1, 2, 3)).view(-1, 1, 1)
-        inside = F.avg_pool2d(torch.ones_like(x[:1, :1]), self.pool_size, stride=1, padding=self.pool_size // 2)
-        return torch.addcmul(x * keep, self.conv(x), 1 / inside)
+        if not torch.jit.is_scripting():
+            if _eager_on_cpu(x):
+                return torch.addcmul(_inside_only_(self.conv(x), self.pool_size), x, keep)
+        return torch.addcmul(x * keep, self.conv(x), 1 / _share_inside(x, self.pool_size))

@@ -14,6 +14,7 @@ from timm.models.metaformer import MetaFormer, MetaFormerBlock, Pooling
 
 from timm_rep.convert import register_released_keys
 from timm_rep.layers import (
+    NeighborMean,
     RePaMlp,
     RePaMlpDeploy,
     RePaPooling,
@@ -141,6 +142,7 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
                 mlp = RePaMlp(dim, use_conv=True, drop=proj_drop_rate, **mlp_args, **train_args, **dd)
             mlp.apply(self._init_weights)
             if not fold_token_mixer:
+                block.token_mixer.pool = NeighborMean(pool_size)
                 RePaMetaFormerBlock.adopt(block, mlp)
             elif reparameterized:
                 RePaPoolFormerBlock.adopt(block, mlp, RePaPoolingDeploy(dim, pool_size, **dd))
