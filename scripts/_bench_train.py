@@ -61,8 +61,17 @@ def training_step(model: nn.Module, fast: bool = True, optimizer=None) -> Callab
     return step
 
 
-def kept_for_backward(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> float:
-    """What a training step keeps between its two passes, in MB; parameters and what is kept twice count once."""
+def memory_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> float:
+    """What a training step takes, in MB.
+
+    On a GPU its peak, less what was there before. On a CPU what it keeps between its two passes; parameters and what is
+    kept twice count once.
+    """
+    if x.device.type == 'cuda':
+        before = torch.cuda.memory_allocated(x.device)
+        torch.cuda.reset_peak_memory_stats(x.device)
+        step(x)
+        return (torch.cuda.max_memory_allocated(x.device) - before) / 1e6
     storages = {}
 
     def keep(tensor):
@@ -74,15 +83,48 @@ def kept_for_backward(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> 
     return sum(storages.values()) / 1e6
 
 
+def largest(fits: Callable[[int], bool], most: int = 2 ** 16) -> int:
+    """The largest number, up to ``most``, for which ``fits`` is true, by bisection; 0 if it is true for none."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_batch(step: Callable[[torch.Tensor], None], img_size: int, gigabytes: float, device: torch.device) -> int:
+    """How many images a training step can take in so much memory of a GPU (MaxBS of table 2)."""
+
+    def fits(n):
+        try:
+            step(torch.randn(n, 3, img_size, img_size, device=device))
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.empty_cache()
+        return True
+
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1., gigabytes * 2 ** 30 / total), device)
+    try:
+        return largest(fits)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1., device)
+
+
 def training_rates(
         models: Dict[str, Tuple[nn.Module, bool]], x: torch.Tensor, rounds: int,
 ) -> Tuple[Dict[str, float], Dict[str, float]]:
-    """Images or tokens a second, and what is kept for the backward pass, by name."""
+    """Images or tokens a second, and the memory of a step in MB, by name."""
     before = use_fast_train()
     steps = {name: training_step(model, fast) for name, (model, fast) in models.items()}
     try:
         rates = measure_throughput(steps, x, rounds=rounds, warmup=1)
-        kept = {name: kept_for_backward(step, x) for name, step in steps.items()}
+        kept = {name: memory_of_step(step, x) for name, step in steps.items()}
     finally:
         set_fast_train(before)
     return rates, kept
@@ -92,7 +134,8 @@ def bench_repa_train(args):
     """A training step, forward and backward, of vanilla backbones and RePa forms; as speed over the released form.
 
     'released': equations 3 and 4 word by word, a mask over all channels. 'layers': ours, one after the other. 'matrix':
-    ours, the idle channels as one matrix where that pays, the default. In MB, what is kept for the backward pass.
+    ours, the idle channels as one matrix where that pays, the default. In MB, what is kept for the backward pass, on a
+    GPU the peak of the step.
     """
     rows = []
     for name in args.models or ['repa_deit_base', 'repa_swin_tiny', 'repa_poolformer_s12', 'repa_mixer_b16']:
@@ -148,34 +191,53 @@ def bench_ffn_train(args):
     return rows
 
 
+# of the comparison with RepVGG: whether it is RepOpt-VGG, and in which memory format it trains
+_SIDES = {
+    # contiguous: in channels-last the 1 x 1 branch of a RepVGG's stem crashes some builds of torch on a CPU
+    'RepVGG': (False, torch.contiguous_format),
+    'RepOpt-VGG': (True, torch.contiguous_format),
+    'RepOpt-VGG, channels-last': (True, torch.channels_last),
+}
+
+
+def _vgg_step(name: str, side: str, args) -> Callable[[torch.Tensor], None]:
+    """The training step of a RepOpt-VGG with RepSGD, or of timm's RepVGG of its depth and width with SGD."""
+    repopt, memory_format = _SIDES[side]
+    torch.manual_seed(0)
+    model = timm.create_model(name if repopt else name.replace('opt_', '')).train()
+    model = model.to(args.device, args.dtype, memory_format=memory_format)
+    return training_step(model, optimizer=create_optimizer_v2(
+        model, opt='repsgd' if repopt else 'sgd', lr=1e-3, weight_decay=4e-5))
+
+
 def bench_repopt_train(args):
     """A training step of RepOpt-VGG with RepSGD over one of timm's RepVGG with SGD, of the same depth and width.
 
-    With the optimizer's step; in MB, what is kept for the backward pass. 'paper': table 2, at the largest batches
+    With the optimizer's step; in MB, what is kept for the backward pass, on a GPU the peak of the step; there also the
+    largest batch in so much memory. 'paper': table 2, at the largest batches.
     """
     rows = []
     for name in args.models or ['repopt_vgg_a0', 'repopt_vgg_b1']:
-        torch.manual_seed(0)
-        for img_size in (32, 160):
-            # contiguous: in channels-last the 1 x 1 branch of a RepVGG's stem crashes some builds of torch on a CPU
-            models = {'RepVGG': timm.create_model(name.replace('opt_', '')), 'RepOpt-VGG': timm.create_model(name)}
-            models['RepOpt-VGG, channels-last'] = copy.deepcopy(models['RepOpt-VGG']).to(
-                memory_format=torch.channels_last)
-            models = {k: model.train().to(args.device, args.dtype) for k, model in models.items()}
+        for img_size in (32, 160, 224) if args.device.type == 'cuda' else (32, 160):
+            steps = {side: _vgg_step(name, side, args) for side in _SIDES}
             x = torch.randn(args.batch_size, 3, img_size, img_size, device=args.device, dtype=args.dtype)
-            steps = {
-                k: training_step(model, optimizer=create_optimizer_v2(
-                    model, opt='sgd' if k == 'RepVGG' else 'repsgd', lr=1e-3, weight_decay=4e-5))
-                for k, model in models.items()
-            }
             rates = measure_throughput(steps, x, rounds=args.rounds, warmup=1)
-            rows.append({
+            row = {
                 'model': name,
                 'img_size': img_size,
                 'RepVGG (img/s)': round(rates['RepVGG'], 2),
                 **{k: round(rate / rates['RepVGG'], 2) for k, rate in rates.items() if k != 'RepVGG'},
                 'paper': 1.8 if name == 'repopt_vgg_b1' else None,
-                **{f'{k} (MB)': round(kept_for_backward(step, x)) for k, step in steps.items()},
-            })
+                **{f'{k} (MB)': round(memory_of_step(step, x)) for k, step in steps.items()},
+            }
+            del steps
+            if args.device.type == 'cuda':
+                for side in _SIDES:
+                    step = _vgg_step(name, side, args)  # one by one, alone in the memory
+                    row.update({
+                        f'{side}, batch in {gigabytes} GB': largest_batch(step, img_size, gigabytes, args.device)
+                        for gigabytes in (8, 16, 32)})
+                    del step
+            rows.append(row)
             print(rows[-1], flush=True)
     return rows

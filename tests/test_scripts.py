@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import yaml
 
 import timm_rep.layers.channel_idle as channel_idle
 import timm_rep.scales.packaged as packaged
@@ -262,6 +263,16 @@ def test_bench_training(script, name, monkeypatch):
     assert relative(grads[0], grads[1]) < 1e-4
 
 
+@pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100, 1000])
+def test_largest_batch_by_bisection(monkeypatch, most):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    bench = importlib.import_module('_bench_train')
+    tried = []
+    assert bench.largest(lambda n: tried.append(n) or n <= most, 500) == min(most, 500)
+    assert max(tried) <= 500
+    assert len(tried) == len(set(tried)) <= 20
+
+
 def test_tables_of_the_results(monkeypatch, tmp_path):
     """The committed tables are those of the committed files; nothing in them is typed."""
     monkeypatch.syspath_prepend(SCRIPTS)
@@ -319,6 +330,34 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
     assert 'and no archive cifar10.tar.gz' in capsys.readouterr().err
 
 
+def test_gpu_training(script, tmp_path, monkeypatch, capsys, images):
+    """Stopped after every epoch it ends as it does at once, and what it followed is said."""
+    monkeypatch.syspath_prepend(SCRIPTS / 'gpu')
+    module = importlib.import_module('train')
+    monkeypatch.setattr(module, 'HUB', tmp_path / 'hub')
+    folder = tmp_path / 'hub' / 'repa_deit_tiny.test'
+    folder.mkdir(parents=True)
+    recipe = yaml.safe_load((SCRIPTS.parent / 'hub' / 'repa_deit_tiny.cifar10' / 'train.yaml').read_text())
+    recipe['model_kwargs'] |= dict(embed_dim=24, depth=2)
+    (folder / 'train.yaml').write_text(yaml.safe_dump(dict(recipe, num_classes=4)))
+    args = [
+        '--device', 'cpu', '--data-dir', images, '--val-split', 'validation', '--workers', 0, '--epochs', 3,
+        '--batch-size', 10]
+    assert script('gpu/train', '--output', tmp_path / 'once', *args) == 0
+    for left in (2, 1, 0):
+        status = script('gpu/train', '--output', tmp_path / 'often', *args, '--minutes', 1e-4)
+        assert status == (75 if left else 0)
+    assert 'left: repa_deit_tiny.test; run this again' in capsys.readouterr().out
+    assert script('gpu/train', '--output', tmp_path / 'often', *args) == 0
+    assert capsys.readouterr().out.endswith('%\nnothing is left\n')
+    states = [torch.load(tmp_path / run / folder.name / 'last.pth', weights_only=True) for run in ('once', 'often')]
+    assert states[0]['epoch'] == states[1]['epoch'] == 3
+    assert all(torch.equal(x, states[1]['state_dict'][name]) for name, x in states[0]['state_dict'].items())
+    followed = yaml.safe_load((tmp_path / 'often' / folder.name / 'train.yaml').read_text())
+    assert (followed['epochs'], followed['batch_size'], followed['lr']) == (3, 10, recipe['lr'])
+    assert float((tmp_path / 'often' / folder.name / 'accuracy.txt').read_text()) <= 100
+
+
 def run_on_cpu(*args):
     command = [sys.executable, SCRIPTS / 'gpu' / 'run.py', '--device', 'cpu', *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -334,7 +373,7 @@ def test_every_gpu_job(images, tmp_path):
             archive.add(images / split, split)
     args = ['--output', tmp_path / 'out', '--data-dir', tmp_path / 'nothing', '--archive', tmp_path / 'images.tar.gz']
     for toy, jobs in (
-            ('repa_deit_tiny', ['ffn-train', 'repa-train', 'repa-infer', 'search']),
+            ('repa_deit_tiny', ['ffn-train', 'repa-train', 'repa-infer', 'search', 'train']),
             ('repopt_vgg_a0', ['optim', 'repopt-train'])):
         status, out = run_on_cpu(
             '--seconds', 900, *args, '--toy', toy, '--val-split', 'validation', '--jobs', *jobs)
@@ -343,3 +382,4 @@ def test_every_gpu_job(images, tmp_path):
     assert {path.stem for path in (tmp_path / 'out' / 'results').glob('*/*.json')} == {
         'ffn-train', 'repa-train', 'repa-infer', 'optim', 'repopt-train'}
     assert (tmp_path / 'out' / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
+    assert (tmp_path / 'out' / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()

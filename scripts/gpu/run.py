@@ -2,9 +2,9 @@
 """The jobs that wait for a GPU, one after the other, within a time limit.
 
 Run it again until it says that nothing is left: a job that is finished is not repeated, one that was stopped goes on,
-or starts anew where it has nothing to go on from. It needs this checkout, torch, timm and, for the searches, CIFAR-10
-as folders of images or the archive of them. Everything is written under --output: results/ is to be copied to
-scripts/results, search/ is for scripts/package_scales.py.
+or starts anew where it has nothing to go on from. It needs this checkout, torch, timm and, to search and to train,
+CIFAR-10 as folders of images or the archive of them. Everything is written under --output: results/ is to be copied to
+scripts/results, search/ is for scripts/package_scales.py, train/ for timm-rep card.
 """
 import argparse
 import os
@@ -41,6 +41,17 @@ def search(options: argparse.Namespace, seconds: float) -> List[str]:
     ]
 
 
+def train(options: argparse.Namespace, seconds: float) -> List[str]:
+    toy = ['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1'] if options.toy else [
+        '--epochs', '100', '--amp']
+    return [
+        str(GPU / 'train.py'), '--output', str(options.output / 'train'), '--device', options.device,
+        '--data-dir', str(data_folder(options)), '--val-split', options.val_split,
+        '--minutes', str(max(0., seconds - 20) / 60),
+        *toy,
+    ]
+
+
 JOBS: Dict[str, Callable[[argparse.Namespace, float], List[str]]] = {
     'ffn-train': bench('ffn-train', '--dtype', 'bfloat16'),
     'optim': bench('optim'),
@@ -48,6 +59,7 @@ JOBS: Dict[str, Callable[[argparse.Namespace, float], List[str]]] = {
     'repa-train': bench('repa-train', '--batch-size', '128', '--dtype', 'bfloat16'),
     'repa-infer': bench('repa-infer', '--batch-size', '128', '--dtype', 'bfloat16', '--compile'),
     'search': search,
+    'train': train,
 }
 
 

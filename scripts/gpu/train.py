@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Train by the recipes of hub/ on one GPU, in runs of a few minutes; longer than they say, if told so.
+
+The parts of timm's train.py that the recipes use, for a machine that has timm from PyPI only. Run it again until it
+says that nothing is left: a training goes on from its last epoch, and one that is finished is not repeated. Of each,
+OUTPUT/<recipe>/ has last.pth and train.yaml, the recipe as it was followed, for
+
+    timm-rep card hub/<recipe> --checkpoint OUTPUT/<recipe>/last.pth --recipe OUTPUT/<recipe>/train.yaml ...
+"""
+import argparse
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Dict
+
+import timm
+import torch
+import yaml
+from timm.data import create_dataset, create_loader
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import random_seed
+
+import timm_rep  # noqa: F401, registers the models
+from timm_rep.atomic import replacing_files
+from timm_rep.training import evaluate, fit
+
+HUB = Path(__file__).parents[2] / 'hub'
+# of train.py, where a recipe says nothing
+DEFAULTS = dict(
+    model_kwargs={}, device_modules=[], val_split='val', cooldown_epochs=0, momentum=0.9, clip_grad=None,
+    channels_last=False, color_jitter=0.4, crop_pct=None, ratio=None,
+)
+CHECKPOINT, RECIPE = 'last.pth', 'train.yaml'
+
+
+class OutOfTime(Exception):
+    pass
+
+
+def loaders(recipe: Dict[str, Any], args):
+    """timm's own, for training and validation."""
+    of_images = dict(
+        input_size=tuple(recipe['input_size']), batch_size=recipe['batch_size'], mean=recipe['mean'],
+        std=recipe['std'], interpolation=recipe['interpolation'], num_workers=args.workers, device=args.device)
+    dataset = partial(create_dataset, '', root=args.data_dir)
+    train = create_loader(
+        dataset(split='train', is_training=True), is_training=True, scale=recipe['scale'], ratio=recipe['ratio'],
+        color_jitter=recipe['color_jitter'], **of_images)
+    val = create_loader(
+        dataset(split=args.val_split or recipe['val_split']), is_training=False, crop_pct=recipe['crop_pct'],
+        **of_images)
+    return train, val
+
+
+def train(recipe: Dict[str, Any], folder: Path, args, deadline: float) -> float:
+    """Train to the end, and return the accuracy.
+
+    Raises:
+        OutOfTime: The deadline came first; the checkpoint goes on from the last epoch.
+    """
+    train_loader, val_loader = loaders(recipe, args)
+    random_seed(recipe['seed'])
+    model = timm.create_model(recipe['model'], num_classes=recipe['num_classes'], **recipe['model_kwargs'])
+    memory_format = torch.channels_last if recipe['channels_last'] else torch.contiguous_format
+    model = model.to(args.device, memory_format=memory_format)
+    optimizer = create_optimizer_v2(
+        model, opt=recipe['opt'], lr=recipe['lr'], weight_decay=recipe['weight_decay'], momentum=recipe['momentum'])
+    scheduler, epochs = create_scheduler_v2(
+        optimizer, sched=recipe['sched'], num_epochs=recipe['epochs'], cooldown_epochs=recipe['cooldown_epochs'],
+        warmup_epochs=recipe['warmup_epochs'], warmup_lr=recipe['warmup_lr'], min_lr=recipe['min_lr'],
+        step_on_epochs=False, updates_per_epoch=len(train_loader))
+    start, path = 0, folder / CHECKPOINT
+    if path.is_file():
+        state = torch.load(path, map_location='cpu', weights_only=True)
+        model.load_state_dict(state['state_dict'])
+        optimizer.load_state_dict(state['optimizer'])
+        start = state['epoch']
+
+    def save(done: int) -> None:
+        state = dict(
+            epoch=done, arch=recipe['model'], state_dict=model.state_dict(), optimizer=optimizer.state_dict())
+        with replacing_files(folder) as temporary:
+            torch.save(state, temporary / CHECKPOINT)
+        if done < epochs and time.monotonic() > deadline:
+            raise OutOfTime
+
+    fit(
+        model, optimizer, scheduler, train_loader, epochs, start=start, device=args.device,
+        smoothing=recipe['smoothing'], clip_grad=recipe['clip_grad'], channels_last=recipe['channels_last'],
+        amp_dtype=torch.bfloat16 if args.amp else None, seed=recipe['seed'], after_epoch=save,
+        description=folder.name)
+    return evaluate(model, val_loader, args.device)[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('recipes', nargs='*', metavar='RECIPE', help='folders of hub/ (all that have one)')
+    parser.add_argument('--output', type=Path, default=Path('output/train'), help='folder (%(default)s)')
+    parser.add_argument('--data-dir', default='data/cifar10', metavar='DIR', help='(%(default)s)')
+    parser.add_argument('--val-split', help='(as the recipe says)')
+    parser.add_argument('--epochs', type=int, help='(as the recipe says)')
+    parser.add_argument('--batch-size', type=int, help='(as the recipe says)')
+    parser.add_argument('--minutes', type=float, default=8, help='of this run (%(default)s)')
+    parser.add_argument('--workers', type=int, default=12, help='processes that read images (%(default)s)')
+    parser.add_argument('--device', type=torch.device, default=torch.device('cuda'), help='(%(default)s)')
+    parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
+    args = parser.parse_args()
+    deadline = time.monotonic() + 60 * args.minutes
+    left = []
+    for name in args.recipes or sorted(path.parent.name for path in HUB.glob(f'*/{RECIPE}')):
+        folder = args.output / name
+        done = folder / 'accuracy.txt'
+        recipe = {**DEFAULTS, **yaml.safe_load((HUB / name / RECIPE).read_text())}
+        recipe.update({k: getattr(args, k) for k in ('epochs', 'batch_size') if getattr(args, k) is not None})
+        if not done.exists() and time.monotonic() < deadline:
+            with replacing_files(folder) as temporary:
+                (temporary / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False))
+            try:
+                accuracy = train(recipe, folder, args, deadline)
+                done.write_text(f'{accuracy:.2f}\n')
+            except OutOfTime:
+                pass
+        if done.exists():
+            print(f'{name}: {done.read_text().strip()}%', flush=True)
+        else:
+            left.append(name)
+    print(f'left: {", ".join(left)}; run this again' if left else 'nothing is left')
+    return 75 if left else 0  # EX_TEMPFAIL
+
+
+if __name__ == '__main__':
+    sys.exit(main())
