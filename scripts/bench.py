@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from _bench_optim import bench_optim
+from _bench_scaling import bench_scaling
 from _bench_train import bench_ffn_train, bench_repa_train, bench_repopt_train
 from _report import report
 from timm.utils import reparameterize_model
@@ -223,6 +224,7 @@ SECTIONS = {
     'ffn-train': bench_ffn_train,
     'repopt-train': bench_repopt_train,
     'optim': bench_optim,
+    'scaling': bench_scaling,
 }
 
 

@@ -23,7 +23,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return ', '.join(f'{key} {_cell(item)}' for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return ' x '.join(map(_cell, value))
+        return (', ' if len(value) > 3 else ' x ').join(map(_cell, value))
     if value is None:
         return ''
     return ('yes' if value else 'no') if isinstance(value, bool) else str(value)

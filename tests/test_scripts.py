@@ -273,6 +273,13 @@ def test_largest_batch_by_bisection(monkeypatch, most):
     assert len(tried) == len(set(tried)) <= 20
 
 
+def test_exponent_of_a_growth(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    scaling = importlib.import_module('_bench_scaling')
+    for b in (-1., 0., .5, 2.):
+        assert abs(scaling.exponent([2, 5, 7, 100], [3 * n ** b for n in (2, 5, 7, 100)]) - b) < 1e-9
+
+
 def test_tables_of_the_results(monkeypatch, tmp_path):
     """The committed tables are those of the committed files; nothing in them is typed."""
     monkeypatch.syspath_prepend(SCRIPTS)

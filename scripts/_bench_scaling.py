@@ -1,0 +1,98 @@
+"""The section of bench.py about how costs grow."""
+import copy
+from typing import Callable, Dict, List, Sequence, Tuple
+
+import numpy as np
+import timm
+import torch
+import torch.nn as nn
+from _bench_train import ReleasedForm, training_step
+from timm.utils import reparameterize_model
+
+from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
+from timm_rep.optim import RepSGD
+from timm_rep.profiling import measure_throughput
+
+__all__ = ['bench_scaling', 'exponent']
+
+Sides = Dict[str, Callable[[torch.Tensor], object]]
+
+
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """b of the least-squares fit of cost = a * size ** b in logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+
+
+def _ffn(dim: int, args) -> Sides:
+    torch.manual_seed(0)
+    mlp = RePaMlp(dim, 4 * dim).to(args.device, args.dtype)
+    vanilla = nn.Sequential(nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim)).to(args.device, args.dtype)
+    folded = copy.deepcopy(mlp).eval().fuse()
+    return {
+        'FFN, vanilla': vanilla,
+        'FFN, folded': folded,
+        'FFN training step, vanilla': training_step(copy.deepcopy(vanilla)),
+        'FFN training step, released': training_step(ReleasedForm(copy.deepcopy(mlp)), fast=False),
+        'FFN training step, matrix': training_step(mlp),
+    }
+
+
+def _deit(args, **kwargs) -> Sides:
+    torch.manual_seed(0)
+    unfolded = timm.create_model('repa_deit_tiny', **kwargs).eval().to(args.device, args.dtype)
+    vanilla = timm.create_model('deit_tiny_patch16_224', **kwargs).eval().to(args.device, args.dtype)
+    return {'DeiT, vanilla': vanilla, 'DeiT, folded': reparameterize_model(unfolded)}
+
+
+def _rep_sgd(width: int, args) -> Sides:
+    model = timm.create_model('repopt_vgg_a0', widths=(width, width, width, width), stem_width=width).to(args.device)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer = RepSGD(model.parameters(), lr=1e-4, momentum=.9, nesterov=True, weight_decay=4e-5)
+    return {'step of RepSGD': lambda x: optimizer.step()}
+
+
+def _costs(args) -> List[Tuple[str, float, Sequence[int], Callable[[int], Tuple[Sides, torch.Tensor]]]]:
+    """Along what, the exponent of the arithmetic, the sizes, and what is timed at each of them."""
+
+    def noise(*shape):
+        return torch.randn(*shape, device=args.device, dtype=args.dtype)
+
+    images = noise(args.batch_size, 3, 224, 224)
+    return [
+        ('width, 1576 tokens', 2, (96, 192, 384, 768), lambda n: (_ffn(n, args), noise(1576, n))),
+        ('tokens, 384 wide', 1, (197, 394, 788, 1576, 3152), lambda n: (_ffn(384, args), noise(n, 384))),
+        ('depth', 1, (3, 6, 12, 24), lambda n: (_deit(args, depth=n), images)),
+        ('width, 12 blocks', 2, (96, 192, 384, 768), lambda n: (
+            _deit(args, embed_dim=n, num_heads=n // 32), images)),
+        ('width', 2, (64, 128, 256, 512), lambda n: (_rep_sgd(n, args), images)),
+    ]
+
+
+def bench_scaling(args):
+    """How costs grow: milliseconds by width, tokens or depth, and the exponent of their growth, fitted.
+
+    'arithmetic': the exponent of the multiplications with weights alone; DeiT's attention grows with the width by one
+    less.
+    """
+    rows = []
+    before = use_fast_train()
+    for along, arithmetic, sizes, at in _costs(args):
+        costs: Dict[str, List[float]] = {}
+        for size in sizes:
+            sides, x = at(size)
+            rates = measure_throughput(sides, x, rounds=args.rounds, warmup=1)
+            for name, rate in rates.items():
+                costs.setdefault(name, []).append(1e3 * len(x) / rate)
+        for name, ms in costs.items():
+            rows.append({
+                'cost': name,
+                'along': along,
+                'sizes': list(sizes),
+                'ms': [float(f'{cost:.3g}') for cost in ms],
+                'exponent': round(exponent(sizes, ms), 2),
+                'arithmetic': arithmetic,
+            })
+            print(rows[-1], flush=True)
+    set_fast_train(before)
+    return rows
