@@ -31,9 +31,9 @@ def _ffn(dim: int, args) -> Sides:
     return {
         'FFN, vanilla': vanilla,
         'FFN, folded': folded,
-        'FFN training step, vanilla': training_step(copy.deepcopy(vanilla)),
-        'FFN training step, released': training_step(ReleasedForm(copy.deepcopy(mlp)), fast=False),
-        'FFN training step, matrix': training_step(mlp),
+        'FFN training step, vanilla': training_step(copy.deepcopy(vanilla), amp=args.amp),
+        'FFN training step, released': training_step(ReleasedForm(copy.deepcopy(mlp)), fast=False, amp=args.amp),
+        'FFN training step, matrix': training_step(mlp, amp=args.amp),
     }
 
 

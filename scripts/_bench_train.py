@@ -45,14 +45,17 @@ def in_released_form(model: nn.Module) -> nn.Module:
     return model
 
 
-def training_step(model: nn.Module, fast: bool = True, optimizer=None) -> Callable[[torch.Tensor], None]:
+def training_step(
+        model: nn.Module, fast: bool = True, optimizer=None, amp: bool = False,
+) -> Callable[[torch.Tensor], None]:
     """Forward and backward pass, with the idle channels as one matrix or not, and the step of an optimizer."""
 
     def step(x: torch.Tensor) -> None:
         set_fast_train(fast)
         model.zero_grad()
         with torch.inference_mode(False), torch.enable_grad():
-            y = model(x)
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+                y = model(x)
             y = y if isinstance(y, torch.Tensor) else y[0]  # LV-ViT has logits of every token beside
             y.float().square().mean().backward()
             if optimizer is not None:
@@ -117,11 +120,11 @@ def largest_batch(step: Callable[[torch.Tensor], None], img_size: int, gigabytes
 
 
 def training_rates(
-        models: Dict[str, Tuple[nn.Module, bool]], x: torch.Tensor, rounds: int,
+        models: Dict[str, Tuple[nn.Module, bool]], x: torch.Tensor, rounds: int, amp: bool = False,
 ) -> Tuple[Dict[str, float], Dict[str, float]]:
     """Images or tokens a second, and the memory of a step in MB, by name."""
     before = use_fast_train()
-    steps = {name: training_step(model, fast) for name, (model, fast) in models.items()}
+    steps = {name: training_step(model, fast, amp=amp) for name, (model, fast) in models.items()}
     try:
         rates = measure_throughput(steps, x, rounds=rounds, warmup=1)
         kept = {name: memory_of_step(step, x) for name, step in steps.items()}
@@ -150,7 +153,7 @@ def bench_repa_train(args):
         }
         models = {k: (model.train().to(args.device, args.dtype), fast) for k, (model, fast) in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
-        rates, kept = training_rates(models, x, args.rounds)
+        rates, kept = training_rates(models, x, args.rounds, args.amp)
         rows.append({
             'model': name,
             'released (img/s)': round(rates['released'], 2),
@@ -179,7 +182,7 @@ def bench_ffn_train(args):
             rates, kept = training_rates({
                 'vanilla': (vanilla, False), 'released': (ReleasedForm(copy.deepcopy(mlp)), False),
                 'layers': (mlp, False), 'matrix': (always, True),
-            }, x, args.rounds)
+            }, x, args.rounds, args.amp)
             rows.append({
                 'C': dim,
                 'tokens': tokens,
@@ -206,7 +209,7 @@ def _vgg_step(name: str, side: str, args) -> Callable[[torch.Tensor], None]:
     torch.manual_seed(0)
     model = timm.create_model(name if repopt else name.replace('opt_', '')).train()
     model = model.to(args.device, args.dtype, memory_format=memory_format)
-    return training_step(model, optimizer=create_optimizer_v2(
+    return training_step(model, amp=args.amp, optimizer=create_optimizer_v2(
         model, opt='repsgd' if repopt else 'sgd', lr=1e-3, weight_decay=4e-5))
 
 

@@ -236,12 +236,15 @@ def main():
     parser.add_argument('--models', nargs='*', help='only these models')
     parser.add_argument('--device', default='cpu', type=torch.device)
     parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16', 'float16'])
+    parser.add_argument('--amp', action='store_true', help='of training, autocast to bfloat16')
     parser.add_argument('--compile', action='store_true', help='of repa-infer, compiled models')
     parser.add_argument('--batch-size', default=8, type=int)
     parser.add_argument('--rounds', default=11, type=int)
     args = parser.parse_args()
     dtype, args.dtype = args.dtype, getattr(torch, args.dtype)
     settings = dict(device=str(args.device), dtype=dtype, batch_size=args.batch_size, rounds=args.rounds)
+    if args.amp:
+        settings['amp'] = 'bfloat16'
     for name in args.sections:
         rows = SECTIONS[name](args)
         keys = [k for k in ('model', 'mode', 'img_size', 'pool_size', 'memory', 'optimizer', 'form') if k in rows[0]]

@@ -380,13 +380,13 @@ def test_every_gpu_job(images, tmp_path):
             archive.add(images / split, split)
     args = ['--output', tmp_path / 'out', '--data-dir', tmp_path / 'nothing', '--archive', tmp_path / 'images.tar.gz']
     for toy, jobs in (
-            ('repa_deit_tiny', ['ffn-train', 'repa-train', 'repa-infer', 'search', 'train']),
+            ('repa_deit_tiny', ['ffn-train', 'repa-train', 'repa-infer', 'scaling', 'search', 'train']),
             ('repopt_vgg_a0', ['optim', 'repopt-train'])):
         status, out = run_on_cpu(
             '--seconds', 900, *args, '--toy', toy, '--val-split', 'validation', '--jobs', *jobs)
         assert status == 0, out
         assert 'nothing is left' in out
     assert {path.stem for path in (tmp_path / 'out' / 'results').glob('*/*.json')} == {
-        'ffn-train', 'repa-train', 'repa-infer', 'optim', 'repopt-train'}
+        'ffn-train', 'repa-train', 'repa-infer', 'scaling', 'optim', 'repopt-train'}
     assert (tmp_path / 'out' / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
     assert (tmp_path / 'out' / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()

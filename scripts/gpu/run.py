@@ -53,11 +53,13 @@ def train(options: argparse.Namespace, seconds: float) -> List[str]:
 
 
 JOBS: Dict[str, Callable[[argparse.Namespace, float], List[str]]] = {
-    'ffn-train': bench('ffn-train', '--dtype', 'bfloat16'),
     'optim': bench('optim'),
-    'repopt-train': bench('repopt-train', '--batch-size', '32'),
-    'repa-train': bench('repa-train', '--batch-size', '128', '--dtype', 'bfloat16'),
     'repa-infer': bench('repa-infer', '--batch-size', '128', '--dtype', 'bfloat16', '--compile'),
+    'repa-train': bench('repa-train', '--batch-size', '128', '--amp'),
+    'repopt-train': bench('repopt-train', '--batch-size', '32'),
+    'ffn-train': bench('ffn-train', '--amp'),
+    'repa-infer-eager': bench('repa-infer', '--batch-size', '128', '--dtype', 'bfloat16'),
+    'scaling': bench('scaling', '--amp'),
     'search': search,
     'train': train,
 }
