@@ -1,6 +1,8 @@
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from timm_rep.atomic import check_writable, replacing_files
 
@@ -27,6 +29,23 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         fail()
     assert os.listdir(tmp_path) == ['a']
     assert (tmp_path / 'a').read_text() == 'old'
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='there are no such modes')
+@pytest.mark.parametrize('umask', [0o022, 0o002, 0o077])
+def test_who_may_read_them(tmp_path, umask):
+    """Whoever may read a file that is opened here, also where a library writes for the owner alone."""
+    before = os.umask(umask)
+    try:
+        with replacing_files(tmp_path) as temporary:
+            save_file({'x': torch.ones(1)}, temporary / 'a.safetensors')
+            (temporary / 'b').write_text('')
+            (temporary / 'b').chmod(0o600)
+            (temporary / 'folder').mkdir()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {'a.safetensors': 0o666 & ~umask, 'b': 0o666 & ~umask, 'folder': 0o777 & ~umask}
 
 
 def test_check_writable(tmp_path):

@@ -29,14 +29,20 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
 def replacing_files(folder: Union[str, os.PathLike]) -> Iterator[Path]:
     """A temporary folder whose files move into ``folder`` at the end, each in one step, replacing those of its name.
 
-    If the body raises, nothing moves.
+    They are for whom a file that is opened here is for: safetensors writes for the owner alone. If the body raises,
+    nothing moves.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix='.writing-', dir=folder))
     try:
         yield temporary
-        for path in sorted(temporary.iterdir()):
+        paths = sorted(temporary.iterdir())
+        with open(temporary / '.mode', 'w') as file:
+            mode = os.fstat(file.fileno()).st_mode & 0o777
+        for path in paths:
+            if path.is_file():
+                path.chmod(mode)
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from timm.utils import unwrap_model
 
 from timm_rep.checkpoints import read_checkpoint, state_dict_of
+from timm_rep.weights import reaching_hub
 
 from .depth import Shape
 
@@ -138,7 +139,9 @@ def _read_lazily(name: str) -> Optional[Teacher]:
         if hasattr(model, 'reparameterize'):
             return None  # this package's own: they check what they read
         repository, _, revision = cfg.hf_hub_id.partition('@')
-        teacher = _Safetensors(hf_hub_download(repository, 'model.safetensors', revision=revision or None), model)
+        with reaching_hub():
+            path = hf_hub_download(repository, 'model.safetensors', revision=revision or None)
+        teacher = _Safetensors(path, model)
     except (TypeError, OSError, RuntimeError):
         return None  # timm knows of other places and layouts, and what to say if there is nothing
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
