@@ -176,9 +176,11 @@ class Launches:
         lr, grad_scale, found_inf, *args = (
             x.to(device, torch.float32, non_blocking=True) if torch.is_tensor(x) else x
             for x in (lr, grad_scale, found_inf, *args))
+        # Triton compiles anew for the values of integers: those of switches, and not those of rates
+        kwargs = {k: float(x) if type(x) is int else x for k, x in {**kwargs, 'lr': lr}.items()}
         with torch.cuda.device_of(shards[0]):
             getattr(_kernels, kernel)[(len(blocks),)](
-                tensors, blocks, *args, lr=lr, grad_scale=grad_scale, found_inf=found_inf,
+                tensors, blocks, *args, grad_scale=grad_scale, found_inf=found_inf,
                 dtype=getattr(tl, str(dtype).removeprefix('torch.')),
                 lr_is_tensor=torch.is_tensor(lr),
                 aligned=all(
