@@ -166,11 +166,13 @@ def test_as_without_kernels(interpreted, monkeypatch, rep, plain):
         assert relative(a, b) < 1e-5
 
 
+@pytest.mark.parametrize('where', ['kernels', 'parts'])
 @pytest.mark.parametrize('rep,plain', PAIRS)
-def test_of_grad_scaler(interpreted, rep, plain):
+def test_of_grad_scaler(interpreted, monkeypatch, rep, plain, where):
     """Gradients that are still multiplied, and a step that is to be skipped, the first one too."""
+    monkeypatch.setenv('TRITON_INTERPRET', '1' if where == 'kernels' else '0')
     kwargs = dict(lr=.01, fused=True, **(dict(momentum=.9, nesterov=True) if rep is RepSGD else dict(amsgrad=True)))
-    expected, params = make(), make()
+    expected, params = [*make(), torch.nn.Parameter(torch.ones(4))], [*make(), torch.nn.Parameter(torch.ones(4))]
     alone, scaled = rep(expected, **kwargs), rep(params, **kwargs)
     before = [p.detach().clone() for p in params]
     scaled.grad_scale, scaled.found_inf = torch.tensor(8.), torch.tensor(1.)
@@ -186,6 +188,21 @@ def test_of_grad_scaler(interpreted, rep, plain):
         scaled.step()
     for a, b in zip(params, expected):
         assert relative(double(a), double(b)) < 1e-6
+
+
+@pytest.mark.parametrize('interpret', ['0', '1'])
+def test_first_momentum_is_not_dampened(interpreted, monkeypatch, interpret):
+    """GradScaler or not, as torch has it."""
+    monkeypatch.setenv('TRITON_INTERPRET', interpret)
+    params = [*make(), torch.nn.Parameter(torch.ones(4))]
+    optimizer = RepSGD(params, lr=.01, momentum=.9, dampening=.5, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.), torch.tensor(0.)
+    fill(params, 0, scale=2.)
+    grads = [p.grad / 2 for p in params]
+    optimizer.step()
+    for param, grad in zip(params, grads):
+        mult = get_grad_mult(param).dense('squared') if get_grad_mult(param) else 1.
+        assert relative(optimizer.state[param]['momentum_buffer'], grad * mult) < 1e-6
 
 
 @pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
@@ -222,33 +239,106 @@ def test_who_gets_a_kernel(interpreted, monkeypatch):
     param = make(names=('RepOpt-VGG',))[0]
     group = dict(fused=None, foreach=None)
 
-    def of(x, **flags):
-        return fused.runs_kernels(x.detach(), torch.zeros_like(x), {**group, **flags})
+    def of(x, *states, grad=None, **flags):
+        grad = torch.zeros_like(x) if grad is None else grad
+        return fused.runs_kernels(x.detach(), grad, states, {**group, **flags})
 
     assert of(param)
     assert not of(param.double())
     assert not of(param.permute(1, 2, 0, 3))  # neither contiguous nor channels-last
     assert not of(torch.empty(4, 8, 3, 3)[:, ::2])  # with gaps
     assert not of(torch.empty(0, 8, 3, 3))
-    assert not fused.runs_kernels(param, param.bfloat16(), group)
+    assert not of(param, fused=False)
+    assert not of(param, foreach=True)
+    assert not of(param, grad=param.bfloat16())
+    assert of(param, param.detach(), param.detach())
+    for other in (param.bfloat16(), param[:4], param.detach().to('meta')):
+        assert not of(param, param.detach(), other)
     monkeypatch.delenv('TRITON_INTERPRET')
     assert not of(param)
 
 
+def test_state_of_another_dtype(interpreted):
+    """As without kernels, which a table of addresses would not be."""
+    sides = []
+    for interpret in ('1', '0'):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv('TRITON_INTERPRET', interpret)
+            params = make(names=('RepOpt-VGG',))
+            optimizer = RepSGD(params, lr=.01, momentum=.9)
+            for dtype in (torch.float32, torch.bfloat16):
+                params[0].data = params[0].data.to(dtype)
+                fill(params, 0)
+                optimizer.step()
+            sides.append(double(params[0]))
+    assert torch.equal(*sides)
+
+
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_a_compiled_step(interpreted, rep):
+    """Without kernels: who compiles a step sees nothing of what one writes."""
+    sides = make(names=('RepOpt-VGG',)), make(names=('RepOpt-VGG',))
+    for params, compiled in zip(sides, (False, True)):
+        optimizer = rep(params, lr=.01)
+        step = torch.compile(optimizer.step, backend='eager') if compiled else optimizer.step
+        for i in range(2):
+            fill(params, i)
+            step()
+        assert bool(optimizer._launches._tables) != compiled
+    assert relative(double(sides[0][0]), double(sides[1][0])) < 1e-6
+
+
+def test_a_failed_launch(interpreted, monkeypatch):
+    """Momentum that was never written is not taken for known."""
+    params = make()
+    optimizer = RepSGD(params, lr=.01, momentum=.9)
+    fill(params, 0)
+    monkeypatch.setattr(fused, '_to_device', lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    monkeypatch.undo()
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    optimizer.step()
+    for param in params:
+        mult = get_grad_mult(param).dense('squared')
+        assert relative(optimizer.state[param]['momentum_buffer'], param.grad * mult) < 1e-6
+
+
+def test_where_triton_does_not_work(monkeypatch):
+    """One warning, and the step is taken without it."""
+    def fail(*args, **kwargs):
+        raise RuntimeError('Failed to find C compiler')
+
+    monkeypatch.setattr(fused.Launches, '__call__', fail)
+    fused._works_on.cache_clear()
+    with pytest.warns(UserWarning, match=r'cannot run a kernel on cpu.*Failed to find C compiler'):
+        assert not fused._works_on(torch.device('cpu'))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert not fused._works_on(torch.device('cpu'))
+    fused._works_on.cache_clear()
+
+
 def test_tables_are_kept_while_addresses_stay(interpreted, monkeypatch):
     made = []
-    to = fused._to
-    monkeypatch.setattr(fused, '_to', lambda *args: made.append(args) or to(*args))
+    to_device = fused._to_device
+    monkeypatch.setattr(fused, '_to_device', lambda *args: made.append(args) or to_device(*args))
     params = make()
     optimizer = RepSGD(params, lr=.01, momentum=.9)
     fill(params, 0)
     for expected in (2, 4, 4, 4):  # sizes of two kinds; with new states, then with known ones
         optimizer.step()
         assert len(made) == expected
+    other = RepSGD([dict(params=[p]) for p in make(names=('RepOpt-VGG', 'RepOpt-VGG'))], lr=.01)
+    group = [p for g in other.param_groups for p in g['params']]
+    fill(group, 0)
+    for expected in (6, 6):  # groups with parameters of the same size
+        other.step()
+        assert len(made) == expected
     held = [p.grad for p in params]  # so that no memory is used again
     fill(params, 1)
     optimizer.step()
-    assert len(made) == 6
+    assert len(made) == 8
     assert len(held) == len(params)
 
 
@@ -282,32 +372,61 @@ def test_multipliers(name, rule):
                 assert abs(value.item() - expected) <= 1e-6 * max(1., abs(expected))
 
 
-@pytest.mark.parametrize('dtype,loads', [('float32', 4 * 3), ('bfloat16', 2 * 3)])
-def test_compiles_for_a_gpu(kernels, tmp_path, dtype, loads):
-    """For one that need not be here: each of parameter, gradient and momentum is read once, 16 bytes at a time."""
-    triton = pytest.importorskip('triton', minversion='3.4', reason='its interpreter leaves the language changed')
+def compiled(kernel, **changes):
+    """The instructions of a kernel for a GPU that need not be here; of other arguments than these with changes."""
+    import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from timm_rep.optim._kernels import sgd_kernel
+    import timm_rep.optim._kernels as module
 
-    kernels.setenv('TRITON_CACHE_DIR', str(tmp_path))
+    numbers = {
+        'sgd_kernel': ('lr', 'momentum', 'new_weight', 'weight_decay'),
+        'adamw_kernel': ('lr', 'new_weight1', 'beta2', 'new_weight2', 'eps', 'weight_decay'),
+    }[kernel]
     constants = dict(
-        grad_scale=None, found_inf=None, dtype=getattr(tl, dtype), aligned=True, lr_is_tensor=False, has_momentum=True,
-        nesterov=True, maximize=False)
-    signature = {
-        'tensors': '*i64', 'blocks': '*i32',
-        **dict.fromkeys(('lr', 'momentum', 'dampening', 'weight_decay'), 'fp32'),
-        **dict.fromkeys(constants, 'constexpr'),
-    }
+        grad_scale=None, found_inf=None, dtype='float32', aligned=True, lr_is_tensor=False, maximize=False,
+        **(dict(has_momentum=True, nesterov=True) if kernel == 'sgd_kernel' else dict(amsgrad=False)))
+    pointers = dict(tensors='*i64', blocks='*i32', **({} if kernel == 'sgd_kernel' else dict(corrections='*fp32')))
+    for name, value in changes.items():
+        if value == '*fp32':
+            constants.pop(name, None)
+            pointers[name] = value
+        else:
+            constants[name] = value
+    constants['dtype'] = getattr(tl, constants['dtype'])
+    signature = {**dict.fromkeys(numbers, 'fp32'), **pointers, **dict.fromkeys(constants, 'constexpr')}
+    source = ASTSource(fn=getattr(module, kernel), signature=signature, constexprs=constants)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        compiled = triton.compile(
-            ASTSource(fn=sgd_kernel, signature=signature, constexprs=constants), target=GPUTarget('cuda', 90, 32))
-    instructions = compiled.asm['ptx']
-    assert len(re.findall(r'ld\.global\S*\.v4\.b32', instructions)) == loads * fused.BLOCK // 2048
-    assert len(re.findall(r'st\.global\S*\.v4\.b32', instructions)) == loads * 2 // 3 * fused.BLOCK // 2048
+        return triton.compile(source, target=GPUTarget('cuda', 90, 32)).asm['ptx']
+
+
+@pytest.fixture
+def compiler(kernels, tmp_path):
+    pytest.importorskip('triton', minversion='3.4', reason='its interpreter leaves the language changed')
+    kernels.setenv('TRITON_CACHE_DIR', str(tmp_path))
+
+
+@pytest.mark.parametrize('dtype,words', [('float32', 4), ('bfloat16', 2)])
+@pytest.mark.parametrize('kernel,read,written', [('sgd_kernel', 3, 2), ('adamw_kernel', 4, 3)])
+def test_one_pass_on_a_gpu(compiler, kernel, read, written, dtype, words):
+    """Parameter, gradient and state are read once and written once, 16 bytes at a time."""
+    instructions = compiled(kernel, dtype=dtype)
+    assert len(re.findall(r'ld\.global\S*\.v4\.b32', instructions)) == read * words * fused.BLOCK // 2048
+    assert len(re.findall(r'st\.global\S*\.v4\.b32', instructions)) == written * words * fused.BLOCK // 2048
+
+
+@pytest.mark.parametrize('kernel,changes', [
+    ('sgd_kernel', dict(aligned=False, maximize=True)),
+    ('sgd_kernel', dict(has_momentum=False, nesterov=False, dtype='float16')),
+    ('sgd_kernel', dict(grad_scale='*fp32', found_inf='*fp32', lr='*fp32', lr_is_tensor=True)),
+    ('adamw_kernel', dict(aligned=False, maximize=True, amsgrad=True)),
+    ('adamw_kernel', dict(grad_scale='*fp32', found_inf='*fp32', lr='*fp32', lr_is_tensor=True, dtype='float16')),
+], ids=str)
+def test_compiles_for_a_gpu(compiler, kernel, changes):
+    assert '.entry' in compiled(kernel, **changes)
 
 
 @pytest.mark.gpu

@@ -313,6 +313,23 @@ def test_copies_of_the_optimizer_keep_the_multipliers(rep, plain):
         assert not any('mult' in key for key in vars(other))
 
 
+def test_copies_step_where_graphs_may_be_captured(monkeypatch):
+    """torch's check before a capture reads what SGD has no such option for."""
+    monkeypatch.setattr(torch.accelerator, 'is_available', lambda: True, raising=False)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
+    model = net()
+    optimizer = copy.deepcopy(RepSGD(model.parameters(), lr=.1))
+    backward(model)
+    optimizer.step()
+
+
+def test_an_empty_shard():
+    """As a process has of a kernel with fewer rows than there are processes."""
+    for device in ('cpu', 'meta'):
+        assert list(chunks.row_chunks(torch.empty(0, 4, 3, 3, device=device))) == []
+
+
 @pytest.mark.parametrize('rep,plain', PAIRS)
 def test_a_refused_gradient_changes_nothing(rep, plain):
     params = [ones(nn.Parameter(torch.ones(4, 4, 3, 3))), ones(nn.Parameter(torch.ones(4, 4, 3, 3))),

@@ -1,9 +1,9 @@
 """Cutting large parameters into pieces that stay in the cache, and updating a piece in one pass."""
-from typing import Iterator
+from typing import Iterator, Optional
 
 import torch
 
-__all__ = ['Scratch', 'in_layout_of', 'is_dense', 'row_chunks', 'use_fused']
+__all__ = ['Scratch', 'fused_of', 'in_layout_of', 'is_dense', 'row_chunks', 'use_fused']
 
 _CHUNK_BYTES = 4 << 20
 
@@ -12,7 +12,7 @@ def row_chunks(param: torch.Tensor) -> Iterator[slice]:
     """Slices of dim 0 that cover a parameter, of about 4 MB each on a CPU, whole on other devices."""
     rows = param.shape[0]
     row_bytes = max(1, param[:1].numel() * param.element_size())
-    step = max(1, _CHUNK_BYTES // row_bytes) if param.device.type == 'cpu' else rows
+    step = max(1, _CHUNK_BYTES // row_bytes if param.device.type == 'cpu' else rows)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -36,7 +36,9 @@ class Scratch:
 
 def is_dense(x: torch.Tensor) -> bool:
     """Whether the elements of x, in whatever order, fill its memory without gaps."""
-    return x.numel() == 0 or sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1 == x.numel()
+    if x.is_contiguous() or x.numel() == 0:
+        return True
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1 == x.numel()
 
 
 def in_layout_of(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -44,16 +46,23 @@ def in_layout_of(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
     A fused kernel on a CPU walks through the memory of all its tensors alike, and asks nobody for the strides.
     """
+    if x.stride() == param.stride():
+        return x
     strides = [[stride for n, stride in zip(t.shape, t.stride()) if n > 1] for t in (param, x)]
     return x if strides[0] == strides[1] or not is_dense(param) else torch.empty_like(param, dtype=x.dtype).copy_(x)
+
+
+def fused_of(group: dict) -> Optional[bool]:
+    """Whether a group asks for one kernel that does everything, None if it leaves that open."""
+    return None if group['fused'] is None and group['foreach'] is None else bool(group['fused'])
 
 
 def use_fused(param: torch.Tensor, group: dict) -> bool:
     """torch's fused kernel wherever there is one, unless the group says otherwise: one pass over each chunk."""
     if not is_dense(param):
         return False
-    if group['fused'] is not None or group['foreach'] is not None:
-        return bool(group['fused'])
+    if fused_of(group) is not None:
+        return fused_of(group)
     if param.device.type == 'cpu':  # with half precision on a CPU, that of torch 2.5 leaves parameters as they were
         return param.dtype in (torch.float32, torch.float64)
     return param.device.type == 'cuda' and param.is_floating_point()

@@ -1,14 +1,15 @@
 """Updating all kernels that have a GradMult in one launch of a Triton kernel."""
 import functools
 import os
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+import warnings
+from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.torch_version import TorchVersion
 
-from ._chunks import in_layout_of, is_dense, use_fused
-from .grad_mult import GradMult, get_grad_mult, local
+from ._chunks import fused_of, in_layout_of
+from .grad_mult import GradMult, GradTerm, get_grad_mult, local, set_grad_mult
 
 __all__ = ['BLOCK', 'Launches', 'Row', 'launched_together', 'multipliers', 'reciprocal', 'runs_kernels']
 
@@ -80,24 +81,30 @@ def multipliers(grad_mult: GradMult, rule: str, channels_last: bool) -> torch.Te
     return table
 
 
-def runs_kernels(param: torch.Tensor, grad: torch.Tensor, group: dict) -> bool:
+def runs_kernels(
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        states: Iterable[torch.Tensor],
+        group: dict,
+) -> bool:
     """Whether a Triton kernel is to update a parameter: where torch's fused one would, on a GPU.
 
-    In Triton's interpreter (``TRITON_INTERPRET=1``) on a CPU too.
+    In Triton's interpreter (``TRITON_INTERPRET=1``) on a CPU, and nowhere else.
     """
-    if param.device.type == 'cuda':
-        # a graph would keep the addresses of a table that is not its own
-        if not use_fused(param, group) or torch.cuda.is_current_stream_capturing():
-            return False
-    elif param.device.type != 'cpu' or os.environ.get('TRITON_INTERPRET') != '1':
+    interpreted = os.environ.get('TRITON_INTERPRET') == '1'
+    if (
+        param.device.type != ('cpu' if interpreted else 'cuda')
+        or fused_of(group) is False
+        or param.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or not 0 < param.numel() < 2 ** 31 - BLOCK or param[0].numel() >= 2 ** 24
+        or _memory_order(param) is None
+        # a kernel believes its table; torch's own parts say what is wrong with other tensors, or convert them
+        or any(x.dtype != param.dtype or x.device != param.device or x.shape != param.shape for x in (grad, *states))
+        or not _has_triton()
+    ):
         return False
-    return (
-        _has_triton()
-        and param.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and grad.dtype == param.dtype
-        and 0 < param.numel() < 2 ** 31 - BLOCK and param[0].numel() < 2 ** 24
-        and is_dense(param) and _memory_order(param) is not None
-    )
+    # a graph would keep the addresses of a table that is not its own
+    return interpreted or (_works_on(param.device) and not torch.cuda.is_current_stream_capturing())
 
 
 @functools.cache
@@ -108,6 +115,25 @@ def _has_triton() -> bool:
     except ImportError:
         return False
     return TorchVersion(triton.__version__) >= (3, 2)
+
+
+@functools.cache
+def _works_on(device: torch.device) -> bool:
+    """Whether a kernel runs there, tried once: Triton needs a C compiler, and a GPU that is not too old."""
+    param = torch.nn.Parameter(torch.zeros(1, 1, 1, 1, device=device))
+    param.grad = torch.zeros_like(param)
+    set_grad_mult(param, GradMult((1, 1, 1, 1), [GradTerm((1, 1), torch.ones(1))]))
+    try:
+        Launches()(
+            'sgd_kernel', 'squared', [param], [], lr=0., momentum=0., new_weight=1., weight_decay=0., grad_scale=None,
+            found_inf=None, has_momentum=False, nesterov=False, maximize=False)
+        torch.cuda.synchronize(device)
+    except Exception as e:  # of compilers, linkers and drivers
+        warnings.warn(
+            f'Triton cannot run a kernel on {device}, so that a step of RepSGD or RepAdamW takes several there: '
+            f'{type(e).__name__}: {e}', stacklevel=2)
+        return False
+    return True
 
 
 def launched_together(param: torch.Tensor) -> tuple:
@@ -122,12 +148,19 @@ def _memory_order(param: torch.Tensor) -> Optional[bool]:
     return True if param.is_contiguous(memory_format=torch.channels_last) else None
 
 
+class _Table(NamedTuple):
+    signature: tuple  # of the tensors it is of
+    tensors: torch.Tensor
+    blocks: torch.Tensor
+    aligned: bool
+
+
 class Launches:
     """Launches a kernel on lists of tensors, and keeps the tables it needs as long as the addresses stay."""
 
     def __init__(self):
         self._layouts: WeakKeyDictionary[GradMult, dict] = WeakKeyDictionary()
-        self._tables: Dict[tuple, Tuple[tuple, torch.Tensor, torch.Tensor]] = {}
+        self._tables: Dict[tuple, _Table] = {}
 
     def __call__(
             self,
@@ -136,10 +169,10 @@ class Launches:
             params: Sequence[torch.Tensor],
             states: Sequence[Sequence[torch.Tensor]],
             *args: torch.Tensor,
-            first: bool = False,
-            lr,
+            first: Optional[Sequence[bool]] = None,
             grad_scale: Optional[torch.Tensor],
             found_inf: Optional[torch.Tensor],
+            lr,
             **kwargs,
     ) -> None:
         """Launch it once.
@@ -151,11 +184,11 @@ class Launches:
                 puts together.
             states: Up to three lists of as many tensors, in the layouts of the parameters.
             args: More tensors that the kernel takes after its tables, wherever they are.
-            first: Whether the state of each parameter is new; one for all, or a sequence.
-            lr: Learning rate, a number or a tensor.
+            first: Whether the state of each parameter is new; of none if None.
             grad_scale: What the gradients are to be divided by, of GradScaler.
             found_inf: Of GradScaler, 1 if the step is to be skipped.
-            kwargs: The others of the kernel.
+            lr: Learning rate, a number or a tensor.
+            kwargs: The other numbers and switches of the kernel.
         """
         import triton.language as tl
 
@@ -166,27 +199,51 @@ class Launches:
         # held until the launch: a gradient in another layout is copied
         grads = [in_layout_of(shard, local(p.grad)) for shard, p in zip(shards, params)]
         columns = [shards, grads, *([local(x) for x in state] for state in states)]
-        nothing = [0] * (_ADDRESSES - len(columns))
-        first = [first] * len(params) if isinstance(first, bool) else first
-        rows = tuple(
-            (*(x.data_ptr() for x in tensors), *nothing, int(new), *self._layout(tensors[0], get_grad_mult(p), rule))
-            for p, new, *tensors in zip(params, first, *columns)
-        )
-        tensors, blocks = self._table(rows, device, dtype)
-        lr, grad_scale, found_inf, *args = (
-            x.to(device, torch.float32, non_blocking=True) if torch.is_tensor(x) else x
-            for x in (lr, grad_scale, found_inf, *args))
+        table = self._table(rule, columns, [get_grad_mult(p) for p in params], first or [False] * len(params))
         # Triton compiles anew for the values of integers: those of switches, and not those of rates
-        kwargs = {k: float(x) if type(x) is int else x for k, x in {**kwargs, 'lr': lr}.items()}
+        numbers = {
+            k: x if isinstance(x, (bool, torch.Tensor)) else float(x) for k, x in {**kwargs, 'lr': lr}.items()}
+        tensors = dict(numbers, grad_scale=grad_scale, found_inf=found_inf)
+        *args, = (x.to(device, torch.float32, non_blocking=True) for x in args)
         with torch.cuda.device_of(shards[0]):
-            getattr(_kernels, kernel)[(len(blocks),)](
-                tensors, blocks, *args, grad_scale=grad_scale, found_inf=found_inf,
+            getattr(_kernels, kernel)[(len(table.blocks),)](
+                table.tensors,
+                table.blocks,
+                *args,
                 dtype=getattr(tl, str(dtype).removeprefix('torch.')),
+                aligned=table.aligned,
                 lr_is_tensor=torch.is_tensor(lr),
-                aligned=all(
-                    x % _ALIGNMENT == 0 for row in rows for x in (*row[:_ADDRESSES], row[Row._fields.index('numel')])),
-                **kwargs,
+                **{k: x.to(device, torch.float32) if torch.is_tensor(x) else x for k, x in tensors.items()},
             )
+
+    def _table(
+            self,
+            rule: str,
+            columns: Sequence[Sequence[torch.Tensor]],
+            grad_mults: Sequence[GradMult],
+            first: Sequence[bool],
+    ) -> _Table:
+        addresses = [[x.data_ptr() for x in column] for column in columns]
+        key = tuple((x.data_ptr(), x.numel()) for x in columns[0])
+        # all is where it was in the step before, mostly the gradients too
+        signature = (rule, *map(tuple, addresses), tuple(grad_mults), tuple(first))
+        known = self._tables.get(key)
+        if known is not None and known.signature == signature:
+            return known
+        shards = columns[0]
+        addresses += [[0] * len(shards)] * (_ADDRESSES - len(columns))
+        rows = [
+            Row(*of_one, int(new), *self._layout(shard, grad_mult, rule))
+            for shard, grad_mult, new, *of_one in zip(shards, grad_mults, first, *addresses)
+        ]
+        device = shards[0].device
+        self._tables[key] = table = _Table(
+            signature,
+            _to_device(rows, torch.int64, device),
+            _blocks([row.numel for row in rows]).to(device) if known is None else known.blocks,
+            all(x % _ALIGNMENT == 0 for row in rows for x in (*row[:_ADDRESSES], row.numel)),
+        )
+        return table
 
     def _layout(self, param: torch.Tensor, grad_mult: GradMult, rule: str) -> tuple:
         """The part of a Row that stays, from the multipliers on."""
@@ -202,15 +259,6 @@ class Launches:
                 row, *reciprocal(row), inner, *reciprocal(inner))
         return layouts[key][1]
 
-    def _table(self, rows: tuple, device: torch.device, dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
-        numels = [row[Row._fields.index('numel')] for row in rows]
-        key = (device, dtype, *numels)
-        known = self._tables.get(key)
-        if known is None or known[0] != rows:
-            blocks = _blocks(numels).to(device) if known is None else known[2]
-            self._tables[key] = known = rows, _to(rows, torch.int64, device), blocks
-        return known[1:]
-
 
 def _blocks(numels: List[int]) -> torch.Tensor:
     """(blocks, 2): which tensor each is of, and how many of it come before."""
@@ -220,7 +268,7 @@ def _blocks(numels: List[int]) -> torch.Tensor:
     return torch.stack((tensor, before), dim=1).int()
 
 
-def _to(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _to_device(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On the device, without waiting for it."""
     on_gpu = device.type == 'cuda'
     return torch.tensor(rows, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)

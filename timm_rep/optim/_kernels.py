@@ -52,11 +52,14 @@ def _multiplier(tensor, entries, mask):
 
 @triton.jit
 def sgd_kernel(
-        tensors, blocks, lr, momentum, dampening, weight_decay, grad_scale, found_inf,
+        tensors, blocks, lr, momentum, new_weight, weight_decay, grad_scale, found_inf,
         dtype: tl.constexpr, aligned: tl.constexpr, lr_is_tensor: tl.constexpr, has_momentum: tl.constexpr,
         nesterov: tl.constexpr, maximize: tl.constexpr,
 ):
-    """``torch.optim.SGD`` with the gradient multiplied, of one block of one tensor."""
+    """``torch.optim.SGD`` with the gradient multiplied, of one block of one tensor.
+
+    ``new_weight``: 1 - dampening.
+    """
     program = tl.program_id(0)
     tensor = tensors + tl.load(blocks + 2 * program) * _COLUMNS
     entries = tl.load(blocks + 2 * program + 1) * _BLOCK + tl.arange(0, _BLOCK)
@@ -82,7 +85,7 @@ def sgd_kernel(
         known = tl.where(tl.load(tensor + _FIRST) == 0, numel, 0)
         # what is in a new buffer is nobody's, and may be no number
         buffer = tl.load(buffers, entries < known, other=0.).to(tl.float32)
-        buffer = tl.where(entries < known, momentum * buffer + (1 - dampening) * update, update)
+        buffer = tl.where(entries < known, momentum * buffer + new_weight * update, update)
         tl.store(buffers, buffer.to(dtype), mask)
         update = update + momentum * buffer if nesterov else buffer
     tl.store(params, (param - lr * update).to(dtype), mask)
@@ -90,13 +93,14 @@ def sgd_kernel(
 
 @triton.jit
 def adamw_kernel(
-        tensors, blocks, corrections, lr, beta1, beta2, eps, weight_decay, grad_scale, found_inf,
+        tensors, blocks, corrections, lr, new_weight1, beta2, new_weight2, eps, weight_decay, grad_scale, found_inf,
         dtype: tl.constexpr, aligned: tl.constexpr, lr_is_tensor: tl.constexpr, amsgrad: tl.constexpr,
         maximize: tl.constexpr,
 ):
     """``torch.optim.AdamW`` with the update multiplied, of one block of one tensor.
 
-    ``corrections``: of each tensor, 1 - beta1 ** step and the root of 1 - beta2 ** step.
+    ``corrections``: of each tensor, 1 - beta1 ** step and the root of 1 - beta2 ** step. ``new_weight1`` and
+    ``new_weight2``: 1 - beta1 and 1 - beta2, of which a GPU would lose digits.
     """
     program = tl.program_id(0)
     index = tl.load(blocks + 2 * program)
@@ -121,8 +125,8 @@ def adamw_kernel(
     if maximize:
         grad = -grad
     average = tl.load(averages, mask, other=0.).to(tl.float32)
-    average = average + (1 - beta1) * (grad - average)
-    square = beta2 * tl.load(squares, mask, other=0.).to(tl.float32) + (1 - beta2) * grad * grad
+    average = average + new_weight1 * (grad - average)
+    square = beta2 * tl.load(squares, mask, other=0.).to(tl.float32) + new_weight2 * grad * grad
     tl.store(averages, average.to(dtype), mask)
     tl.store(squares, square.to(dtype), mask)
     if amsgrad:

@@ -61,10 +61,11 @@ class RepOptimizerMixin:
             RuntimeError: A gradient is sparse or complex where a dense real one is needed; nothing has been updated.
             OverflowError: A multiplier is more than the dtype of its parameter holds.
         """
-        if hasattr(self, '_accelerator_graph_capture_health_check'):
-            self._accelerator_graph_capture_health_check()
-        else:  # its name before torch 2.9
-            self._cuda_graph_capture_health_check()
+        if 'capturable' in self.defaults:  # the check reads it
+            if hasattr(self, '_accelerator_graph_capture_health_check'):
+                self._accelerator_graph_capture_health_check()
+            else:  # its name before torch 2.9
+                self._cuda_graph_capture_health_check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,13 +84,19 @@ class RepOptimizerMixin:
             for param in params:
                 if get_grad_mult(param) is None:
                     continue
-                if runs_kernels(local(param), local(param.grad), group):
+                if self._runs_kernels(param, group):
                     together.setdefault(launched_together(local(param)), []).append(param)
                 else:
                     self._multiplied_update(param, group, scratch)
             for multiplied in together.values():
                 self._kernel_update(multiplied, group)
         return loss
+
+    def _runs_kernels(self, param: torch.Tensor, group: dict) -> bool:
+        if torch.compiler.is_compiling():  # which sees what torch's parts do, and not what a kernel writes
+            return False
+        states = [local(x) for name, x in self.state[param].items() if x is not None and name != 'step']
+        return runs_kernels(local(param), local(param.grad), states, group)
 
     def _check_gradient(self, param: torch.Tensor) -> None:
         multiplied = get_grad_mult(param) is not None

@@ -186,6 +186,8 @@ def get_grad_mult(param: torch.Tensor) -> Optional[GradMult]:
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor: the shard of a DTensor, any other tensor itself."""
+    if type(x) in (torch.Tensor, torch.nn.Parameter):
+        return x
     return x.to_local() if hasattr(x, 'to_local') else x
 
 

@@ -120,18 +120,21 @@ class RepAdamW(RepOptimizerMixin, AdamW):
 
     def _kernel_update(self, params: List[torch.Tensor], group: dict) -> None:
         state = self._state_in_layout(params, group)
-        steps = state.pop('state_steps')
-        torch._foreach_add_(steps, self._steps_taken())
+        steps, taken = state.pop('state_steps'), self._steps_taken()
+        for device in {step.device for step in steps}:  # those of a checkpoint may be elsewhere than new ones
+            of_device = [step for step in steps if step.device == device]
+            torch._foreach_add_(of_device, taken.to(device) if torch.is_tensor(taken) else taken)
         beta1, beta2 = group['betas']
-        steps = torch.stack(steps).double()
+        steps = torch.stack([step.to(steps[0].device) for step in steps]).double()
         self._launches(
             'adamw_kernel',
             'absolute',
             params,
             [state['exp_avgs'], state['exp_avg_sqs'], *([state['max_exp_avg_sqs']] if group['amsgrad'] else [])],
             torch.stack((1 - beta1 ** steps, (1 - beta2 ** steps).sqrt()), dim=1),
-            beta1=beta1,
+            new_weight1=1 - beta1,
             beta2=beta2,
+            new_weight2=1 - beta2,
             eps=group['eps'],
             weight_decay=group['weight_decay'],
             lr=group['lr'],

@@ -25,22 +25,19 @@ class RepSGD(RepOptimizerMixin, SGD):
     _plain_takes_sparse = True
 
     def _plain_update(self, params: List[torch.Tensor], group: dict) -> None:
-        buffers = [self._buffer_of(p, group) for p in params]
+        buffers = [self.state[p].get('momentum_buffer') for p in params]
         grads = [p.grad for p in params]
         self._update(params, grads, buffers, group, foreach=group['foreach'], fused=group['fused'])
         if group['momentum'] != 0:
             for param, buffer in zip(params, buffers):
                 self.state[param]['momentum_buffer'] = buffer
 
-    def _buffer_of(self, param: torch.Tensor, group: dict) -> Optional[torch.Tensor]:
-        """The momentum of a parameter, None if there is none yet, or none at all."""
-        buffer = self.state[param].get('momentum_buffer')
-        if buffer is None and group['momentum'] != 0 and getattr(self, 'found_inf', None) is not None:
-            # a fused kernel that skips its first step leaves a new buffer as it found it
-            buffer = torch.zeros_like(param)
-        return buffer
-
     def _update(self, params, grads, buffers, group, foreach, fused) -> None:
+        dampening, found_inf = group['dampening'], getattr(self, 'found_inf', None)
+        if found_inf is not None and group['momentum'] != 0 and any(b is None for b in buffers):
+            # torch's fused kernel, where it skips its first step, leaves a new buffer uninitialized, for the second one
+            dampening = 0 if all(b is None for b in buffers) else dampening
+            buffers[:] = [torch.zeros_like(p) if b is None else b for p, b in zip(params, buffers)]
         sgd(
             params,
             grads,
@@ -49,53 +46,54 @@ class RepSGD(RepOptimizerMixin, SGD):
             foreach=foreach,
             fused=fused,
             grad_scale=getattr(self, 'grad_scale', None),
-            found_inf=getattr(self, 'found_inf', None),
+            found_inf=found_inf,
             weight_decay=group['weight_decay'],
             momentum=group['momentum'],
             lr=group['lr'],
-            dampening=group['dampening'],
+            dampening=dampening,
             nesterov=group['nesterov'],
             maximize=group['maximize'],
         )
 
     def _multiplied_update(self, param: torch.Tensor, group: dict, scratch: Scratch) -> None:
         grad_mult = get_grad_mult(param)
-        buffer, first = self._state_of(param, group)
+        buffer, new = self._state_of(param, group)
         param, grad, buffer = local(param).detach(), local(param.grad), None if buffer is None else local(buffer)
         fused = use_fused(param, group)
         for rows in row_chunks(param):
             chunk = param[rows]
             product = grad_mult.multiply(grad[rows], 'squared', out=scratch.like(chunk), start=rows.start)
-            buffers = [None if first or buffer is None else buffer[rows]]
+            buffers = [None if new or buffer is None else buffer[rows]]
             self._update([chunk], [product], buffers, group, foreach=False, fused=fused)
-            if first:
+            if new:
                 buffer[rows] = buffers[0]
 
     def _state_of(self, param: torch.Tensor, group: dict) -> Tuple[Optional[torch.Tensor], bool]:
-        """The momentum of a parameter in its layout, and whether it is still to be written."""
-        buffer = self._buffer_of(param, group)
-        first = group['momentum'] != 0 and buffer is None
-        if first:
-            buffer = torch.empty_like(param)
+        """The momentum of a parameter in its layout, None if there is none at all, and whether it is new."""
+        buffer = self.state[param].get('momentum_buffer')
+        new = group['momentum'] != 0 and buffer is None
+        if new:
+            buffer = torch.zeros_like(param)  # which it still is if this step fails or is skipped
         if buffer is not None:
             buffer = self.state[param]['momentum_buffer'] = in_layout_of(param, buffer)
-        return buffer, first
+        return buffer, new
 
     def _kernel_update(self, params: List[torch.Tensor], group: dict) -> None:
-        buffers, first = zip(*(self._state_of(p, group) for p in params))
+        buffers, new = zip(*(self._state_of(p, group) for p in params))
+        has_momentum = group['momentum'] != 0
         self._launches(
             'sgd_kernel',
             'squared',
             params,
-            [buffers] if group['momentum'] != 0 else [],
-            first=first,
+            [buffers] if has_momentum else [],
+            first=new,
             momentum=group['momentum'],
-            dampening=group['dampening'],
+            new_weight=1 - group['dampening'],
             weight_decay=group['weight_decay'],
             lr=group['lr'],
             grad_scale=getattr(self, 'grad_scale', None),
             found_inf=getattr(self, 'found_inf', None),
-            has_momentum=group['momentum'] != 0,
+            has_momentum=has_momentum,
             nesterov=group['nesterov'],
             maximize=group['maximize'],
         )
