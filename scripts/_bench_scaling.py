@@ -59,9 +59,11 @@ def _costs(args) -> List[Tuple[str, float, Sequence[int], Callable[[int], Tuple[
         return torch.randn(*shape, device=args.device, dtype=args.dtype)
 
     images = noise(args.batch_size, 3, 224, 224)
+    tokens = 197 * args.batch_size
     return [
-        ('width, 1576 tokens', 2, (96, 192, 384, 768), lambda n: (_ffn(n, args), noise(1576, n))),
-        ('tokens, 384 wide', 1, (197, 394, 788, 1576, 3152), lambda n: (_ffn(384, args), noise(n, 384))),
+        (f'width, {tokens} tokens', 2, (96, 192, 384, 768), lambda n: (_ffn(n, args), noise(tokens, n))),
+        ('tokens, 384 wide', 1, [tokens * k // 8 for k in (1, 2, 4, 8, 16)], lambda n: (
+            _ffn(384, args), noise(n, 384))),
         ('depth', 1, (3, 6, 12, 24), lambda n: (_deit(args, depth=n), images)),
         ('width, 12 blocks', 2, (96, 192, 384, 768), lambda n: (
             _deit(args, embed_dim=n, num_heads=n // 32), images)),

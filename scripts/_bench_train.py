@@ -29,6 +29,7 @@ class ReleasedForm(nn.Module):
         y = mlp.norm1(x if mlp.use_conv else x.reshape(-1, x.shape[-1]))
         y = mlp.fc1(y)
         mask = self.mask.view(-1, *[1] * (ndim - 2)) if channel == 1 else self.mask
+        mask = mask.to(y.dtype)
         y = mask * mlp.act.act(y) + (1 - mask) * y
         y = mlp.fc2(mlp.norm2(y)).view(x.shape)
         y = mlp.drop_path(mlp.ls(y))
@@ -61,6 +62,7 @@ def training_step(
             if optimizer is not None:
                 optimizer.step()
 
+    step.model = model
     return step
 
 
@@ -71,6 +73,7 @@ def memory_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> flo
     kept twice count once.
     """
     if x.device.type == 'cuda':
+        step.model.zero_grad()
         before = torch.cuda.memory_allocated(x.device)
         torch.cuda.reset_peak_memory_stats(x.device)
         step(x)
@@ -86,9 +89,9 @@ def memory_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> flo
     return sum(storages.values()) / 1e6
 
 
-def largest(fits: Callable[[int], bool], most: int = 2 ** 16) -> int:
-    """The largest number, up to ``most``, for which ``fits`` is true, by bisection; 0 if it is true for none."""
-    low, high = 0, 1
+def largest(fits: Callable[[int], bool], most: int = 2 ** 16, known: int = 0) -> int:
+    """The largest number, up to ``most``, for which ``fits`` is true, by bisection; at least ``known``."""
+    low, high = known, max(1, 2 * known)
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
@@ -98,8 +101,10 @@ def largest(fits: Callable[[int], bool], most: int = 2 ** 16) -> int:
     return low
 
 
-def largest_batch(step: Callable[[torch.Tensor], None], img_size: int, gigabytes: float, device: torch.device) -> int:
-    """How many images a training step can take in so much memory of a GPU (MaxBS of table 2)."""
+def largest_batch(
+        step: Callable[[torch.Tensor], None], img_size: int, gigabytes: float, device: torch.device, known: int = 0,
+) -> int:
+    """How many images a training step can take in so much memory of a GPU, ``known`` or more (MaxBS of table 2)."""
 
     def fits(n):
         try:
@@ -114,7 +119,7 @@ def largest_batch(step: Callable[[torch.Tensor], None], img_size: int, gigabytes
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1., gigabytes * 2 ** 30 / total), device)
     try:
-        return largest(fits)
+        return largest(fits, known=known)
     finally:
         torch.cuda.set_per_process_memory_fraction(1., device)
 
@@ -236,10 +241,10 @@ def bench_repopt_train(args):
             del steps
             if args.device.type == 'cuda':
                 for side in _SIDES:
-                    step = _vgg_step(name, side, args)  # one by one, alone in the memory
-                    row.update({
-                        f'{side}, batch in {gigabytes} GB': largest_batch(step, img_size, gigabytes, args.device)
-                        for gigabytes in (8, 16, 32)})
+                    step, batch = _vgg_step(name, side, args), 0  # one by one, alone in the memory
+                    for gigabytes in (8, 16, 32):
+                        batch = largest_batch(step, img_size, gigabytes, args.device, known=batch)
+                        row[f'{side}, batch in {gigabytes} GB'] = batch
                     del step
             rows.append(row)
             print(rows[-1], flush=True)

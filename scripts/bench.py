@@ -22,27 +22,8 @@ from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401, registers the models
 from timm_rep.layers import RePaMlp
-from timm_rep.paper import VANILLA
+from timm_rep.paper import SPEEDUPS, VANILLA
 from timm_rep.profiling import measure_throughput
-
-# throughput gains of folded models over their vanilla backbones, as table 2 has them
-PUBLISHED = {
-    'repa_deit_tiny': 0.326,
-    'repa_deit_small': 0.544,
-    'repa_deit_base': 0.675,
-    'repa_vit_large': 0.668,
-    'repa_vit_huge': 0.687,
-    'repa_swin_tiny': 0.365,
-    'repa_swin_small': 0.412,
-    'repa_swin_base': 0.496,
-    'repa_lvvit_s': 0.282,
-    'repa_lvvit_m': 0.400,
-    'repa_poolformer_s12': 0.570,
-    'repa_poolformer_s24': 0.675,
-    'repa_poolformer_s36': 0.785,
-    'repa_mixer_b16': 0.748,
-    'repa_mixer_l16': 0.892,
-}
 
 
 def calibrated(name: str, seed: int = 0, **kwargs) -> nn.Module:
@@ -87,7 +68,7 @@ def bench_fold_precision(args):
     'unfolded': what the dtype alone costs. The last three against the unfolded model in float32.
     """
     rows = []
-    for name in args.models or PUBLISHED:
+    for name in args.models or SPEEDUPS:
         model = calibrated(name)
         x = torch.randn(2, *model.pretrained_cfg['input_size'])
         folded = reparameterize_model(model)
@@ -146,7 +127,7 @@ def bench_deploy_ffn(args):
 def bench_repa_infer(args):
     """Inference throughput of vanilla timm backbones and of their RePa forms, folded or not; images per second."""
     rows = []
-    for name in args.models or PUBLISHED:
+    for name in args.models or SPEEDUPS:
         vanilla, vanilla_args = VANILLA[name]
         models = {
             'vanilla': timm.create_model(vanilla, **vanilla_args).eval(),
@@ -155,6 +136,7 @@ def bench_repa_infer(args):
         models['folded'] = reparameterize_model(models['unfolded'])
         models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
         if args.compile:
+            torch.compiler.reset()  # or models of one class count as one that is compiled again and again
             models = {k: torch.compile(m) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
         rates = measure_throughput(models, x, rounds=args.rounds, warmup=2)
@@ -163,7 +145,7 @@ def bench_repa_infer(args):
             'mode': 'compile' if args.compile else 'eager',
             **{k: round(v, 2) for k, v in rates.items()},
             'folded / vanilla': round(rates['folded'] / rates['vanilla'], 2),
-            'paper': round(1 + PUBLISHED[name], 2) if name in PUBLISHED else None,
+            'paper': round(1 + SPEEDUPS[name], 2) if name in SPEEDUPS else None,
             'folded / unfolded': round(rates['folded'] / rates['unfolded'], 2),
         })
         print(rows[-1], flush=True)
@@ -242,7 +224,9 @@ def main():
     parser.add_argument('--rounds', default=11, type=int)
     args = parser.parse_args()
     dtype, args.dtype = args.dtype, getattr(torch, args.dtype)
-    settings = dict(device=str(args.device), dtype=dtype, batch_size=args.batch_size, rounds=args.rounds)
+    if args.device == torch.device('cuda'):
+        args.device = torch.device('cuda', torch.cuda.current_device())
+    settings = dict(device=args.device.type, dtype=dtype, batch_size=args.batch_size, rounds=args.rounds)
     if args.amp:
         settings['amp'] = 'bfloat16'
     for name in args.sections:

@@ -271,6 +271,8 @@ def test_largest_batch_by_bisection(monkeypatch, most):
     assert bench.largest(lambda n: tried.append(n) or n <= most, 500) == min(most, 500)
     assert max(tried) <= 500
     assert len(tried) == len(set(tried)) <= 20
+    for known in (most // 2, most):
+        assert bench.largest(lambda n: n <= most, 10 ** 6, known=known) == most
 
 
 def test_exponent_of_a_growth(monkeypatch):
@@ -380,8 +382,10 @@ def test_every_gpu_job(images, tmp_path):
             archive.add(images / split, split)
     args = ['--output', tmp_path / 'out', '--data-dir', tmp_path / 'nothing', '--archive', tmp_path / 'images.tar.gz']
     for toy, jobs in (
-            ('repa_deit_tiny', ['ffn-train', 'repa-train', 'repa-infer', 'scaling', 'search', 'train']),
-            ('repopt_vgg_a0', ['optim', 'repopt-train'])):
+            ('repa_deit_tiny', [
+                'ffn-train', 'repa-train-repa_deit_base', 'repa-infer-repa_deit_tiny', 'repa-infer-eager', 'scaling',
+                'search', 'train']),
+            ('repopt_vgg_a0', ['optim', 'repopt-train-repopt_vgg_a0'])):
         status, out = run_on_cpu(
             '--seconds', 900, *args, '--toy', toy, '--val-split', 'validation', '--jobs', *jobs)
         assert status == 0, out

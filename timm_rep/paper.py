@@ -6,7 +6,7 @@ import timm
 
 from timm_rep.profiling import Macs, count_macs, count_params
 
-__all__ = ['PAPER_ROWS', 'VANILLA', 'Count', 'PaperRow', 'count_row']
+__all__ = ['PAPER_ROWS', 'SPEEDUPS', 'VANILLA', 'Count', 'PaperRow', 'count_row']
 
 
 class PaperRow(NamedTuple):
@@ -48,6 +48,25 @@ VANILLA: Dict[str, Tuple[str, Dict[str, Any]]] = {
     **{f'repa_lvvit_{size}': (f'lvvit_{size}', {}) for size in 'sm'},
     **{f'repa_poolformer_{size}': (f'poolformer_{size}', {}) for size in ('s12', 's24', 's36', 'm36', 'm48')},
     **{f'repa_mixer_{size}': (f'mixer_{size}_224', {}) for size in ('s32', 's16', 'b32', 'b16', 'l32', 'l16')},
+}
+
+# Throughput gains of folded models over their vanilla backbones, of table 2
+SPEEDUPS: Dict[str, float] = {
+    'repa_deit_tiny': 0.326,
+    'repa_deit_small': 0.544,
+    'repa_deit_base': 0.675,
+    'repa_vit_large': 0.668,
+    'repa_vit_huge': 0.687,
+    'repa_swin_tiny': 0.365,
+    'repa_swin_small': 0.412,
+    'repa_swin_base': 0.496,
+    'repa_lvvit_s': 0.282,
+    'repa_lvvit_m': 0.400,
+    'repa_poolformer_s12': 0.570,
+    'repa_poolformer_s24': 0.675,
+    'repa_poolformer_s36': 0.785,
+    'repa_mixer_b16': 0.748,
+    'repa_mixer_l16': 0.892,
 }
 
 PAPER_ROWS = (

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List
 
+from timm_rep.paper import SPEEDUPS
+
 GPU = Path(__file__).parent
 UNFINISHED = 75  # a job's exit status that says so (EX_TEMPFAIL)
 
@@ -52,14 +54,19 @@ def train(options: argparse.Namespace, seconds: float) -> List[str]:
     ]
 
 
+_BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
+
+# short ones, so that one run finishes some of them: what a stopped benchmark has measured is lost
 JOBS: Dict[str, Callable[[argparse.Namespace, float], List[str]]] = {
     'optim': bench('optim'),
-    'repa-infer': bench('repa-infer', '--batch-size', '128', '--dtype', 'bfloat16', '--compile'),
-    'repa-train': bench('repa-train', '--batch-size', '128', '--amp'),
-    'repopt-train': bench('repopt-train', '--batch-size', '32'),
+    **{f'repa-infer-{model}': bench('repa-infer', *_BF16, '--compile', '--models', model) for model in SPEEDUPS},
+    **{f'repopt-train-{model}': bench('repopt-train', '--batch-size', '32', '--models', model)
+       for model in ('repopt_vgg_b1', 'repopt_vgg_a0')},
+    **{f'repa-train-{model}': bench('repa-train', '--batch-size', '128', '--amp', '--models', model)
+       for model in ('repa_deit_base', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_b16')},
     'ffn-train': bench('ffn-train', '--amp'),
-    'repa-infer-eager': bench('repa-infer', '--batch-size', '128', '--dtype', 'bfloat16'),
-    'scaling': bench('scaling', '--amp'),
+    'repa-infer-eager': bench('repa-infer', *_BF16),
+    'scaling': bench('scaling', '--batch-size', '128'),
     'search': search,
     'train': train,
 }

@@ -30,7 +30,7 @@ HUB = Path(__file__).parents[2] / 'hub'
 # of train.py, where a recipe says nothing
 DEFAULTS = dict(
     model_kwargs={}, device_modules=[], val_split='val', cooldown_epochs=0, momentum=0.9, clip_grad=None,
-    channels_last=False, color_jitter=0.4, crop_pct=None, ratio=None,
+    channels_last=False, color_jitter=0.4, crop_pct=None, ratio=None, train_interpolation='random', amp=False,
 )
 CHECKPOINT, RECIPE = 'last.pth', 'train.yaml'
 
@@ -43,14 +43,14 @@ def loaders(recipe: Dict[str, Any], args):
     """timm's own, for training and validation."""
     of_images = dict(
         input_size=tuple(recipe['input_size']), batch_size=recipe['batch_size'], mean=recipe['mean'],
-        std=recipe['std'], interpolation=recipe['interpolation'], num_workers=args.workers, device=args.device)
+        std=recipe['std'], num_workers=args.workers, device=args.device)
     dataset = partial(create_dataset, '', root=args.data_dir)
     train = create_loader(
         dataset(split='train', is_training=True), is_training=True, scale=recipe['scale'], ratio=recipe['ratio'],
-        color_jitter=recipe['color_jitter'], **of_images)
+        color_jitter=recipe['color_jitter'], interpolation=recipe['train_interpolation'], **of_images)
     val = create_loader(
-        dataset(split=args.val_split or recipe['val_split']), is_training=False, crop_pct=recipe['crop_pct'],
-        **of_images)
+        dataset(split=recipe['val_split']), is_training=False, crop_pct=recipe['crop_pct'],
+        interpolation=recipe['interpolation'], **of_images)
     return train, val
 
 
@@ -89,7 +89,7 @@ def train(recipe: Dict[str, Any], folder: Path, args, deadline: float) -> float:
     fit(
         model, optimizer, scheduler, train_loader, epochs, start=start, device=args.device,
         smoothing=recipe['smoothing'], clip_grad=recipe['clip_grad'], channels_last=recipe['channels_last'],
-        amp_dtype=torch.bfloat16 if args.amp else None, seed=recipe['seed'], after_epoch=save,
+        amp_dtype=torch.bfloat16 if recipe['amp'] else None, seed=recipe['seed'], after_epoch=save,
         description=folder.name)
     return evaluate(model, val_loader, args.device)[1]
 
@@ -113,7 +113,10 @@ def main() -> int:
         folder = args.output / name
         done = folder / 'accuracy.txt'
         recipe = {**DEFAULTS, **yaml.safe_load((HUB / name / RECIPE).read_text())}
-        recipe.update({k: getattr(args, k) for k in ('epochs', 'batch_size') if getattr(args, k) is not None})
+        changed = {k: getattr(args, k) for k in ('epochs', 'batch_size', 'val_split')}
+        recipe.update({k: v for k, v in changed.items() if v is not None})
+        if args.amp:
+            recipe.update(amp=True, amp_dtype='bfloat16')
         if not done.exists() and time.monotonic() < deadline:
             with replacing_files(folder) as temporary:
                 (temporary / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False))

@@ -42,6 +42,31 @@ def test_mean_of_neighbors(size, pool_size, channels_last):
     assert not any('conv' in str(node.target) for node in recorded.nodes)
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_mean_of_neighbors_in_half(dtype):
+    """As torch's, bit by bit, and under autocast in the dtype of the input."""
+    for size in (3, 7):
+        x = (1 + torch.rand(2, 3, 9, 9)).to(dtype)
+        torchs = nn.AvgPool2d(size, stride=1, padding=size // 2, count_include_pad=False)
+        assert torch.equal(NeighborMean(size)(x), torchs(x))
+        with torch.autocast('cpu', torch.bfloat16):
+            assert torch.equal(NeighborMean(size)(x.float()), torchs(x.float()))
+
+
+@torch.no_grad()
+def test_hooks_see_what_the_convolution_returns():
+    deploy = wild_(RePaPooling(4)).eval().fuse()
+    x = torch.randn(2, 4, 5, 5)
+    expected, seen = deploy(x), []
+    handle = deploy.conv.register_forward_hook(lambda module, args, output: seen.append((output, output.clone())))
+    assert relative(deploy(x), expected) < 1e-6
+    assert torch.equal(*seen[0])
+    handle.remove()
+    deploy.conv.register_full_backward_hook(lambda *args: None)
+    with torch.enable_grad():
+        deploy(x.requires_grad_()).sum().backward()
+
+
 @pytest.mark.parametrize('channels_last', [False, True])
 @pytest.mark.parametrize('init_values', [None, 1e-5])
 @pytest.mark.parametrize('pool_size', [1, 3, 5, 7])

@@ -22,9 +22,13 @@ def check_pool_size(pool_size: int) -> None:
 
 
 def _eager_on_cpu(x: torch.Tensor) -> bool:
-    """Whether operations run one by one as they are called, on a CPU: nobody records, fuses or exports them."""
+    """Whether operations run one by one as they are called, on a CPU: nobody records, fuses or exports them.
+
+    In full precision: a convolution rounds more often than a pooling, and is no faster in half.
+    """
     return (
         isinstance(x, torch.Tensor) and x.device.type == 'cpu' and x.ndim == 4
+        and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled('cpu')
         and not torch.jit.is_tracing() and not torch.compiler.is_compiling()
     )
 
@@ -54,8 +58,8 @@ def _inside_only_(y: torch.Tensor, pool_size: int) -> torch.Tensor:
 class NeighborMean(nn.Module):
     """PoolFormer's pooling: the mean of the tokens in a window around each one, of those inside the image.
 
-    ``nn.AvgPool2d`` of stride 1 that does not count its padding. On a CPU, unless it is compiled, as a depthwise
-    convolution, which takes a fraction of the time that torch's pooling takes there (``scripts/bench.py poolformer``).
+    ``nn.AvgPool2d`` of stride 1 that does not count its padding. On a CPU, in float32 and not compiled, as a depthwise
+    convolution, which takes a fraction of the time of torch's pooling there (``scripts/bench.py poolformer``).
     Input and output: (N, dim, H, W), in either memory format.
     """
     kernel_size: Final[int]
@@ -186,6 +190,7 @@ class RePaPoolingDeploy(nn.Module):
         # a few numbers: one a channel, one a position
         keep = 1 - self.conv.weight.sum(dim=(1, 2, 3)).view(-1, 1, 1)
         if not torch.jit.is_scripting():
-            if _eager_on_cpu(x):
+            # what is changed in place is to be nobody else's
+            if _eager_on_cpu(x) and not torch.is_grad_enabled() and not self.conv._forward_hooks:
                 return torch.addcmul(_inside_only_(self.conv(x), self.pool_size), x, keep)
         return torch.addcmul(x * keep, self.conv(x), 1 / _share_inside(x, self.pool_size))
