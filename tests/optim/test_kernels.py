@@ -254,8 +254,9 @@ def test_who_gets_a_kernel(interpreted, monkeypatch):
     assert of(param, param.detach(), param.detach())
     for other in (param.bfloat16(), param[:4], param.detach().to('meta')):
         assert not of(param, param.detach(), other)
+    assert fused.kernels_run_on() == 'cpu'
     monkeypatch.delenv('TRITON_INTERPRET')
-    assert not of(param)
+    assert fused.kernels_run_on() == ('cuda' if torch.cuda.is_available() else '')
 
 
 def test_state_of_another_dtype(interpreted):

@@ -11,7 +11,9 @@ from torch.torch_version import TorchVersion
 from ._chunks import fused_of, in_layout_of
 from .grad_mult import GradMult, GradTerm, get_grad_mult, local, set_grad_mult
 
-__all__ = ['BLOCK', 'Launches', 'Row', 'launched_together', 'multipliers', 'reciprocal', 'runs_kernels']
+__all__ = [
+    'BLOCK', 'Launches', 'Row', 'kernels_run_on', 'launched_together', 'multipliers', 'reciprocal', 'runs_kernels',
+]
 
 BLOCK = 2048  # entries that one program updates
 _ALIGNMENT = 16  # a GPU loads so many bytes at once
@@ -81,30 +83,31 @@ def multipliers(grad_mult: GradMult, rule: str, channels_last: bool) -> torch.Te
     return table
 
 
-def runs_kernels(
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        states: Iterable[torch.Tensor],
-        group: dict,
-) -> bool:
-    """Whether a Triton kernel is to update a parameter: where torch's fused one would, on a GPU.
+def kernels_run_on() -> str:
+    """The type of the devices that Triton's kernels run on now, '' if it is none.
 
-    In Triton's interpreter (``TRITON_INTERPRET=1``) on a CPU, and nowhere else.
+    A GPU; in Triton's interpreter (``TRITON_INTERPRET=1``) the CPU and nothing else.
     """
-    interpreted = os.environ.get('TRITON_INTERPRET') == '1'
-    if (
-        param.device.type != ('cpu' if interpreted else 'cuda')
-        or fused_of(group) is False
-        or param.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or not 0 < param.numel() < 2 ** 31 - BLOCK or param[0].numel() >= 2 ** 24
-        or _memory_order(param) is None
-        # a kernel believes its table; torch's own parts say what is wrong with other tensors, or convert them
-        or any(x.dtype != param.dtype or x.device != param.device or x.shape != param.shape for x in (grad, *states))
-        or not _has_triton()
-    ):
-        return False
+    if torch.compiler.is_compiling():  # which sees what torch's parts do, and not what a kernel writes
+        return ''
+    if os.environ.get('TRITON_INTERPRET') == '1':
+        return 'cpu'
     # a graph would keep the addresses of a table that is not its own
-    return interpreted or (_works_on(param.device) and not torch.cuda.is_current_stream_capturing())
+    return 'cuda' if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing() else ''
+
+
+def runs_kernels(param: torch.Tensor, grad: torch.Tensor, states: Iterable[torch.Tensor], group: dict) -> bool:
+    """Whether a Triton kernel can update a parameter, on a device of :func:`kernels_run_on`, and is wanted to."""
+    return (
+        fused_of(group) is not False
+        and param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and 0 < param.numel() < 2 ** 31 - BLOCK and param[0].numel() < 2 ** 24
+        and _memory_order(param) is not None
+        # a kernel believes its table; torch's own parts say what is wrong with other tensors, or convert them
+        and all(x.dtype == param.dtype and x.device == param.device and x.shape == param.shape for x in (grad, *states))
+        and _has_triton()
+        and (param.device.type == 'cpu' or _works_on(param.device))
+    )
 
 
 @functools.cache
@@ -194,7 +197,7 @@ class Launches:
 
         from . import _kernels
 
-        shards = [local(p).detach() for p in params]
+        shards = [local(p) for p in params]
         device, dtype = shards[0].device, shards[0].dtype
         # held until the launch: a gradient in another layout is copied
         grads = [in_layout_of(shard, local(p.grad)) for shard, p in zip(shards, params)]

@@ -4,7 +4,7 @@ from typing import Any, Dict, Iterable, Optional
 import torch
 
 from ._chunks import Scratch
-from ._fused import Launches, launched_together, runs_kernels
+from ._fused import Launches, kernels_run_on, launched_together, runs_kernels
 from .grad_mult import get_grad_mult, local, set_grad_mult
 
 __all__ = ['RepOptimizerMixin']
@@ -26,7 +26,7 @@ class RepOptimizerMixin:
             ValueError: No parameter has a GradMult, and strict is True.
         """
         super().__init__(params, lr, *args, **kwargs)
-        self._launches = Launches()
+        self._launches, self._on_kernels = Launches(), {}
         _check_grad_mults(type(self).__name__, self.param_groups, strict)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class RepOptimizerMixin:
         state = dict(state)
         grad_mults = state.pop('_grad_mults', [])
         super().__setstate__(state)
-        self._launches = Launches()
+        self._launches, self._on_kernels = Launches(), {}
         for group, mults in zip(self.param_groups, grad_mults):
             for param, grad_mult in zip(group['params'], mults):
                 if grad_mult is not None and get_grad_mult(param) is None:
@@ -74,7 +74,7 @@ class RepOptimizerMixin:
             for param in group['params']:
                 if param.grad is not None:
                     self._check_gradient(param)
-        scratch = Scratch()
+        scratch, kernels_on = Scratch(), kernels_run_on()
         for group in self.param_groups:
             params = [p for p in group['params'] if p.grad is not None]
             plain = [p for p in params if get_grad_mult(p) is None]
@@ -84,7 +84,7 @@ class RepOptimizerMixin:
             for param in params:
                 if get_grad_mult(param) is None:
                     continue
-                if self._runs_kernels(param, group):
+                if param.device.type == kernels_on and self._runs_kernels(param, group):
                     together.setdefault(launched_together(local(param)), []).append(param)
                 else:
                     self._multiplied_update(param, group, scratch)
@@ -93,10 +93,21 @@ class RepOptimizerMixin:
         return loss
 
     def _runs_kernels(self, param: torch.Tensor, group: dict) -> bool:
-        if torch.compiler.is_compiling():  # which sees what torch's parts do, and not what a kernel writes
-            return False
-        states = [local(x) for name, x in self.state[param].items() if x is not None and name != 'step']
-        return runs_kernels(local(param), local(param.grad), states, group)
+        """Whether a kernel updates a parameter: found out once, as long as nothing about it changes."""
+        states = [x for name, x in self.state[param].items() if x is not None and name != 'step']
+        seen = None
+        if local(param) is param:
+            grad = param.grad
+            seen = [
+                param.data_ptr(), param.stride(), grad.stride(), grad.dtype, group['fused'], group['foreach'],
+                *map(id, states)]
+            known = self._on_kernels.get(param)
+            if known is not None and known[0] == seen:
+                return True
+        runs = runs_kernels(local(param), local(param.grad), [local(x) for x in states], group)
+        if runs and seen is not None:
+            self._on_kernels[param] = seen, states  # held, so that no other tensor gets the id of one
+        return runs
 
     def _check_gradient(self, param: torch.Tensor) -> None:
         multiplied = get_grad_mult(param) is not None
