@@ -53,8 +53,7 @@ def state_memory(optimizer):
 
 def compact_multipliers(optimizer):
     """What the multipliers take, made once: of kernels on a GPU, or of a step by torch's own parts."""
-    of_kernels = [numbers for layouts in optimizer._launches._layouts.values() for numbers, _ in layouts.values()]
-    return megabytes(of_kernels or [
+    return megabytes(optimizer._launches.tables.multipliers or [
         vector for group in optimizer.param_groups for p in group['params'] if get_grad_mult(p)
         for regions in get_grad_mult(p)._vectors.values() for _, vector, _ in regions
     ])

@@ -8,6 +8,7 @@ import torch
 
 import timm_rep.optim
 import timm_rep.optim._fused as fused
+import timm_rep.optim._tables as tables
 from tests.optim.test_rep_optim import PAIRS, reference_sgd
 from tests.reference.ffn import relative
 from timm_rep.optim import GradMult, GradTerm, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
@@ -97,7 +98,7 @@ def test_sgd(interpreted, kwargs, channels_last):
     if kwargs.get('momentum'):
         for param, buffer in zip(params, buffers):
             assert relative(double(optimizer.state[param]['momentum_buffer']), buffer) < 1e-6
-    assert optimizer._launches._tables  # it was a kernel
+    assert optimizer._launches.tables  # it was a kernel
 
 
 @pytest.mark.parametrize('channels_last', [False, True])
@@ -125,7 +126,7 @@ def test_adamw(interpreted, kwargs, channels_last):
         assert state.keys() == of_torch.keys()
         for name, x in of_torch.items():
             assert relative(double(state[name]), x.double()) < 1e-6
-    assert optimizer._launches._tables
+    assert optimizer._launches.tables
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -285,7 +286,7 @@ def test_a_compiled_step(interpreted, rep):
         for i in range(2):
             fill(params, i)
             step()
-        assert bool(optimizer._launches._tables) != compiled
+        assert bool(optimizer._launches.tables) != compiled
     assert relative(double(sides[0][0]), double(sides[1][0])) < 1e-6
 
 
@@ -294,7 +295,7 @@ def test_a_failed_launch(interpreted, monkeypatch):
     params = make()
     optimizer = RepSGD(params, lr=.01, momentum=.9)
     fill(params, 0)
-    monkeypatch.setattr(fused, '_to_device', lambda *args: 1 / 0)
+    monkeypatch.setattr(tables, '_to_device', lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     monkeypatch.undo()
@@ -322,8 +323,8 @@ def test_where_triton_does_not_work(monkeypatch):
 
 def test_tables_are_kept_while_addresses_stay(interpreted, monkeypatch):
     made = []
-    to_device = fused._to_device
-    monkeypatch.setattr(fused, '_to_device', lambda *args: made.append(args) or to_device(*args))
+    to_device = tables._to_device
+    monkeypatch.setattr(tables, '_to_device', lambda *args: made.append(args) or to_device(*args))
     params = make()
     optimizer = RepSGD(params, lr=.01, momentum=.9)
     fill(params, 0)
@@ -345,7 +346,7 @@ def test_tables_are_kept_while_addresses_stay(interpreted, monkeypatch):
 
 @pytest.mark.parametrize('divisor', [1, 2, 3, 7, 9, 25, 64, 576, 4608, 18432, 2 ** 20 - 1, 2 ** 24 - 1, 2 ** 30 + 1])
 def test_reciprocal(divisor):
-    magic, shift = fused.reciprocal(divisor)
+    magic, shift = tables.reciprocal(divisor)
     assert 0 < magic < 2 ** 32
     generator = torch.Generator().manual_seed(divisor)
     numbers = torch.randint(0, 2 ** 31, (5000,), generator=generator).tolist()
@@ -364,7 +365,7 @@ def test_multipliers(name, rule):
     dense = grad_mult.dense(rule)
     positions = window[0] * window[1]
     for channels_last in (False, True):
-        table = fused.multipliers(grad_mult, rule, channels_last)
+        table = tables.multipliers(grad_mult, rule, channels_last)
         rows = dense.permute(0, 2, 3, 1) if channels_last else dense
         for c, row in enumerate(rows.reshape(out_channels, -1)):
             for i, expected in enumerate(row.tolist()):
@@ -415,8 +416,8 @@ def compiler(kernels, tmp_path):
 def test_one_pass_on_a_gpu(compiler, kernel, read, written, dtype, words):
     """Parameter, gradient and state are read once and written once, 16 bytes at a time."""
     instructions = compiled(kernel, dtype=dtype)
-    assert len(re.findall(r'ld\.global\S*\.v4\.b32', instructions)) == read * words * fused.BLOCK // 2048
-    assert len(re.findall(r'st\.global\S*\.v4\.b32', instructions)) == written * words * fused.BLOCK // 2048
+    assert len(re.findall(r'ld\.global\S*\.v4\.b32', instructions)) == read * words * tables.BLOCK // 2048
+    assert len(re.findall(r'st\.global\S*\.v4\.b32', instructions)) == written * words * tables.BLOCK // 2048
 
 
 @pytest.mark.parametrize('kernel,changes', [
@@ -454,4 +455,4 @@ def test_on_a_gpu(rep, dtype, channels_last):
             optimizer.step()
     for p, e in zip(params, expected):
         assert relative(double(p.cpu()), e.detach()) < (1e-5 if dtype == torch.float32 else 3e-2)
-    assert sides[0]._launches._tables
+    assert sides[0]._launches.tables

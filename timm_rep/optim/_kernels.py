@@ -1,13 +1,13 @@
 """The steps of RepSGD and RepAdamW in Triton: one pass over parameter, gradient and state, all tensors in one launch.
 
-A kernel finds its tensors through a table of :class:`timm_rep.optim._fused.Row`, as torch's fused optimizers do, and
+A kernel finds its tensors through a table of :class:`timm_rep.optim._tables.Row`, as torch's fused optimizers do, and
 makes the multiplier of every entry of numbers of its output channel. Only who launches a kernel imports this file: not
 every machine has Triton.
 """
 import triton
 import triton.language as tl
 
-from ._fused import BLOCK, Row
+from ._tables import BLOCK, Row
 
 __all__ = ['adamw_kernel', 'sgd_kernel']
 
@@ -21,7 +21,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def _quotient(x, magic, shift):
-    """x // divisor for x below 2 ** 31, see :func:`timm_rep.optim._fused.reciprocal`."""
+    """x // divisor for x below 2 ** 31, see :func:`timm_rep.optim._tables.reciprocal`."""
     # by way of 32 bits, so that the product is one instruction
     product = x.to(tl.uint32).to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)
     return (product >> shift.to(tl.uint64)).to(tl.int32)
@@ -37,7 +37,7 @@ def _pointers(address, entries, dtype: tl.constexpr, aligned: tl.constexpr):
 
 @triton.jit
 def _multiplier(tensor, entries, mask):
-    """Of these entries of the kernel; a row of the multipliers is of one output channel, see fused.multipliers()."""
+    """Of these entries of the kernel; a row of the multipliers is of one output channel, see multipliers() there."""
     window = tl.load(tensor + _WINDOW).to(tl.int32)
     row, inner = tl.load(tensor + _ROW).to(tl.int32), tl.load(tensor + _INNER).to(tl.int32)
     channel = _quotient(entries, tl.load(tensor + _ROW_MAGIC), tl.load(tensor + _ROW_SHIFT))
