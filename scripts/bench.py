@@ -218,7 +218,8 @@ def main():
     parser.add_argument('--models', nargs='*', help='only these models')
     parser.add_argument('--device', default='cpu', type=torch.device)
     parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16', 'float16'])
-    parser.add_argument('--amp', action='store_true', help='of training, autocast to bfloat16')
+    parser.add_argument(
+        '--amp', action=argparse.BooleanOptionalAction, default=False, help='of training, autocast to bfloat16')
     parser.add_argument('--compile', action='store_true', help='of repa-infer, compiled models')
     parser.add_argument('--batch-size', default=8, type=int)
     parser.add_argument('--rounds', default=11, type=int)

@@ -24,7 +24,9 @@ UNFINISHED = 75  # a job's exit status that says so (EX_TEMPFAIL)
 
 def bench(*args: str) -> Callable[[argparse.Namespace, float], List[str]]:
     def command(options: argparse.Namespace, seconds: float) -> List[str]:
-        toy = ['--rounds', '1', '--batch-size', '2', '--models', options.toy] if options.toy else []
+        toy = [
+            '--rounds', '1', '--batch-size', '2', '--dtype', 'float32', '--no-amp', '--models', options.toy,
+        ] if options.toy else []
         return [str(GPU.parent / 'bench.py'), *args, '--device', options.device, *toy]
 
     return command
