@@ -1,0 +1,102 @@
+"""What hub/ of this repository ships: it loads from a clone, offline, and does what its cards say."""
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+
+from timm_rep.hub import CARD, METRICS, PREDICTIONS, card_text, check_folder, read_metrics, read_predictions
+from timm_rep.profiling import count_params
+from timm_rep.weights import WEIGHTS
+
+HUB = Path(__file__).parents[2] / 'hub'
+FOLDERS = sorted(path.parent.name for path in HUB.glob(f'*/{WEIGHTS}'))
+MEGABYTES = 15
+
+# CIFAR-10 as folders of images in a tar file, if it is here
+_IMAGES = Path(os.environ.get(
+    'TIMM_REP_CIFAR10', Path(__file__).parents[3] / 'shared' / 'data' / 'cifar10.tar.gz'))
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.delenv('TIMM_REP_HUB', raising=False)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+
+
+@pytest.fixture(scope='module')
+def images():
+    """The validation images that the samples of predictions are of, by path."""
+    if not _IMAGES.is_file():
+        pytest.skip(f'the images are not here: {_IMAGES}')
+    wanted = {f'val/{file}' for name in FOLDERS for file, _, _ in read_predictions(HUB / name / PREDICTIONS)}
+    found = {}
+    with tarfile.open(_IMAGES) as archive:
+        for member in archive:
+            name = member.name.removeprefix('./')
+            if name in wanted:
+                found[name.removeprefix('val/')] = Image.open(io.BytesIO(archive.extractfile(member).read())).copy()
+    return found
+
+
+def test_there_is_one_of_each():
+    assert any(name.startswith('repopt_vgg') for name in FOLDERS)
+    assert any(name.startswith('repa_') for name in FOLDERS)
+
+
+@pytest.mark.parametrize('name', FOLDERS)
+def test_folder(name):
+    """Whole, small enough for git, and with a card that is of its figures."""
+    check_folder(HUB / name)
+    assert (HUB / name / WEIGHTS).stat().st_size < MEGABYTES * 1e6
+    assert (HUB / name / CARD).read_text() == card_text(HUB / name)
+    metrics = read_metrics(HUB / name)
+    assert {'dataset', 'accuracy', 'cost'} <= metrics.keys()
+    model = timm.create_model(name, pretrained=True)
+    forms = {'unfolded': model, 'folded': timm.create_model(name, pretrained=True, reparameterized=True)}
+    assert {form: count_params(of) for form, of in forms.items()} == {
+        form: of['params'] for form, of in metrics['cost']['forms'].items()}
+    if name.startswith('repopt_'):
+        assert (HUB / name / 'scales.safetensors').is_file()
+
+
+@pytest.mark.parametrize('folded', [False, True])
+@pytest.mark.parametrize('name', FOLDERS)
+def test_predictions(images, name, folded):
+    """Those that were recorded, and as many of them right as the card says of all images."""
+    model = timm.create_model(name, pretrained=True, reparameterized=folded).eval()
+    transform = create_transform(**resolve_data_config(model=model))
+    recorded = read_predictions(HUB / name / PREDICTIONS)
+    with torch.inference_mode():
+        logits = torch.cat([
+            model(torch.stack([transform(images[file]) for file, _, _ in recorded[i:i + 100]]))
+            for i in range(0, len(recorded), 100)
+        ])
+    predicted = logits.argmax(1).tolist()
+    # two logits may be as good as equal, and other processors round otherwise
+    same = sum(p == r for p, (_, _, r) in zip(predicted, recorded))
+    assert same >= len(recorded) - max(1, len(recorded) // 200)
+    accuracy = 100 * sum(p == target for p, (_, target, _) in zip(predicted, recorded)) / len(recorded)
+    card = read_metrics(HUB / name)['accuracy']
+    deviation = (card['top1'] * (100 - card['top1']) / len(recorded)) ** .5
+    assert abs(accuracy - card['top1']) < 3 * deviation
+    assert f'| {card["top1"]:.2f}% |' in (HUB / name / CARD).read_text()
+    assert (HUB / name / METRICS).is_file()
+
+
+@pytest.mark.parametrize('name', FOLDERS[:1])
+def test_from_another_process(name, tmp_path):
+    """The registry has it, whatever the folder that Python is started in."""
+    code = f'import timm, timm_rep; print({name!r} in timm.list_pretrained())'
+    environment = {**os.environ, 'PYTHONPATH': str(HUB.parent)}
+    environment.pop('TIMM_REP_HUB', None)
+    run = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+    assert run.stdout.strip() == 'True'
