@@ -82,8 +82,8 @@ def sgd_kernel(
     update = update * _multiplier(tensor, entries, mask) + weight_decay * param
     if has_momentum:
         buffers = _pointers(tl.load(tensor + _STATE), entries, dtype, aligned)
+        # the first momentum is the first update, which no dampening makes smaller
         known = tl.where(tl.load(tensor + _FIRST) == 0, numel, 0)
-        # what is in a new buffer is nobody's, and may be no number
         buffer = tl.load(buffers, entries < known, other=0.).to(tl.float32)
         buffer = tl.where(entries < known, momentum * buffer + new_weight * update, update)
         tl.store(buffers, buffer.to(dtype), mask)
