@@ -63,6 +63,10 @@ def test_folder(name):
     forms = {'unfolded': model, 'folded': timm.create_model(name, pretrained=True, reparameterized=True)}
     assert {form: count_params(of) for form, of in forms.items()} == {
         form: of['params'] for form, of in metrics['cost']['forms'].items()}
+    if model.pretrained_cfg['pool_size']:
+        with torch.no_grad():
+            features = model.eval().forward_features(torch.zeros(1, *model.pretrained_cfg['input_size']))
+        assert features.shape[2:] == tuple(model.pretrained_cfg['pool_size'])
     if name.startswith('repopt_'):
         assert (HUB / name / 'scales.safetensors').is_file()
 

@@ -7,9 +7,11 @@ from typing import Any, Dict, List, Mapping, Optional, Union
 import timm
 import torch
 import yaml
+from timm.layers import get_spatial_dim
 from timm.models import load_checkpoint
 
 from timm_rep.atomic import replacing_files
+from timm_rep.profiling import model_input_size
 from timm_rep.scales import resolve_scales
 from timm_rep.weights import CONFIG, SCALES, WEIGHTS, Published, sha256
 
@@ -189,7 +191,18 @@ def _write_trained(
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
     load_checkpoint(model, os.fspath(checkpoint), use_ema=use_ema)
+    _set_pool_size(model)
     scales = resolve_scales(model, getattr(model, 'scales_source', None))
     if scales is None:
         (folder / SCALES).unlink(missing_ok=True)  # of the weights before
     write_folder(folder, model, model_args, scales=scales, half=half, label_names=classes)
+
+
+@torch.no_grad()
+def _set_pool_size(model: torch.nn.Module) -> None:
+    """Make the cfg of a model that has one say what is pooled of images of its size: that depends on the arguments."""
+    cfg = model.pretrained_cfg
+    if cfg.get('pool_size') is not None:
+        features = model.eval().forward_features(torch.zeros(1, *model_input_size(model)))
+        dims = get_spatial_dim(getattr(model, 'output_fmt', 'NCHW'))
+        cfg['pool_size'] = tuple(features.shape[dim] for dim in dims)
