@@ -14,6 +14,7 @@ from timm_rep.scales import Scales
 
 __all__ = ['bench_optim']
 
+
 def build(name, device):
     """The model with some searched-looking scales, negative ones among them, and gradients."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Callable, Dict, List
+from typing import Callable, Dict, List, Sequence
 
 from timm_rep.paper import SPEEDUPS
 
@@ -32,28 +32,18 @@ def bench(*args: str) -> Callable[[argparse.Namespace, float], List[str]]:
     return command
 
 
-def search(options: argparse.Namespace, seconds: float) -> List[str]:
-    toy = [
-        '--models', 'repopt_ghostnet_050', '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10',
-        '--workers', '0',
-    ] if options.toy else []
-    return [
-        str(GPU / 'hyper_search.py'), '--output', str(options.output / 'search'), '--device', options.device,
-        '--data-dir', str(data_folder(options)), '--val-split', options.val_split,
-        '--minutes', str(max(0., seconds - 20) / 60),
-        *toy,
-    ]
+def on_images(
+        script: str, folder: str, toy: List[str], full: Sequence[str] = (),
+) -> Callable[[argparse.Namespace, float], List[str]]:
+    def command(options: argparse.Namespace, seconds: float) -> List[str]:
+        return [
+            str(GPU / f'{script}.py'), '--output', str(options.output / folder), '--device', options.device,
+            '--data-dir', str(data_folder(options)), '--val-split', options.val_split,
+            '--minutes', str(max(0., seconds - 20) / 60),
+            *(toy if options.toy else full),
+        ]
 
-
-def train(options: argparse.Namespace, seconds: float) -> List[str]:
-    toy = ['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1'] if options.toy else [
-        '--epochs', '100', '--amp']
-    return [
-        str(GPU / 'train.py'), '--output', str(options.output / 'train'), '--device', options.device,
-        '--data-dir', str(data_folder(options)), '--val-split', options.val_split,
-        '--minutes', str(max(0., seconds - 20) / 60),
-        *toy,
-    ]
+    return command
 
 
 _BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
@@ -69,8 +59,12 @@ JOBS: Dict[str, Callable[[argparse.Namespace, float], List[str]]] = {
     'ffn-train': bench('ffn-train', '--amp'),
     'repa-infer-eager': bench('repa-infer', *_BF16),
     'scaling': bench('scaling', '--batch-size', '128'),
-    'search': search,
-    'train': train,
+    'search': on_images('hyper_search', 'search', toy=[
+        '--models', 'repopt_ghostnet_050', '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10',
+        '--workers', '0']),
+    'train': on_images(
+        'train', 'train', toy=['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1'],
+        full=['--epochs', '100', '--amp']),
 }
 
 

@@ -29,7 +29,7 @@ from timm_rep.training import evaluate, fit
 HUB = Path(__file__).parents[2] / 'hub'
 # of train.py, where a recipe says nothing
 DEFAULTS = dict(
-    model_kwargs={}, device_modules=[], val_split='val', cooldown_epochs=0, momentum=0.9, clip_grad=None,
+    model_kwargs={}, val_split='val', cooldown_epochs=0, momentum=0.9, clip_grad=None,
     channels_last=False, color_jitter=0.4, crop_pct=None, ratio=None, train_interpolation='random', amp=False,
 )
 CHECKPOINT, RECIPE = 'last.pth', 'train.yaml'

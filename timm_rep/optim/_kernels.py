@@ -36,6 +36,21 @@ def _pointers(address, entries, dtype: tl.constexpr, aligned: tl.constexpr):
 
 
 @triton.jit
+def _block(tensors, blocks, found_inf, aligned: tl.constexpr):
+    """What this program is for: which tensor, its row of the table, entries of it, and how many there are to update."""
+    program = tl.program_id(0)
+    index = tl.load(blocks + 2 * program)
+    tensor = tensors + index * _COLUMNS
+    entries = tl.load(blocks + 2 * program + 1) * _BLOCK + tl.arange(0, _BLOCK)
+    numel = tl.load(tensor + _NUMEL).to(tl.int32)
+    if found_inf is not None:
+        numel = tl.where(tl.load(found_inf) == 0., numel, 0)
+    if aligned:
+        numel = tl.multiple_of(numel, 16)
+    return index, tensor, entries, numel
+
+
+@triton.jit
 def _multiplier(tensor, entries, mask):
     """Of these entries of the kernel; a row of the multipliers is of one output channel, see multipliers() there."""
     window = tl.load(tensor + _WINDOW).to(tl.int32)
@@ -60,14 +75,7 @@ def sgd_kernel(
 
     ``new_weight``: 1 - dampening.
     """
-    program = tl.program_id(0)
-    tensor = tensors + tl.load(blocks + 2 * program) * _COLUMNS
-    entries = tl.load(blocks + 2 * program + 1) * _BLOCK + tl.arange(0, _BLOCK)
-    numel = tl.load(tensor + _NUMEL).to(tl.int32)
-    if found_inf is not None:
-        numel = tl.where(tl.load(found_inf) == 0., numel, 0)
-    if aligned:
-        numel = tl.multiple_of(numel, 16)
+    _, tensor, entries, numel = _block(tensors, blocks, found_inf, aligned)
     mask = entries < numel
     if lr_is_tensor:
         lr = tl.load(lr)
@@ -102,15 +110,7 @@ def adamw_kernel(
     ``corrections``: of each tensor, 1 - beta1 ** step and the root of 1 - beta2 ** step. ``new_weight1`` and
     ``new_weight2``: 1 - beta1 and 1 - beta2, of which a GPU would lose digits.
     """
-    program = tl.program_id(0)
-    index = tl.load(blocks + 2 * program)
-    tensor = tensors + index * _COLUMNS
-    entries = tl.load(blocks + 2 * program + 1) * _BLOCK + tl.arange(0, _BLOCK)
-    numel = tl.load(tensor + _NUMEL).to(tl.int32)
-    if found_inf is not None:
-        numel = tl.where(tl.load(found_inf) == 0., numel, 0)
-    if aligned:
-        numel = tl.multiple_of(numel, 16)
+    index, tensor, entries, numel = _block(tensors, blocks, found_inf, aligned)
     mask = entries < numel
     if lr_is_tensor:
         lr = tl.load(lr)

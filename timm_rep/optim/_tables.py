@@ -142,7 +142,7 @@ class Tables:
         device = shards[0].device
         self._tables[key] = table = Table(
             signature,
-            _to_device(rows, torch.int64, device),
+            _to_device(rows, device),
             _blocks([row.numel for row in rows]).to(device) if known is None else known.blocks,
             all(x % ALIGNMENT == 0 for row in rows for x in (*row[:_ADDRESSES], row.numel)),
         )
@@ -171,7 +171,7 @@ def _blocks(numels: List[int]) -> torch.Tensor:
     return torch.stack((tensor, before), dim=1).int()
 
 
-def _to_device(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _to_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """On the device, without waiting for it."""
     on_gpu = device.type == 'cuda'
-    return torch.tensor(rows, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
