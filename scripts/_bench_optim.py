@@ -6,6 +6,7 @@ import time
 import timm
 import torch
 import torch.nn.functional as F
+from _timing import speedup, spreads
 
 import timm_rep
 import timm_rep.optim._chunks as chunks
@@ -126,7 +127,7 @@ def bench_optim(args):
                 elapsed = timed(args.device, step)
                 if i >= 2:
                     times[form].append(elapsed)
-        medians = {form: statistics.median(t) for form, t in times.items()}
+        spread = spreads(times)
         whole = statistics.median(
             timed(args.device, training_step, model, ours, images, targets) for _ in range(3))
         rows += [
@@ -134,14 +135,15 @@ def bench_optim(args):
                 'model': name,
                 'optimizer': family,
                 'form': form,
-                'ms per step': float(f'{median:.4g}'),
-                'against torch, fused': round(median / medians['torch, fused'], 2),
+                'ms per step': float(f'{statistics.median(ms):.4g}'),
+                'against torch, fused': speedup(times['torch, fused'], ms),
                 'state (MB)': state_memory(sides[form]),
                 'beside it (MB)': round(scratch_memory(args.device, steps[form]) + (
                     compact_multipliers(ours) if form == 'ours' else
                     megabytes(m for _, m in sides[form].mults) if form == 'released' else 0), 1),
-                f'% of a training step, batch {args.batch_size}': round(100 * median / whole, 2),
+                f'% of a training step, batch {args.batch_size}': round(100 * statistics.median(ms) / whole, 2),
+                'spread (%)': spread[form],
             }
-            for form, median in medians.items()
+            for form, ms in times.items()
         ]
     return rows

@@ -1,17 +1,18 @@
 """The section of bench.py about how costs grow."""
 import copy
-from typing import Callable, Dict, List, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import timm
 import torch
 import torch.nn as nn
 from _bench_train import ReleasedForm, training_step
+from _timing import rates, spreads
 from timm.utils import reparameterize_model
 
 from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
 from timm_rep.optim import RepSGD
-from timm_rep.profiling import measure_throughput
+from timm_rep.profiling import time_passes
 
 __all__ = ['bench_scaling', 'exponent']
 
@@ -79,22 +80,27 @@ def bench_scaling(args):
     """
     rows = []
     before = use_fast_train()
-    for along, arithmetic, sizes, at in _costs(args):
-        costs: Dict[str, List[float]] = {}
-        for size in sizes:
-            sides, x = at(size)
-            rates = measure_throughput(sides, x, rounds=args.rounds, warmup=1)
-            for name, rate in rates.items():
-                costs.setdefault(name, []).append(1e3 * len(x) / rate)
-        for name, ms in costs.items():
-            rows.append({
-                'cost': name,
-                'along': along,
-                'sizes': list(sizes),
-                'ms': [float(f'{cost:.3g}') for cost in ms],
-                'exponent': round(exponent(sizes, ms), 2),
-                'arithmetic': arithmetic,
-            })
-            print(rows[-1], flush=True)
-    set_fast_train(before)
+    try:
+        for along, arithmetic, sizes, at in _costs(args):
+            measured: Dict[str, List[Tuple[float, Optional[float]]]] = {}
+            for size in sizes:
+                sides, x = at(size)
+                times = time_passes(sides, x, rounds=args.rounds, warmup=1)
+                spread = spreads(times)
+                for name, rate in rates(len(x), times).items():
+                    measured.setdefault(name, []).append((1e3 * len(x) / rate, spread[name]))
+            for name, values in measured.items():
+                costs, spread = zip(*values)
+                rows.append({
+                    'cost': name,
+                    'along': along,
+                    'sizes': list(sizes),
+                    'ms': [float(f'{cost:.3g}') for cost in costs],
+                    'exponent': round(exponent(sizes, costs), 2),
+                    'arithmetic': arithmetic,
+                    'spread (%)': spread,
+                })
+                print(rows[-1], flush=True)
+    finally:
+        set_fast_train(before)
     return rows

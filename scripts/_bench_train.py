@@ -1,16 +1,17 @@
 """The sections of bench.py about training."""
 import copy
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict, List, Tuple
 
 import timm
 import torch
 import torch.nn as nn
+from _timing import rates, speedup, spreads
 from timm.optim import create_optimizer_v2
 
 from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
 from timm_rep.layers.idle_training import idle_matrix_pays
 from timm_rep.paper import VANILLA
-from timm_rep.profiling import measure_throughput
+from timm_rep.profiling import time_passes
 
 __all__ = ['bench_ffn_train', 'bench_repa_train', 'bench_repopt_train']
 
@@ -124,18 +125,18 @@ def largest_batch(
         torch.cuda.set_per_process_memory_fraction(1., device)
 
 
-def training_rates(
+def time_training(
         models: Dict[str, Tuple[nn.Module, bool]], x: torch.Tensor, rounds: int, amp: bool = False,
-) -> Tuple[Dict[str, float], Dict[str, float]]:
-    """Images or tokens a second, and the memory of a step in MB, by name."""
+) -> Tuple[Dict[str, List[float]], Dict[str, float]]:
+    """Seconds of the steps, and the memory of one in MB, by name."""
     before = use_fast_train()
     steps = {name: training_step(model, fast, amp=amp) for name, (model, fast) in models.items()}
     try:
-        rates = measure_throughput(steps, x, rounds=rounds, warmup=1)
+        times = time_passes(steps, x, rounds=rounds, warmup=1)
         kept = {name: memory_of_step(step, x) for name, step in steps.items()}
     finally:
         set_fast_train(before)
-    return rates, kept
+    return times, kept
 
 
 def bench_repa_train(args):
@@ -158,13 +159,14 @@ def bench_repa_train(args):
         }
         models = {k: (model.train().to(args.device, args.dtype), fast) for k, (model, fast) in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
-        rates, kept = training_rates(models, x, args.rounds, args.amp)
+        times, kept = time_training(models, x, args.rounds, args.amp)
         rows.append({
             'model': name,
-            'released (img/s)': round(rates['released'], 2),
-            **{k: round(rates[k] / rates['released'], 2) for k in ('vanilla', 'layers', 'matrix')},
-            'matrix / vanilla': round(rates['matrix'] / rates['vanilla'], 2),
+            'released (img/s)': round(rates(len(x), times)['released'], 2),
+            **{k: speedup(times[k], times['released']) for k in ('vanilla', 'layers', 'matrix')},
+            'matrix / vanilla': speedup(times['matrix'], times['vanilla']),
             **{f'{k} (MB)': round(kept[k]) for k in ('vanilla', 'released', 'matrix')},
+            'spread (%)': spreads(times),
         })
         print(rows[-1], flush=True)
     return rows
@@ -184,16 +186,17 @@ def bench_ffn_train(args):
             always = copy.deepcopy(mlp)
             always._trains_fast = lambda x: use_fast_train()
             x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype, requires_grad=True)
-            rates, kept = training_rates({
+            times, kept = time_training({
                 'vanilla': (vanilla, False), 'released': (ReleasedForm(copy.deepcopy(mlp)), False),
                 'layers': (mlp, False), 'matrix': (always, True),
             }, x, args.rounds, args.amp)
             rows.append({
                 'C': dim,
                 'tokens': tokens,
-                **{f'matrix / {k}': round(rates['matrix'] / rates[k], 2) for k in ('layers', 'released', 'vanilla')},
+                **{f'matrix / {k}': speedup(times['matrix'], times[k]) for k in ('layers', 'released', 'vanilla')},
                 'pays': idle_matrix_pays(tokens, dim, 3 * dim),
                 **{f'{k} (MB)': round(kept[k], 1) for k in ('layers', 'matrix')},
+                'spread (%)': spreads(times),
             })
             print(rows[-1], flush=True)
     return rows
@@ -229,14 +232,15 @@ def bench_repopt_train(args):
         for img_size in (32, 160, 224) if args.device.type == 'cuda' else (32, 160):
             steps = {side: _vgg_step(name, side, args) for side in _SIDES}
             x = torch.randn(args.batch_size, 3, img_size, img_size, device=args.device, dtype=args.dtype)
-            rates = measure_throughput(steps, x, rounds=args.rounds, warmup=1)
+            times = time_passes(steps, x, rounds=args.rounds, warmup=1)
             row = {
                 'model': name,
                 'img_size': img_size,
-                'RepVGG (img/s)': round(rates['RepVGG'], 2),
-                **{k: round(rate / rates['RepVGG'], 2) for k, rate in rates.items() if k != 'RepVGG'},
+                'RepVGG (img/s)': round(rates(len(x), times)['RepVGG'], 2),
+                **{k: speedup(seconds, times['RepVGG']) for k, seconds in times.items() if k != 'RepVGG'},
                 'paper': 1.8 if name == 'repopt_vgg_b1' else None,
                 **{f'{k} (MB)': round(memory_of_step(step, x)) for k, step in steps.items()},
+                'spread (%)': spreads(times),
             }
             del steps
             if args.device.type == 'cuda':

@@ -2,7 +2,8 @@
 """Measure this package, section by section.
 
 Each section prints a table and writes scripts/results/<machine>/<section>.json with the machine, the versions and the
-command. The sides of a comparison take turns in one process; medians count.
+command. The sides of a comparison take turns in one process; medians count. Spread: half of what lies between the
+quartiles, in percent of the median.
 """
 import argparse
 import copy
@@ -18,12 +19,13 @@ from _bench_optim import bench_optim
 from _bench_scaling import bench_scaling
 from _bench_train import bench_ffn_train, bench_repa_train, bench_repopt_train
 from _report import report
+from _timing import rates, speedup, spreads
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401, registers the models
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
-from timm_rep.profiling import measure_throughput
+from timm_rep.profiling import time_passes
 
 
 def calibrated(name: str, seed: int = 0, **kwargs) -> nn.Module:
@@ -49,15 +51,18 @@ def bench_import(args):
     code = (
         'import time; start = time.perf_counter(); import timm; middle = time.perf_counter(); import timm_rep; '
         'print(middle - start, time.perf_counter() - middle)')
-    times = []
-    for _ in range(args.rounds + 1):
+    times = {'timm': [], 'timm_rep': []}
+    for i in range(args.rounds + 1):
         out = subprocess.run([sys.executable, '-c', code], check=True, capture_output=True, text=True).stdout
-        times.append([float(x) for x in out.split()])
-    timm_alone, added = (statistics.median(t) for t in zip(*times[1:]))  # the first round warms the disk cache
+        if i:  # the first round warms the disk cache
+            for seconds, value in zip(times.values(), out.split()):
+                seconds.append(float(value))
+    timm_alone, added = (statistics.median(seconds) for seconds in times.values())
     return [{
         'timm (s)': round(timm_alone, 3),
         'timm_rep after it (s)': round(added, 4),
         'ratio': round((timm_alone + added) / timm_alone, 4),
+        'spread (%)': spreads(times),
     }]
 
 
@@ -112,14 +117,18 @@ def bench_deploy_ffn(args):
 
         for form in (one_gemm, two_gemms):
             torch.testing.assert_close(form(x), deploy(x), rtol=1e-3, atol=1e-4 if args.dtype == torch.float32 else .1)
-        rates = measure_throughput({
+        times = time_passes({
             'vanilla': lambda x, vanilla=vanilla: x + vanilla(x),
             'one wide GEMM': one_gemm,
             'two GEMMs, addmm': two_gemms,
             'three linears': deploy,
         }, x, rounds=args.rounds)
-        vanilla_rate = rates.pop('vanilla')
-        rows.append({'C': dim, 'tokens': tokens, **{k: round(v / vanilla_rate, 2) for k, v in rates.items()}})
+        rows.append({
+            'C': dim,
+            'tokens': tokens,
+            **{k: speedup(v, times['vanilla']) for k, v in times.items() if k != 'vanilla'},
+            'spread (%)': spreads(times),
+        })
         print(rows[-1], flush=True)
     return rows
 
@@ -135,20 +144,23 @@ def bench_repa_infer(args):
         }
         models['folded'] = reparameterize_model(models['unfolded'])
         models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
-        if args.compile:
-            torch.compiler.reset()  # or models of one class count as one that is compiled again and again
-            models = {k: torch.compile(m) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
-        rates = measure_throughput(models, x, rounds=args.rounds, warmup=2)
-        rows.append({
-            'model': name,
-            'mode': 'compile' if args.compile else 'eager',
-            **{k: round(v, 2) for k, v in rates.items()},
-            'folded / vanilla': round(rates['folded'] / rates['vanilla'], 2),
-            'paper': round(1 + SPEEDUPS[name], 2) if name in SPEEDUPS else None,
-            'folded / unfolded': round(rates['folded'] / rates['unfolded'], 2),
-        })
-        print(rows[-1], flush=True)
+        for mode in args.modes:
+            sides = models
+            if mode == 'compile':
+                torch.compiler.reset()  # or models of one class count as one that is compiled again and again
+                sides = {k: torch.compile(m) for k, m in models.items()}
+            times = time_passes(sides, x, rounds=args.rounds, warmup=2)
+            rows.append({
+                'model': name,
+                'mode': mode,
+                **{k: round(v, 2) for k, v in rates(len(x), times).items()},
+                'folded / vanilla': speedup(times['folded'], times['vanilla']),
+                'paper': round(1 + SPEEDUPS[name], 2) if name in SPEEDUPS else None,
+                'folded / unfolded': speedup(times['folded'], times['unfolded']),
+                'spread (%)': spreads(times),
+            })
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -183,14 +195,14 @@ def bench_poolformer(args):
             x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
             for form in (torch.contiguous_format, torch.channels_last):
                 models = {k: m.to(args.device, args.dtype, memory_format=form) for k, m in models.items()}
-                rates = measure_throughput(models, x.contiguous(memory_format=form), rounds=args.rounds, warmup=2)
-                vanilla_rate = rates.pop('vanilla')
+                times = time_passes(models, x.contiguous(memory_format=form), rounds=args.rounds, warmup=2)
                 rows.append({
                     'model': name,
                     'pool_size': pool_size,
                     'memory': 'channels-last' if form is torch.channels_last else 'contiguous',
-                    'vanilla (img/s)': round(vanilla_rate, 2),
-                    **{k: round(v / vanilla_rate, 2) for k, v in rates.items()},
+                    'vanilla (img/s)': round(rates(len(x), times)['vanilla'], 2),
+                    **{k: speedup(v, times['vanilla']) for k, v in times.items() if k != 'vanilla'},
+                    'spread (%)': spreads(times),
                 })
                 print(rows[-1], flush=True)
     return rows
@@ -220,7 +232,8 @@ def main():
     parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16', 'float16'])
     parser.add_argument(
         '--amp', action=argparse.BooleanOptionalAction, default=False, help='of training, autocast to bfloat16')
-    parser.add_argument('--compile', action='store_true', help='of repa-infer, compiled models')
+    parser.add_argument(
+        '--modes', nargs='+', default=['eager'], choices=['eager', 'compile'], help='of repa-infer (eager)')
     parser.add_argument('--batch-size', default=8, type=int)
     parser.add_argument('--rounds', default=11, type=int)
     args = parser.parse_args()

@@ -13,9 +13,10 @@ import timm
 import torch
 import torch.nn as nn
 from _report import report
+from _timing import rates, speedup, spreads
 from timm.utils import ParseKwargs, random_seed, reparameterize_model
 
-from timm_rep.profiling import measure_throughput
+from timm_rep.profiling import time_passes
 
 sys.path.insert(0, str(Path(__file__).parent / 'examples'))
 import detection
@@ -81,13 +82,14 @@ def measure(network: str, backbone: str, args) -> Dict[str, Any]:
             counts = {side: len(run(images)[0]['boxes']) for side, run in runs.items()}
         if len(set(counts.values())) > 1:
             raise RuntimeError(f'{network}: the heads do not do the same, they detect {counts} objects.')
-    rates = measure_throughput(runs, images, rounds=args.rounds, warmup=1)
+    times = time_passes(runs, images, rounds=args.rounds, warmup=1)
     vanilla, folded = TABLE_6.get((backbone, network), (None, None))
     row = dict(
         backbone=backbone, network=network,
-        **{f'{side}_ms': round(1e3 / rate, 1) for side, rate in rates.items()},
-        ratio=round(rates['folded'] / rates['vanilla'], 2),
-        paper=vanilla and round(vanilla / folded, 2))
+        **{f'{side}_ms': round(1e3 / rate, 1) for side, rate in rates(1, times).items()},
+        ratio=speedup(times['folded'], times['vanilla']),
+        paper=vanilla and round(vanilla / folded, 2),
+        **{'spread (%)': spreads(times)})
     print(row, flush=True)
     return row
 

@@ -4,13 +4,13 @@
 Both train the same net on the same batch, in turn in one process; medians count.
 """
 import argparse
-import statistics
 import time
 
 import timm
 import torch
 import torch.nn.functional as F
 from _report import report
+from _timing import rates, speedup, spreads
 
 from timm_rep.layers import CslaBlock, SearchBlock
 
@@ -55,11 +55,11 @@ def measure(name, args, channels_last):
             step(model, optimizer, images, targets, args.amp)
             if i >= 2:
                 times[side].append(time.perf_counter() - begin)
-    median = {side: statistics.median(t) for side, t in times.items()}
     return dict(
         model=name, memory='channels-last' if channels_last else 'contiguous',
-        **{f'{side}_ms': round(1e3 * t, 1) for side, t in median.items()},
-        ratio=round(median['feature_maps'] / median['kernels'], 2))
+        **{f'{side}_ms': round(1e3 / rate, 1) for side, rate in rates(1, times).items()},
+        ratio=speedup(times['kernels'], times['feature_maps']),
+        **{'spread (%)': spreads(times)})
 
 
 def main() -> None:

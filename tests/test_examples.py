@@ -342,17 +342,17 @@ def test_bench_dense_compares_backbones(script, request, monkeypatch, tmp_path, 
         built.append(module_build(*args))
         return built[-1]
 
-    def measure_throughput(runs, images, **kwargs):
+    def time_passes(runs, images, **kwargs):
         timed.append({side: run(images) for side, run in runs.items()})
-        return dict(vanilla=1., unfolded=2., folded=4.)
+        return dict(vanilla=[1., 1., 1.2], unfolded=[.5, .5, .5], folded=[.25, .2, .25])
 
     module_build = module.build
     monkeypatch.setattr(module, 'build', build)
-    monkeypatch.setattr(module, 'measure_throughput', measure_throughput)
+    monkeypatch.setattr(module, 'time_passes', time_passes)
     row, = bench(script, tmp_path, network)['rows']
     assert row == dict(
-        backbone='swin_small', network=network, vanilla_ms=1000., unfolded_ms=500., folded_ms=250., ratio=4.,
-        paper=paper)
+        backbone='swin_small', network=network, vanilla_ms=1000., unfolded_ms=500., folded_ms=250., ratio=4.8,
+        paper=paper, **{'spread (%)': dict(vanilla=5., unfolded=0., folded=5.)})
     vanilla, repa = ({
         k: v for k, v in model.state_dict().items() if not k.startswith(module.NETWORKS[network])} for model in built)
     assert vanilla.keys() == repa.keys()

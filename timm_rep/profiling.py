@@ -24,6 +24,7 @@ __all__ = [
     'measure_throughput',
     'model_input_size',
     'profile_latency',
+    'time_passes',
     'versions',
 ]
 
@@ -113,24 +114,24 @@ def versions() -> Dict[str, str]:
 
 
 @torch.inference_mode()
-def measure_throughput(
-        models: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+def time_passes(
+        models: Mapping[str, Callable[[torch.Tensor], object]],
         inputs: torch.Tensor,
         rounds: int = 15,
         warmup: int = 3,
-) -> Dict[str, float]:
-    """Images per second of several models, side by side.
+) -> Dict[str, List[float]]:
+    """Seconds that several models take for a batch, side by side.
 
-    The models take turns, so that whatever else the machine does meets them alike, and the median of the rounds counts.
+    The models take turns, so that whatever else the machine does meets them alike.
 
     Args:
-        models: Models in eval mode on the device of the inputs, by name.
+        models: Models in eval mode on the device of the inputs, or what else is to be timed, by name.
         inputs: One batch (N, ...).
         rounds: Timed passes of each model.
         warmup: Passes before them.
 
     Returns:
-        Images per second by name.
+        Seconds of the timed passes, round by round, by name.
     """
     times: Dict[str, List[float]] = {name: [] for name in models}
     for i in range(warmup + rounds):
@@ -141,6 +142,21 @@ def measure_throughput(
             _synchronize(inputs.device)
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
+    return times
+
+
+def measure_throughput(
+        models: Mapping[str, Callable[[torch.Tensor], object]],
+        inputs: torch.Tensor,
+        rounds: int = 15,
+        warmup: int = 3,
+) -> Dict[str, float]:
+    """Images per second of several models, side by side, by the medians of :func:`time_passes`.
+
+    Returns:
+        Images per second by name.
+    """
+    times = time_passes(models, inputs, rounds, warmup)
     return {name: len(inputs) / statistics.median(t) for name, t in times.items()}
 
 

@@ -51,13 +51,13 @@ _BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
 # short ones, so that one run finishes some of them: what a stopped benchmark has measured is lost
 JOBS: Dict[str, Callable[[argparse.Namespace, float], List[str]]] = {
     'optim': bench('optim'),
-    **{f'repa-infer-{model}': bench('repa-infer', *_BF16, '--compile', '--models', model) for model in SPEEDUPS},
+    **{f'repa-infer-{model}': bench('repa-infer', *_BF16, '--modes', 'eager', 'compile', '--models', model)
+       for model in SPEEDUPS},
     **{f'repopt-train-{model}': bench('repopt-train', '--batch-size', '32', '--models', model)
        for model in ('repopt_vgg_b1', 'repopt_vgg_a0')},
     **{f'repa-train-{model}': bench('repa-train', '--batch-size', '128', '--amp', '--models', model)
        for model in ('repa_deit_base', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_b16')},
     'ffn-train': bench('ffn-train', '--amp'),
-    'repa-infer-eager': bench('repa-infer', *_BF16),
     'scaling': bench('scaling', '--batch-size', '128'),
     'search': on_images('hyper_search', 'search', toy=[
         '--models', 'repopt_ghostnet_050', '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10',
