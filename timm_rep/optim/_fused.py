@@ -2,7 +2,7 @@
 import functools
 import os
 import warnings
-from typing import Iterable, Optional, Sequence
+from typing import Iterable, List, NamedTuple, Optional
 
 import torch
 from torch.torch_version import TorchVersion
@@ -11,7 +11,7 @@ from ._chunks import fused_of, in_layout_of
 from ._tables import ALIGNMENT, BLOCK, Tables, memory_order
 from .grad_mult import GradMult, GradTerm, get_grad_mult, local, set_grad_mult
 
-__all__ = ['Launches', 'kernels_run_on', 'launched_together', 'runs_kernels']
+__all__ = ['Launch', 'Launches', 'kernels_run_on', 'launched_together', 'runs_kernels']
 
 
 def kernels_run_on() -> str:
@@ -59,8 +59,8 @@ def _works_on(device: torch.device) -> bool:
     set_grad_mult(param, GradMult((1, 1, 1, 1), [GradTerm((1, 1), torch.ones(1))]))
     try:
         Launches()(
-            'sgd_kernel', 'squared', [param], [], lr=0., momentum=0., new_weight=1., weight_decay=0., grad_scale=None,
-            found_inf=None, has_momentum=False, nesterov=False, maximize=False)
+            'sgd_kernel', 'squared', Launch([param], [], [False], True), lr=0., momentum=0., new_weight=1.,
+            weight_decay=0., grad_scale=None, found_inf=None, has_momentum=False, nesterov=False, maximize=False)
         torch.cuda.synchronize(device)
     except Exception as e:  # of compilers, linkers and drivers
         warnings.warn(
@@ -75,6 +75,22 @@ def launched_together(param: torch.Tensor) -> tuple:
     return param.device, param.dtype, param.numel() % ALIGNMENT == 0
 
 
+class Launch(NamedTuple):
+    """What one launch is for.
+
+    Attributes:
+        params: Parameters with a GradMult that :func:`runs_kernels` is true of, that :func:`launched_together` puts
+            together.
+        states: Up to three lists of as many tensors, what this process holds, in the layouts of the parameters.
+        first: Whether the state of each parameter is new.
+        as_is: Whether parameters and gradients can be taken as they are: no shards, and of the same strides.
+    """
+    params: List[torch.Tensor]
+    states: List[List[torch.Tensor]]
+    first: List[bool]
+    as_is: bool
+
+
 class Launches:
     """Launches a kernel on lists of tensors, and keeps its tables."""
 
@@ -85,10 +101,8 @@ class Launches:
             self,
             kernel: str,
             rule: str,
-            params: Sequence[torch.Tensor],
-            states: Sequence[Sequence[torch.Tensor]],
+            launch: Launch,
             *args: torch.Tensor,
-            first: Optional[Sequence[bool]] = None,
             grad_scale: Optional[torch.Tensor],
             found_inf: Optional[torch.Tensor],
             lr,
@@ -99,11 +113,8 @@ class Launches:
         Args:
             kernel: Its name in :mod:`timm_rep.optim._kernels`.
             rule: Of the GradMults.
-            params: Parameters with a GradMult that :func:`runs_kernels` is true of, that :func:`launched_together`
-                puts together.
-            states: Up to three lists of as many tensors, in the layouts of the parameters.
+            launch: The tensors.
             args: More tensors that the kernel takes after its tables, wherever they are.
-            first: Whether the state of each parameter is new; of none if None.
             grad_scale: What the gradients are to be divided by, of GradScaler.
             found_inf: Of GradScaler, 1 if the step is to be skipped.
             lr: Learning rate, a number or a tensor.
@@ -113,12 +124,14 @@ class Launches:
 
         from . import _kernels
 
-        shards = [local(p) for p in params]
+        shards, grads = launch.params, [p.grad for p in launch.params]
+        if not launch.as_is:
+            shards = [local(p) for p in shards]
+            # held until the launch: a gradient in another layout is copied
+            grads = [in_layout_of(shard, local(grad)) for shard, grad in zip(shards, grads)]
         device, dtype = shards[0].device, shards[0].dtype
-        # held until the launch: a gradient in another layout is copied
-        grads = [in_layout_of(shard, local(p.grad)) for shard, p in zip(shards, params)]
-        columns = [shards, grads, *([local(x) for x in state] for state in states)]
-        table = self.tables.of(rule, columns, [get_grad_mult(p) for p in params], first or [False] * len(params))
+        grad_mults = [get_grad_mult(p) for p in launch.params]
+        table = self.tables.of(rule, [shards, grads, *launch.states], grad_mults, launch.first)
         # Triton compiles anew for the values of integers: those of switches, and not those of rates
         numbers = {
             k: x if isinstance(x, (bool, torch.Tensor)) else float(x) for k, x in {**kwargs, 'lr': lr}.items()}

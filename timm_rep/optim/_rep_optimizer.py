@@ -1,17 +1,34 @@
 """What the optimizers of this package share: what they refuse, and the two kinds of parameters in a step."""
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional
 
 import torch
 
 from ._chunks import Scratch
-from ._fused import Launches, kernels_run_on, launched_together, runs_kernels
+from ._fused import Launch, Launches, kernels_run_on, launched_together, runs_kernels
 from .grad_mult import get_grad_mult, local, set_grad_mult
 
 __all__ = ['RepOptimizerMixin']
 
 
+class _Plan(NamedTuple):
+    """How a step updates the parameters of a group that have a GradMult, until something about them changes.
+
+    Attributes:
+        facts: Of parameters, gradients and state, all that it depends on.
+        launches: Of Triton kernels.
+        others: Parameters that are updated one by one.
+    """
+    facts: list
+    launches: List[Launch]
+    others: List[torch.Tensor]
+
+
 class RepOptimizerMixin:
-    """Goes before an optimizer of torch, which then updates parameters without a GradMult as it always does."""
+    """Goes before an optimizer of torch, which then updates parameters without a GradMult as it always does.
+
+    Where Triton's kernels run, a class has a ``_kernel`` and the ``_rule`` of its GradMults, ``_kernel_state()`` and
+    ``_kernel_numbers()``.
+    """
 
     def __init__(self, params, lr=1e-3, *args, strict: bool = True, **kwargs):
         """
@@ -26,7 +43,7 @@ class RepOptimizerMixin:
             ValueError: No parameter has a GradMult, and strict is True.
         """
         super().__init__(params, lr, *args, **kwargs)
-        self._launches, self._on_kernels = Launches(), {}
+        self._launches, self._plans = Launches(), {}
         _check_grad_mults(type(self).__name__, self.param_groups, strict)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -44,7 +61,7 @@ class RepOptimizerMixin:
         state = dict(state)
         grad_mults = state.pop('_grad_mults', [])
         super().__setstate__(state)
-        self._launches, self._on_kernels = Launches(), {}
+        self._launches, self._plans = Launches(), {}
         for group, mults in zip(self.param_groups, grad_mults):
             for param, grad_mult in zip(group['params'], mults):
                 if grad_mult is not None and get_grad_mult(param) is None:
@@ -72,42 +89,72 @@ class RepOptimizerMixin:
                 loss = closure()
         for group in self.param_groups:
             for param in group['params']:
-                if param.grad is not None:
+                if param.grad is not None and (param.grad.is_sparse or param.is_complex()):
                     self._check_gradient(param)
         scratch, kernels_on = Scratch(), kernels_run_on()
-        for group in self.param_groups:
-            params = [p for p in group['params'] if p.grad is not None]
-            plain = [p for p in params if get_grad_mult(p) is None]
+        for index, group in enumerate(self.param_groups):
+            plain, multiplied = [], []
+            for param in group['params']:
+                if param.grad is not None:
+                    (plain if get_grad_mult(param) is None else multiplied).append(param)
+            # first what has the most to do: a GPU works on it while the rest is prepared
+            if kernels_on and multiplied:
+                plan = self._plan(index, multiplied, group, kernels_on)
+                for launch in plan.launches:
+                    self._kernel_update(launch, group)
+                multiplied = plan.others
+            for param in multiplied:
+                self._multiplied_update(param, group, scratch)
             if plain:
                 self._plain_update(plain, group)
-            together = {}
-            for param in params:
-                if get_grad_mult(param) is None:
-                    continue
-                if param.device.type == kernels_on and self._runs_kernels(param, group):
-                    together.setdefault(launched_together(local(param)), []).append(param)
-                else:
-                    self._multiplied_update(param, group, scratch)
-            for multiplied in together.values():
-                self._kernel_update(multiplied, group)
         return loss
 
-    def _runs_kernels(self, param: torch.Tensor, group: dict) -> bool:
-        """Whether a kernel updates a parameter: found out once, as long as nothing about it changes."""
-        states = [x for name, x in self.state[param].items() if x is not None and name != 'step']
-        seen = None
-        if local(param) is param:
+    def _plan(self, index: int, params: List[torch.Tensor], group: dict, device_type: str) -> _Plan:
+        """The plan for the group with this index: that of the step before, as long as its facts stay."""
+        facts = [device_type, group['fused'], group['foreach'], *self._kernel_facts(group)]
+        for param in params:
             grad = param.grad
-            seen = [
-                param.data_ptr(), param.stride(), grad.stride(), grad.dtype, group['fused'], group['foreach'],
-                *map(id, states)]
-            known = self._on_kernels.get(param)
-            if known is not None and known[0] == seen:
-                return True
-        runs = runs_kernels(local(param), local(param.grad), [local(x) for x in states], group)
-        if runs and seen is not None:
-            self._on_kernels[param] = seen, states  # held, so that no other tensor gets the id of one
-        return runs
+            facts += (
+                id(param), param.device, param.shape, param.stride(), grad.stride(), grad.dtype, get_grad_mult(param),
+                *map(id, self.state[param].values()))
+        plan = self._plans.get(index)
+        if plan is not None and plan.facts == facts:
+            return plan
+        together: Dict[tuple, List[torch.Tensor]] = {}
+        others = []
+        for param in params:
+            states = [local(x) for name, x in self.state[param].items() if x is not None and name != 'step']
+            shard = local(param)
+            if shard.device.type == device_type and runs_kernels(shard, local(param.grad), states, group):
+                together.setdefault(launched_together(shard), []).append(param)
+            else:
+                others.append(param)
+        launches = []
+        for of in together.values():
+            states, first = zip(*(self._kernel_state(param, group) for param in of))
+            launches.append(Launch(
+                of, [[local(x) for x in state] for state in zip(*states)], list(first),
+                all(local(p) is p and p.stride() == p.grad.stride() for p in of)))
+        plan = _Plan(facts, launches, others)
+        # state that is new has another meaning in the next step; a shard is another tensor each time
+        if all(local(p) is p for p in params) and not any(first for launch in launches for first in launch.first):
+            self._plans[index] = plan
+        return plan
+
+    def _kernel_update(self, launch: Launch, group: dict) -> None:
+        args, numbers = self._kernel_numbers(launch.params, group)
+        self._launches(
+            self._kernel,
+            self._rule,
+            launch,
+            *args,
+            grad_scale=getattr(self, 'grad_scale', None),
+            found_inf=getattr(self, 'found_inf', None),
+            lr=group['lr'],
+            weight_decay=group['weight_decay'],
+            maximize=group['maximize'],
+            **numbers,
+        )
 
     def _check_gradient(self, param: torch.Tensor) -> None:
         multiplied = get_grad_mult(param) is not None

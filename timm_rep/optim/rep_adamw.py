@@ -1,5 +1,5 @@
 """AdamW that carries a structure's prior: the method is not bound to SGD (RepOptimizers, section 4.2)."""
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import torch
 from torch.optim import AdamW
@@ -26,6 +26,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
     """
 
     _plain_takes_sparse = False
+    _kernel, _rule = 'adamw_kernel', 'absolute'
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if not param_group.get('decoupled_weight_decay', True):
@@ -103,7 +104,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
                 fused=fused,
             )
             chunk.mul_(1 - group['lr'] * group['weight_decay'] * taken)
-            grad_mult.add_product(chunk, update, 'absolute', start=rows.start)
+            grad_mult.add_product(chunk, update, self._rule, start=rows.start)
         step.add_(taken)
 
     def _state_in_layout(self, params: List[torch.Tensor], group: dict) -> Dict[str, List[torch.Tensor]]:
@@ -118,28 +119,25 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         found_inf = getattr(self, 'found_inf', None)
         return 1 if found_inf is None else 1 - found_inf
 
-    def _kernel_update(self, params: List[torch.Tensor], group: dict) -> None:
-        state = self._state_in_layout(params, group)
-        steps, taken = state.pop('state_steps'), self._steps_taken()
-        for device in {step.device for step in steps}:  # those of a checkpoint may be elsewhere than new ones
+    def _kernel_facts(self, group: dict) -> Tuple[bool, ...]:
+        return (group['amsgrad'],)
+
+    def _kernel_state(self, param: torch.Tensor, group: dict) -> Tuple[List[torch.Tensor], bool]:
+        state = self._state_in_layout([param], group)
+        del state['state_steps']
+        return [x for of_one in ('exp_avgs', 'exp_avg_sqs', 'max_exp_avg_sqs') for x in state[of_one]], False
+
+    def _kernel_numbers(self, params: List[torch.Tensor], group: dict) -> Tuple[List[torch.Tensor], Dict[str, Any]]:
+        """With what corrects the bias of the averages, and counts the step."""
+        steps, taken = [self.state[p]['step'] for p in params], self._steps_taken()
+        devices = {step.device for step in steps}
+        for device in devices:
             of_device = [step for step in steps if step.device == device]
             torch._foreach_add_(of_device, taken.to(device) if torch.is_tensor(taken) else taken)
+        if len(devices) > 1:  # those of a checkpoint may be elsewhere than new ones
+            steps = [step.to(steps[0].device) for step in steps]
         beta1, beta2 = group['betas']
-        steps = torch.stack([step.to(steps[0].device) for step in steps]).double()
-        self._launches(
-            'adamw_kernel',
-            'absolute',
-            params,
-            [state['exp_avgs'], state['exp_avg_sqs'], *([state['max_exp_avg_sqs']] if group['amsgrad'] else [])],
-            torch.stack((1 - beta1 ** steps, (1 - beta2 ** steps).sqrt()), dim=1),
-            new_weight1=1 - beta1,
-            beta2=beta2,
-            new_weight2=1 - beta2,
-            eps=group['eps'],
-            weight_decay=group['weight_decay'],
-            lr=group['lr'],
-            grad_scale=getattr(self, 'grad_scale', None),
-            found_inf=getattr(self, 'found_inf', None),
-            amsgrad=group['amsgrad'],
-            maximize=group['maximize'],
-        )
+        steps = torch.stack(steps).double()
+        corrections = torch.stack((1 - beta1 ** steps, (1 - beta2 ** steps).sqrt()), dim=1)
+        return [corrections], dict(
+            new_weight1=1 - beta1, beta2=beta2, new_weight2=1 - beta2, eps=group['eps'], amsgrad=group['amsgrad'])

@@ -1,5 +1,5 @@
 """SGD that carries a structure's prior (RepOptimizers, section 3.4)."""
-from typing import List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch.optim import SGD
@@ -23,6 +23,7 @@ class RepSGD(RepOptimizerMixin, SGD):
     """
 
     _plain_takes_sparse = True
+    _kernel, _rule = 'sgd_kernel', 'squared'
 
     def _plain_update(self, params: List[torch.Tensor], group: dict) -> None:
         buffers = [self.state[p].get('momentum_buffer') for p in params]
@@ -62,7 +63,7 @@ class RepSGD(RepOptimizerMixin, SGD):
         fused = use_fused(param, group)
         for rows in row_chunks(param):
             chunk = param[rows]
-            product = grad_mult.multiply(grad[rows], 'squared', out=scratch.like(chunk), start=rows.start)
+            product = grad_mult.multiply(grad[rows], self._rule, out=scratch.like(chunk), start=rows.start)
             buffers = [None if new or buffer is None else buffer[rows]]
             self._update([chunk], [product], buffers, group, foreach=False, fused=fused)
             if new:
@@ -78,22 +79,17 @@ class RepSGD(RepOptimizerMixin, SGD):
             buffer = self.state[param]['momentum_buffer'] = in_layout_of(param, buffer)
         return buffer, new
 
-    def _kernel_update(self, params: List[torch.Tensor], group: dict) -> None:
-        buffers, new = zip(*(self._state_of(p, group) for p in params))
-        has_momentum = group['momentum'] != 0
-        self._launches(
-            'sgd_kernel',
-            'squared',
-            params,
-            [buffers] if has_momentum else [],
-            first=new,
+    def _kernel_facts(self, group: dict) -> Tuple[bool, ...]:
+        return (group['momentum'] != 0,)
+
+    def _kernel_state(self, param: torch.Tensor, group: dict) -> Tuple[List[torch.Tensor], bool]:
+        buffer, new = self._state_of(param, group)
+        return [buffer] if group['momentum'] != 0 else [], new
+
+    def _kernel_numbers(self, params: List[torch.Tensor], group: dict) -> Tuple[List[torch.Tensor], Dict[str, Any]]:
+        return [], dict(
             momentum=group['momentum'],
             new_weight=1 - group['dampening'],
-            weight_decay=group['weight_decay'],
-            lr=group['lr'],
-            grad_scale=getattr(self, 'grad_scale', None),
-            found_inf=getattr(self, 'found_inf', None),
-            has_momentum=has_momentum,
+            has_momentum=group['momentum'] != 0,
             nesterov=group['nesterov'],
-            maximize=group['maximize'],
         )
