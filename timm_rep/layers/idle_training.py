@@ -22,6 +22,10 @@ __all__ = ['idle_matrix_pays', 'set_fast_train', 'synchronized_group', 'train_ff
 # whether torch multiplies half precision into float32 on a GPU
 _WIDENS = hasattr(torch.ops.aten.mm, 'dtype')
 
+# multiplications in the time that making the matrix takes beside its products, measured on a CPU of two cores from 192
+# to 768 channels (scripts/bench.py ffn-train)
+_OVERHEAD = 2e8
+
 _FAST = os.environ.get('TIMM_REP_FAST_TRAIN', '1') != '0'
 
 
@@ -44,10 +48,9 @@ def idle_matrix_pays(tokens: int, channels: int, idle: int) -> bool:
 
     Layer after layer takes 6 products of ``tokens * channels * idle``, 2 forward and 4 backward. The matrix takes 5 of
     ``tokens * channels * channels``, the covariance, its application, and their gradients, and to be made 2 of
-    ``channels * channels * idle`` forward and 4 backward. Measured, what it saves has to exceed what it costs by a
-    quarter (``scripts/bench.py ffn-train``).
+    ``channels * channels * idle`` forward and 4 backward, and the time of some more (``_OVERHEAD``).
     """
-    return tokens * (6 * idle - 5 * channels) > 1.25 * 6 * channels * idle
+    return tokens * channels * (6 * idle - 5 * channels) > 6 * channels ** 2 * idle + _OVERHEAD
 
 
 def _full_precision(device: torch.device):
