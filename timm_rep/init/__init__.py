@@ -4,7 +4,8 @@ from .depth import map_names, select_blocks
 from .elements import evenly_spaced, select_elements
 from .meaning import select_by_meaning
 from .mimetic import attention_products, attentions, mimetic_init_
-from .select import Selection, SelectionReport, weight_select_init
+from .plan import Selection
+from .select import SelectionReport, weight_select_init
 from .teachers import open_teacher
 
 __all__ = [

@@ -3,62 +3,23 @@
 `Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823
 """
 import copy
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import List, NamedTuple, Sequence, Tuple, Union
 
 import timm
 import torch
 import torch.nn as nn
-from timm.models import FeatureDictNet, FeatureHookNet
-from timm.models._features import FeatureGetterNet
 from timm.utils import unwrap_model
 
-from .depth import Shape, map_names, select_blocks, with_ones_of, without_ones
-from .elements import ELEMENTS, Indices, select_elements
+from .depth import select_blocks, with_ones_of
+from .elements import ELEMENTS, select_elements
 from .meaning import HEADS, Anatomy, select_by_meaning
-from .relatives import missing_by_nature, plain_names
-from .roles import ROLES, classifier_names, fused_parts, in_classifier, matches, role_of
-from .teachers import Teacher, TeacherSource, open_teacher
+from .plan import Selection, Wanted, plan_selections
+from .roles import ROLES, fused_parts
+from .teachers import TeacherSource, open_teacher
 
-__all__ = ['CHOICES', 'Selection', 'SelectionReport', 'weight_select_init']
+__all__ = ['CHOICES', 'SelectionReport', 'weight_select_init']
 
 CHOICES = (*ELEMENTS, 'uniform_heads')
-
-
-class Selection(NamedTuple):
-    """Where a tensor of the student comes from.
-
-    Attributes:
-        name: In the student.
-        role: 'patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head' or 'other'.
-        shape: In the student.
-        teacher_name: In the teacher; None if the tensor keeps its own initialization.
-        teacher_shape: In the teacher.
-        reason: Why it keeps its own, '' if it does not.
-        problem: Whether it should have had a counterpart.
-        indices: The positions taken along every axis, None where all are.
-    """
-    name: str
-    role: str
-    shape: Shape
-    teacher_name: Optional[str] = None
-    teacher_shape: Optional[Shape] = None
-    reason: str = ''
-    problem: bool = False
-    indices: Optional[Indices] = None
-
-    def __str__(self) -> str:
-        if self.teacher_name is None:
-            return f'{self.name} {self.shape}: its own initialization, {self.reason}'
-        taken = [_shortened(of) for of in self.indices or ()]
-        kept = 'all of it' if not any(of for of in taken) else ' x '.join(of or ':' for of in taken)
-        return f'{self.name} {self.shape} <- {self.teacher_name} {self.teacher_shape}: {kept}'
-
-
-def _shortened(indices: Optional[torch.Tensor]) -> str:
-    if indices is None:
-        return ''
-    values = [str(i) for i in indices.tolist()]
-    return f"[{', '.join(values if len(values) <= 6 else [*values[:3], '...', values[-1]])}]"
 
 
 class SelectionReport(NamedTuple):
@@ -90,8 +51,8 @@ def weight_select_init(
         teacher: Union[TeacherSource, Sequence[TeacherSource]],
         element: str = 'uniform',
         depth: str = 'first',
-        include: Optional[Union[str, Sequence[str]]] = None,
-        exclude: Optional[Union[str, Sequence[str]]] = None,
+        include: Wanted = None,
+        exclude: Wanted = None,
         include_head: bool = False,
         strict: bool = True,
         seed: int = 0,
@@ -144,20 +105,15 @@ def weight_select_init(
 
     source = open_teacher(first)
     student = unwrap_model(student)
-    if isinstance(student, (FeatureDictNet, FeatureGetterNet, FeatureHookNet)):
+    if isinstance(student, nn.ModuleDict):  # as timm's features_only makes all of them
         raise ValueError('The student is a features_only model, whose tensors have other names: use one without.')
     own = student.state_dict()
     if any(value.is_meta for value in own.values()):
         raise ValueError("The student is on 'meta', where there is nothing to initialize: create it on a device.")
     shapes = {name: tuple(value.shape) for name, value in own.items()}
-    names = _names(shapes, source.shapes, depth)
     anatomies = Anatomy.of(student, shapes), Anatomy.of(source.model, source.shapes)
-    classifiers = classifier_names(student)
-    plan = [
-        _planned(name, shapes[name], names[name], source, classifiers, include, exclude, include_head) for name in own
-    ]
-    _check_patterns([(s.name, s.role) for s in plan], include, exclude)
-    plan = [_feasible(s, element, anatomies, heads) for s in plan]
+    plan = plan_selections(
+        student, shapes, source, anatomies, element, depth, heads, include, exclude, include_head)
     problems = [s for s in plan if s.problem]
     if strict and problems:
         raise ValueError(
@@ -183,49 +139,7 @@ def weight_select_init(
     return SelectionReport(tuple(report))
 
 
-def _names(student: Dict[str, Shape], teacher: Dict[str, Shape], depth: str) -> Dict[str, Optional[str]]:
-    """For each tensor of the student that of the teacher, whichever of them is a RePaFormer."""
-    ours, theirs = plain_names(student, teacher), plain_names(teacher, student)
-    of_plain = {plain: name for name, plain in theirs.items() if plain is not None}
-    found = map_names(
-        {plain: student[name] for name, plain in ours.items() if plain is not None},
-        {plain: teacher[name] for plain, name in of_plain.items()},
-        depth,
-    )
-    return {name: of_plain.get(found.get(plain)) for name, plain in ours.items()}
-
-
-def _feasible(s: Selection, element: str, anatomies: Tuple[Anatomy, Anatomy], heads: str) -> Selection:
-    """The selection, or why it cannot be made: of sizes, heads or positions that the teacher does not have."""
-    if s.teacher_name is None:
-        return s
-    ours, theirs = without_ones(s.shape), without_ones(s.teacher_shape)
-    reason = ''
-    if len(ours) != len(theirs):
-        reason = 'with another number of axes'
-    elif element == 'uniform_heads':
-        try:
-            teacher_shape = with_ones_of(s.teacher_shape, s.shape)
-            select_by_meaning(
-                torch.empty(teacher_shape, device='meta'), s.shape, s.name, s.teacher_name, *anatomies, heads=heads)
-        except ValueError as e:
-            reason = str(e)
-    elif any(a > b for a, b in zip(ours, theirs)):
-        reason = 'smaller'
-    if not reason:
-        return s
-    return Selection(
-        s.name, s.role, s.shape, reason=f'{s.teacher_name} of the teacher is {s.teacher_shape}, {reason}', problem=True)
-
-
-def _check_patterns(tensors: List[Tuple[str, str]], *wanted: Optional[Union[str, Sequence[str]]]) -> None:
-    for of in wanted:
-        for word in [of] if isinstance(of, str) else of or ():
-            if word not in ROLES and not any(matches(name, role, word) for name, role in tensors):
-                raise ValueError(f'No tensor of the student is called {word!r}, nothing was changed.')
-
-
-def _check_words(element: str, depth: str, heads: str, *wanted: Optional[Union[str, Sequence[str]]]) -> None:
+def _check_words(element: str, depth: str, heads: str, *wanted: Wanted) -> None:
     if element not in CHOICES:
         raise ValueError(f'element is one of {", ".join(CHOICES)}, got {element!r}.')
     if heads not in HEADS:
@@ -246,30 +160,3 @@ def _model(source: TeacherSource) -> nn.Module:
         return timm.create_model(source)
     raise ValueError(
         f'In a chain of teachers all but the first are models or names of timm models, got {source!r}.')
-
-
-def _planned(
-        name: str,
-        shape: Shape,
-        teacher_name: Optional[str],
-        teacher: Teacher,
-        classifiers: Sequence[str],
-        include: Optional[Union[str, Sequence[str]]],
-        exclude: Optional[Union[str, Sequence[str]]],
-        include_head: bool,
-) -> Selection:
-    role = role_of(name, classifiers)
-    selection = Selection(name, role, shape)
-    if include is not None and not matches(name, role, include):
-        return selection._replace(reason='not included')
-    if matches(name, role, exclude):
-        return selection._replace(reason='excluded')
-    if in_classifier(name, classifiers) and not include_head:
-        return selection._replace(reason='a classifier')
-    if teacher_name is None:
-        reason = missing_by_nature(name)
-        return selection._replace(reason=reason or 'the teacher has none', problem=not reason)
-    teacher_shape = teacher.shapes[teacher_name]
-    if in_classifier(name, classifiers) and teacher_shape[0] != shape[0]:
-        return selection._replace(reason=f'a classifier of {shape[0]} classes, the teacher has {teacher_shape[0]}')
-    return selection._replace(teacher_name=teacher_name, teacher_shape=teacher_shape)

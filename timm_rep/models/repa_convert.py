@@ -4,8 +4,6 @@ from typing import Dict, List, NamedTuple, Tuple
 
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d, Mlp
-from timm.models import FeatureDictNet, FeatureHookNet
-from timm.models._features import FeatureGetterNet
 from timm.utils import unwrap_model
 
 from timm_rep.layers import RePaMlp, idle_ratios
@@ -168,7 +166,7 @@ def convert_to_repa(
     """
     if isinstance(model, ReparameterizeMixin):
         raise ValueError(f'{type(model).__name__} has structures to fold already.')
-    if unwrap_model(model) is not model or isinstance(model, (FeatureDictNet, FeatureGetterNet, FeatureHookNet)):
+    if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # features_only makes the latter
         raise ValueError(f'{type(model).__name__} is a model in another one: convert it before you wrap it.')
     found = [f for f in find_ffns(model) if getattr(f.block, f.mlp) is not None]
     strangers = _strangers(model, found)

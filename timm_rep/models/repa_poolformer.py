@@ -8,7 +8,7 @@ from typing import List, Optional, Sequence, Tuple, Type, Union
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import DropPath, GroupNorm1
+from timm.layers import GroupNorm1
 from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, MetaFormerBlock, Pooling
 
@@ -133,7 +133,7 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
         )
         norm_layer = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)
         for block, dim in ((block, dim) for stage, dim in zip(self.stages, dims) for block in stage.blocks):
-            drop_path = block.drop_path2.drop_prob if isinstance(block.drop_path2, DropPath) else 0.
+            drop_path = getattr(block.drop_path2, 'drop_prob', 0.)
             train_args = dict(norm_layer=norm_layer, init_values=layer_scale_init_values, drop_path=drop_path)
             mlp_args = dict(hidden_features=int(dim * mlp_ratio), idle_ratio=next(ratios), act_layer=mlp_act)
             if reparameterized:

@@ -8,7 +8,6 @@ from typing import Sequence
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import DropPath
 from timm.models import generate_default_cfgs, register_model
 from timm.models._manipulate import named_apply
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, checkpoint_filter_fn
@@ -91,7 +90,7 @@ class RePaSwinTransformer(ReparameterizeMixin, SwinTransformer):
             norm_layer = partial(nn.BatchNorm1d, eps=bn_eps, momentum=bn_momentum)
             mlp_layer = partial(RePaMlp, norm_layer=norm_layer, drop=proj_drop_rate)
         for block in (block for stage in self.layers for block in stage.blocks):
-            drop_path = block.drop_path2.drop_prob if isinstance(block.drop_path2, DropPath) else 0.
+            drop_path = getattr(block.drop_path2, 'drop_prob', 0.)
             mlp = mlp_layer(
                 block.dim,
                 hidden_features=int(block.dim * block.mlp_ratio),
