@@ -197,6 +197,8 @@ def test_names_of_classes_in_their_order(folder, tmp_path):
     torch.save({'state_dict': trained(*REPA, classes=4).state_dict()}, tmp_path / 'c.pth')
     prepare_folder(folder, tmp_path / 'c.pth', data_dir=str(tmp_path / 'data'))
     assert json.loads((folder / 'config.json').read_text())['label_names'] == ['1', '2', '10', '20']
+    prepare_folder(folder, tmp_path / 'c.pth')  # without the images they stay
+    assert json.loads((folder / 'config.json').read_text())['label_names'] == ['1', '2', '10', '20']
     write_folded(folder, tmp_path)
     folded = json.loads((tmp_path / f'{NAME}_folded' / 'config.json').read_text())
     assert folded['label_names'] == ['1', '2', '10', '20']

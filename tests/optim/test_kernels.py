@@ -1,4 +1,5 @@
 """The Triton kernels of the optimizers: their arithmetic in Triton's interpreter, and that a GPU can have them."""
+import copy
 import re
 import sys
 import warnings
@@ -8,6 +9,7 @@ import torch
 
 import timm_rep.optim
 import timm_rep.optim._fused as fused
+import timm_rep.optim._rep_optimizer as rep_optimizer
 import timm_rep.optim._tables as tables
 from tests.optim.test_rep_optim import PAIRS, reference_sgd
 from tests.reference.ffn import relative
@@ -234,6 +236,55 @@ def test_layouts_may_differ(interpreted):
             optimizer.step()
         for a, b in zip(params, expected):
             assert relative(double(a), double(b)) < 1e-6
+
+
+def _other_grad_mult(optimizer, params):
+    param = params[0]
+    set_grad_mult(param, GradMult(param.shape, [GradTerm(tuple(param.shape[2:]), torch.full(param.shape[:1], 3.))]))
+
+
+CHANGES = {
+    'none yet': lambda optimizer, params: None,
+    'first momentum known': lambda optimizer, params: None,
+    'none': lambda optimizer, params: None,
+    'another GradMult': _other_grad_mult,
+    'no momentum': lambda optimizer, params: optimizer.param_groups[0].update(momentum=0., betas=(0., .9)),
+    'new momentum': lambda optimizer, params: (
+        optimizer.state.clear(), optimizer.param_groups[0].update(momentum=.5, betas=(.5, .9))),
+    'no gradient': lambda optimizer, params: setattr(params[1], 'grad', None),
+    'a checkpoint': lambda optimizer, params: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    'weights elsewhere': lambda optimizer, params: setattr(params[0], 'data', 2 * params[0].data),
+    'state elsewhere': lambda optimizer, params: [
+        setattr(x, 'data', 2 * x.data) for state in optimizer.state.values() for x in state.values() if x.ndim],
+    'not fused': lambda optimizer, params: optimizer.param_groups[0].update(fused=False),
+    'fused': lambda optimizer, params: optimizer.param_groups[0].update(fused=None),
+    'another group': lambda optimizer, params: optimizer.add_param_group(dict(params=make(names=('RepOpt-VGG',)))),
+    'no GradMult': lambda optimizer, params: delattr(params[0], 'grad_mult'),
+}
+
+
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_what_changes_between_steps(interpreted, monkeypatch, rep):
+    """With a plan of the step before as without kernels at all; who gets one is asked again if something changes."""
+    asked = []
+    runs_kernels = rep_optimizer.runs_kernels
+    monkeypatch.setattr(rep_optimizer, 'runs_kernels', lambda *args: asked.append(args) or runs_kernels(*args))
+    sides = make(), make()
+    optimizers = [rep(params, lr=.01, **(dict(momentum=.9) if rep is RepSGD else {})) for params in sides]
+    for step, (name, change) in enumerate(CHANGES.items()):
+        before = len(asked)
+        for params, optimizer, interpret in zip(sides, optimizers, '10'):
+            fill(params, step)
+            change(optimizer, params)
+            for group in optimizer.param_groups[1:]:
+                fill(group['params'], step)
+            monkeypatch.setenv('TRITON_INTERPRET', interpret)
+            optimizer.step()
+        for groups in zip(*(optimizer.param_groups for optimizer in optimizers)):
+            for a, b in zip(*(group['params'] for group in groups)):
+                assert relative(double(a), double(b)) < 1e-5, name
+        stays = {'none', 'weights elsewhere', 'state elsewhere', *(['no momentum'] if rep is RepAdamW else [])}
+        assert (len(asked) == before) == (name in stays), name
 
 
 def test_who_gets_a_kernel(interpreted, monkeypatch):

@@ -188,6 +188,9 @@ def _write_trained(
         if timm.get_pretrained_cfg(variant).fixed_input_size:
             model_args.setdefault('img_size', size)
     model = timm.create_model(variant, pretrained_cfg_overlay=overlay, **model_args)
+    if classes is None and (folder / CONFIG).is_file():  # of weights that this folder had before
+        names = Published.in_folder(folder).config.get('label_names')
+        classes = names if names and len(names) == model.num_classes else None
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
     load_checkpoint(model, os.fspath(checkpoint), use_ema=use_ema)
