@@ -90,7 +90,7 @@ def bench_scaling(args):
                 for name, rate in rates(len(x), times).items():
                     measured.setdefault(name, []).append((1e3 * len(x) / rate, spread[name]))
             for name, values in measured.items():
-                costs, spread = zip(*values)
+                costs, lie_apart = zip(*values)
                 rows.append({
                     'cost': name,
                     'along': along,
@@ -98,7 +98,7 @@ def bench_scaling(args):
                     'ms': [float(f'{cost:.3g}') for cost in costs],
                     'exponent': round(exponent(sizes, costs), 2),
                     'arithmetic': arithmetic,
-                    'spread (%)': spread,
+                    'spread (%)': lie_apart,
                 })
                 print(rows[-1], flush=True)
     finally:

@@ -26,7 +26,7 @@ from timm.utils import reparameterize_model
 import timm_rep  # noqa: F401, registers the models
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
-from timm_rep.profiling import time_passes
+from timm_rep.profiling import PARTS, count_macs, profile_latency, time_passes
 
 
 def calibrated(name: str, seed: int = 0, **kwargs) -> nn.Module:
@@ -167,6 +167,35 @@ def bench_repa_infer(args):
     return rows
 
 
+def bench_parts(args):
+    """Where the time of a pass goes, vanilla and folded (figure 3 of the paper): milliseconds by part.
+
+    'arithmetic': how many times the folded model's multiply-accumulates the vanilla one has, which bounds what folding
+    is worth but for activations and norms.
+    """
+    rows = []
+    for name in args.models or SPEEDUPS:
+        vanilla, vanilla_args = VANILLA[name]
+        models = {
+            'vanilla': timm.create_model(vanilla, **vanilla_args).eval(),
+            'folded': timm.create_model(name).eval().reparameterize(),
+        }
+        macs = {k: count_macs(m).total for k, m in models.items()}
+        models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
+        x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
+        ms = profile_latency(models, x, rounds=args.rounds, warmup=2)
+        whole = {k: sum(parts.values()) for k, parts in ms.items()}
+        rows.append({
+            'model': name,
+            **{f'{part}, {k}': float(f'{ms[k][part]:.3g}') for part in PARTS for k in models},
+            'FFNs': round(ms['vanilla']['FFNs'] / ms['folded']['FFNs'], 2),
+            'whole': round(whole['vanilla'] / whole['folded'], 2),
+            'arithmetic': round(macs['vanilla'] / macs['folded'], 2),
+        })
+        print(rows[-1], flush=True)
+    return rows
+
+
 def bench_poolformer(args):
     """PoolFormers with their FFNs folded, and with their token mixers folded too; as throughput over timm's PoolFormer.
 
@@ -216,6 +245,7 @@ SECTIONS = {
     'fold-precision': bench_fold_precision,
     'deploy-ffn': bench_deploy_ffn,
     'repa-infer': bench_repa_infer,
+    'parts': bench_parts,
     'poolformer': bench_poolformer,
     'repa-train': bench_repa_train,
     'ffn-train': bench_ffn_train,

@@ -13,7 +13,9 @@ RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parent / 're
 _HEAD = """# What was measured
 
 Made by `python scripts/tables.py` of the JSON files beside it, which a script writes when it has measured something;
-every number is from one of them. The sides of a comparison took turns in one process, and medians count.
+every number is from one of them. The sides of a comparison took turns in one process, and medians count: how many times
+as fast one side is as another is the median over the rounds, not the quotient of the medians. Spread: half of what lies
+between the quartiles of a side's rounds, in percent of its median.
 """
 # of the machine and the run; what else a file has are settings, and belong to the table
 _KNOWN = ('section', 'what', 'machine', 'date', 'command', 'versions', 'rows', 'settings')

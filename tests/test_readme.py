@@ -1,4 +1,5 @@
 """The code in README.md does what it says."""
+import json
 import re
 
 import torch
@@ -48,3 +49,27 @@ def test_repopt():
     grad = conv.weight.grad + 0.
     step = 0.1 * 1.9 * (conv.grad_mult.dense('squared') * grad + 4e-5 * before)  # Nesterov momentum 0.9, first step
     torch.testing.assert_close(conv.weight.detach(), before - step)
+
+
+def _results(section):
+    path = ROOT / 'scripts' / 'results' / 'amd-epyc-2-threads' / f'{section}.json'
+    return json.loads(path.read_text())['rows']
+
+
+def test_speed():
+    """Every number of its tables is one of the committed results."""
+    section = re.search(r'\n## Speed\n(.*?)\n## ', (ROOT / 'README.md').read_text(), re.DOTALL)[1]
+    tables = [[
+        [cell.strip('` ') for cell in line.strip('|').split('|')] for line in table.splitlines()[2:]
+    ] for table in re.findall(r'(?:^\|.*\|$\n?)+', section, re.MULTILINE)]
+    inference, training, repopt = tables
+    modes = {(row['model'], row['mode']): str(row['folded / vanilla']) for row in _results('repa-infer')}
+    paper = {row['model']: str(row['paper']) for row in _results('repa-infer')}
+    assert inference == [
+        [model, modes[model, 'eager'], modes.get((model, 'compile'), ''), paper[model]] for model in paper]
+    assert training == [
+        [row['model'], str(row['matrix']), str(row['matrix / vanilla']),
+         str(round(row['matrix (MB)'] / row['released (MB)'], 2))] for row in _results('repa-train')]
+    assert repopt == [
+        [row['model'], str(row['img_size']), str(row['RepOpt-VGG']), str(row['RepOpt-VGG, channels-last']),
+         str(round(row['RepOpt-VGG (MB)'] / row['RepVGG (MB)'], 2))] for row in _results('repopt-train')]

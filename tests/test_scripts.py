@@ -235,6 +235,22 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
     assert 'there are no rows randum' in capsys.readouterr().err
 
 
+def test_bench_of_inference(script, tmp_path):
+    script('bench', 'repa-infer', 'parts', '--models', 'repa_deit_tiny', '--rounds', 3, '--batch-size', 1)
+    result = reported(tmp_path, 'repa-infer')
+    row, = result['rows']
+    assert (row['model'], row['mode'], row['paper'], result['batch_size']) == ('repa_deit_tiny', 'eager', 1.33, 1)
+    assert row['spread (%)'].keys() == {'vanilla', 'unfolded', 'folded'}
+    assert all(row[side] > 0 for side in row['spread (%)'])
+    row, = reported(tmp_path, 'parts')['rows']
+    for form in ('vanilla', 'folded'):
+        assert row[f'FFNs, {form}'] > row[f'head, {form}'] > 0
+    tokens, dim = 197, 192
+    rest = 196 * 3 * 16 ** 2 * dim + 1000 * dim + 12 * 2 * tokens ** 2 * dim  # patches, classifier, attention
+    vanilla, folded = (12 * matrices * tokens * dim ** 2 + rest for matrices in (12, 7))
+    assert row['arithmetic'] == round(vanilla / folded, 2)
+
+
 @pytest.mark.parametrize('name', ['repa_deit_tiny', 'repa_poolformer_s12', 'repa_lvvit_s'])
 def test_bench_training(script, name, monkeypatch):
     """The released form computes what ours does, and the sides of the comparison are what they say."""

@@ -1,5 +1,6 @@
 """timm-rep card: from a checkpoint and a recipe to a folder that can be published."""
 import json
+import shutil
 
 import pytest
 import timm
@@ -199,6 +200,13 @@ def test_names_of_classes_in_their_order(folder, tmp_path):
     assert json.loads((folder / 'config.json').read_text())['label_names'] == ['1', '2', '10', '20']
     prepare_folder(folder, tmp_path / 'c.pth')  # without the images they stay
     assert json.loads((folder / 'config.json').read_text())['label_names'] == ['1', '2', '10', '20']
+    shutil.copytree(folder, tmp_path / 'again' / NAME)
+    (tmp_path / 'other.yaml').write_text((folder / 'train.yaml').read_text() + '# of other images\n')
+    prepare_folder(tmp_path / 'again' / NAME, tmp_path / 'c.pth', recipe=tmp_path / 'other.yaml')
+    assert 'label_names' not in json.loads((tmp_path / 'again' / NAME / 'config.json').read_text())
+    (tmp_path / 'again' / NAME / 'config.json').write_text('{')
+    prepare_folder(tmp_path / 'again' / NAME, tmp_path / 'c.pth')
+    check_folder(tmp_path / 'again' / NAME)
     write_folded(folder, tmp_path)
     folded = json.loads((tmp_path / f'{NAME}_folded' / 'config.json').read_text())
     assert folded['label_names'] == ['1', '2', '10', '20']

@@ -80,10 +80,10 @@ def prepare_folder(
         for path in folder.iterdir():
             if path.is_file():
                 shutil.copyfile(path, draft / path.name)
+        names = class_names(data_dir, split) if data_dir is not None else _names_before(folder, recipe)
         if recipe.is_file() and recipe.resolve() != (folder / TRAIN).resolve():
             shutil.copyfile(recipe, draft / TRAIN)
         if checkpoint is not None:
-            names = class_names(data_dir, split) if data_dir is not None else None
             _write_trained(draft, variant, _read_recipe(recipe, variant), checkpoint, names, half, use_ema)
         if not (draft / CONFIG).is_file():
             raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')
@@ -168,6 +168,17 @@ def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     return settings
 
 
+def _names_before(folder: Path, recipe: Path) -> Optional[List[str]]:
+    """Of the classes, if the recipe is the one that the folder has: another one may be of other classes."""
+    own = folder / TRAIN
+    if not (own.is_file() and recipe.is_file() and recipe.read_bytes() == own.read_bytes()):
+        return None
+    try:
+        return Published.in_folder(folder).config.get('label_names')
+    except (FileNotFoundError, RuntimeError):  # which is what is to be written anew
+        return None
+
+
 def _write_trained(
         folder: Path,
         variant: str,
@@ -188,9 +199,6 @@ def _write_trained(
         if timm.get_pretrained_cfg(variant).fixed_input_size:
             model_args.setdefault('img_size', size)
     model = timm.create_model(variant, pretrained_cfg_overlay=overlay, **model_args)
-    if classes is None and (folder / CONFIG).is_file():  # of weights that this folder had before
-        names = Published.in_folder(folder).config.get('label_names')
-        classes = names if names and len(names) == model.num_classes else None
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
     load_checkpoint(model, os.fspath(checkpoint), use_ema=use_ema)

@@ -105,8 +105,8 @@ def weight_select_init(
 
     source = open_teacher(first)
     student = unwrap_model(student)
-    if isinstance(student, nn.ModuleDict):  # as timm's features_only makes all of them
-        raise ValueError('The student is a features_only model, whose tensors have other names: use one without.')
+    if isinstance(student, nn.ModuleDict):
+        raise ValueError('The student is a ModuleDict, as features_only models are, with other names: use one without.')
     own = student.state_dict()
     if any(value.is_meta for value in own.values()):
         raise ValueError("The student is on 'meta', where there is nothing to initialize: create it on a device.")

@@ -26,8 +26,9 @@ class _Plan(NamedTuple):
 class RepOptimizerMixin:
     """Goes before an optimizer of torch, which then updates parameters without a GradMult as it always does.
 
-    Where Triton's kernels run, a class has a ``_kernel`` and the ``_rule`` of its GradMults, ``_kernel_state()`` and
-    ``_kernel_numbers()``.
+    For Triton a class has the name of its ``_kernel``, the ``_rule`` of its GradMults, ``_kernel_facts()`` of a group
+    that its state depends on, ``_kernel_state()`` of a parameter, made if it is new, and ``_kernel_numbers()`` of a
+    step.
     """
 
     def __init__(self, params, lr=1e-3, *args, strict: bool = True, **kwargs):
@@ -111,12 +112,7 @@ class RepOptimizerMixin:
 
     def _plan(self, index: int, params: List[torch.Tensor], group: dict, device_type: str) -> _Plan:
         """The plan for the group with this index: that of the step before, as long as its facts stay."""
-        facts = [device_type, group['fused'], group['foreach'], *self._kernel_facts(group)]
-        for param in params:
-            grad = param.grad
-            facts += (
-                id(param), param.device, param.shape, param.stride(), grad.stride(), grad.dtype, get_grad_mult(param),
-                *map(id, self.state[param].values()))
+        facts = self._facts(params, group, device_type)
         plan = self._plans.get(index)
         if plan is not None and plan.facts == facts:
             return plan
@@ -135,11 +131,25 @@ class RepOptimizerMixin:
             launches.append(Launch(
                 of, [[local(x) for x in state] for state in zip(*states)], list(first),
                 all(local(p) is p and p.stride() == p.grad.stride() for p in of)))
-        plan = _Plan(facts, launches, others)
+        # once more: there may be state now that was not there, or in another layout
+        plan = _Plan(self._facts(params, group, device_type), launches, others)
         # state that is new has another meaning in the next step; a shard is another tensor each time
         if all(local(p) is p for p in params) and not any(first for launch in launches for first in launch.first):
             self._plans[index] = plan
         return plan
+
+    def _facts(self, params: List[torch.Tensor], group: dict, device_type: str) -> list:
+        """All that a plan depends on but addresses, which the tables of a launch follow."""
+        facts = [device_type, group['fused'], group['foreach'], *self._kernel_facts(group)]
+        for param in params:
+            grad = param.grad
+            facts += (
+                id(param), param.dtype, param.device, param.shape, param.stride(), grad.dtype, grad.stride(),
+                get_grad_mult(param))
+            for name, x in self.state[param].items():
+                if x is not None and name != 'step':
+                    facts += id(x), x.dtype, x.device, x.stride()
+        return facts
 
     def _kernel_update(self, launch: Launch, group: dict) -> None:
         args, numbers = self._kernel_numbers(launch.params, group)

@@ -148,10 +148,13 @@ class GradMult:
     def _add_regions(self, target: torch.Tensor, x: torch.Tensor, regions: List[tuple], start: int) -> None:
         for kernel_size, vector, diagonal in regions:
             if diagonal:
-                rows = torch.arange(x.shape[0], device=x.device)
-                columns = (rows + self.first_row + start) % self.shape[1]
-                centre = (rows, columns, self.shape[2] // 2, self.shape[3] // 2)
-                target[centre] += x[centre] * vector[:, 0, 0, 0]
+                centre, first = (..., self.shape[2] // 2, self.shape[3] // 2), self.first_row + start
+                if first + x.shape[0] <= self.shape[1]:
+                    target[centre].diagonal(first).addcmul_(x[centre].diagonal(first), vector[:, 0, 0, 0])
+                else:  # in each group it starts anew
+                    rows = torch.arange(x.shape[0], device=x.device)
+                    entries = rows, (rows + first) % self.shape[1]
+                    target[centre][entries] += x[centre][entries] * vector[:, 0, 0, 0]
             else:
                 region = (..., *(slice((w - k) // 2, (w + k) // 2) for w, k in zip(self.shape[2:], kernel_size)))
                 target[region].addcmul_(x[region], vector)
