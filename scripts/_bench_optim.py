@@ -96,8 +96,9 @@ def bench_optim(args):
     """A step of RepSGD and RepAdamW and of torch's SGD and AdamW, on RepOpt-VGG-B1 or another.
 
     'released': the formulation of the released optimizers, every gradient times a dense multiplier before torch's own
-    step. 'beside it': multipliers, and what a step allocates and gives back (of torch's on a GPU only). The training
-    step is a forward pass, a backward pass and the optimizer's step on a batch of images.
+    step. 'ours, fused': parameters without a multiplier by torch's fused kernel too, which it takes if asked to.
+    'beside it': multipliers, and what a step allocates and gives back (of torch's on a GPU only). The training step is
+    a forward pass, a backward pass and the optimizer's step on a batch of images.
     """
     sgd = dict(lr=1e-4, momentum=0.9, nesterov=True, weight_decay=4e-5)
     adamw = dict(lr=1e-4, weight_decay=0.05)
@@ -119,6 +120,7 @@ def bench_optim(args):
             'torch, compiled': plain(parameters(name, args.device), foreach=True, **kwargs),
             'released': Released(plain, rule, parameters(name, args.device), **kwargs),
             'ours': ours,
+            'ours, fused': rep(parameters(name, args.device), fused=True, **kwargs),
         }
         steps = {form: torch.compile(of.step) if 'compiled' in form else of.step for form, of in sides.items()}
         times = {form: [] for form in sides}
@@ -139,7 +141,7 @@ def bench_optim(args):
                 'against torch, fused': speedup(times['torch, fused'], ms),
                 'state (MB)': state_memory(sides[form]),
                 'beside it (MB)': round(scratch_memory(args.device, steps[form]) + (
-                    compact_multipliers(ours) if form == 'ours' else
+                    compact_multipliers(sides[form]) if form.startswith('ours') else
                     megabytes(m for _, m in sides[form].mults) if form == 'released' else 0), 1),
                 f'% of a training step, batch {args.batch_size}': round(100 * statistics.median(ms) / whole, 2),
                 'spread (%)': spread[form],
