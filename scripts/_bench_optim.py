@@ -6,7 +6,7 @@ import time
 import timm
 import torch
 import torch.nn.functional as F
-from _timing import speedup, spreads
+from _timing import milliseconds, speedup, spreads
 
 import timm_rep
 import timm_rep.optim._chunks as chunks
@@ -83,7 +83,7 @@ def timed(device, fn, *args):
     fn(*args)
     if device.type == 'cuda':
         torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
+    return time.perf_counter() - start
 
 
 def training_step(model, optimizer, images, targets):
@@ -130,22 +130,22 @@ def bench_optim(args):
                 if i >= 2:
                     times[form].append(elapsed)
         spread = spreads(times)
-        whole = statistics.median(
+        whole = 1e3 * statistics.median(
             timed(args.device, training_step, model, ours, images, targets) for _ in range(3))
         rows += [
             {
                 'model': name,
                 'optimizer': family,
                 'form': form,
-                'ms per step': float(f'{statistics.median(ms):.4g}'),
-                'against torch, fused': speedup(times['torch, fused'], ms),
+                'ms per step': float(f'{ms:.4g}'),
+                'against torch, fused': speedup(times['torch, fused'], times[form]),
                 'state (MB)': state_memory(sides[form]),
                 'beside it (MB)': round(scratch_memory(args.device, steps[form]) + (
                     compact_multipliers(sides[form]) if form.startswith('ours') else
                     megabytes(m for _, m in sides[form].mults) if form == 'released' else 0), 1),
-                f'% of a training step, batch {args.batch_size}': round(100 * statistics.median(ms) / whole, 2),
+                f'% of a training step, batch {args.batch_size}': round(100 * ms / whole, 2),
                 'spread (%)': spread[form],
             }
-            for form, ms in times.items()
+            for form, ms in milliseconds(times).items()
         ]
     return rows

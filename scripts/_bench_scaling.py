@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn as nn
 from _bench_train import ReleasedForm, training_step
-from _timing import rates, spreads
+from _timing import milliseconds, spreads
 from timm.utils import reparameterize_model
 
 from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
@@ -87,8 +87,8 @@ def bench_scaling(args):
                 sides, x = at(size)
                 times = time_passes(sides, x, rounds=args.rounds, warmup=1)
                 spread = spreads(times)
-                for name, rate in rates(len(x), times).items():
-                    measured.setdefault(name, []).append((1e3 * len(x) / rate, spread[name]))
+                for name, ms in milliseconds(times).items():
+                    measured.setdefault(name, []).append((ms, spread[name]))
             for name, values in measured.items():
                 costs, lie_apart = zip(*values)
                 rows.append({

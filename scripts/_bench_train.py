@@ -5,13 +5,13 @@ from typing import Callable, Dict, List, Tuple
 import timm
 import torch
 import torch.nn as nn
-from _timing import rates, speedup, spreads
+from _timing import speedup, spreads
 from timm.optim import create_optimizer_v2
 
 from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
 from timm_rep.layers.idle_training import idle_matrix_pays
 from timm_rep.paper import VANILLA
-from timm_rep.profiling import time_passes
+from timm_rep.profiling import throughput, time_passes
 
 __all__ = ['bench_ffn_train', 'bench_repa_train', 'bench_repopt_train']
 
@@ -162,7 +162,7 @@ def bench_repa_train(args):
         times, kept = time_training(models, x, args.rounds, args.amp)
         rows.append({
             'model': name,
-            'released (img/s)': round(rates(len(x), times)['released'], 2),
+            'released (img/s)': round(throughput(len(x), times)['released'], 2),
             **{k: speedup(times[k], times['released']) for k in ('vanilla', 'layers', 'matrix')},
             'matrix / vanilla': speedup(times['matrix'], times['vanilla']),
             **{f'{k} (MB)': round(kept[k]) for k in ('vanilla', 'released', 'matrix')},
@@ -236,7 +236,7 @@ def bench_repopt_train(args):
             row = {
                 'model': name,
                 'img_size': img_size,
-                'RepVGG (img/s)': round(rates(len(x), times)['RepVGG'], 2),
+                'RepVGG (img/s)': round(throughput(len(x), times)['RepVGG'], 2),
                 **{k: speedup(seconds, times['RepVGG']) for k, seconds in times.items() if k != 'RepVGG'},
                 'paper': 1.8 if name == 'repopt_vgg_b1' else None,
                 **{f'{k} (MB)': round(memory_of_step(step, x)) for k, step in steps.items()},

@@ -2,14 +2,14 @@
 import statistics
 from typing import Dict, List, Optional, Sequence
 
-__all__ = ['rates', 'speedup', 'spreads']
+__all__ = ['milliseconds', 'speedup', 'spreads']
 
 Times = Dict[str, List[float]]
 
 
-def rates(n: int, times: Times) -> Dict[str, float]:
-    """How many of n things a second each side does, by its median."""
-    return {side: n / statistics.median(seconds) for side, seconds in times.items()}
+def milliseconds(times: Times) -> Dict[str, float]:
+    """Of each side, its median."""
+    return {side: 1e3 * statistics.median(seconds) for side, seconds in times.items()}
 
 
 def speedup(of: Sequence[float], over: Sequence[float]) -> float:

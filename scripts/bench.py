@@ -20,13 +20,13 @@ from _bench_optim import bench_optim
 from _bench_scaling import bench_scaling
 from _bench_train import bench_ffn_train, bench_repa_train, bench_repopt_train
 from _report import report
-from _timing import rates, speedup, spreads
+from _timing import speedup, spreads
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401, registers the models
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
-from timm_rep.profiling import PARTS, count_macs, profile_latency, time_passes
+from timm_rep.profiling import PARTS, count_macs, profile_latency, throughput, time_passes
 
 
 def calibrated(name: str, seed: int = 0, **kwargs) -> nn.Module:
@@ -157,7 +157,7 @@ def bench_repa_infer(args):
             rows.append({
                 'model': name,
                 'mode': mode,
-                **{k: round(v, 2) for k, v in rates(len(x), times).items()},
+                **{k: round(v, 2) for k, v in throughput(len(x), times).items()},
                 'folded / vanilla': speedup(times['folded'], times['vanilla']),
                 'paper': round(1 + SPEEDUPS[name], 2) if name in SPEEDUPS else None,
                 'folded / unfolded': speedup(times['folded'], times['unfolded']),
@@ -232,7 +232,7 @@ def bench_poolformer(args):
                     'model': name,
                     'pool_size': pool_size,
                     'memory': 'channels-last' if form is torch.channels_last else 'contiguous',
-                    'vanilla (img/s)': round(rates(len(x), times)['vanilla'], 2),
+                    'vanilla (img/s)': round(throughput(len(x), times)['vanilla'], 2),
                     **{k: speedup(v, times['vanilla']) for k, v in times.items() if k != 'vanilla'},
                     'spread (%)': spreads(times),
                 })

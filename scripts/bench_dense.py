@@ -13,7 +13,7 @@ import timm
 import torch
 import torch.nn as nn
 from _report import report
-from _timing import rates, speedup, spreads
+from _timing import milliseconds, speedup, spreads
 from timm.utils import ParseKwargs, random_seed, reparameterize_model
 
 from timm_rep.profiling import time_passes
@@ -86,7 +86,7 @@ def measure(network: str, backbone: str, args) -> Dict[str, Any]:
     vanilla, folded = TABLE_6.get((backbone, network), (None, None))
     row = dict(
         backbone=backbone, network=network,
-        **{f'{side}_ms': round(1e3 / rate, 1) for side, rate in rates(1, times).items()},
+        **{f'{side}_ms': round(ms, 1) for side, ms in milliseconds(times).items()},
         ratio=speedup(times['folded'], times['vanilla']),
         paper=vanilla and round(vanilla / folded, 2),
         **{'spread (%)': spreads(times)})

@@ -10,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from _report import report
-from _timing import rates, speedup, spreads
+from _timing import milliseconds, speedup, spreads
 
 from timm_rep.layers import CslaBlock, SearchBlock
 
@@ -57,7 +57,7 @@ def measure(name, args, channels_last):
                 times[side].append(time.perf_counter() - begin)
     return dict(
         model=name, memory='channels-last' if channels_last else 'contiguous',
-        **{f'{side}_ms': round(1e3 / rate, 1) for side, rate in rates(1, times).items()},
+        **{f'{side}_ms': round(ms, 1) for side, ms in milliseconds(times).items()},
         ratio=speedup(times['kernels'], times['feature_maps']),
         **{'spread (%)': spreads(times)})
 

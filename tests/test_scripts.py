@@ -20,6 +20,7 @@ from tests.reference.ffn import relative
 from tests.reference.rep_optim import normal_scales
 from timm_rep.init.select import CHOICES
 from timm_rep.layers import RePaMlp, use_fast_train
+from timm_rep.profiling import throughput
 from timm_rep.scales import Scales, packaged_scales
 
 SCRIPTS = Path(__file__).parents[1] / 'scripts'
@@ -298,7 +299,8 @@ def test_numbers_out_of_times(monkeypatch):
     timing = importlib.import_module('_timing')
     # from round to round the machine grows slower, more than one side is faster than the other
     times = {'fast': [1., 2., 4., 8., 16.], 'slow': [1.5, 3., 6., 12.8, 20.]}
-    assert timing.rates(8, times) == {'fast': 2., 'slow': 8 / 6}
+    assert throughput(8, times) == {'fast': 2., 'slow': 8 / 6}
+    assert timing.milliseconds(times) == {'fast': 4000., 'slow': 6000.}
     assert timing.speedup(times['fast'], times['slow']) == 1.5
     assert timing.speedup(times['slow'], times['fast']) == .67
     assert timing.spreads({**times, 'once': [3.]}) == {'fast': 75., 'slow': 81.7, 'once': None}

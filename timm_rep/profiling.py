@@ -3,7 +3,7 @@ import platform
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     'measure_throughput',
     'model_input_size',
     'profile_latency',
+    'throughput',
     'time_passes',
     'versions',
 ]
@@ -145,6 +146,11 @@ def time_passes(
     return times
 
 
+def throughput(n: int, times: Mapping[str, Sequence[float]]) -> Dict[str, float]:
+    """How many of n things a second, by name: by the median of the seconds that they took."""
+    return {name: n / statistics.median(seconds) for name, seconds in times.items()}
+
+
 def measure_throughput(
         models: Mapping[str, Callable[[torch.Tensor], object]],
         inputs: torch.Tensor,
@@ -156,8 +162,7 @@ def measure_throughput(
     Returns:
         Images per second by name.
     """
-    times = time_passes(models, inputs, rounds, warmup)
-    return {name: len(inputs) / statistics.median(t) for name, t in times.items()}
+    return throughput(len(inputs), time_passes(models, inputs, rounds, warmup))
 
 
 def _blocks(model: nn.Module) -> Iterator[Tuple[nn.Module, nn.Module]]:

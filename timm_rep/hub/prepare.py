@@ -80,10 +80,10 @@ def prepare_folder(
         for path in folder.iterdir():
             if path.is_file():
                 shutil.copyfile(path, draft / path.name)
-        names = class_names(data_dir, split) if data_dir is not None else _names_before(folder, recipe)
         if recipe.is_file() and recipe.resolve() != (folder / TRAIN).resolve():
             shutil.copyfile(recipe, draft / TRAIN)
         if checkpoint is not None:
+            names = class_names(data_dir, split) if data_dir is not None else _names_before(folder, recipe)
             _write_trained(draft, variant, _read_recipe(recipe, variant), checkpoint, names, half, use_ema)
         if not (draft / CONFIG).is_file():
             raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')

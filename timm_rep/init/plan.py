@@ -1,5 +1,5 @@
 """Which tensor of the teacher each tensor of a student is selected from, before anything is."""
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -8,12 +8,10 @@ from .depth import Shape, map_names, with_ones_of, without_ones
 from .elements import Indices
 from .meaning import Anatomy, select_by_meaning
 from .relatives import missing_by_nature, plain_names
-from .roles import ROLES, classifier_names, in_classifier, matches, role_of
+from .roles import ROLES, Wanted, classifier_names, in_classifier, matches, role_of, words
 from .teachers import Teacher
 
-__all__ = ['Selection', 'Wanted', 'plan_selections']
-
-Wanted = Optional[Union[str, Sequence[str]]]
+__all__ = ['Selection', 'plan_selections']
 
 
 class Selection(NamedTuple):
@@ -151,6 +149,6 @@ def _feasible(s: Selection, element: str, anatomies: Tuple[Anatomy, Anatomy], he
 
 def _check_patterns(tensors: List[Tuple[str, str]], *wanted: Wanted) -> None:
     for of in wanted:
-        for word in [of] if isinstance(of, str) else of or ():
+        for word in words(of):
             if word not in ROLES and not any(matches(name, role, word) for name, role in tensors):
                 raise ValueError(f'No tensor of the student is called {word!r}, nothing was changed.')

@@ -5,7 +5,10 @@ from typing import Optional, Sequence, Tuple, Union
 
 import torch.nn as nn
 
-__all__ = ['ROLES', 'classifier_names', 'fused_parts', 'in_classifier', 'matches', 'role_of']
+__all__ = ['ROLES', 'Wanted', 'classifier_names', 'fused_parts', 'in_classifier', 'matches', 'role_of', 'words']
+
+# roles, patterns of names, or None for none of either
+Wanted = Optional[Union[str, Sequence[str]]]
 
 # the components of the paper's table 10, the head, and what remains: convolutions, downsampling, layer scales
 ROLES = ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other')
@@ -45,7 +48,11 @@ def fused_parts(name: str) -> int:
     return next((parts for pattern, parts in _FUSED if re.search(pattern, name)), 1)
 
 
-def matches(name: str, role: str, wanted: Optional[Union[str, Sequence[str]]]) -> bool:
+def words(wanted: Wanted) -> Sequence[str]:
+    """The roles and patterns that are wanted, however they are given."""
+    return [wanted] if isinstance(wanted, str) else wanted or ()
+
+
+def matches(name: str, role: str, wanted: Wanted) -> bool:
     """Whether one of these is the role, or a pattern of the name."""
-    wanted = [wanted] if isinstance(wanted, str) else wanted or ()
-    return any(w == role or fnmatch.fnmatch(name, w) for w in wanted)
+    return any(w == role or fnmatch.fnmatch(name, w) for w in words(wanted))

@@ -13,8 +13,8 @@ from timm.utils import unwrap_model
 from .depth import select_blocks, with_ones_of
 from .elements import ELEMENTS, select_elements
 from .meaning import HEADS, Anatomy, select_by_meaning
-from .plan import Selection, Wanted, plan_selections
-from .roles import ROLES, fused_parts
+from .plan import Selection, plan_selections
+from .roles import ROLES, Wanted, fused_parts, words
 from .teachers import TeacherSource, open_teacher
 
 __all__ = ['CHOICES', 'SelectionReport', 'weight_select_init']
@@ -146,7 +146,7 @@ def _check_words(element: str, depth: str, heads: str, *wanted: Wanted) -> None:
         raise ValueError(f'heads is one of {", ".join(HEADS)}, got {heads!r}.')
     select_blocks(1, 1, depth)
     for of in wanted:
-        for word in [of] if isinstance(of, str) else of or ():
+        for word in words(of):
             if word not in ROLES and not any(c in word for c in '.*?[_'):
                 raise ValueError(
                     f'include and exclude take roles ({", ".join(ROLES)}) or patterns of names such as '

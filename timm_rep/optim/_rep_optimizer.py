@@ -131,11 +131,11 @@ class RepOptimizerMixin:
             launches.append(Launch(
                 of, [[local(x) for x in state] for state in zip(*states)], list(first),
                 all(local(p) is p and p.stride() == p.grad.stride() for p in of)))
-        # once more: there may be state now that was not there, or in another layout
-        plan = _Plan(self._facts(params, group, device_type), launches, others)
+        plan = _Plan(facts, launches, others)
         # state that is new has another meaning in the next step; a shard is another tensor each time
         if all(local(p) is p for p in params) and not any(first for launch in launches for first in launch.first):
-            self._plans[index] = plan
+            # its facts once more: there may be state now that was not there, or in another layout
+            self._plans[index] = plan._replace(facts=self._facts(params, group, device_type))
         return plan
 
     def _facts(self, params: List[torch.Tensor], group: dict, device_type: str) -> list:
