@@ -274,14 +274,16 @@ def ones(param):
 
 @pytest.mark.parametrize('flags', [dict(), dict(fused=True), dict(foreach=False), dict(foreach=True)], ids=str)
 @pytest.mark.parametrize('rep,plain', PAIRS)
-@pytest.mark.parametrize('change', ['gradient', 'parameter', 'state', 'not dense'])
-def test_layouts_may_differ(rep, plain, flags, change):
+@pytest.mark.parametrize('change', ['gradient', 'parameter', 'state', 'not dense', 'rows innermost'])
+def test_layouts_may_differ(rep, plain, flags, change, monkeypatch):
     """Parameter, gradient and state each in a memory format of its own, as after a resume in another one."""
+    monkeypatch.setattr(chunks, '_CHUNK_BYTES', 300)
     results = []
     for cls, kwargs in ((rep, flags), (plain, {})):
         g = torch.Generator().manual_seed(0)
         data = torch.randn(4, 16, 3, 3, generator=g)[:, :4]
-        param = nn.Parameter(data if change == 'not dense' else data.contiguous())
+        data = data if change == 'not dense' else data.contiguous()
+        param = nn.Parameter(data.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2) if 'rows' in change else data)
         kwargs = dict(kwargs, momentum=.9) if plain is torch.optim.SGD else kwargs
         optimizer = cls([ones(param) if cls is rep else param], lr=.1, **kwargs)
         for step in range(4):

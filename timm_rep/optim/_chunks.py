@@ -3,7 +3,7 @@ from typing import Iterator, Optional
 
 import torch
 
-__all__ = ['Scratch', 'fused_of', 'in_layout_of', 'is_dense', 'row_chunks', 'use_fused']
+__all__ = ['Scratch', 'flat', 'fused_of', 'in_layout_of', 'is_dense', 'row_chunks', 'use_fused']
 
 _CHUNK_BYTES = 4 << 20
 
@@ -52,17 +52,25 @@ def in_layout_of(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x if strides[0] == strides[1] or not is_dense(param) else torch.empty_like(param, dtype=x.dtype).copy_(x)
 
 
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory.
+
+    A fused kernel on a CPU copies a gradient that is not contiguous, one in channels-last too, and uses the original.
+    """
+    return x.as_strided((x.numel(),), (1,))
+
+
 def fused_of(group: dict) -> Optional[bool]:
     """Whether a group asks for one kernel that does everything, None if it leaves that open."""
     return None if group['fused'] is None and group['foreach'] is None else bool(group['fused'])
 
 
-def use_fused(param: torch.Tensor, group: dict) -> bool:
-    """torch's fused kernel wherever there is one, unless the group says otherwise: one pass over each chunk."""
-    if not is_dense(param):
+def use_fused(chunk: torch.Tensor, group: dict) -> bool:
+    """torch's fused kernel wherever there is one, unless the group says otherwise: one pass over a chunk."""
+    if not is_dense(chunk):
         return False
     if fused_of(group) is not None:
         return fused_of(group)
-    if param.device.type == 'cpu':  # with half precision on a CPU, that of torch 2.5 leaves parameters as they were
-        return param.dtype in (torch.float32, torch.float64)
-    return param.device.type == 'cuda' and param.is_floating_point()
+    if chunk.device.type == 'cpu':  # with half precision on a CPU, that of torch 2.5 leaves parameters as they were
+        return chunk.dtype in (torch.float32, torch.float64)
+    return chunk.device.type == 'cuda' and chunk.is_floating_point()

@@ -5,7 +5,7 @@ import torch
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from ._chunks import Scratch, in_layout_of, row_chunks, use_fused
+from ._chunks import Scratch, flat, in_layout_of, row_chunks, use_fused
 from ._rep_optimizer import RepOptimizerMixin
 from .grad_mult import get_grad_mult, local
 
@@ -87,16 +87,17 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         step = state.pop('state_steps')[0]
         state = {name: [local(x) for x in tensors] for name, tensors in state.items()}
         param, grad = local(param).detach(), local(param.grad)
-        fused = use_fused(param, group)
         taken = self._steps_taken()
         for rows in row_chunks(param):
             chunk = param[rows]
+            fused = use_fused(chunk, group)
+            seen = flat if fused else lambda x: x
             # torch's own arithmetic on a parameter of zeros leaves the bare update
             update = scratch.like(chunk).zero_()
-            chunk_state = {name: [x[rows] for x in tensors] for name, tensors in state.items()}
+            chunk_state = {name: [seen(x[rows]) for x in tensors] for name, tensors in state.items()}
             self._update(
-                [update],
-                [in_layout_of(chunk, grad[rows])],
+                [seen(update)],
+                [seen(in_layout_of(chunk, grad[rows]))],
                 {**chunk_state, 'state_steps': [step.to(param.device if fused else step.device, copy=True)]},
                 group,
                 weight_decay=0.,

@@ -5,7 +5,7 @@ import torch
 from torch.optim import SGD
 from torch.optim.sgd import sgd
 
-from ._chunks import Scratch, in_layout_of, row_chunks, use_fused
+from ._chunks import Scratch, flat, in_layout_of, row_chunks, use_fused
 from ._rep_optimizer import RepOptimizerMixin
 from .grad_mult import get_grad_mult, local
 
@@ -60,14 +60,16 @@ class RepSGD(RepOptimizerMixin, SGD):
         grad_mult = get_grad_mult(param)
         buffer, new = self._state_of(param, group)
         param, grad, buffer = local(param).detach(), local(param.grad), None if buffer is None else local(buffer)
-        fused = use_fused(param, group)
         for rows in row_chunks(param):
-            chunk = param[rows]
+            chunk, of_chunk = param[rows], None if buffer is None else buffer[rows]
             product = grad_mult.multiply(grad[rows], self._rule, out=scratch.like(chunk), start=rows.start)
-            buffers = [None if new or buffer is None else buffer[rows]]
+            fused = use_fused(chunk, group)
+            if fused:
+                chunk, product, of_chunk = flat(chunk), flat(product), None if buffer is None else flat(of_chunk)
+            buffers = [None if new else of_chunk]
             self._update([chunk], [product], buffers, group, foreach=False, fused=fused)
             if new:
-                buffer[rows] = buffers[0]
+                of_chunk.copy_(buffers[0])
 
     def _state_of(self, param: torch.Tensor, group: dict) -> Tuple[Optional[torch.Tensor], bool]:
         """The momentum of a parameter in its layout, None if there is none at all, and whether it is new."""
