@@ -115,7 +115,7 @@ _PLAIN = (
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer does what its class does, and nobody watches: an adapter or a hook is to see its input."""
     return (
-        type(layer) in _PLAIN and 'forward' not in vars(layer)
+        type(layer) in _PLAIN and 'forward' not in layer.__dict__
         and not layer._forward_hooks and not layer._forward_pre_hooks
         and not layer._backward_hooks and not layer._backward_pre_hooks
     )

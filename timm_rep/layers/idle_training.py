@@ -76,7 +76,6 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
@@ -84,12 +83,25 @@ class _Gram(torch.autograd.Function):
         with _full_precision(x.device):
             return x @ (grad + grad.t()).to(x.dtype)
 
+
+class _GramWithTangents(_Gram):
+    """For forward-mode differentiation; a compiler leaves its graph for it."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _Gram.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs)
+
     @staticmethod
     def jvp(ctx, tangent: torch.Tensor) -> torch.Tensor:
         x, = ctx.saved_tensors
         with _full_precision(x.device):
             product = x.float().t() @ tangent.float() if x.dtype.itemsize < 4 else x.t() @ tangent
         return product + product.t()
+
+
+def _gram(x: torch.Tensor) -> torch.Tensor:
+    return (_Gram if torch.compiler.is_compiling() else _GramWithTangents).apply(x)
 
 
 def synchronized_group(norm: _BatchNorm) -> Optional[dist.ProcessGroup]:
@@ -100,12 +112,23 @@ def synchronized_group(norm: _BatchNorm) -> Optional[dist.ProcessGroup]:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def _summed(x: torch.Tensor, group: Optional[dist.ProcessGroup]) -> torch.Tensor:
-    if group is None:
-        return x
-    from torch.distributed.nn.functional import all_reduce  # with gradients; not in every build of torch
+class _Sum(torch.autograd.Function):
+    """Of the tensors of all processes of a group; the gradient is the sum of theirs."""
 
-    return all_reduce(x, group=group)
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return _Sum.apply(grad.contiguous(), ctx.group), None
+
+
+def _summed(x: torch.Tensor, group: Optional[dist.ProcessGroup]) -> torch.Tensor:
+    return x if group is None else _Sum.apply(x, group)
 
 
 def _momentum(norm: _BatchNorm) -> float:
@@ -178,7 +201,7 @@ def train_ffn(
     u = _normalized(x, norm1, slice(None), False, _momentum(norm1), count, group)
     if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         u = u.to(torch.get_autocast_dtype(x.device.type))  # the linear layers would, each by itself
-    covariance = _summed(_Gram.apply(u), group) / count
+    covariance = _summed(_gram(u), group) / count
     w1, w2 = fc1.weight.flatten(1), fc2.weight.flatten(1)
     with _full_precision(x.device):
         b1 = torch.mv(w1.to(covariance.dtype), norm1.bias.to(covariance.dtype))
