@@ -78,6 +78,15 @@ def scratch_memory(device, step):
     return round(max(sizes) / 1e6, 1)
 
 
+def beside(device, form, optimizer, step):
+    """What a step takes besides parameters, gradients and state; of torch's optimizers not known on a CPU."""
+    if form.startswith('torch'):
+        return scratch_memory(device, step) if device.type == 'cuda' else None
+    multipliers = (
+        megabytes(m for _, m in optimizer.mults) if form == 'released' else compact_multipliers(optimizer))
+    return round(scratch_memory(device, step) + multipliers, 1)
+
+
 def timed(device, fn, *args):
     start = time.perf_counter()
     fn(*args)
@@ -137,12 +146,10 @@ def bench_optim(args):
                 'model': name,
                 'optimizer': family,
                 'form': form,
-                'ms per step': float(f'{ms:.4g}'),
+                'ms per step': ms,
                 'against torch, fused': speedup(times['torch, fused'], times[form]),
                 'state (MB)': state_memory(sides[form]),
-                'beside it (MB)': round(scratch_memory(args.device, steps[form]) + (
-                    compact_multipliers(sides[form]) if form.startswith('ours') else
-                    megabytes(m for _, m in sides[form].mults) if form == 'released' else 0), 1),
+                'beside it (MB)': beside(args.device, form, sides[form], steps[form]),
                 f'% of a training step, batch {args.batch_size}': round(100 * ms / whole, 2),
                 'spread (%)': spread[form],
             }

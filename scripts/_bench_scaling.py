@@ -76,7 +76,7 @@ def bench_scaling(args):
     """How costs grow: milliseconds by width, tokens or depth, and the exponent of their growth, fitted.
 
     'arithmetic': the exponent of the multiplications with weights alone; DeiT's attention grows with the width by one
-    less.
+    less. 'matrix' goes layer by layer where the matrix does not pay, so its exponent is of two forms.
     """
     rows = []
     before = use_fast_train()
@@ -95,7 +95,7 @@ def bench_scaling(args):
                     'cost': name,
                     'along': along,
                     'sizes': list(sizes),
-                    'ms': [float(f'{cost:.3g}') for cost in costs],
+                    'ms': list(costs),
                     'exponent': round(exponent(sizes, costs), 2),
                     'arithmetic': arithmetic,
                     'spread (%)': lie_apart,

@@ -1,19 +1,22 @@
 """The sections of bench.py about training."""
 import copy
+import statistics
 from typing import Callable, Dict, List, Tuple
 
 import timm
 import torch
 import torch.nn as nn
-from _timing import speedup, spreads
+from _timing import milliseconds, speedup, spreads
 from timm.optim import create_optimizer_v2
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
 from timm_rep.layers.idle_training import idle_matrix_pays
 from timm_rep.paper import VANILLA
 from timm_rep.profiling import throughput, time_passes
 
-__all__ = ['bench_ffn_train', 'bench_repa_train', 'bench_repopt_train']
+__all__ = ['bench_ffn_train', 'bench_repa_train', 'bench_repopt_parts', 'bench_repopt_train']
 
 
 class ReleasedForm(nn.Module):
@@ -22,15 +25,15 @@ class ReleasedForm(nn.Module):
     def __init__(self, mlp: RePaMlp):
         super().__init__()
         self.mlp = mlp
-        channels = torch.arange(mlp.act.channels)
-        self.register_buffer('mask', (channels < mlp.act.active_channels).to(mlp.fc1.weight.dtype))
+        weight = mlp.fc1.weight
+        mask = (torch.arange(mlp.act.channels, device=weight.device) < mlp.act.active_channels).to(weight.dtype)
+        self.register_buffer('mask', mask.view(-1, 1, 1) if mlp.use_conv else mask)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mlp, (channel, ndim) = self.mlp, (1, x.ndim) if self.mlp.use_conv else (-1, 2)
+        mlp = self.mlp
         y = mlp.norm1(x if mlp.use_conv else x.reshape(-1, x.shape[-1]))
         y = mlp.fc1(y)
-        mask = self.mask.view(-1, *[1] * (ndim - 2)) if channel == 1 else self.mask
-        mask = mask.to(y.dtype)
+        mask = self.mask.to(y.dtype)
         y = mask * mlp.act.act(y) + (1 - mask) * y
         y = mlp.fc2(mlp.norm2(y)).view(x.shape)
         y = mlp.drop_path(mlp.ls(y))
@@ -90,7 +93,7 @@ def memory_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> flo
     return sum(storages.values()) / 1e6
 
 
-def largest(fits: Callable[[int], bool], most: int = 2 ** 16, known: int = 0) -> int:
+def largest(fits: Callable[[int], bool], most: int = 2 ** 20, known: int = 0) -> int:
     """The largest number, up to ``most``, for which ``fits`` is true, by bisection; at least ``known``."""
     low, high = known, max(1, 2 * known)
     while high <= most and fits(high):
@@ -102,15 +105,28 @@ def largest(fits: Callable[[int], bool], most: int = 2 ** 16, known: int = 0) ->
     return low
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that memory was short: the libraries of a GPU have words of their own for it."""
+    words = 'CUDNN_STATUS_', 'CUBLAS_STATUS_ALLOC_FAILED', 'nable to find an engine', 'out of memory'
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
 def largest_batch(
-        step: Callable[[torch.Tensor], None], img_size: int, gigabytes: float, device: torch.device, known: int = 0,
+        step: Callable[[torch.Tensor], None],
+        img_size: int,
+        gigabytes: float,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        known: int = 0,
 ) -> int:
     """How many images a training step can take in so much memory of a GPU, ``known`` or more (MaxBS of table 2)."""
 
     def fits(n):
         try:
-            step(torch.randn(n, 3, img_size, img_size, device=device))
-        except torch.OutOfMemoryError:
+            step(torch.randn(n, 3, img_size, img_size, device=device, dtype=dtype))
+        except RuntimeError as e:
+            if not out_of_memory(e):
+                raise
             return False
         finally:
             torch.cuda.empty_cache()
@@ -166,6 +182,7 @@ def bench_repa_train(args):
             **{k: speedup(times[k], times['released']) for k in ('vanilla', 'layers', 'matrix')},
             'matrix / vanilla': speedup(times['matrix'], times['vanilla']),
             **{f'{k} (MB)': round(kept[k]) for k in ('vanilla', 'released', 'matrix')},
+            'ms': milliseconds(times),
             'spread (%)': spreads(times),
         })
         print(rows[-1], flush=True)
@@ -196,24 +213,29 @@ def bench_ffn_train(args):
                 **{f'matrix / {k}': speedup(times['matrix'], times[k]) for k in ('layers', 'released', 'vanilla')},
                 'pays': idle_matrix_pays(tokens, dim, 3 * dim),
                 **{f'{k} (MB)': round(kept[k], 1) for k in ('layers', 'matrix')},
+                'ms': milliseconds(times),
                 'spread (%)': spreads(times),
             })
             print(rows[-1], flush=True)
     return rows
 
 
-# of the comparison with RepVGG: whether it is RepOpt-VGG, and in which memory format it trains
-_SIDES = {
-    # contiguous: in channels-last the 1 x 1 branch of a RepVGG's stem crashes some builds of torch on a CPU
-    'RepVGG': (False, torch.contiguous_format),
-    'RepOpt-VGG': (True, torch.contiguous_format),
-    'RepOpt-VGG, channels-last': (True, torch.channels_last),
-}
+def _sides(device: torch.device) -> Dict[str, Tuple[bool, torch.memory_format]]:
+    """Of the comparison with RepVGG: whether it is RepOpt-VGG, and in which memory format it trains."""
+    sides = {
+        'RepVGG': (False, torch.contiguous_format),
+        'RepVGG, channels-last': (False, torch.channels_last),
+        'RepOpt-VGG': (True, torch.contiguous_format),
+        'RepOpt-VGG, channels-last': (True, torch.channels_last),
+    }
+    if device.type == 'cpu':  # some builds of torch crash there in the 1 x 1 branch of a RepVGG's stem
+        del sides['RepVGG, channels-last']
+    return sides
 
 
 def _vgg_step(name: str, side: str, args) -> Callable[[torch.Tensor], None]:
     """The training step of a RepOpt-VGG with RepSGD, or of timm's RepVGG of its depth and width with SGD."""
-    repopt, memory_format = _SIDES[side]
+    repopt, memory_format = _sides(args.device)[side]
     torch.manual_seed(0)
     model = timm.create_model(name if repopt else name.replace('opt_', '')).train()
     model = model.to(args.device, args.dtype, memory_format=memory_format)
@@ -230,7 +252,8 @@ def bench_repopt_train(args):
     rows = []
     for name in args.models or ['repopt_vgg_a0', 'repopt_vgg_b1']:
         for img_size in (32, 160, 224) if args.device.type == 'cuda' else (32, 160):
-            steps = {side: _vgg_step(name, side, args) for side in _SIDES}
+            sides = _sides(args.device)
+            steps = {side: _vgg_step(name, side, args) for side in sides}
             x = torch.randn(args.batch_size, 3, img_size, img_size, device=args.device, dtype=args.dtype)
             times = time_passes(steps, x, rounds=args.rounds, warmup=1)
             row = {
@@ -240,16 +263,67 @@ def bench_repopt_train(args):
                 **{k: speedup(seconds, times['RepVGG']) for k, seconds in times.items() if k != 'RepVGG'},
                 'paper': 1.8 if name == 'repopt_vgg_b1' else None,
                 **{f'{k} (MB)': round(memory_of_step(step, x)) for k, step in steps.items()},
+                'ms': milliseconds(times),
                 'spread (%)': spreads(times),
             }
             del steps
             if args.device.type == 'cuda':
-                for side in _SIDES:
+                for side in sides:
                     step, batch = _vgg_step(name, side, args), 0  # one by one, alone in the memory
                     for gigabytes in (8, 16, 32):
-                        batch = largest_batch(step, img_size, gigabytes, args.device, known=batch)
+                        batch = largest_batch(step, img_size, gigabytes, args.device, args.dtype, known=batch)
                         row[f'{side}, batch in {gigabytes} GB'] = batch
                     del step
             rows.append(row)
             print(rows[-1], flush=True)
+    return rows
+
+
+def parts_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> Dict[str, float]:
+    """Milliseconds of a training step that go into convolutions, norms, the optimizer and all else."""
+    on_gpu = x.device.type == 'cuda'
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiler:
+        step(x)
+    parts = dict.fromkeys(('convolutions', 'norms', 'optimizer', 'rest'), 0.)
+    for event in profiler.key_averages():
+        alone, whole = (
+            (event.self_device_time_total, event.device_time_total) if on_gpu else
+            (event.self_cpu_time_total, event.cpu_time_total))
+        if event.key.startswith('Optimizer.step#'):
+            parts['optimizer'] += whole / 1e3
+            parts['rest'] -= whole / 1e3  # what is in it is counted below
+        if not on_gpu or event.key.startswith('aten::'):  # a kernel's time is that of its operator too
+            of = 'convolutions' if 'conv' in event.key else 'norms' if 'batch_norm' in event.key else 'rest'
+            parts[of] += alone / 1e3
+    return parts
+
+
+def bench_repopt_parts(args):
+    """Where the time of a training step of RepOpt-VGG and of timm's RepVGG goes: milliseconds by part, profiled.
+
+    'GMACs': of the forward pass, of the batch; backward takes twice as many.
+    """
+    rows = []
+    for name in args.models or ['repopt_vgg_b1']:
+        for img_size in (32, 160):
+            sides = {side: _vgg_step(name, side, args) for side in _sides(args.device)}
+            x = torch.randn(args.batch_size, 3, img_size, img_size, device=args.device, dtype=args.dtype)
+            found: Dict[str, List[Dict[str, float]]] = {side: [] for side in sides}
+            for i in range(1 + args.rounds):
+                for side, step in sides.items():
+                    parts = parts_of_step(step, x)
+                    if i:
+                        found[side].append(parts)
+            for side, step in sides.items():
+                with FlopCounterMode(display=False) as counter, torch.no_grad():
+                    step.model(x)
+                rows.append({
+                    'model': name,
+                    'img_size': img_size,
+                    'form': side,
+                    **{part: float(f'{statistics.median(parts[part] for parts in found[side]):.3g}')
+                       for part in found[side][0]},
+                    'GMACs': float(f'{counter.get_total_flops() / 2e9:.3g}'),
+                })
+                print(rows[-1], flush=True)
     return rows

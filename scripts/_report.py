@@ -42,17 +42,24 @@ def report(
     where = machine(device)
     folder = RESULTS / re.sub(r'[^a-z0-9]+', '-', where.lower()).strip('-')
     path = folder / f'{section}.json'
+    command = [shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])]
     if keys and path.is_file():
         old = json.loads(path.read_text())
+        names = {tuple(row[k] for k in keys) for row in rows}
+        others = [row for row in old['rows'] if tuple(row.get(k) for k in keys) not in names]
         if old['versions'] == versions() and all(old.get(k) == v for k, v in settings.items()):
-            names = {tuple(row[k] for k in keys) for row in rows}
-            rows = [row for row in old['rows'] if tuple(row.get(k) for k in keys) not in names] + rows
+            rows = others + rows
+            if others:  # measured by what was run before
+                before = old['command'] if isinstance(old['command'], list) else [old['command']]
+                command = list(dict.fromkeys([*before, *command]))
+        elif others:
+            print(f'\n{len(others)} rows of {path}, measured with other settings or versions, are no longer there')
     content = {
         'section': section,
         'what': what,
         'machine': where,
         'date': date.today().isoformat(),
-        'command': shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        'command': command if len(command) > 1 else command[0],
         'versions': versions(),
         **settings,
         'rows': rows,

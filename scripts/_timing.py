@@ -8,8 +8,8 @@ Times = Dict[str, List[float]]
 
 
 def milliseconds(times: Times) -> Dict[str, float]:
-    """Of each side, its median."""
-    return {side: 1e3 * statistics.median(seconds) for side, seconds in times.items()}
+    """Of each side, its median, with the four digits that mean anything."""
+    return {side: float(f'{1e3 * statistics.median(seconds):.4g}') for side, seconds in times.items()}
 
 
 def speedup(of: Sequence[float], over: Sequence[float]) -> float:

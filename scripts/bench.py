@@ -18,9 +18,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from _bench_optim import bench_optim
 from _bench_scaling import bench_scaling
-from _bench_train import bench_ffn_train, bench_repa_train, bench_repopt_train
+from _bench_train import bench_ffn_train, bench_repa_train, bench_repopt_parts, bench_repopt_train
 from _report import report
-from _timing import speedup, spreads
+from _timing import milliseconds, speedup, spreads
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401, registers the models
@@ -130,6 +130,7 @@ def bench_deploy_ffn(args):
             'C': dim,
             'tokens': tokens,
             **{k: speedup(v, times['vanilla']) for k, v in times.items() if k != 'vanilla'},
+            'ms': milliseconds(times),
             'spread (%)': spreads(times),
         })
         print(rows[-1], flush=True)
@@ -234,6 +235,7 @@ def bench_poolformer(args):
                     'memory': 'channels-last' if form is torch.channels_last else 'contiguous',
                     'vanilla (img/s)': round(throughput(len(x), times)['vanilla'], 2),
                     **{k: speedup(v, times['vanilla']) for k, v in times.items() if k != 'vanilla'},
+                    'ms': milliseconds(times),
                     'spread (%)': spreads(times),
                 })
                 print(rows[-1], flush=True)
@@ -250,6 +252,7 @@ SECTIONS = {
     'repa-train': bench_repa_train,
     'ffn-train': bench_ffn_train,
     'repopt-train': bench_repopt_train,
+    'repopt-parts': bench_repopt_parts,
     'optim': bench_optim,
     'scaling': bench_scaling,
 }
@@ -273,9 +276,9 @@ def main():
     dtype, args.dtype = args.dtype, getattr(torch, args.dtype)
     if args.device == torch.device('cuda'):
         args.device = torch.device('cuda', torch.cuda.current_device())
-    settings = dict(device=args.device.type, dtype=dtype, batch_size=args.batch_size, rounds=args.rounds)
-    if args.amp:
-        settings['amp'] = 'bfloat16'
+    settings = dict(
+        device=args.device.type, dtype=dtype, batch_size=args.batch_size, rounds=args.rounds,
+        amp='bfloat16' if args.amp else None)
     for name in args.sections:
         rows = SECTIONS[name](args)
         keys = [k for k in ('model', 'mode', 'img_size', 'pool_size', 'memory', 'optimizer', 'form') if k in rows[0]]

@@ -41,7 +41,8 @@ def _section(content: Dict[str, Any]) -> str:
     settings = {**content, **content.get('settings', {})}
     settings = [f'{key} {_cell(value)}' for key, value in settings.items() if key not in _KNOWN and _cell(value)]
     versions = [f'{name} {version}' for name, version in content['versions'].items()]
-    run = [f'`{content["command"]}`', content['date'], ', '.join(versions), ', '.join(settings)]
+    commands = content['command'] if isinstance(content['command'], list) else [content['command']]
+    run = [', '.join(f'`{command}`' for command in commands), content['date'], ', '.join(versions), ', '.join(settings)]
     return '\n\n'.join((
         f'### {content["section"]}',
         ' '.join(content['what'].split()),

@@ -3,9 +3,12 @@ import copy
 import importlib
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -280,6 +283,48 @@ def test_bench_training(script, name, monkeypatch):
         assert kept['matrix'] < kept['layers']
     grads = [next(m for m in of.modules() if isinstance(m, RePaMlp)).fc1.weight.grad for of in (released, model)]
     assert relative(grads[0], grads[1]) < 1e-4
+    assert bench.ReleasedForm(RePaMlp(8, 32).to('meta')).mask.is_meta  # wherever the layers are
+
+
+def test_parts_of_a_training_step(monkeypatch):
+    """Each operator counts once, and the optimizer's to the optimizer."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    bench = importlib.import_module('_bench_train')
+    args = SimpleNamespace(models=['repopt_vgg_a0'], device=torch.device('cpu'), dtype=torch.float32, batch_size=2,
+                           rounds=1, amp=False)
+    step, x = bench._vgg_step('repopt_vgg_a0', 'RepOpt-VGG', args), torch.randn(2, 3, 32, 32)
+    step(x)
+    start = time.perf_counter()
+    parts = bench.parts_of_step(step, x)
+    assert 0 < sum(parts.values()) < 1e3 * (time.perf_counter() - start)
+    assert all(ms > 0 for ms in parts.values())
+    rows = bench.bench_repopt_parts(args)
+    assert [(row['form'], row['img_size']) for row in rows] == [
+        (side, size) for size in (32, 160) for side in ('RepVGG', 'RepOpt-VGG', 'RepOpt-VGG, channels-last')]
+    # 3 x 3 beside 1 x 1, but for the classifier
+    assert rows[3]['GMACs'] / rows[4]['GMACs'] == pytest.approx(10 / 9, rel=1e-2)
+
+
+def test_what_a_report_keeps(monkeypatch, tmp_path, capsys):
+    """Rows of other names with the commands that measured them, if they depend on the same."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    module = importlib.import_module('_report')
+    monkeypatch.setattr(module, 'RESULTS', tmp_path)
+
+    def report(name, value, **settings):
+        monkeypatch.setattr(sys, 'argv', ['bench.py', name])
+        module.report('a', 'What.', [dict(model=name, x=value)], torch.device('cpu'), settings, ['model'])
+        content = json.loads(next(tmp_path.glob('*/a.json')).read_text())
+        return {row['model']: row['x'] for row in content['rows']}, content['command']
+
+    assert report('p', 1, rounds=3) == ({'p': 1}, 'python bench.py p')
+    both = ['python bench.py p', 'python bench.py q']
+    assert report('q', 2, rounds=3) == ({'p': 1, 'q': 2}, both)
+    assert report('q', 3, rounds=3) == ({'p': 1, 'q': 3}, both)
+    assert '`python bench.py p`, `python bench.py q`; ' in (tmp_path / 'README.md').read_text()
+    assert 'no longer there' not in capsys.readouterr().out
+    assert report('q', 4, rounds=5) == ({'q': 4}, 'python bench.py q')
+    assert '1 rows of' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100, 1000])
@@ -349,9 +394,10 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
     code = {
         'good': "import os; open(os.environ['TIMM_REP_RESULTS'] + '.txt', 'a').write('x')",
         'long': 'import time; time.sleep(60)', 'bad': 'raise SystemExit(3)', 'unfinished': 'raise SystemExit(75)',
+        'uninstalled': f"import sys; assert sys.path[1] == '{SCRIPTS.parent}', sys.path",
     }
     monkeypatch.setattr(
-        module, 'JOBS', {name: lambda options, seconds, line=line: ['-c', line] for name, line in code.items()})
+        module, 'JOBS', {name: lambda options, deadline, line=line: ['-c', line] for name, line in code.items()})
     out = tmp_path / 'out'
 
     def run(seconds, *jobs):
@@ -360,14 +406,50 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
 
     assert run(0, 'good') == (75, ['good: not begun', 'left: good; run this again'])
     assert run(1, 'long') == (75, ['long: stopped', 'left: long; run this again'])
-    assert run(9, 'good', 'bad', 'unfinished') == (1, [
-        'good: finished', f'bad: failed, see {out / "bad"}.log', 'unfinished: stopped',
-        'left: unfinished; run this again'])
-    assert run(9, 'good') == (0, ['good: finished before', 'nothing is left'])
+    # what takes too long does not stand before the others for ever
+    assert run(9, 'long', 'good', 'bad', 'unfinished') == (1, [
+        'good: finished', f'bad: failed, see {out / "bad"}.log', 'unfinished: stopped', 'long: stopped',
+        'left: unfinished, long; run this again'])
+    assert run(9, 'good', 'uninstalled') == (0, ['good: finished before', 'uninstalled: finished', 'nothing is left'])
+    assert run(9, 'good', 'bad')[1][-1] == 'nothing is left but what failed: bad'
     assert (out / 'results.txt').read_text() == 'x'
     monkeypatch.undo()
-    assert script('gpu/run', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir', tmp_path / 'no') == 1
-    assert 'and no archive cifar10.tar.gz' in capsys.readouterr().err
+    broken = tmp_path / 'broken.tar.gz'
+    broken.write_bytes(b'no archive')
+    for archive, message in (('cifar10.tar.gz', 'and no archive cifar10.tar.gz'), (broken, 'not a gzip file')):
+        assert script('gpu/run', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir', tmp_path / 'no',
+                      '--archive', archive) == 1
+        assert message in capsys.readouterr().err
+    assert not (out / 'data').exists()
+
+
+def test_gpu_jobs_without_an_installation(tmp_path):
+    """The checkout is enough: -S leaves out what an editable installation adds to the path."""
+    code = f"import sys; sys.argv = ['run.py', '--help']; import runpy; runpy.run_path('{SCRIPTS / 'gpu' / 'run.py'}')"
+    packages = os.pathsep.join(path for path in sys.path if path.endswith('-packages'))
+    run = subprocess.run(
+        [sys.executable, '-S', '-c', f'{code}; import timm_rep; print(timm_rep.__file__)'], cwd=tmp_path,
+        env={**os.environ, 'PYTHONPATH': packages}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert str(SCRIPTS.parent) in run.stdout
+
+
+def test_gpu_job_is_killed_with_the_script(tmp_path):
+    """Nothing runs on when whoever lent the machine ends the script."""
+    started = tmp_path / 'started'
+    code = (
+        f"import sys; sys.path.insert(0, '{SCRIPTS / 'gpu'}'); import run; line = \"import os, time; "
+        f"open('{started}', 'w').write(str(os.getpid())); time.sleep(60)\"; "
+        "run.JOBS['scaling'] = lambda options, deadline: ['-c', line]; run.main()")
+    process = subprocess.Popen([
+        sys.executable, '-c', code, '--seconds', '60', '--output', str(tmp_path / 'out'), '--jobs', 'scaling'])
+    while not (started.exists() and started.read_text()):
+        assert process.poll() is None
+        time.sleep(.1)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 def test_gpu_training(script, tmp_path, monkeypatch, capsys, images):
@@ -417,13 +499,14 @@ def test_every_gpu_job(images, tmp_path):
     for toy, jobs in (
             ('repa_deit_tiny', [
                 'ffn-train', 'repa-train-repa_deit_base', 'repa-infer-repa_deit_tiny', 'scaling',
-                'search', 'train']),
-            ('repopt_vgg_a0', ['optim', 'repopt-train-repopt_vgg_a0'])):
+                'parts-repa_deit_tiny', 'search', 'train']),
+            ('repopt_vgg_a0', ['optim', 'repopt-train-repopt_vgg_a0', 'repopt-parts'])):
         status, out = run_on_cpu(
             '--seconds', 900, *args, '--toy', toy, '--val-split', 'validation', '--jobs', *jobs)
         assert status == 0, out
         assert 'nothing is left' in out
-    assert {path.stem for path in (tmp_path / 'out' / 'results').glob('*/*.json')} == {
-        'ffn-train', 'repa-train', 'repa-infer', 'scaling', 'optim', 'repopt-train'}
-    assert (tmp_path / 'out' / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
-    assert (tmp_path / 'out' / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()
+    out = tmp_path / 'out' / 'toy'
+    assert {path.stem for path in (out / 'results').glob('*/*.json')} == {
+        'ffn-train', 'repa-train', 'repa-infer', 'scaling', 'parts', 'optim', 'repopt-train', 'repopt-parts'}
+    assert (out / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
+    assert (out / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()

@@ -2,9 +2,10 @@
 """The jobs that wait for a GPU, one after the other, within a time limit.
 
 Run it again until it says that nothing is left: a job that is finished is not repeated, one that was stopped goes on,
-or starts anew where it has nothing to go on from. It needs this checkout, torch, timm and, to search and to train,
-CIFAR-10 as folders of images or the archive of them. Everything is written under --output: results/ is to be copied to
-scripts/results, search/ is for scripts/package_scales.py, train/ for timm-rep card.
+or starts anew where it has nothing to go on from, after those that were stopped less often. It needs this checkout,
+installed or not, torch, timm and, to search and to train, CIFAR-10 as folders of images or the archive of them.
+Everything is written under --output: results/ is to be copied to scripts/results, search/ is for
+scripts/package_scales.py, train/ for timm-rep card.
 """
 import argparse
 import os
@@ -12,18 +13,26 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from typing import Callable, Dict, List, Sequence
 
-from timm_rep.paper import SPEEDUPS
+GPU = Path(__file__).resolve().parent
+CHECKOUT = GPU.parents[1]
+sys.path.insert(0, str(CHECKOUT))
 
-GPU = Path(__file__).parent
+from timm_rep.paper import SPEEDUPS  # noqa: E402
+
 UNFINISHED = 75  # a job's exit status that says so (EX_TEMPFAIL)
 
 
-def bench(*args: str) -> Callable[[argparse.Namespace, float], List[str]]:
-    def command(options: argparse.Namespace, seconds: float) -> List[str]:
+# the arguments for Python, by the options and the deadline
+Job = Callable[[argparse.Namespace, float], List[str]]
+
+
+def bench(*args: str) -> Job:
+    def command(options: argparse.Namespace, deadline: float) -> List[str]:
         toy = [
             '--rounds', '1', '--batch-size', '2', '--dtype', 'float32', '--no-amp', '--models', options.toy,
         ] if options.toy else []
@@ -34,12 +43,13 @@ def bench(*args: str) -> Callable[[argparse.Namespace, float], List[str]]:
 
 def on_images(
         script: str, folder: str, toy: List[str], full: Sequence[str] = (),
-) -> Callable[[argparse.Namespace, float], List[str]]:
-    def command(options: argparse.Namespace, seconds: float) -> List[str]:
+) -> Job:
+    def command(options: argparse.Namespace, deadline: float) -> List[str]:
+        data = data_folder(options)  # before the time is taken, for an archive needs some
         return [
             str(GPU / f'{script}.py'), '--output', str(options.output / folder), '--device', options.device,
-            '--data-dir', str(data_folder(options)), '--val-split', options.val_split,
-            '--minutes', str(max(0., seconds - 20) / 60),
+            '--data-dir', str(data), '--val-split', options.val_split,
+            '--minutes', str(max(0., deadline - time.monotonic() - 20) / 60),
             *(toy if options.toy else full),
         ]
 
@@ -49,7 +59,7 @@ def on_images(
 _BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
 
 # short ones, so that one run finishes some of them: what a stopped benchmark has measured is lost
-JOBS: Dict[str, Callable[[argparse.Namespace, float], List[str]]] = {
+JOBS: Dict[str, Job] = {
     'optim': bench('optim'),
     **{f'repa-infer-{model}': bench('repa-infer', *_BF16, '--modes', 'eager', 'compile', '--models', model)
        for model in SPEEDUPS},
@@ -59,6 +69,8 @@ JOBS: Dict[str, Callable[[argparse.Namespace, float], List[str]]] = {
        for model in ('repa_deit_base', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_b16')},
     'ffn-train': bench('ffn-train', '--amp'),
     'scaling': bench('scaling', '--batch-size', '128'),
+    'repopt-parts': bench('repopt-parts', '--batch-size', '32'),
+    **{f'parts-{model}': bench('parts', *_BF16, '--models', model) for model in SPEEDUPS},
     'search': on_images('hyper_search', 'search', toy=[
         '--models', 'repopt_ghostnet_050', '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10',
         '--workers', '0']),
@@ -73,27 +85,31 @@ def data_folder(options: argparse.Namespace) -> Path:
 
     Raises:
         FileNotFoundError: There is no archive either.
+        tarfile.TarError: It is none, or broken.
     """
     if options.data_dir.is_dir():
         return options.data_dir
     folder = options.output / 'data'
-    if not (folder / 'train').is_dir():
+    if not folder.is_dir():
         if not options.archive.is_file():
             raise FileNotFoundError(f'there are no images in {options.data_dir}, and no archive {options.archive}')
-        with tarfile.open(options.archive) as archive:
-            archive.extractall(folder, filter='data')
+        with tempfile.TemporaryDirectory(dir=options.output) as temporary, tarfile.open(options.archive) as archive:
+            archive.extractall(f'{temporary}/data', filter='data')
+            Path(temporary, 'data').rename(folder)  # all of it, or nothing
     return folder
 
 
-def run(name: str, options: argparse.Namespace, seconds: float) -> int:
-    """Run a job for so long at most, and return its exit status, UNFINISHED if it was stopped."""
-    environment = {**os.environ, 'TIMM_REP_RESULTS': str(options.output / 'results')}
+def run(name: str, options: argparse.Namespace, deadline: float) -> int:
+    """Run a job until the deadline at most, and return its exit status, UNFINISHED if it was stopped."""
+    path = [str(CHECKOUT), *filter(None, [os.environ.get('PYTHONPATH')])]
+    environment = {
+        **os.environ, 'TIMM_REP_RESULTS': str(options.output / 'results'), 'PYTHONPATH': os.pathsep.join(path)}
     with (options.output / f'{name}.log').open('a') as log:
         process = subprocess.Popen(
-            [sys.executable, *JOBS[name](options, seconds)], stdout=log, stderr=subprocess.STDOUT, env=environment,
+            [sys.executable, *JOBS[name](options, deadline)], stdout=log, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True)
         try:
-            return process.wait(seconds)
+            return process.wait(max(0., deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             return UNFINISHED
         finally:
@@ -113,32 +129,44 @@ def main() -> int:
     parser.add_argument('--val-split', default='val', help='(%(default)s)')
     parser.add_argument('--toy', metavar='MODEL', help='benchmarks of this model only, next to nothing of each job')
     options = parser.parse_args()
-    options.output = options.output.resolve()
-    (options.output / 'done').mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
+    # nothing of next to nothing is a result
+    options.output = (options.output / 'toy' if options.toy else options.output).resolve()
+    finished, stopped = options.output / 'done', options.output / 'stopped'  # a file a job
+    for folder in (finished, stopped):
+        folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the job goes, too
+
+    def times_stopped(name: str) -> int:
+        return (stopped / name).stat().st_size if (stopped / name).exists() else 0
+
     left, failed = [], []
-    for name in options.jobs:
-        done = options.output / 'done' / name
-        seconds = deadline - time.monotonic()
-        if done.exists():
+    for name in sorted(options.jobs, key=times_stopped):
+        if (finished / name).exists():
             state = 'finished before'
-        elif seconds <= 0:
+        elif time.monotonic() >= deadline:
             state = 'not begun'
+            left.append(name)
         else:
             try:
-                status = run(name, options, seconds)
-            except OSError as e:
+                status = run(name, options, deadline)
+            except (OSError, tarfile.TarError) as e:
                 print(f'{name}: {e}', file=sys.stderr)
                 status = 1
-            state = {0: 'finished', UNFINISHED: 'stopped'}.get(status, f'failed, see {options.output / name}.log')
             if status == 0:
-                done.touch()
-            elif status != UNFINISHED:
+                state = 'finished'
+                (finished / name).touch()
+            elif status == UNFINISHED:
+                state = 'stopped'
+                with (stopped / name).open('a') as file:
+                    file.write('.')
+                left.append(name)
+            else:
+                state = f'failed, see {options.output / name}.log'
                 failed.append(name)
-        if not done.exists() and name not in failed:
-            left.append(name)
         print(f'{name}: {state}', flush=True)
-    print(f'left: {", ".join(left)}; run this again' if left else 'nothing is left')
+    print(f'left: {", ".join(left)}; run this again' if left else 'nothing is left' if not failed else
+          f'nothing is left but what failed: {", ".join(failed)}')
     return 1 if failed else UNFINISHED if left else 0
 
 

@@ -75,7 +75,7 @@ def make(dtype=torch.float32, channels_last=False, names=tuple(KERNELS)):
 def fill(params, step, scale=1.):
     for i, param in enumerate(params):
         gradient = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + i))
-        param.grad = (scale * gradient).to(param.dtype).to(memory_format=torch.preserve_format)
+        param.grad = (scale * gradient).to(param.device, param.dtype)
 
 
 def double(x):
@@ -101,6 +101,19 @@ def test_sgd(interpreted, kwargs, channels_last):
         for param, buffer in zip(params, buffers):
             assert relative(double(optimizer.state[param]['momentum_buffer']), buffer) < 1e-6
     assert optimizer._launches.tables  # it was a kernel
+
+
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_backward_after_a_step(interpreted, rep):
+    """Of a forward pass before it: refused, as after a step of torch's."""
+    param, = params = make(names=list(KERNELS)[:1])
+    optimizer = rep(params, lr=.01)
+    loss = param.square().sum()
+    fill(params, 0)
+    optimizer.step()
+    assert optimizer._launches.tables
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        loss.backward()
 
 
 @pytest.mark.parametrize('channels_last', [False, True])
@@ -506,7 +519,6 @@ def test_on_a_gpu(rep, dtype, channels_last):
     for step in range(3):
         fill(params, step)
         for p, e in zip(params, expected):
-            p.grad = p.grad.cuda()
             e.grad = double(p.grad.cpu())
         for optimizer in sides:
             optimizer.step()

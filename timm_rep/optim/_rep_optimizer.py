@@ -2,6 +2,7 @@
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ._chunks import Scratch
 from ._fused import Launch, Launches, kernels_run_on, launched_together, runs_kernels
@@ -165,6 +166,8 @@ class RepOptimizerMixin:
             maximize=group['maximize'],
             **numbers,
         )
+        # as all of torch's in-place operations do: autograd is to notice a backward pass that comes too late
+        increment_version(launch.params)
 
     def _check_gradient(self, param: torch.Tensor) -> None:
         multiplied = get_grad_mult(param) is not None
