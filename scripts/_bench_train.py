@@ -51,7 +51,11 @@ def in_released_form(model: nn.Module) -> nn.Module:
 
 
 def training_step(
-        model: nn.Module, fast: bool = True, optimizer=None, amp: bool = False,
+        model: nn.Module,
+        fast: bool = True,
+        optimizer=None,
+        amp: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
 ) -> Callable[[torch.Tensor], None]:
     """Forward and backward pass, with the idle channels as one matrix or not, and the step of an optimizer."""
 
@@ -59,6 +63,7 @@ def training_step(
         set_fast_train(fast)
         model.zero_grad()
         with torch.inference_mode(False), torch.enable_grad():
+            x = x.to(memory_format=memory_format)
             with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
                 y = model(x)
             y = y if isinstance(y, torch.Tensor) else y[0]  # LV-ViT has logits of every token beside
@@ -239,8 +244,8 @@ def _vgg_step(name: str, side: str, args) -> Callable[[torch.Tensor], None]:
     torch.manual_seed(0)
     model = timm.create_model(name if repopt else name.replace('opt_', '')).train()
     model = model.to(args.device, args.dtype, memory_format=memory_format)
-    return training_step(model, amp=args.amp, optimizer=create_optimizer_v2(
-        model, opt='repsgd' if repopt else 'sgd', lr=1e-3, weight_decay=4e-5))
+    optimizer = create_optimizer_v2(model, opt='repsgd' if repopt else 'sgd', lr=1e-3, weight_decay=4e-5)
+    return training_step(model, amp=args.amp, optimizer=optimizer, memory_format=memory_format)
 
 
 def bench_repopt_train(args):
