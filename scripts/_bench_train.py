@@ -1,6 +1,8 @@
 """The sections of bench.py about training."""
 import copy
+import itertools
 import statistics
+import time
 from typing import Callable, Dict, List, Tuple
 
 import timm
@@ -71,31 +73,25 @@ def training_step(
             if optimizer is not None:
                 optimizer.step()
 
-    step.model = model
+    step.model, step.optimizer = model, optimizer
     return step
 
 
-def memory_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> float:
-    """What a training step takes, in MB.
-
-    On a GPU its peak, less what was there before. On a CPU what it keeps between its two passes; parameters and what is
-    kept twice count once.
-    """
+def peak_memory(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> float:
+    """The most that a training step takes at a time, gradients included, in MB, less what was there before."""
+    step.model.zero_grad()
     if x.device.type == 'cuda':
-        step.model.zero_grad()
         before = torch.cuda.memory_allocated(x.device)
         torch.cuda.reset_peak_memory_stats(x.device)
         step(x)
         return (torch.cuda.max_memory_allocated(x.device) - before) / 1e6
-    storages = {}
-
-    def keep(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(x)
-    return sum(storages.values()) / 1e6
+    # what was allocated, and given back with a minus, in the order of time
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in profiler.profiler.kineto_results.events()
+        if event.name() == '[memory]')
+    return max(itertools.accumulate(size for _, size in changes)) / 1e6
 
 
 def largest(fits: Callable[[int], bool], most: int = 2 ** 20, known: int = 0) -> int:
@@ -110,10 +106,13 @@ def largest(fits: Callable[[int], bool], most: int = 2 ** 20, known: int = 0) ->
     return low
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that memory was short: the libraries of a GPU have words of their own for it."""
-    words = 'CUDNN_STATUS_', 'CUBLAS_STATUS_ALLOC_FAILED', 'nable to find an engine', 'out of memory'
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+def out_of_memory(error: RuntimeError, fewer_fit: bool) -> bool:
+    """Whether an error says that memory was short.
+
+    The libraries of a GPU have other words for it, which mean it if a step with fewer images went well before.
+    """
+    words = 'CUDNN_STATUS_', 'CUBLAS_STATUS_', 'nable to find an engine'
+    return isinstance(error, torch.OutOfMemoryError) or (fewer_fit and any(word in str(error) for word in words))
 
 
 def largest_batch(
@@ -125,16 +124,19 @@ def largest_batch(
         known: int = 0,
 ) -> int:
     """How many images a training step can take in so much memory of a GPU, ``known`` or more (MaxBS of table 2)."""
+    fewer_fit = known > 0
 
     def fits(n):
+        nonlocal fewer_fit
         try:
             step(torch.randn(n, 3, img_size, img_size, device=device, dtype=dtype))
         except RuntimeError as e:
-            if not out_of_memory(e):
+            if not out_of_memory(e, fewer_fit):
                 raise
             return False
         finally:
             torch.cuda.empty_cache()
+        fewer_fit = True
         return True
 
     total = torch.cuda.get_device_properties(device).total_memory
@@ -149,23 +151,22 @@ def largest_batch(
 def time_training(
         models: Dict[str, Tuple[nn.Module, bool]], x: torch.Tensor, rounds: int, amp: bool = False,
 ) -> Tuple[Dict[str, List[float]], Dict[str, float]]:
-    """Seconds of the steps, and the memory of one in MB, by name."""
+    """Seconds of the steps, and the peak memory of one in MB, by name."""
     before = use_fast_train()
     steps = {name: training_step(model, fast, amp=amp) for name, (model, fast) in models.items()}
     try:
         times = time_passes(steps, x, rounds=rounds, warmup=1)
-        kept = {name: memory_of_step(step, x) for name, step in steps.items()}
+        peaks = {name: peak_memory(step, x) for name, step in steps.items()}
     finally:
         set_fast_train(before)
-    return times, kept
+    return times, peaks
 
 
 def bench_repa_train(args):
     """A training step, forward and backward, of vanilla backbones and RePa forms; as speed over the released form.
 
     'released': equations 3 and 4 word by word, a mask over all channels. 'layers': ours, one after the other. 'matrix':
-    ours, the idle channels as one matrix where that pays, the default. In MB, what is kept for the backward pass, on a
-    GPU the peak of the step.
+    ours, the idle channels as one matrix where that pays, the default. In MB, the peak memory of the step.
     """
     rows = []
     for name in args.models or ['repa_deit_base', 'repa_swin_tiny', 'repa_poolformer_s12', 'repa_mixer_b16']:
@@ -180,13 +181,13 @@ def bench_repa_train(args):
         }
         models = {k: (model.train().to(args.device, args.dtype), fast) for k, (model, fast) in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
-        times, kept = time_training(models, x, args.rounds, args.amp)
+        times, peaks = time_training(models, x, args.rounds, args.amp)
         rows.append({
             'model': name,
             'released (img/s)': round(throughput(len(x), times)['released'], 2),
             **{k: speedup(times[k], times['released']) for k in ('vanilla', 'layers', 'matrix')},
             'matrix / vanilla': speedup(times['matrix'], times['vanilla']),
-            **{f'{k} (MB)': round(kept[k]) for k in ('vanilla', 'released', 'matrix')},
+            **{f'{k}, peak (MB)': round(peaks[k]) for k in ('vanilla', 'released', 'matrix')},
             'ms': milliseconds(times),
             'spread (%)': spreads(times),
         })
@@ -208,7 +209,7 @@ def bench_ffn_train(args):
             always = copy.deepcopy(mlp)
             always._trains_fast = lambda x: use_fast_train()
             x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype, requires_grad=True)
-            times, kept = time_training({
+            times, peaks = time_training({
                 'vanilla': (vanilla, False), 'released': (ReleasedForm(copy.deepcopy(mlp)), False),
                 'layers': (mlp, False), 'matrix': (always, True),
             }, x, args.rounds, args.amp)
@@ -217,7 +218,7 @@ def bench_ffn_train(args):
                 'tokens': tokens,
                 **{f'matrix / {k}': speedup(times['matrix'], times[k]) for k in ('layers', 'released', 'vanilla')},
                 'pays': idle_matrix_pays(tokens, dim, 3 * dim),
-                **{f'{k} (MB)': round(kept[k], 1) for k in ('layers', 'matrix')},
+                **{f'{k}, peak (MB)': round(peaks[k], 1) for k in ('layers', 'matrix')},
                 'ms': milliseconds(times),
                 'spread (%)': spreads(times),
             })
@@ -251,8 +252,8 @@ def _vgg_step(name: str, side: str, args) -> Callable[[torch.Tensor], None]:
 def bench_repopt_train(args):
     """A training step of RepOpt-VGG with RepSGD over one of timm's RepVGG with SGD, of the same depth and width.
 
-    With the optimizer's step; in MB, what is kept for the backward pass, on a GPU the peak of the step; there also the
-    largest batch in so much memory. 'paper': table 2, at the largest batches.
+    With the optimizer's step; in MB, the peak memory of it; on a GPU also the largest batch in so much memory. 'paper':
+    table 2, at the largest batches.
     """
     rows = []
     for name in args.models or ['repopt_vgg_a0', 'repopt_vgg_b1']:
@@ -267,7 +268,7 @@ def bench_repopt_train(args):
                 'RepVGG (img/s)': round(throughput(len(x), times)['RepVGG'], 2),
                 **{k: speedup(seconds, times['RepVGG']) for k, seconds in times.items() if k != 'RepVGG'},
                 'paper': 1.8 if name == 'repopt_vgg_b1' else None,
-                **{f'{k} (MB)': round(memory_of_step(step, x)) for k, step in steps.items()},
+                **{f'{k}, peak (MB)': round(peak_memory(step, x)) for k, step in steps.items()},
                 'ms': milliseconds(times),
                 'spread (%)': spreads(times),
             }
@@ -285,22 +286,33 @@ def bench_repopt_train(args):
 
 
 def parts_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> Dict[str, float]:
-    """Milliseconds of a training step that go into convolutions, norms, the optimizer and all else."""
+    """Milliseconds of a training step that go into convolutions, norms, the optimizer and all else.
+
+    What convolutions copy is something else. All of it takes longer than in a step that nobody watches.
+    """
     on_gpu = x.device.type == 'cuda'
+
+    def now(*args) -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+        moments.append(1e3 * time.perf_counter())
+
+    moments: List[float] = []
+    hooks = step.optimizer.register_step_pre_hook(now), step.optimizer.register_step_post_hook(now)
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiler:
+        now()
         step(x)
-    parts = dict.fromkeys(('convolutions', 'norms', 'optimizer', 'rest'), 0.)
+        now()
+    for hook in hooks:
+        hook.remove()
+    start, before, after, end = moments
+    parts = {'convolutions': 0., 'norms': 0., 'optimizer': after - before}
     for event in profiler.key_averages():
-        alone, whole = (
-            (event.self_device_time_total, event.device_time_total) if on_gpu else
-            (event.self_cpu_time_total, event.cpu_time_total))
-        if event.key.startswith('Optimizer.step#'):
-            parts['optimizer'] += whole / 1e3
-            parts['rest'] -= whole / 1e3  # what is in it is counted below
-        if not on_gpu or event.key.startswith('aten::'):  # a kernel's time is that of its operator too
-            of = 'convolutions' if 'conv' in event.key else 'norms' if 'batch_norm' in event.key else 'rest'
-            parts[of] += alone / 1e3
-    return parts
+        if event.key.startswith('aten::'):
+            part = 'convolutions' if 'conv' in event.key else 'norms' if 'batch_norm' in event.key else None
+            if part:
+                parts[part] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3
+    return {**parts, 'rest': end - start - sum(parts.values())}
 
 
 def bench_repopt_parts(args):

@@ -68,10 +68,10 @@ def test_speed():
     assert inference == [[model, modes[model, 'eager'], modes[model, 'compile'], paper[model]] for model in paper]
     assert training == [
         [row['model'], str(row['matrix']), str(row['matrix / vanilla']),
-         str(round(row['matrix (MB)'] / row['released (MB)'], 2))] for row in _results('repa-train')]
+         str(round(row['matrix, peak (MB)'] / row['released, peak (MB)'], 2))] for row in _results('repa-train')]
     assert repopt == [
         [row['model'], str(row['img_size']), str(row['RepOpt-VGG']), str(row['RepOpt-VGG, channels-last']),
-         str(round(row['RepOpt-VGG (MB)'] / row['RepVGG (MB)'], 2))] for row in _results('repopt-train')]
+         str(round(row['RepOpt-VGG, peak (MB)'] / row['RepVGG, peak (MB)'], 2))] for row in _results('repopt-train')]
     step, = (row for row in _results('repopt-parts') if (row['form'], row['img_size']) == ('RepOpt-VGG', 160))
     parts = [step[part] for part in ('convolutions', 'norms', 'optimizer', 'rest')]
     assert f"{100 * parts[0] / sum(parts):.0f}% of B1's step" in section

@@ -273,17 +273,37 @@ def test_bench_training(script, name, monkeypatch):
     seen = []
     pays = channel_idle.idle_matrix_pays
     monkeypatch.setattr(channel_idle, 'idle_matrix_pays', lambda *sizes: seen.append(pays(*sizes)) or True)
-    times, kept = bench.time_training({
+    times, peaks = bench.time_training({
         'released': (released, False), 'layers': (copy.deepcopy(model), False), 'matrix': (model, True)}, x, 1)
     assert seen
     assert use_fast_train() == before
-    assert times.keys() == kept.keys() == {'released', 'layers', 'matrix'}
-    assert kept['layers'] < kept['released']
+    assert times.keys() == peaks.keys() == {'released', 'layers', 'matrix'}
     if all(seen):
-        assert kept['matrix'] < kept['layers']
+        assert peaks['matrix'] < peaks['released']
     grads = [next(m for m in of.modules() if isinstance(m, RePaMlp)).fc1.weight.grad for of in (released, model)]
     assert relative(grads[0], grads[1]) < 1e-4
     assert bench.ReleasedForm(RePaMlp(8, 32).to('meta')).mask.is_meta  # wherever the layers are
+
+
+def test_peak_memory(monkeypatch):
+    """At its highest, what was given back by then not counted; nor gradients of before."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    bench = importlib.import_module('_bench_train')
+    model = torch.nn.Linear(1000, 1000, bias=False)
+
+    def step(x):
+        model.zero_grad()
+        first = x.repeat(3)
+        del first
+        second, third = x.repeat(2), x.repeat(2)
+        assert len(second) == len(third)
+        del second, third
+        model.weight.grad = torch.zeros(1000, 1000)
+
+    step.model = model
+    for _ in range(2):
+        assert bench.peak_memory(step, torch.ones(10 ** 6)) == pytest.approx(16, rel=1e-3)
+    assert bench.peak_memory(step, torch.ones(10)) == pytest.approx(4, rel=1e-3)
 
 
 def test_parts_of_a_training_step(monkeypatch):
@@ -298,6 +318,8 @@ def test_parts_of_a_training_step(monkeypatch):
     parts = bench.parts_of_step(step, x)
     assert 0 < sum(parts.values()) < 1e3 * (time.perf_counter() - start)
     assert all(ms > 0 for ms in parts.values())
+    assert parts['convolutions'] > parts['norms']
+    assert not step.optimizer._optimizer_step_pre_hooks
     rows = bench.bench_repopt_parts(args)
     assert [(row['form'], row['img_size']) for row in rows] == [
         (side, size) for size in (32, 160) for side in ('RepVGG', 'RepOpt-VGG', 'RepOpt-VGG, channels-last')]
@@ -337,6 +359,17 @@ def test_largest_batch_by_bisection(monkeypatch, most):
     assert len(tried) == len(set(tried)) <= 20
     for known in (most // 2, most):
         assert bench.largest(lambda n: n <= most, 10 ** 6, known=known) == most
+
+
+def test_words_for_too_little_memory(monkeypatch):
+    """A library that fails even with one image has another reason."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    bench = importlib.import_module('_bench_train')
+    cudnn = RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED')
+    assert bench.out_of_memory(torch.OutOfMemoryError(), False)
+    assert bench.out_of_memory(cudnn, True)
+    assert not bench.out_of_memory(cudnn, False)
+    assert not bench.out_of_memory(RuntimeError('size mismatch'), True)
 
 
 def test_numbers_out_of_times(monkeypatch):
@@ -405,18 +438,22 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
         return status, capsys.readouterr().out.splitlines()
 
     assert run(0, 'good') == (75, ['good: not begun', 'left: good; run this again'])
-    assert run(1, 'long') == (75, ['long: stopped', 'left: long; run this again'])
+    assert run(1, 'long') == (75, ['long: stopped, for the 1. time', 'left: long; run this again'])
     # what takes too long does not stand before the others for ever
     assert run(9, 'long', 'good', 'bad', 'unfinished') == (1, [
-        'good: finished', f'bad: failed, see {out / "bad"}.log', 'unfinished: stopped', 'long: stopped',
-        'left: unfinished, long; run this again'])
+        'good: finished', f'bad: failed, see {out / "bad"}.log', 'unfinished: stopped, for the 1. time',
+        'long: stopped, for the 2. time',         'left: unfinished, long; run this again'])
     assert run(9, 'good', 'uninstalled') == (0, ['good: finished before', 'uninstalled: finished', 'nothing is left'])
     assert run(9, 'good', 'bad')[1][-1] == 'nothing is left but what failed: bad'
     assert (out / 'results.txt').read_text() == 'x'
     monkeypatch.undo()
-    broken = tmp_path / 'broken.tar.gz'
-    broken.write_bytes(b'no archive')
-    for archive, message in (('cifar10.tar.gz', 'and no archive cifar10.tar.gz'), (broken, 'not a gzip file')):
+    none, half = tmp_path / 'none.tar.gz', tmp_path / 'half.tar.gz'
+    none.write_bytes(b'no archive')
+    with tarfile.open(half, 'w:gz') as archive:
+        archive.add(SCRIPTS, 'train')
+    half.write_bytes(half.read_bytes()[:half.stat().st_size // 2])
+    for archive, message in (
+            ('cifar10.tar.gz', 'and no archive cifar10.tar.gz'), (none, 'not a gzip file'), (half, 'half.tar.gz: ')):
         assert script('gpu/run', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir', tmp_path / 'no',
                       '--archive', archive) == 1
         assert message in capsys.readouterr().err
@@ -425,31 +462,33 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
 
 def test_gpu_jobs_without_an_installation(tmp_path):
     """The checkout is enough: -S leaves out what an editable installation adds to the path."""
-    code = f"import sys; sys.argv = ['run.py', '--help']; import runpy; runpy.run_path('{SCRIPTS / 'gpu' / 'run.py'}')"
     packages = os.pathsep.join(path for path in sys.path if path.endswith('-packages'))
     run = subprocess.run(
-        [sys.executable, '-S', '-c', f'{code}; import timm_rep; print(timm_rep.__file__)'], cwd=tmp_path,
+        [sys.executable, '-S', SCRIPTS / 'gpu' / 'run.py', '--seconds', '0', '--output', tmp_path], cwd=tmp_path,
         env={**os.environ, 'PYTHONPATH': packages}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert str(SCRIPTS.parent) in run.stdout
+    assert run.returncode == 75, run.stderr
+    assert 'optim: not begun' in run.stdout
 
 
 def test_gpu_job_is_killed_with_the_script(tmp_path):
     """Nothing runs on when whoever lent the machine ends the script."""
-    started = tmp_path / 'started'
-    code = (
-        f"import sys; sys.path.insert(0, '{SCRIPTS / 'gpu'}'); import run; line = \"import os, time; "
-        f"open('{started}', 'w').write(str(os.getpid())); time.sleep(60)\"; "
-        "run.JOBS['scaling'] = lambda options, deadline: ['-c', line]; run.main()")
+    log = tmp_path / 'out' / 'import.log'
+    code = (SCRIPTS / 'gpu' / 'run.py').read_text().replace("__file__", repr(str(SCRIPTS / 'gpu' / 'run.py')))
+    main = code.index("if __name__ == '__main__'")
+    job = "JOBS['import'] = lambda options, deadline: ['-uc', 'import os, time; print(os.getpid()); time.sleep(60)']\n"
     process = subprocess.Popen([
-        sys.executable, '-c', code, '--seconds', '60', '--output', str(tmp_path / 'out'), '--jobs', 'scaling'])
-    while not (started.exists() and started.read_text()):
-        assert process.poll() is None
-        time.sleep(.1)
-    process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+        sys.executable, '-c', code[:main] + job + code[main:], '--seconds', '60', '--output', tmp_path / 'out',
+        '--jobs', 'import'])
+    try:
+        while not (log.exists() and log.read_text().endswith('\n')):
+            assert process.poll() is None
+            time.sleep(.1)
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
     with pytest.raises(ProcessLookupError):
-        os.kill(int(started.read_text()), 0)
+        os.kill(int(log.read_text()), 0)
 
 
 def test_gpu_training(script, tmp_path, monkeypatch, capsys, images):

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Callable, Dict, List, Sequence
 
@@ -58,11 +59,17 @@ def on_images(
 
 _BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
 
-# short ones, so that one run finishes some of them: what a stopped benchmark has measured is lost
+
+def infer(*models: str) -> Dict[str, Job]:
+    return {f'repa-infer-{model}': bench('repa-infer', *_BF16, '--modes', 'eager', 'compile', '--models', model)
+            for model in models}
+
+
+# first those that a claim depends on; short ones, so that one run finishes some of them: what a stopped benchmark has
+# measured is lost
 JOBS: Dict[str, Job] = {
     'optim': bench('optim'),
-    **{f'repa-infer-{model}': bench('repa-infer', *_BF16, '--modes', 'eager', 'compile', '--models', model)
-       for model in SPEEDUPS},
+    **infer('repa_deit_base', 'repa_vit_large', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_l16'),
     **{f'repopt-train-{model}': bench('repopt-train', '--batch-size', '32', '--models', model)
        for model in ('repopt_vgg_b1', 'repopt_vgg_a0')},
     **{f'repa-train-{model}': bench('repa-train', '--batch-size', '128', '--amp', '--models', model)
@@ -70,6 +77,7 @@ JOBS: Dict[str, Job] = {
     'ffn-train': bench('ffn-train', '--amp'),
     'scaling': bench('scaling', '--batch-size', '128'),
     'repopt-parts': bench('repopt-parts', '--batch-size', '32'),
+    **infer(*SPEEDUPS),
     **{f'parts-{model}': bench('parts', *_BF16, '--models', model) for model in SPEEDUPS},
     'search': on_images('hyper_search', 'search', toy=[
         '--models', 'repopt_ghostnet_050', '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10',
@@ -93,9 +101,13 @@ def data_folder(options: argparse.Namespace) -> Path:
     if not folder.is_dir():
         if not options.archive.is_file():
             raise FileNotFoundError(f'there are no images in {options.data_dir}, and no archive {options.archive}')
-        with tempfile.TemporaryDirectory(dir=options.output) as temporary, tarfile.open(options.archive) as archive:
-            archive.extractall(f'{temporary}/data', filter='data')
-            Path(temporary, 'data').rename(folder)  # all of it, or nothing
+        with tempfile.TemporaryDirectory(dir=options.output) as temporary:
+            try:
+                with tarfile.open(options.archive) as archive:
+                    archive.extractall(f'{temporary}/data', filter='data')
+            except (EOFError, zlib.error) as e:
+                raise tarfile.ReadError(f'{options.archive}: {e}') from e
+            Path(temporary, 'data').rename(folder)  # a run that is stopped leaves no part of it
     return folder
 
 
@@ -135,7 +147,6 @@ def main() -> int:
     finished, stopped = options.output / 'done', options.output / 'stopped'  # a file a job
     for folder in (finished, stopped):
         folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the job goes, too
 
     def times_stopped(name: str) -> int:
         return (stopped / name).stat().st_size if (stopped / name).exists() else 0
@@ -157,9 +168,9 @@ def main() -> int:
                 state = 'finished'
                 (finished / name).touch()
             elif status == UNFINISHED:
-                state = 'stopped'
                 with (stopped / name).open('a') as file:
                     file.write('.')
+                state = f'stopped, for the {times_stopped(name)}. time'
                 left.append(name)
             else:
                 state = f'failed, see {options.output / name}.log'
@@ -171,4 +182,5 @@ def main() -> int:
 
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the job goes, too
     sys.exit(main())

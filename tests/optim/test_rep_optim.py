@@ -274,15 +274,17 @@ def ones(param):
 
 @pytest.mark.parametrize('flags', [dict(), dict(fused=True), dict(foreach=False), dict(foreach=True)], ids=str)
 @pytest.mark.parametrize('rep,plain', PAIRS)
-@pytest.mark.parametrize('change', ['gradient', 'parameter', 'state', 'not dense', 'rows innermost'])
-def test_layouts_may_differ(rep, plain, flags, change, monkeypatch):
+@pytest.mark.parametrize('change', [
+    'gradient', 'parameter', 'state', 'not dense', 'not dense, and the state', 'rows innermost'])
+@pytest.mark.parametrize('chunk_bytes', [150, 300])  # of one row, which is dense even if a parameter is not, and two
+def test_layouts_may_differ(rep, plain, flags, change, chunk_bytes, monkeypatch):
     """Parameter, gradient and state each in a memory format of its own, as after a resume in another one."""
-    monkeypatch.setattr(chunks, '_CHUNK_BYTES', 300)
+    monkeypatch.setattr(chunks, '_CHUNK_BYTES', chunk_bytes)
     results = []
     for cls, kwargs in ((rep, flags), (plain, {})):
         g = torch.Generator().manual_seed(0)
         data = torch.randn(4, 16, 3, 3, generator=g)[:, :4]
-        data = data if change == 'not dense' else data.contiguous()
+        data = data if 'not dense' in change else data.contiguous()
         param = nn.Parameter(data.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2) if 'rows' in change else data)
         kwargs = dict(kwargs, momentum=.9) if plain is torch.optim.SGD else kwargs
         optimizer = cls([ones(param) if cls is rep else param], lr=.1, **kwargs)
@@ -292,7 +294,7 @@ def test_layouts_may_differ(rep, plain, flags, change, monkeypatch):
                 param.grad = param.grad.to(memory_format=torch.channels_last)
             if change == 'parameter' and step == 2:
                 param.data = param.data.to(memory_format=torch.channels_last)
-            if change == 'state' and step == 2:
+            if 'state' in change and step == 2:
                 for name, value in optimizer.state[param].items():
                     if value.ndim == 4:
                         optimizer.state[param][name] = value.to(memory_format=torch.channels_last)

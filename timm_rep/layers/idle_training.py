@@ -112,23 +112,26 @@ def synchronized_group(norm: _BatchNorm) -> Optional[dist.ProcessGroup]:
     return group if dist.get_world_size(group) > 1 else None
 
 
-class _Sum(torch.autograd.Function):
-    """Of the tensors of all processes of a group; the gradient is the sum of theirs."""
+class _AllReduce(torch.autograd.Function):
+    """The sum over the processes of a group; its gradient is the sum of theirs.
+
+    torch's own with a gradient is deprecated, and is not compiled any more.
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        x = x.clone()
+        x = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return _Sum.apply(grad.contiguous(), ctx.group), None
+        return _AllReduce.apply(grad, ctx.group), None
 
 
 def _summed(x: torch.Tensor, group: Optional[dist.ProcessGroup]) -> torch.Tensor:
-    return x if group is None else _Sum.apply(x, group)
+    return x if group is None else _AllReduce.apply(x, group)
 
 
 def _momentum(norm: _BatchNorm) -> float:

@@ -9,10 +9,14 @@ _CHUNK_BYTES = 4 << 20
 
 
 def row_chunks(param: torch.Tensor) -> Iterator[slice]:
-    """Slices of dim 0 that cover a parameter, of about 4 MB each on a CPU, whole on other devices."""
+    """Slices of dim 0 that cover a parameter, of about 4 MB each on a CPU, whole on other devices.
+
+    Those of a dense parameter are dense: it is one slice if its rows are not one after the other in memory.
+    """
     rows = param.shape[0]
     row_bytes = max(1, param[:1].numel() * param.element_size())
-    step = max(1, _CHUNK_BYTES // row_bytes if param.device.type == 'cpu' else rows)
+    in_chunks = param.device.type == 'cpu' and (param.stride(0) * rows == param.numel() or not is_dense(param))
+    step = max(1, _CHUNK_BYTES // row_bytes if in_chunks else rows)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -55,7 +59,7 @@ def in_layout_of(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def flat(x: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order of its memory.
 
-    A fused kernel on a CPU copies a gradient that is not contiguous, one in channels-last too, and uses the original.
+    The fused kernels on a CPU make a contiguous copy of a gradient in channels-last, and then read the gradient.
     """
     return x.as_strided((x.numel(),), (1,))
 
@@ -65,12 +69,12 @@ def fused_of(group: dict) -> Optional[bool]:
     return None if group['fused'] is None and group['foreach'] is None else bool(group['fused'])
 
 
-def use_fused(chunk: torch.Tensor, group: dict) -> bool:
-    """torch's fused kernel wherever there is one, unless the group says otherwise: one pass over a chunk."""
-    if not is_dense(chunk):
+def use_fused(param: torch.Tensor, group: dict) -> bool:
+    """torch's fused kernel wherever there is one, unless the group says otherwise: one pass over each chunk."""
+    if not is_dense(param):
         return False
     if fused_of(group) is not None:
         return fused_of(group)
-    if chunk.device.type == 'cpu':  # with half precision on a CPU, that of torch 2.5 leaves parameters as they were
-        return chunk.dtype in (torch.float32, torch.float64)
-    return chunk.device.type == 'cuda' and chunk.is_floating_point()
+    if param.device.type == 'cpu':  # with half precision on a CPU, that of torch 2.5 leaves parameters as they were
+        return param.dtype in (torch.float32, torch.float64)
+    return param.device.type == 'cuda' and param.is_floating_point()

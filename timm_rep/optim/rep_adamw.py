@@ -87,17 +87,17 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         step = state.pop('state_steps')[0]
         state = {name: [local(x) for x in tensors] for name, tensors in state.items()}
         param, grad = local(param).detach(), local(param.grad)
+        fused = use_fused(param, group)
+        in_order = flat if fused else lambda x: x
         taken = self._steps_taken()
         for rows in row_chunks(param):
             chunk = param[rows]
-            fused = use_fused(chunk, group)
-            seen = flat if fused else lambda x: x
             # torch's own arithmetic on a parameter of zeros leaves the bare update
             update = scratch.like(chunk).zero_()
-            chunk_state = {name: [seen(x[rows]) for x in tensors] for name, tensors in state.items()}
+            chunk_state = {name: [in_order(x[rows]) for x in tensors] for name, tensors in state.items()}
             self._update(
-                [seen(update)],
-                [seen(in_layout_of(chunk, grad[rows]))],
+                [in_order(update)],
+                [in_order(in_layout_of(chunk, grad[rows]))],
                 {**chunk_state, 'state_steps': [step.to(param.device if fused else step.device, copy=True)]},
                 group,
                 weight_decay=0.,

@@ -60,16 +60,17 @@ class RepSGD(RepOptimizerMixin, SGD):
         grad_mult = get_grad_mult(param)
         buffer, new = self._state_of(param, group)
         param, grad, buffer = local(param).detach(), local(param.grad), None if buffer is None else local(buffer)
+        fused = use_fused(param, group)
         for rows in row_chunks(param):
-            chunk, of_chunk = param[rows], None if buffer is None else buffer[rows]
+            chunk, chunk_buffer = param[rows], None if buffer is None else buffer[rows]
             product = grad_mult.multiply(grad[rows], self._rule, out=scratch.like(chunk), start=rows.start)
-            fused = use_fused(chunk, group)
             if fused:
-                chunk, product, of_chunk = flat(chunk), flat(product), None if buffer is None else flat(of_chunk)
-            buffers = [None if new else of_chunk]
+                chunk, product = flat(chunk), flat(product)
+                chunk_buffer = None if buffer is None else flat(chunk_buffer)
+            buffers = [None if new else chunk_buffer]
             self._update([chunk], [product], buffers, group, foreach=False, fused=fused)
             if new:
-                of_chunk.copy_(buffers[0])
+                chunk_buffer.copy_(buffers[0])
 
     def _state_of(self, param: torch.Tensor, group: dict) -> Tuple[Optional[torch.Tensor], bool]:
         """The momentum of a parameter in its layout, None if there is none at all, and whether it is new."""
