@@ -17,8 +17,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from _bench_optim import bench_optim
+from _bench_repopt import bench_repopt_parts, bench_repopt_train
 from _bench_scaling import bench_scaling
-from _bench_train import bench_ffn_train, bench_repa_train, bench_repopt_parts, bench_repopt_train
+from _bench_train import bench_ffn_train, bench_repa_train
 from _report import report
 from _timing import milliseconds, speedup, spreads
 from timm.utils import reparameterize_model

@@ -309,7 +309,7 @@ def test_peak_memory(monkeypatch):
 def test_parts_of_a_training_step(monkeypatch):
     """Each operator counts once, and the optimizer's to the optimizer."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_train')
+    bench = importlib.import_module('_bench_repopt')
     args = SimpleNamespace(models=['repopt_vgg_a0'], device=torch.device('cpu'), dtype=torch.float32, batch_size=2,
                            rounds=1, amp=False)
     step, x = bench._vgg_step('repopt_vgg_a0', 'RepOpt-VGG', args), torch.randn(2, 3, 32, 32)
@@ -352,7 +352,7 @@ def test_what_a_report_keeps(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100, 1000])
 def test_largest_batch_by_bisection(monkeypatch, most):
     monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_train')
+    bench = importlib.import_module('_bench_repopt')
     tried = []
     assert bench.largest(lambda n: tried.append(n) or n <= most, 500) == min(most, 500)
     assert max(tried) <= 500
@@ -364,7 +364,7 @@ def test_largest_batch_by_bisection(monkeypatch, most):
 def test_words_for_too_little_memory(monkeypatch):
     """A library that fails even with one image has another reason."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_train')
+    bench = importlib.import_module('_bench_repopt')
     cudnn = RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED')
     assert bench.out_of_memory(torch.OutOfMemoryError(), False)
     assert bench.out_of_memory(cudnn, True)
