@@ -434,7 +434,7 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
     out = tmp_path / 'out'
 
     def run(seconds, *jobs):
-        status = script('gpu/run', '--seconds', seconds, '--output', out, '--jobs', *jobs)
+        status = script('gpu/run', '--device', 'cpu', '--seconds', seconds, '--output', out, '--jobs', *jobs)
         return status, capsys.readouterr().out.splitlines()
 
     assert run(0, 'good') == (75, ['good: not begun', 'left: good; run this again'])
@@ -454,17 +454,23 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
     half.write_bytes(half.read_bytes()[:half.stat().st_size // 2])
     for archive, message in (
             ('cifar10.tar.gz', 'and no archive cifar10.tar.gz'), (none, 'not a gzip file'), (half, 'half.tar.gz: ')):
-        assert script('gpu/run', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir', tmp_path / 'no',
-                      '--archive', archive) == 1
+        assert script('gpu/run', '--device', 'cpu', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir',
+                      tmp_path / 'no', '--archive', archive) == 1
         assert message in capsys.readouterr().err
     assert not (out / 'data').exists()
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(SystemExit):
+        script('gpu/run', '--seconds', 9, '--output', tmp_path / 'none')
+    assert 'torch finds no GPU here' in capsys.readouterr().err
+    assert not (tmp_path / 'none').exists()
 
 
 def test_gpu_jobs_without_an_installation(tmp_path):
     """The checkout is enough: -S leaves out what an editable installation adds to the path."""
     packages = os.pathsep.join(path for path in sys.path if path.endswith('-packages'))
     run = subprocess.run(
-        [sys.executable, '-S', SCRIPTS / 'gpu' / 'run.py', '--seconds', '0', '--output', tmp_path], cwd=tmp_path,
+        [sys.executable, '-S', SCRIPTS / 'gpu' / 'run.py', '--device', 'cpu', '--seconds', '0', '--output', tmp_path],
+        cwd=tmp_path,
         env={**os.environ, 'PYTHONPATH': packages}, capture_output=True, text=True)
     assert run.returncode == 75, run.stderr
     assert 'optim: not begun' in run.stdout
@@ -477,8 +483,8 @@ def test_gpu_job_is_killed_with_the_script(tmp_path):
     main = code.index("if __name__ == '__main__'")
     job = "JOBS['import'] = lambda options, deadline: ['-uc', 'import os, time; print(os.getpid()); time.sleep(60)']\n"
     process = subprocess.Popen([
-        sys.executable, '-c', code[:main] + job + code[main:], '--seconds', '60', '--output', tmp_path / 'out',
-        '--jobs', 'import'])
+        sys.executable, '-c', code[:main] + job + code[main:], '--device', 'cpu', '--seconds', '60', '--output',
+        tmp_path / 'out', '--jobs', 'import'])
     try:
         while not (log.exists() and log.read_text().endswith('\n')):
             assert process.poll() is None

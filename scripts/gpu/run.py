@@ -23,6 +23,8 @@ GPU = Path(__file__).resolve().parent
 CHECKOUT = GPU.parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
+import torch  # noqa: E402
+
 from timm_rep.paper import SPEEDUPS  # noqa: E402
 
 UNFINISHED = 75  # a job's exit status that says so (EX_TEMPFAIL)
@@ -141,6 +143,8 @@ def main() -> int:
     parser.add_argument('--val-split', default='val', help='(%(default)s)')
     parser.add_argument('--toy', metavar='MODEL', help='benchmarks of this model only, next to nothing of each job')
     options = parser.parse_args()
+    if options.device.startswith('cuda') and not torch.cuda.is_available():
+        parser.error('torch finds no GPU here; --device cpu --toy MODEL tries the jobs without one')
     deadline = time.monotonic() + options.seconds
     # nothing of next to nothing is a result
     options.output = (options.output / 'toy' if options.toy else options.output).resolve()
