@@ -106,7 +106,9 @@ def data_folder(options: argparse.Namespace) -> Path:
         with tempfile.TemporaryDirectory(dir=options.output) as temporary:
             try:
                 with tarfile.open(options.archive) as archive:
-                    archive.extractall(f'{temporary}/data', filter='data')
+                    # not in every Python 3.10 and 3.11
+                    archive.extraction_filter = getattr(tarfile, 'data_filter', lambda member, path: member)
+                    archive.extractall(f'{temporary}/data')
             except (EOFError, zlib.error) as e:
                 raise tarfile.ReadError(f'{options.archive}: {e}') from e
             Path(temporary, 'data').rename(folder)  # a run that is stopped leaves no part of it
