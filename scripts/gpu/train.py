@@ -43,7 +43,7 @@ def loaders(recipe: Dict[str, Any], args):
     """timm's own, for training and validation."""
     of_images = dict(
         input_size=tuple(recipe['input_size']), batch_size=recipe['batch_size'], mean=recipe['mean'],
-        std=recipe['std'], num_workers=args.workers, device=args.device)
+        std=recipe['std'], num_workers=args.workers, persistent_workers=args.workers > 0, device=args.device)
     dataset = partial(create_dataset, '', root=args.data_dir)
     train = create_loader(
         dataset(split='train', is_training=True), is_training=True, scale=recipe['scale'], ratio=recipe['ratio'],

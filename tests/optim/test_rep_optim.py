@@ -319,7 +319,8 @@ def test_copies_of_the_optimizer_keep_the_multipliers(rep, plain):
 
 def test_copies_step_where_graphs_may_be_captured(monkeypatch):
     """torch's check before a capture reads what SGD has no such option for."""
-    monkeypatch.setattr(torch.accelerator, 'is_available', lambda: True, raising=False)
+    if hasattr(torch, 'accelerator'):  # not in torch 2.5
+        monkeypatch.setattr(torch.accelerator, 'is_available', lambda: True, raising=False)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     model = net()
