@@ -11,6 +11,7 @@ from _timing import milliseconds, speedup, spreads
 import timm_rep
 import timm_rep.optim._chunks as chunks
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
+from timm_rep.profiling import synchronize
 from timm_rep.scales import Scales
 
 __all__ = ['bench_optim']
@@ -90,8 +91,7 @@ def beside(device, form, optimizer, step):
 def timed(device, fn, *args):
     start = time.perf_counter()
     fn(*args)
-    if device.type == 'cuda':
-        torch.cuda.synchronize()
+    synchronize(device)
     return time.perf_counter() - start
 
 

@@ -9,9 +9,8 @@ from _bench_train import peak_memory, training_step
 from _timing import milliseconds, speedup, spreads
 from timm.optim import create_optimizer_v2
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
-from timm_rep.profiling import throughput, time_passes
+from timm_rep.profiling import count_macs, synchronize, throughput, time_passes
 
 __all__ = ['bench_repopt_parts', 'bench_repopt_train']
 
@@ -137,8 +136,7 @@ def parts_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> Dict
     on_gpu = x.device.type == 'cuda'
 
     def now(*args) -> None:
-        if on_gpu:
-            torch.cuda.synchronize()
+        synchronize(x.device)
         moments.append(1e3 * time.perf_counter())
 
     moments: List[float] = []
@@ -176,15 +174,13 @@ def bench_repopt_parts(args):
                     if i:
                         found[side].append(parts)
             for side, step in sides.items():
-                with FlopCounterMode(display=False) as counter, torch.no_grad():
-                    step.model(x)
                 rows.append({
                     'model': name,
                     'img_size': img_size,
                     'form': side,
                     **{part: float(f'{statistics.median(parts[part] for parts in found[side]):.3g}')
                        for part in found[side][0]},
-                    'GMACs': float(f'{counter.get_total_flops() / 2e9:.3g}'),
+                    'GMACs': float(f'{len(x) * count_macs(step.model, x.shape[1:]).total / 1e9:.3g}'),
                 })
                 print(rows[-1], flush=True)
     return rows

@@ -13,6 +13,7 @@ from _report import report
 from _timing import milliseconds, speedup, spreads
 
 from timm_rep.layers import CslaBlock, SearchBlock
+from timm_rep.profiling import synchronize
 
 
 class FeatureMaps(SearchBlock):
@@ -38,8 +39,7 @@ def step(model, optimizer, images, targets, amp):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if images.device.type == 'cuda':
-        torch.cuda.synchronize()
+    synchronize(images.device)
 
 
 def measure(name, args, channels_last):

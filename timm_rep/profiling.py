@@ -24,6 +24,7 @@ __all__ = [
     'measure_throughput',
     'model_input_size',
     'profile_latency',
+    'synchronize',
     'throughput',
     'time_passes',
     'versions',
@@ -88,7 +89,8 @@ def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -
     return Macs(projections=(sum(counts.values()) - attention) // 2, attention=attention // 2)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what a device has still to do; a CPU has done it."""
     if device.type != 'cpu':
         getattr(torch, device.type).synchronize()
 
@@ -137,10 +139,10 @@ def time_passes(
     times: Dict[str, List[float]] = {name: [] for name in models}
     for i in range(warmup + rounds):
         for name, model in models.items():
-            _synchronize(inputs.device)
+            synchronize(inputs.device)
             start = time.perf_counter()
             model(inputs)
-            _synchronize(inputs.device)
+            synchronize(inputs.device)
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
     return times
@@ -200,7 +202,7 @@ class _Stopwatch:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
         else:
-            _synchronize(self.device)
+            synchronize(self.device)
             now = time.perf_counter()
         self.marks.append((part, now))
 
@@ -208,12 +210,12 @@ class _Stopwatch:
         """Seconds of one pass by part."""
         embed, *_, head = PARTS
         self.device, self.marks = inputs.device, []
-        _synchronize(self.device)
+        synchronize(self.device)
         self._mark(embed)
         self.model(inputs)
         self.marks[-1] = (head, self.marks[-1][1])  # what comes after the last block is no embedding
         self._mark('')
-        _synchronize(self.device)
+        synchronize(self.device)
         seconds = dict.fromkeys(PARTS, 0.)
         for (part, start), (_, end) in zip(self.marks, self.marks[1:]):
             seconds[part] += start.elapsed_time(end) / 1e3 if self.device.type == 'cuda' else end - start
