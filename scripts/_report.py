@@ -31,7 +31,7 @@ def report(
         what: What the rows say.
         rows: The results.
         device: Where they were measured.
-        settings: What they depend on besides the versions and the command, which are kept too.
+        settings: What they depend on besides the versions and the commands, which are kept too.
         keys: Columns that name a row: rows of the file with other names stay, if they depend on the same. Without any
             the file is replaced.
     """
@@ -42,7 +42,7 @@ def report(
     where = machine(device)
     folder = RESULTS / re.sub(r'[^a-z0-9]+', '-', where.lower()).strip('-')
     path = folder / f'{section}.json'
-    command = [shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])]
+    commands = [shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])]
     if keys and path.is_file():
         old = json.loads(path.read_text())
         names = {tuple(row[k] for k in keys) for row in rows}
@@ -50,8 +50,7 @@ def report(
         if old['versions'] == versions() and all(old.get(k) == v for k, v in settings.items()):
             rows = others + rows
             if others:  # measured by what was run before
-                before = old['command'] if isinstance(old['command'], list) else [old['command']]
-                command = list(dict.fromkeys([*before, *command]))
+                commands = list(dict.fromkeys([*old['commands'], *commands]))
         elif others:
             print(f'\n{len(others)} rows of {path}, measured with other settings or versions, are no longer there')
     content = {
@@ -59,7 +58,7 @@ def report(
         'what': what,
         'machine': where,
         'date': date.today().isoformat(),
-        'command': command if len(command) > 1 else command[0],
+        'commands': commands,
         'versions': versions(),
         **settings,
         'rows': rows,

@@ -18,7 +18,7 @@ as fast one side is as another is the median over the rounds, not the quotient o
 between the quartiles of a side's rounds, in percent of its median.
 """
 # of the machine and the run; what else a file has are settings, and belong to the table
-_KNOWN = ('section', 'what', 'machine', 'date', 'command', 'versions', 'rows', 'settings')
+_KNOWN = ('section', 'what', 'machine', 'date', 'commands', 'versions', 'rows', 'settings')
 
 
 def _cell(value: Any) -> str:
@@ -41,8 +41,8 @@ def _section(content: Dict[str, Any]) -> str:
     settings = {**content, **content.get('settings', {})}
     settings = [f'{key} {_cell(value)}' for key, value in settings.items() if key not in _KNOWN and _cell(value)]
     versions = [f'{name} {version}' for name, version in content['versions'].items()]
-    commands = content['command'] if isinstance(content['command'], list) else [content['command']]
-    run = [', '.join(f'`{command}`' for command in commands), content['date'], ', '.join(versions), ', '.join(settings)]
+    commands = ', '.join(f'`{command}`' for command in content['commands'])
+    run = [commands, content['date'], ', '.join(versions), ', '.join(settings)]
     return '\n\n'.join((
         f'### {content["section"]}',
         ' '.join(content['what'].split()),

@@ -338,15 +338,15 @@ def test_what_a_report_keeps(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(sys, 'argv', ['bench.py', name])
         module.report('a', 'What.', [dict(model=name, x=value)], torch.device('cpu'), settings, ['model'])
         content = json.loads(next(tmp_path.glob('*/a.json')).read_text())
-        return {row['model']: row['x'] for row in content['rows']}, content['command']
+        return {row['model']: row['x'] for row in content['rows']}, content['commands']
 
-    assert report('p', 1, rounds=3) == ({'p': 1}, 'python bench.py p')
+    assert report('p', 1, rounds=3) == ({'p': 1}, ['python bench.py p'])
     both = ['python bench.py p', 'python bench.py q']
     assert report('q', 2, rounds=3) == ({'p': 1, 'q': 2}, both)
     assert report('q', 3, rounds=3) == ({'p': 1, 'q': 3}, both)
     assert '`python bench.py p`, `python bench.py q`; ' in (tmp_path / 'README.md').read_text()
     assert 'no longer there' not in capsys.readouterr().out
-    assert report('q', 4, rounds=5) == ({'q': 4}, 'python bench.py q')
+    assert report('q', 4, rounds=5) == ({'q': 4}, ['python bench.py q'])
     assert '1 rows of' in capsys.readouterr().out
 
 
@@ -399,7 +399,7 @@ def test_tables_of_the_results(monkeypatch, tmp_path):
     results = SCRIPTS / 'results'
     assert (results / 'README.md').read_text() == tables.tables(results)
     content = dict(
-        section='a', what='What\n  it is.', machine='M', date='2026-01-01', command='python a.py',
+        section='a', what='What\n  it is.', machine='M', date='2026-01-01', commands=['python a.py'],
         versions={'torch': '1'}, rounds=3,
         img_size=[2, 3], nothing=None, rows=[dict(x=1.5, y=True), dict(x=None, z={'p': 2}, y=False)])
     (tmp_path / 'm').mkdir()
