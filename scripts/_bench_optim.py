@@ -95,6 +95,20 @@ def timed(device, fn, *args):
     return time.perf_counter() - start
 
 
+def on_device(device, step, steps=20):
+    """Seconds of a step on a GPU alone: one of many that wait while it is busy, so that it never waits for Python."""
+    square = torch.randn(8192, 8192, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(16):
+        square @ square
+    start.record()
+    for _ in range(steps):
+        step()
+    end.record()
+    synchronize(device)
+    return start.elapsed_time(end) / steps / 1e3
+
+
 def training_step(model, optimizer, images, targets):
     optimizer.zero_grad()
     F.cross_entropy(model(images), targets).backward()
@@ -106,8 +120,9 @@ def bench_optim(args):
 
     'released': the formulation of the released optimizers, every gradient times a dense multiplier before torch's own
     step. 'ours, fused': parameters without a multiplier by torch's fused kernel too, which it takes if asked to.
-    'beside it': multipliers, and what a step allocates and gives back (of torch's on a GPU only). The training step is
-    a forward pass, a backward pass and the optimizer's step on a batch of images.
+    'over torch, fused': how many times as long a step takes; on a GPU also without what Python takes, for which the GPU
+    does not wait in a training. 'beside it': multipliers, and what a step allocates and gives back (of torch's on a GPU
+    only). The training step is a forward pass, a backward pass and the optimizer's step on a batch of images.
     """
     sgd = dict(lr=1e-4, momentum=0.9, nesterov=True, weight_decay=4e-5)
     adamw = dict(lr=1e-4, weight_decay=0.05)
@@ -117,9 +132,10 @@ def bench_optim(args):
     }
     images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
     targets = torch.arange(args.batch_size, device=args.device)
-    rows = []
     for name, (family, (plain, rep, rule, kwargs)) in itertools.product(
             args.models or ['repopt_vgg_b1'], families.items()):
+        if args.measured(model=name, optimizer=family):
+            continue
         model = build(name, args.device)
         ours = rep(model.parameters(), **kwargs)
         sides = {
@@ -138,21 +154,31 @@ def bench_optim(args):
                 elapsed = timed(args.device, step)
                 if i >= 2:
                     times[form].append(elapsed)
+        alone = {form: [] for form in sides}
+        if args.device.type == 'cuda':
+            for _ in range(5):
+                for form, step in steps.items():
+                    alone[form].append(on_device(args.device, step))
         spread = spreads(times)
         whole = 1e3 * statistics.median(
             timed(args.device, training_step, model, ours, images, targets) for _ in range(3))
-        rows += [
-            {
+        for form, ms in milliseconds(times).items():
+            gpu = {}
+            if alone[form]:
+                gpu = {
+                    'ms on the GPU': milliseconds(alone)[form],
+                    'over torch, fused, on the GPU': speedup(alone['torch, fused'], alone[form]),
+                    'kernel': bool(form.startswith('ours') and sides[form]._launches.tables.multipliers),
+                }
+            yield {
                 'model': name,
                 'optimizer': family,
                 'form': form,
                 'ms per step': ms,
-                'against torch, fused': speedup(times['torch, fused'], times[form]),
+                'over torch, fused': speedup(times['torch, fused'], times[form]),
+                **gpu,
                 'state (MB)': state_memory(sides[form]),
                 'beside it (MB)': beside(args.device, form, sides[form], steps[form]),
                 f'% of a training step, batch {args.batch_size}': round(100 * ms / whole, 2),
                 'spread (%)': spread[form],
             }
-            for form, ms in milliseconds(times).items()
-        ]
-    return rows

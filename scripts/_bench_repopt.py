@@ -16,12 +16,12 @@ __all__ = ['bench_repopt_parts', 'bench_repopt_train']
 
 
 def largest(fits: Callable[[int], bool], most: int = 2 ** 20, known: int = 0) -> int:
-    """The largest number, up to ``most``, for which ``fits`` is true, by bisection; at least ``known``."""
-    low, high = known, max(1, 2 * known)
+    """The largest number, up to ``most``, for which ``fits`` is true, or up to 1/64 less; at least ``known``."""
+    low, high = known, max(2, 2 * known)  # one image alone may be too few for a BatchNorm
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
-    while high - low > 1:
+    while high - low > max(1, low // 64):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
@@ -44,8 +44,12 @@ def largest_batch(
         dtype: torch.dtype = torch.float32,
         known: int = 0,
 ) -> int:
-    """How many images a training step can take in so much memory of a GPU, ``known`` or more (MaxBS of table 2)."""
+    """How many images a training step can take in so much memory of a GPU, ``known`` or more (MaxBS of table 2).
+
+    Found as :func:`largest` has it.
+    """
     fewer_fit = known > 0
+    trying = torch.backends.cudnn.benchmark
 
     def fits(n):
         nonlocal fewer_fit
@@ -63,9 +67,11 @@ def largest_batch(
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1., gigabytes * 2 ** 30 / total), device)
+    torch.backends.cudnn.benchmark = False  # which would try all algorithms for every number of images
     try:
         return largest(fits, known=known)
     finally:
+        torch.backends.cudnn.benchmark = trying
         torch.cuda.set_per_process_memory_fraction(1., device)
 
 
@@ -95,12 +101,13 @@ def _vgg_step(name: str, side: str, args) -> Callable[[torch.Tensor], None]:
 def bench_repopt_train(args):
     """A training step of RepOpt-VGG with RepSGD over one of timm's RepVGG with SGD, of the same depth and width.
 
-    With the optimizer's step; in MB, the peak memory of it; on a GPU also the largest batch in so much memory. 'paper':
-    table 2, at the largest batches.
+    With the optimizer's step; in MB, the peak memory of it. On a GPU at 224 pixels also the largest batch in so much
+    memory, to one in 64, and the images per second at that in the most. 'paper': table 2, at the largest batches.
     """
-    rows = []
     for name in args.models or ['repopt_vgg_a0', 'repopt_vgg_b1']:
         for img_size in (32, 160, 224) if args.device.type == 'cuda' else (32, 160):
+            if args.measured(model=name, img_size=img_size):
+                continue
             sides = _sides(args.device)
             steps = {side: _vgg_step(name, side, args) for side in sides}
             x = torch.randn(args.batch_size, 3, img_size, img_size, device=args.device, dtype=args.dtype)
@@ -110,22 +117,23 @@ def bench_repopt_train(args):
                 'img_size': img_size,
                 'RepVGG (img/s)': round(throughput(len(x), times)['RepVGG'], 2),
                 **{k: speedup(seconds, times['RepVGG']) for k, seconds in times.items() if k != 'RepVGG'},
-                'paper': 1.8 if name == 'repopt_vgg_b1' else None,
+                'paper': 1.8 if (name, img_size) == ('repopt_vgg_b1', 224) else None,
                 **{f'{k}, peak (MB)': round(peak_memory(step, x)) for k, step in steps.items()},
                 'ms': milliseconds(times),
                 'spread (%)': spreads(times),
             }
             del steps
-            if args.device.type == 'cuda':
+            if args.device.type == 'cuda' and img_size == 224:
                 for side in sides:
                     step, batch = _vgg_step(name, side, args), 0  # one by one, alone in the memory
                     for gigabytes in (8, 16, 32):
                         batch = largest_batch(step, img_size, gigabytes, args.device, args.dtype, known=batch)
                         row[f'{side}, batch in {gigabytes} GB'] = batch
-                    del step
-            rows.append(row)
-            print(rows[-1], flush=True)
-    return rows
+                    x = torch.randn(batch, 3, img_size, img_size, device=args.device, dtype=args.dtype)
+                    row[f'{side}, img/s at that'] = round(
+                        throughput(batch, time_passes({side: step}, x, rounds=5, warmup=2))[side], 2)
+                    del step, x
+            yield row
 
 
 def parts_of_step(step: Callable[[torch.Tensor], None], x: torch.Tensor) -> Dict[str, float]:
@@ -162,9 +170,10 @@ def bench_repopt_parts(args):
 
     'GMACs': of the forward pass, of the batch; backward takes twice as many.
     """
-    rows = []
     for name in args.models or ['repopt_vgg_b1']:
         for img_size in (32, 160):
+            if args.measured(model=name, img_size=img_size):
+                continue
             sides = {side: _vgg_step(name, side, args) for side in _sides(args.device)}
             x = torch.randn(args.batch_size, 3, img_size, img_size, device=args.device, dtype=args.dtype)
             found: Dict[str, List[Dict[str, float]]] = {side: [] for side in sides}
@@ -174,13 +183,11 @@ def bench_repopt_parts(args):
                     if i:
                         found[side].append(parts)
             for side, step in sides.items():
-                rows.append({
+                yield {
                     'model': name,
                     'img_size': img_size,
                     'form': side,
                     **{part: float(f'{statistics.median(parts[part] for parts in found[side]):.3g}')
                        for part in found[side][0]},
                     'GMACs': float(f'{len(x) * count_macs(step.model, x.shape[1:]).total / 1e9:.3g}'),
-                })
-                print(rows[-1], flush=True)
-    return rows
+                }

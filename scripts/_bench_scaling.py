@@ -5,8 +5,7 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import timm
 import torch
-import torch.nn as nn
-from _bench_train import ReleasedForm, training_step
+from _bench_train import ReleasedForm, VanillaFfn, training_step
 from _timing import milliseconds, spreads
 from timm.utils import reparameterize_model
 
@@ -27,7 +26,7 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 def _ffn(dim: int, args) -> Sides:
     torch.manual_seed(0)
     mlp = RePaMlp(dim, 4 * dim).to(args.device, args.dtype)
-    vanilla = nn.Sequential(nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim)).to(args.device, args.dtype)
+    vanilla = VanillaFfn(dim).to(args.device, args.dtype)
     folded = copy.deepcopy(mlp).eval().fuse()
     return {
         'FFN, vanilla': vanilla,
@@ -56,15 +55,15 @@ def _rep_sgd(width: int, args) -> Sides:
 def _costs(args) -> List[Tuple[str, float, Sequence[int], Callable[[int], Tuple[Sides, torch.Tensor]]]]:
     """Along what, the exponent of the arithmetic, the sizes, and what is timed at each of them."""
 
-    def noise(*shape):
-        return torch.randn(*shape, device=args.device, dtype=args.dtype)
+    def hidden(tokens, dim):  # within a network their gradient is needed
+        return torch.randn(tokens, dim, device=args.device, dtype=args.dtype, requires_grad=True)
 
-    images = noise(args.batch_size, 3, 224, 224)
+    images = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
     tokens = 197 * args.batch_size
     return [
-        (f'width, {tokens} tokens', 2, (96, 192, 384, 768), lambda n: (_ffn(n, args), noise(tokens, n))),
+        (f'width, {tokens} tokens', 2, (96, 192, 384, 768), lambda n: (_ffn(n, args), hidden(tokens, n))),
         ('tokens, 384 wide', 1, [tokens * k // 8 for k in (1, 2, 4, 8, 16)], lambda n: (
-            _ffn(384, args), noise(n, 384))),
+            _ffn(384, args), hidden(n, 384))),
         ('depth', 1, (3, 6, 12, 24), lambda n: (_deit(args, depth=n), images)),
         ('width, 12 blocks', 2, (96, 192, 384, 768), lambda n: (
             _deit(args, embed_dim=n, num_heads=n // 32), images)),
@@ -78,10 +77,11 @@ def bench_scaling(args):
     'arithmetic': the exponent of the multiplications with weights alone; DeiT's attention grows with the width by one
     less. 'matrix' goes layer by layer where the matrix does not pay, so its exponent is of two forms.
     """
-    rows = []
     before = use_fast_train()
     try:
         for along, arithmetic, sizes, at in _costs(args):
+            if args.measured(along=along):
+                continue
             measured: Dict[str, List[Tuple[float, Optional[float]]]] = {}
             for size in sizes:
                 sides, x = at(size)
@@ -91,7 +91,7 @@ def bench_scaling(args):
                     measured.setdefault(name, []).append((ms, spread[name]))
             for name, values in measured.items():
                 costs, lie_apart = zip(*values)
-                rows.append({
+                yield {
                     'cost': name,
                     'along': along,
                     'sizes': list(sizes),
@@ -99,8 +99,6 @@ def bench_scaling(args):
                     'exponent': round(exponent(sizes, costs), 2),
                     'arithmetic': arithmetic,
                     'spread (%)': lie_apart,
-                })
-                print(rows[-1], flush=True)
+                }
     finally:
         set_fast_train(before)
-    return rows

@@ -14,7 +14,18 @@ from timm_rep.layers.idle_training import idle_matrix_pays
 from timm_rep.paper import VANILLA
 from timm_rep.profiling import throughput, time_passes
 
-__all__ = ['ReleasedForm', 'bench_ffn_train', 'bench_repa_train', 'peak_memory', 'training_step']
+__all__ = ['ReleasedForm', 'VanillaFfn', 'bench_ffn_train', 'bench_repa_train', 'peak_memory', 'training_step']
+
+
+class VanillaFfn(nn.Module):
+    """The FFN of a ViT: LayerNorm, two linear layers with a GELU between them, shortcut."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
 
 
 class ReleasedForm(nn.Module):
@@ -110,8 +121,9 @@ def bench_repa_train(args):
     'released': equations 3 and 4 word by word, a mask over all channels. 'layers': ours, one after the other. 'matrix':
     ours, the idle channels as one matrix where that pays, the default. In MB, the peak memory of the step.
     """
-    rows = []
     for name in args.models or ['repa_deit_base', 'repa_swin_tiny', 'repa_poolformer_s12', 'repa_mixer_b16']:
+        if args.measured(model=name):
+            continue
         vanilla, vanilla_args = VANILLA[name]
         torch.manual_seed(0)
         repa = timm.create_model(name)
@@ -124,7 +136,7 @@ def bench_repa_train(args):
         models = {k: (model.train().to(args.device, args.dtype), fast) for k, (model, fast) in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
         times, peaks = time_training(models, x, args.rounds, args.amp)
-        rows.append({
+        yield {
             'model': name,
             'released (img/s)': round(throughput(len(x), times)['released'], 2),
             **{k: speedup(times[k], times['released']) for k in ('vanilla', 'layers', 'matrix')},
@@ -132,9 +144,7 @@ def bench_repa_train(args):
             **{f'{k}, peak (MB)': round(peaks[k]) for k in ('vanilla', 'released', 'matrix')},
             'ms': milliseconds(times),
             'spread (%)': spreads(times),
-        })
-        print(rows[-1], flush=True)
-    return rows
+        }
 
 
 def bench_ffn_train(args):
@@ -142,12 +152,15 @@ def bench_ffn_train(args):
 
     'pays': what RePaMlp chooses.
     """
-    rows = []
+    on_gpu = args.device.type == 'cuda'
     for dim in (192, 384, 768):
-        for tokens in (dim * multiple // 2 for multiple in (2, 3, 4, 6, 8, 16)):
+        for multiple in (1, 4, 8, 16, 32, 64, 128) if on_gpu else (1, 1.5, 2, 3, 4, 8):
+            tokens = int(multiple * dim)
+            if args.measured(C=dim, tokens=tokens):
+                continue
             torch.manual_seed(0)
             mlp = RePaMlp(dim, 4 * dim).train().to(args.device, args.dtype)
-            vanilla = nn.Sequential(nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim)).to(args.device, args.dtype)
+            vanilla = VanillaFfn(dim).to(args.device, args.dtype)
             always = copy.deepcopy(mlp)
             always._trains_fast = lambda x: use_fast_train()
             x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype, requires_grad=True)
@@ -155,7 +168,7 @@ def bench_ffn_train(args):
                 'vanilla': (vanilla, False), 'released': (ReleasedForm(copy.deepcopy(mlp)), False),
                 'layers': (mlp, False), 'matrix': (always, True),
             }, x, args.rounds, args.amp)
-            rows.append({
+            yield {
                 'C': dim,
                 'tokens': tokens,
                 **{f'matrix / {k}': speedup(times['matrix'], times[k]) for k in ('layers', 'released', 'vanilla')},
@@ -163,6 +176,4 @@ def bench_ffn_train(args):
                 **{f'{k}, peak (MB)': round(peaks[k], 1) for k in ('layers', 'matrix')},
                 'ms': milliseconds(times),
                 'spread (%)': spreads(times),
-            })
-            print(rows[-1], flush=True)
-    return rows
+            }

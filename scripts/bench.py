@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from _bench_optim import bench_optim
 from _bench_repopt import bench_repopt_parts, bench_repopt_train
 from _bench_scaling import bench_scaling
-from _bench_train import bench_ffn_train, bench_repa_train
-from _report import report
+from _bench_train import VanillaFfn, bench_ffn_train, bench_repa_train
+from _report import measured, print_table, save
 from _timing import milliseconds, speedup, spreads
 from timm.utils import reparameterize_model
 
@@ -62,12 +62,12 @@ def bench_import(args):
             for seconds, value in zip(times.values(), out.split()):
                 seconds.append(float(value))
     timm_alone, added = (statistics.median(seconds) for seconds in times.values())
-    return [{
+    yield {
         'timm (s)': round(timm_alone, 3),
         'timm_rep after it (s)': round(added, 4),
         'ratio': round((timm_alone + added) / timm_alone, 4),
         'spread (%)': spreads(times),
-    }]
+    }
 
 
 def bench_fold_precision(args):
@@ -76,8 +76,9 @@ def bench_fold_precision(args):
     'folded': the float32 weights folded, then cast. 'cast, then folded': the weights cast before folding.
     'unfolded': what the dtype alone costs. The last three against the unfolded model in float32.
     """
-    rows = []
     for name in args.models or SPEEDUPS:
+        if args.measured(model=name):
+            continue
         model = calibrated(name)
         x = torch.randn(2, *model.pretrained_cfg['input_size'])
         folded = reparameterize_model(model)
@@ -91,9 +92,7 @@ def bench_fold_precision(args):
                 row[f'{short}: folded'] = relative(copy.deepcopy(folded).to(dtype)(x.to(dtype)), expected)
                 row[f'{short}: unfolded'] = relative(low(x.to(dtype)), expected)
                 row[f'{short}: cast, then folded'] = relative(low.reparameterize()(x.to(dtype)), expected)
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+        yield row
 
 
 def bench_deploy_ffn(args):
@@ -102,11 +101,12 @@ def bench_deploy_ffn(args):
     'one wide GEMM': C + active channels at once, activation on a slice, one addmm. 'two GEMMs, addmm': the same with
     separate matrices. 'three linears': what RePaMlpDeploy does.
     """
-    rows = []
     for dim, tokens in ((192, 8 * 197), (384, 8 * 197), (768, 197), (768, 8 * 197), (1024, 8 * 197)):
+        if args.measured(C=dim, tokens=tokens):
+            continue
         torch.manual_seed(0)
         deploy = RePaMlp(dim, 4 * dim).eval().fuse().to(args.device, args.dtype)
-        vanilla = nn.Sequential(nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim)).eval().to(args.device, args.dtype)
+        vanilla = VanillaFfn(dim).eval().to(args.device, args.dtype)
         x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype)
         fc_in, fc_out, shortcut = deploy.fc_in, deploy.fc_out, deploy.shortcut
         wide_weight = torch.cat([fc_in.weight, shortcut.weight]).detach()
@@ -122,26 +122,26 @@ def bench_deploy_ffn(args):
         for form in (one_gemm, two_gemms):
             torch.testing.assert_close(form(x), deploy(x), rtol=1e-3, atol=1e-4 if args.dtype == torch.float32 else .1)
         times = time_passes({
-            'vanilla': lambda x, vanilla=vanilla: x + vanilla(x),
+            'vanilla': vanilla,
             'one wide GEMM': one_gemm,
             'two GEMMs, addmm': two_gemms,
             'three linears': deploy,
         }, x, rounds=args.rounds)
-        rows.append({
+        yield {
             'C': dim,
             'tokens': tokens,
             **{k: speedup(v, times['vanilla']) for k, v in times.items() if k != 'vanilla'},
             'ms': milliseconds(times),
             'spread (%)': spreads(times),
-        })
-        print(rows[-1], flush=True)
-    return rows
+        }
 
 
 def bench_repa_infer(args):
     """Inference throughput of vanilla timm backbones and of their RePa forms, folded or not; images per second."""
-    rows = []
     for name in args.models or SPEEDUPS:
+        modes = [mode for mode in args.modes if not args.measured(model=name, mode=mode)]
+        if not modes:
+            continue
         vanilla, vanilla_args = VANILLA[name]
         models = {
             'vanilla': timm.create_model(vanilla, **vanilla_args).eval(),
@@ -150,13 +150,13 @@ def bench_repa_infer(args):
         models['folded'] = reparameterize_model(models['unfolded'])
         models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
-        for mode in args.modes:
+        for mode in modes:
             sides = models
             if mode == 'compile':
                 torch.compiler.reset()  # or models of one class count as one that is compiled again and again
                 sides = {k: torch.compile(m) for k, m in models.items()}
             times = time_passes(sides, x, rounds=args.rounds, warmup=2)
-            rows.append({
+            yield {
                 'model': name,
                 'mode': mode,
                 **{k: round(v, 2) for k, v in throughput(len(x), times).items()},
@@ -164,9 +164,7 @@ def bench_repa_infer(args):
                 'paper': round(1 + SPEEDUPS[name], 2) if name in SPEEDUPS else None,
                 'folded / unfolded': speedup(times['folded'], times['unfolded']),
                 'spread (%)': spreads(times),
-            })
-            print(rows[-1], flush=True)
-    return rows
+            }
 
 
 def bench_parts(args):
@@ -175,8 +173,9 @@ def bench_parts(args):
     'arithmetic': how many times the folded model's multiply-accumulates the vanilla one has, which bounds what folding
     is worth but for activations and norms.
     """
-    rows = []
     for name in args.models or SPEEDUPS:
+        if args.measured(model=name):
+            continue
         vanilla, vanilla_args = VANILLA[name]
         models = {
             'vanilla': timm.create_model(vanilla, **vanilla_args).eval(),
@@ -187,15 +186,13 @@ def bench_parts(args):
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
         ms = profile_latency(models, x, rounds=args.rounds, warmup=2)
         whole = {k: sum(parts.values()) for k, parts in ms.items()}
-        rows.append({
+        yield {
             'model': name,
             **{f'{part}, {k}': float(f'{ms[k][part]:.3g}') for part in PARTS for k in models},
             'FFNs': round(ms['vanilla']['FFNs'] / ms['folded']['FFNs'], 2),
             'whole': round(whole['vanilla'] / whole['folded'], 2),
             'arithmetic': round(macs['vanilla'] / macs['folded'], 2),
-        })
-        print(rows[-1], flush=True)
-    return rows
+        }
 
 
 def bench_poolformer(args):
@@ -204,9 +201,10 @@ def bench_poolformer(args):
     'FFNs, pooling of torch': with nn.AvgPool2d as the vanilla model has it, which is all that is not folding. 'mixers,
     training form': BatchNorm token mixers as trained, beside folded FFNs.
     """
-    rows = []
     for name in args.models or ['repa_poolformer_s12', 'repa_poolformer_s36']:
         for pool_size in (3, 7):
+            if args.measured(model=name, pool_size=pool_size):
+                continue
             torch.manual_seed(0)
             vanilla, _ = VANILLA[name]
             mixing = timm.create_model(name, fold_token_mixer=True, pool_size=pool_size).eval()
@@ -230,7 +228,7 @@ def bench_poolformer(args):
             for form in (torch.contiguous_format, torch.channels_last):
                 models = {k: m.to(args.device, args.dtype, memory_format=form) for k, m in models.items()}
                 times = time_passes(models, x.contiguous(memory_format=form), rounds=args.rounds, warmup=2)
-                rows.append({
+                yield {
                     'model': name,
                     'pool_size': pool_size,
                     'memory': 'channels-last' if form is torch.channels_last else 'contiguous',
@@ -238,11 +236,11 @@ def bench_poolformer(args):
                     **{k: speedup(v, times['vanilla']) for k, v in times.items() if k != 'vanilla'},
                     'ms': milliseconds(times),
                     'spread (%)': spreads(times),
-                })
-                print(rows[-1], flush=True)
-    return rows
+                }
 
 
+# columns that name a row
+NAMES = ('model', 'mode', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along')
 SECTIONS = {
     'import': bench_import,
     'fold-precision': bench_fold_precision,
@@ -273,6 +271,8 @@ def main():
         '--modes', nargs='+', default=['eager'], choices=['eager', 'compile'], help='of repa-infer (eager)')
     parser.add_argument('--batch-size', default=8, type=int)
     parser.add_argument('--rounds', default=11, type=int)
+    parser.add_argument(
+        '--resume', action='store_true', help='leave out what the file has already, of the same versions and settings')
     args = parser.parse_args()
     dtype, args.dtype = args.dtype, getattr(torch, args.dtype)
     if args.device == torch.device('cuda'):
@@ -280,10 +280,22 @@ def main():
     settings = dict(
         device=args.device.type, dtype=dtype, batch_size=args.batch_size, rounds=args.rounds,
         amp='bfloat16' if args.amp else None)
-    for name in args.sections:
-        rows = SECTIONS[name](args)
-        keys = [k for k in ('model', 'mode', 'img_size', 'pool_size', 'memory', 'optimizer', 'form') if k in rows[0]]
-        report(name, SECTIONS[name].__doc__, rows, args.device, settings, keys)
+    if args.device.type == 'cuda':  # as timm's train.py has it
+        torch.set_float32_matmul_precision('high')
+        torch.backends.cudnn.benchmark = True
+        settings.update(float32='TF32', cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda)
+    for section in args.sections:
+        before = measured(section, args.device, settings) if args.resume else []
+        args.measured = lambda before=before, **names: any(names.items() <= row.items() for row in before)
+        rows, path = [], None
+        for row in SECTIONS[section](args):
+            rows.append(row)
+            print(row, flush=True)
+            path = save(  # row by row: what is measured lasts, wherever the run ends
+                section, SECTIONS[section].__doc__, rows, args.device, settings, [k for k in NAMES if k in row])
+        if rows:
+            print_table(rows)
+        print(f'\n{section}: {path or "nothing is left to measure"}')
 
 
 if __name__ == '__main__':

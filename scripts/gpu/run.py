@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The jobs that wait for a GPU, one after the other, within a time limit.
 
-Run it again until it says that nothing is left: a job that is finished is not repeated, one that was stopped goes on,
-or starts anew where it has nothing to go on from, after those that were stopped less often. It needs this checkout,
-installed or not, torch, timm and, to search and to train, CIFAR-10 as folders of images or the archive of them.
-Everything is written under --output: results/ is to be copied to scripts/results, search/ is for
-scripts/package_scales.py, train/ for timm-rep card.
+Run it again until it says that nothing is left: a job that is finished is not repeated, one that was stopped goes on.
+One that failed, or was stopped though it had most of the time of a run, comes after those that did so less often. It
+needs this checkout, installed or not, torch, timm and, to search and to train, CIFAR-10 as folders of images or the
+archive of them. Everything is written under --output: the folder of the machine in results/ belongs into
+scripts/results, search/ is for scripts/package_scales.py, train/ for timm-rep card.
 """
 import argparse
 import os
@@ -17,11 +17,13 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
-from typing import Callable, Dict, List, Sequence
+from typing import Callable, Dict, List, Optional, Sequence
 
 GPU = Path(__file__).resolve().parent
 CHECKOUT = GPU.parents[1]
 sys.path.insert(0, str(CHECKOUT))
+
+_START = time.monotonic()  # importing takes its time, too
 
 import torch  # noqa: E402
 
@@ -39,7 +41,7 @@ def bench(*args: str) -> Job:
         toy = [
             '--rounds', '1', '--batch-size', '2', '--dtype', 'float32', '--no-amp', '--models', options.toy,
         ] if options.toy else []
-        return [str(GPU.parent / 'bench.py'), *args, '--device', options.device, *toy]
+        return [str(GPU.parent / 'bench.py'), *args, '--resume', '--device', options.device, *toy]
 
     return command
 
@@ -62,25 +64,24 @@ def on_images(
 _BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
 
 
-def infer(*models: str) -> Dict[str, Job]:
-    return {f'repa-infer-{model}': bench('repa-infer', *_BF16, '--modes', 'eager', 'compile', '--models', model)
-            for model in models}
+def infer(*models: str) -> Job:
+    return bench('repa-infer', *_BF16, '--modes', 'eager', 'compile', '--models', *models)
 
 
-# first those that a claim depends on; short ones, so that one run finishes some of them: what a stopped benchmark has
-# measured is lost
+# first those that a claim depends on
 JOBS: Dict[str, Job] = {
-    'optim': bench('optim'),
-    **infer('repa_deit_base', 'repa_vit_large', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_l16'),
-    **{f'repopt-train-{model}': bench('repopt-train', '--batch-size', '32', '--models', model)
-       for model in ('repopt_vgg_b1', 'repopt_vgg_a0')},
-    **{f'repa-train-{model}': bench('repa-train', '--batch-size', '128', '--amp', '--models', model)
-       for model in ('repa_deit_base', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_b16')},
+    'optim': bench('optim', '--rounds', '51'),
+    'repa-infer': infer(
+        'repa_deit_base', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_l16', 'repa_vit_large'),
+    'repopt-train': bench('repopt-train', '--batch-size', '128', '--models', 'repopt_vgg_b1', 'repopt_vgg_a0'),
+    'repa-train': bench('repa-train', '--batch-size', '128', '--amp', '--models', 'repa_deit_base', 'repa_swin_base',
+                        'repa_poolformer_s36', 'repa_mixer_b16'),
     'ffn-train': bench('ffn-train', '--amp'),
+    'deploy-ffn': bench('deploy-ffn', *_BF16),
     'scaling': bench('scaling', '--batch-size', '128'),
-    'repopt-parts': bench('repopt-parts', '--batch-size', '32'),
-    **infer(*SPEEDUPS),
-    **{f'parts-{model}': bench('parts', *_BF16, '--models', model) for model in SPEEDUPS},
+    'repopt-parts': bench('repopt-parts', '--batch-size', '128'),
+    'repa-infer-all': infer(*SPEEDUPS),
+    'parts': bench('parts', *_BF16),
     'search': on_images('hyper_search', 'search', toy=[
         '--models', 'repopt_ghostnet_050', '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10',
         '--workers', '0']),
@@ -134,7 +135,8 @@ def run(name: str, options: argparse.Namespace, deadline: float) -> int:
                 process.wait()
 
 
-def main() -> int:
+def main(start: Optional[float] = None) -> int:
+    start = time.monotonic() if start is None else start
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seconds', type=float, required=True, help='of this run')
     parser.add_argument('--output', type=Path, default=Path('output/gpu'), help='folder (%(default)s)')
@@ -147,24 +149,25 @@ def main() -> int:
     options = parser.parse_args()
     if options.device.startswith('cuda') and not torch.cuda.is_available():
         parser.error('torch finds no GPU here; --device cpu --toy MODEL tries the jobs without one')
-    deadline = time.monotonic() + options.seconds
+    deadline = start + options.seconds
     # nothing of next to nothing is a result
     options.output = (options.output / 'toy' if options.toy else options.output).resolve()
-    finished, stopped = options.output / 'done', options.output / 'stopped'  # a file a job
-    for folder in (finished, stopped):
+    finished, tried = options.output / 'done', options.output / 'tried'  # a file a job
+    for folder in (finished, tried):
         folder.mkdir(parents=True, exist_ok=True)
 
-    def times_stopped(name: str) -> int:
-        return (stopped / name).stat().st_size if (stopped / name).exists() else 0
+    def times_tried(name: str) -> int:
+        return (tried / name).stat().st_size if (tried / name).exists() else 0
 
     left, failed = [], []
-    for name in sorted(options.jobs, key=times_stopped):
+    for name in sorted(options.jobs, key=times_tried):
         if (finished / name).exists():
             state = 'finished before'
         elif time.monotonic() >= deadline:
             state = 'not begun'
             left.append(name)
         else:
+            begun = time.monotonic()
             try:
                 status = run(name, options, deadline)
             except (OSError, tarfile.TarError) as e:
@@ -174,13 +177,14 @@ def main() -> int:
                 state = 'finished'
                 (finished / name).touch()
             elif status == UNFINISHED:
-                with (stopped / name).open('a') as file:
-                    file.write('.')
-                state = f'stopped, for the {times_stopped(name)}. time'
+                state = 'stopped'
                 left.append(name)
             else:
                 state = f'failed, see {options.output / name}.log'
                 failed.append(name)
+            if name in failed or (name in left and time.monotonic() - begun > options.seconds / 2):
+                with (tried / name).open('a') as file:
+                    file.write('.')
         print(f'{name}: {state}', flush=True)
     print(f'left: {", ".join(left)}; run this again' if left else 'nothing is left' if not failed else
           f'nothing is left but what failed: {", ".join(failed)}')
@@ -189,4 +193,4 @@ def main() -> int:
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the job goes, too
-    sys.exit(main())
+    sys.exit(main(_START))
