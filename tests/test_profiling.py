@@ -10,7 +10,7 @@ import timm_rep
 from timm_rep.layers import RePaMlp
 from timm_rep.models.repa_convert import find_ffns
 from timm_rep.paper import VANILLA
-from timm_rep.profiling import count_macs, count_params, measure_throughput, profile_latency
+from timm_rep.profiling import count_macs, count_params, measure_throughput, profile_latency, synchronize
 
 
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
@@ -45,7 +45,19 @@ def test_count_macs_of_the_size_the_model_was_built_for():
         assert count_macs(model) == count_macs(model, (chans, *size))
     model.set_input_size(img_size=(64, 64))
     assert count_macs(model) == count_macs(model, (3, 64, 64))
+    mixer = timm.create_model('repa_mixer_s16', img_size=64, device='meta')
+    assert count_macs(mixer) == count_macs(mixer, (3, 64, 64))
     assert count_macs(timm.create_model('resnet18', device='meta')).projections == pytest.approx(1.814e9, rel=1e-3)
+
+
+@pytest.mark.parametrize('device,waited', [('cpu', []), ('cuda:1', ['cuda:1']), ('xpu:0', ['xpu:0']), ('mps', [None])])
+def test_synchronize_waits_for_that_device(monkeypatch, device, waited):
+    seen = []
+    for name in ('cuda', 'xpu'):
+        monkeypatch.setattr(getattr(torch, name), 'synchronize', lambda device=None: seen.append(str(device)))
+    monkeypatch.setattr(torch.mps, 'synchronize', lambda: seen.append(None))
+    synchronize(torch.device(device))
+    assert seen == waited
 
 
 def test_count_params():

@@ -57,7 +57,8 @@ def count_params(model: nn.Module) -> int:
 def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
     """(channels, height, width) that the model was built for, where it has a fixed size, or of its pretrained_cfg."""
     channels, *size = model.pretrained_cfg['input_size']
-    size = getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size
+    embeds = (getattr(model, name, None) for name in ('patch_embed', 'stem'))  # the latter in a mixer
+    size = next((embed.img_size for embed in embeds if getattr(embed, 'img_size', None)), size)
     return (getattr(model, 'in_chans', channels), *size)
 
 
@@ -92,7 +93,8 @@ def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -
 def synchronize(device: torch.device) -> None:
     """Wait for what a device has still to do; a CPU has done it."""
     if device.type != 'cpu':
-        getattr(torch, device.type).synchronize()
+        # there may be several of a kind, of Apple's there is one
+        getattr(torch, device.type).synchronize(*[device] * (device.type != 'mps'))
 
 
 def machine(device: torch.device) -> str:
@@ -200,7 +202,7 @@ class _Stopwatch:
     def _mark(self, part: str) -> None:
         if self.device.type == 'cuda':  # asynchronous: events keep the time there
             now = torch.cuda.Event(enable_timing=True)
-            now.record()
+            now.record(torch.cuda.current_stream(self.device))
         else:
             synchronize(self.device)
             now = time.perf_counter()

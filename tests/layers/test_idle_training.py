@@ -12,12 +12,14 @@ import timm
 import torch
 import torch.multiprocessing as mp
 import torch.nn as nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.ops import FrozenBatchNorm2d
 
 import timm_rep.layers.channel_idle as channel_idle
 from tests.reference.ffn import relative
-from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
+from timm_rep.layers import RePaMlp, idle_training, set_fast_train, use_fast_train
 from timm_rep.layers.idle_training import idle_matrix_pays
 
 FAST, PLAIN = True, False
@@ -253,8 +255,8 @@ def test_where_it_pays():
 
 
 @pytest.mark.parametrize('kind', [
-    'switched off', 'eval', 'frozen norm', 'hook', 'adapter', 'own forward', 'dropout', 'no statistics', 'all active',
-    'all idle'])
+    'switched off', 'eval', 'frozen norm', 'no norm', 'hook', 'adapter', 'own forward', 'dropout', 'no statistics',
+    'all active', 'all idle'])
 def test_what_goes_layer_by_layer(always, kind):
     set_fast_train(kind != 'switched off')
     kwargs = {
@@ -267,6 +269,8 @@ def test_what_goes_layer_by_layer(always, kind):
         model.eval()
     elif kind == 'frozen norm':
         model.norm2.eval()
+    elif kind == 'no norm':
+        model.norm1 = nn.Identity()
     elif kind == 'hook':
         model.act.register_forward_hook(lambda *args: seen.append('act'))
         model.fc1.register_forward_hook(lambda *args: seen.append('fc1'))
@@ -286,6 +290,28 @@ def test_what_goes_layer_by_layer(always, kind):
         assert seen
     if kind == 'frozen norm':
         assert model.norm2.num_batches_tracked.item() == before
+
+
+@pytest.mark.parametrize('by', ['timm', 'torchvision'])
+def test_frozen_norms(always, by):
+    """As in eval mode, folded too."""
+    set_fast_train(True)
+    model, x = ffn(use_conv=True), images()
+    model(x)
+    expected = model.eval()(x)
+    model.train()
+    if by == 'timm':
+        timm.utils.freeze(model)
+    else:
+        for name in ('norm1', 'norm2'):
+            norm = getattr(model, name)
+            frozen = FrozenBatchNorm2d(norm.num_features).double()
+            frozen.load_state_dict(norm.state_dict())
+            setattr(model, name, frozen)
+    assert isinstance(model.norm2, FrozenBatchNorm2d)
+    assert not model._trains_fast(x)
+    for frozen in (model, model.fuse()):
+        assert relative(frozen(x), expected) < 1e-10
 
 
 def test_dropout_that_was_taken_out(always):
@@ -413,6 +439,66 @@ def test_variances_that_are_small_differences(always, norm):
     for name in ('y', 'norm2.running_var', 'norm2.running_mean'):
         error = relative(plain[name].double(), exact[name])
         assert relative(fast[name].double(), exact[name]) < max(10 * error, 1e-5), name
+
+
+class Tf32(TorchFunctionMode):
+    """A GPU that multiplies in TF32, as far as a tensor on a CPU can tell."""
+
+    @staticmethod
+    def rounded(x):
+        kept = (x.detach() * (1 + 2 ** -11)).view(torch.int32).bitwise_and(-1 << 13).view(torch.float32)
+        return x + (kept - x).detach()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__):
+            return self.rounded(args[0]) @ self.rounded(args[1])
+        return func(*args, **kwargs or {})
+
+
+def test_a_product_where_a_gpu_would_round():
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(48, 24, generator=g).requires_grad_()
+    b = torch.randn(24, 24, generator=g).requires_grad_()
+    a.data[0], b.data[1] = 0., 1e30
+    exact = a.double() @ b.double()
+    with Tf32():
+        coarse, product = a @ b, idle_training._product(a, b)
+    errors = [((of - exact).abs() / exact.abs().clamp(min=1e-30))[1:].max() for of in (coarse, product)]
+    assert errors[0] > 1e-4
+    assert errors[1] < 1e-5
+    grad = torch.cos(torch.arange(exact.numel(), dtype=torch.float32)).view_as(exact)
+    for ours, theirs in zip(*(torch.autograd.grad(of, (a, b), grad.to(of.dtype)) for of in (product, exact))):
+        assert relative(ours, theirs) < 1e-3
+    big = torch.tensor([[0., -0., 1e-45, -3.4e38, float('inf')]])
+    leading, rest = idle_training._in_two(big)
+    assert torch.equal((leading + rest)[:, :4], big[:, :4])
+    assert not (leading[:, :4].view(torch.int32) & (1 << 13) - 1).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_statistics_on_a_gpu(dtype):
+    """With TF32 allowed, which timm's train.py does, they are those of the layers in float64."""
+    x = (tokens(shape=(8, 64, 40, 40)) / 3).cuda()
+    model = ffn(64).cuda()
+    with torch.no_grad():
+        model.fc1.weight.sub_(model.fc1.weight.mean(1, keepdim=True))
+    exact = step(model, x, PLAIN, 1)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision('high')
+        assert model._trains_fast(x)
+        set_fast_train(FAST)
+        model.float()
+        with torch.autocast('cuda', dtype, enabled=dtype != torch.float32):
+            y = model(x.float())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    assert relative(model.norm2.running_var.double(), exact['norm2.running_var']) < tolerance
+    assert relative(y.double(), exact['y']) < tolerance
 
 
 def test_on_meta(always):

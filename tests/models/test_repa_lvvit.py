@@ -136,8 +136,10 @@ def test_refusals():
     for name in ('lvvit_s', 'repa_lvvit_s'):
         with pytest.raises(ValueError, match=r'skip_lam divides .* positive, got 0'):
             tiny(name, skip_lam=0)
-    with pytest.raises(ValueError, match=r'patch size .* fixed at \(16, 16\)'):
-        tiny().set_input_size(patch_size=(8, 8))
+    for patch_size in ((8, 8), [8, 8], 8):
+        with pytest.raises(ValueError, match=r'patch size .* fixed at \(16, 16\)'):
+            tiny().set_input_size(patch_size=patch_size)
+    tiny().set_input_size(patch_size=16)
 
 
 @pytest.mark.parametrize('name', ['repa_lvvit_s', 'lvvit_s'])

@@ -182,16 +182,17 @@ def test_as_without_kernels(interpreted, monkeypatch, rep, plain):
         assert relative(a, b) < 1e-5
 
 
+@pytest.mark.parametrize('devices', [1., 2.])
 @pytest.mark.parametrize('where', ['kernels', 'parts'])
 @pytest.mark.parametrize('rep,plain', PAIRS)
-def test_of_grad_scaler(interpreted, monkeypatch, rep, plain, where):
+def test_of_grad_scaler(interpreted, monkeypatch, rep, plain, where, devices):
     """Gradients that are still multiplied, and a step that is to be skipped, the first one too."""
     monkeypatch.setenv('TRITON_INTERPRET', '1' if where == 'kernels' else '0')
     kwargs = dict(lr=.01, fused=True, **(dict(momentum=.9, nesterov=True) if rep is RepSGD else dict(amsgrad=True)))
     expected, params = [*make(), torch.nn.Parameter(torch.ones(4))], [*make(), torch.nn.Parameter(torch.ones(4))]
     alone, scaled = rep(expected, **kwargs), rep(params, **kwargs)
     before = [p.detach().clone() for p in params]
-    scaled.grad_scale, scaled.found_inf = torch.tensor(8.), torch.tensor(1.)
+    scaled.grad_scale, scaled.found_inf = torch.tensor(8.), torch.tensor(devices)  # where gradients overflowed
     fill(params, 0, scale=float('inf'))
     scaled.step()
     assert all(torch.equal(p, b) for p, b in zip(params, before))
@@ -228,6 +229,52 @@ def test_learning_rate_in_a_tensor(interpreted, rep):
         fill(params, 0)
         rep(params, lr=lr, fused=True).step()
     assert all(torch.equal(a, b) for a, b in zip(*sides))
+
+
+@pytest.mark.parametrize('rep,kwargs', [
+    (RepSGD, dict(momentum=.9, nesterov=True, weight_decay=torch.tensor(.1))),
+    (RepAdamW, dict(weight_decay=torch.tensor(.1))),
+], ids=['RepSGD', 'RepAdamW'])
+def test_other_numbers_in_tensors(interpreted, rep, kwargs):
+    """They get no kernel, which would take them for addresses; nor where a schedule makes them tensors later."""
+    sides, plain = (make(), make(), make()), {**kwargs, 'weight_decay': .1}
+    optimizers = rep(sides[0], lr=.03, **plain), rep(sides[1], lr=.03, **kwargs), rep(sides[2], lr=.03, **plain)
+    for step in range(3):
+        for params, optimizer in zip(sides, optimizers):
+            fill(params, step)
+            optimizer.step()
+        optimizers[2].param_groups[0]['weight_decay'] = torch.tensor(.1)
+    assert not optimizers[1]._launches.tables
+    for expected, *others in zip(*sides):
+        assert all(relative(double(other), double(expected)) < 1e-5 for other in others)
+
+
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_default_device(interpreted, rep):
+    """What is made on the way to a GPU is made on the CPU, whatever the default is."""
+    sides = make(), make()
+    for params, device in zip(sides, ('cpu', 'meta')):
+        optimizer = rep(params, lr=.03)
+        fill(params, 0)
+        with torch.device(device):
+            optimizer.step()
+        assert optimizer._launches.tables
+    assert all(torch.equal(a, b) for a, b in zip(*sides))
+
+
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_ready_for_a_graph(interpreted, rep):
+    """A graph is captured of torch's parts, which then need what nothing can be copied to the GPU for any more."""
+    params = make(torch.bfloat16)
+    optimizer = rep(params, lr=.03)
+    fill(params, 0)
+    optimizer.step()
+    assert optimizer._launches.tables
+    for param in params:
+        grad_mult = get_grad_mult(param)
+        known = dict(grad_mult._vectors)
+        grad_mult.vectors(rep._rule, param.device, param.dtype)
+        assert grad_mult._vectors == known
 
 
 def test_layouts_may_differ(interpreted):
@@ -414,6 +461,27 @@ def test_tables_are_kept_while_addresses_stay(interpreted, monkeypatch):
     assert len(held) == len(params)
 
 
+def test_tables_that_are_not_needed_are_forgotten(interpreted):
+    """Parameters that move about, or change places in having a gradient, do not fill the memory."""
+    params = make(names=('RepOpt-VGG', 'several blocks'))
+    optimizer = RepSGD(params, lr=.01)
+    held = []
+    for step in range(30):
+        fill(params, step)
+        for p in params:
+            held.append(p.data)
+            p.data = p.data.clone()
+        optimizer.step()
+    assert len(optimizer._launches.tables) <= 2 * 9  # two launches a step
+    tables_of_one = []
+    for step in range(30):
+        fill(params, step)
+        params[step % 2].grad = None
+        optimizer.step()
+        tables_of_one.append(len(optimizer._launches.tables))
+    assert tables_of_one[-1] == 2
+
+
 @pytest.mark.parametrize('divisor', [1, 2, 3, 7, 9, 25, 64, 576, 4608, 18432, 2 ** 20 - 1, 2 ** 24 - 1, 2 ** 30 + 1])
 def test_reciprocal(divisor):
     magic, shift = tables.reciprocal(divisor)
@@ -499,6 +567,38 @@ def test_one_pass_on_a_gpu(compiler, kernel, read, written, dtype, words):
 ], ids=str)
 def test_compiles_for_a_gpu(compiler, kernel, changes):
     assert '.entry' in compiled(kernel, **changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_captured_in_a_graph(rep):
+    """After steps with a kernel, as torch says to warm up."""
+    kwargs = dict(lr=.01, momentum=.9, nesterov=True) if rep is RepSGD else dict(lr=.01, capturable=True)
+    sides, optimizers = [], []
+    for _ in range(2):
+        cpu = make()
+        params = [torch.nn.Parameter(p.detach().cuda()) for p in cpu]
+        for param, of in zip(params, cpu):
+            set_grad_mult(param, get_grad_mult(of))
+        sides.append(params)
+        optimizers.append(rep(params, **kwargs))
+        fill(params, 0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            optimizers[0].step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    for _ in range(2):
+        graph.replay()
+    for _ in range(5):  # capturing is no step
+        optimizers[1].step()
+    torch.cuda.synchronize()
+    for a, b in zip(*sides):
+        assert relative(double(a), double(b)) < 1e-5
 
 
 @pytest.mark.gpu

@@ -246,6 +246,22 @@ def test_refusals(rep, plain):
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
+def test_a_flattened_parameter_is_refused(rep, plain):
+    """FSDP of the first kind makes one of a kernel, with what is attached to it."""
+    params = [nn.Parameter(torch.ones(8, 8, 3, 3)) for _ in range(2)]
+    for param in params:
+        set_grad_mult(param, csla().grad_mult(scales()))
+    optimizer = rep(params, lr=.1)
+    params[1].data = params[1].data.flatten()[:100]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r'shape \(100,\).*of shape \(8, 8, 3, 3\).*fully_shard'):
+        optimizer.step()
+    assert torch.equal(params[0], torch.ones(8, 8, 3, 3))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_low_precision_parameters(rep, plain, dtype):
     """What torch's moves a parameter by in that dtype, times the multiplier."""

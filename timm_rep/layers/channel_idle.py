@@ -219,9 +219,12 @@ class RePaMlp(nn.Module):
     @torch.jit.unused
     def _trains_fast(self, x: torch.Tensor) -> bool:
         """Whether the idle channels can be, and had better be, one matrix."""
-        active, hidden, channels = self.act.active_channels, self.act.channels, self.norm1.num_features
         norms, layers = (self.norm1, self.norm2), (self.norm1, self.fc1, self.act, self.drop1, self.norm2, self.fc2)
-        if not (self.training and use_fast_train() and 0 < active < hidden and isinstance(x, torch.Tensor)):
+        # first, for a frozen norm or an adapter need not have what is asked of it below
+        if not (self.training and use_fast_train() and isinstance(x, torch.Tensor) and all(map(_is_plain, layers))):
+            return False
+        active, hidden, channels = self.act.active_channels, self.act.channels, self.fc1.weight.shape[1]
+        if not 0 < active < hidden:
             return False
         group = synchronized_group(self.norm1)
         # the processes have to agree, and not all of them may have as many tokens
@@ -229,8 +232,9 @@ class RePaMlp(nn.Module):
         return (
             idle_matrix_pays(tokens, channels, hidden - active)
             and group == synchronized_group(self.norm2)
-            and all(norm.training and norm.affine and norm.track_running_stats for norm in norms)
-            and all(map(_is_plain, layers))
+            and all(
+                isinstance(norm, nn.modules.batchnorm._BatchNorm)
+                and norm.training and norm.affine and norm.track_running_stats for norm in norms)
             and not (isinstance(self.drop1, nn.Dropout) and self.drop1.p and self.drop1.training)
         )
 
@@ -262,7 +266,7 @@ class RePaMlp(nn.Module):
             fc_out = fc_out.scaled(self.ls.gamma)
 
         deploy = RePaMlpDeploy(
-            self.norm1.num_features,
+            self.fc1.weight.shape[1],
             hidden_features,
             idle_ratio=self.idle_ratio,
             use_conv=self.use_conv,

@@ -9,7 +9,7 @@ correlated that rounding would matter, a CPU goes layer by layer.
 """
 import contextlib
 import os
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ['idle_matrix_pays', 'set_fast_train', 'synchronized_group', 'train_ffn', 'use_fast_train']
 
-# whether torch multiplies half precision into float32 on a GPU
-_WIDENS = hasattr(torch.ops.aten.mm, 'dtype')
+# whether torch multiplies half precision into float32 on a GPU, an AMD one not in all versions that do
+_WIDENS = hasattr(torch.ops.aten.mm, 'dtype') and torch.version.hip is None
 
 # multiplications in the time that making the matrix takes beside its products, measured on a CPU of two cores from 192
 # to 768 channels (scripts/bench.py ffn-train)
@@ -60,6 +60,33 @@ def _full_precision(device: torch.device):
     return contextlib.nullcontext()
 
 
+@torch.compiler.assume_constant_result
+def _sums_up_in_float16() -> bool:
+    """Whether a GPU is told to, which then refuses to multiply float16 into float32."""
+    return getattr(torch.backends.cuda.matmul, 'allow_fp16_accumulation', False)
+
+
+def _widens(x: torch.Tensor) -> bool:
+    """Whether torch multiplies what is in half precision into float32."""
+    return x.is_cuda and _WIDENS and not (x.dtype == torch.float16 and _sums_up_in_float16())
+
+
+def _in_two(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Of float32, the leading 11 bits of each number, which is what a GPU keeps of it for TF32, and the rest."""
+    rest = (x - x.detach().view(torch.int32).bitwise_and(-1 << 13).view(torch.float32)).detach()
+    return x - rest, rest
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` to (nearly) float32's precision also where a GPU is told to multiply in TF32; not so its gradient."""
+    if not a.is_cuda or a.dtype != torch.float32:
+        return a @ b
+    (a, a_rest), (b, b_rest) = _in_two(a), _in_two(b)
+    with torch.no_grad():
+        rest = a_rest @ b + a @ b_rest
+    return a @ b + rest
+
+
 class _Gram(torch.autograd.Function):
     """``x^T x`` of (tokens, channels), summed up in float32 at least; its gradient takes one product, not two."""
     generate_vmap_rule = True
@@ -68,7 +95,7 @@ class _Gram(torch.autograd.Function):
     def forward(x: torch.Tensor) -> torch.Tensor:
         with _full_precision(x.device):
             if x.dtype in (torch.float16, torch.bfloat16):
-                if x.is_cuda and _WIDENS:
+                if _widens(x):
                     return torch.mm(x.t(), x, out_dtype=torch.float32)
                 x = x.float()
             return x.t() @ x
@@ -211,7 +238,7 @@ def train_ffn(
         b1 = b1 if fc1.bias is None else b1 + fc1.bias
         w1 = w1.to(covariance.dtype) * norm1.weight
         idle = w1[active:]
-        var = ((idle @ covariance) * idle).sum(1).clamp(min=0.)
+        var = (_product(idle, covariance) * idle).sum(1).clamp(min=0.)
         precise = _is_precise(var + norm2.eps, idle, covariance)
         if precise:
             scaled = w2[:, active:] * (norm2.weight[active:] * (var + norm2.eps).rsqrt())

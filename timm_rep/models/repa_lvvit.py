@@ -10,7 +10,7 @@ from typing import Optional, Tuple, Type, Union
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import LayerNorm, LayerType, PatchEmbed, trunc_normal_
+from timm.layers import LayerNorm, LayerType, PatchEmbed, to_2tuple, trunc_normal_
 from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch.jit import Final
@@ -61,7 +61,7 @@ class ConvPatchEmbed(PatchEmbed):
 
     @torch.jit.ignore
     def set_input_size(self, img_size=None, patch_size=None) -> None:
-        if patch_size is not None and tuple(patch_size) != self.patch_size:
+        if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
             raise ValueError(
                 f'The patch size of a convolutional stem is fixed at {self.patch_size}, cannot set {patch_size}.')
         super().set_input_size(img_size=img_size)

@@ -11,7 +11,7 @@ from ._chunks import fused_of, in_layout_of
 from ._tables import ALIGNMENT, BLOCK, Tables, memory_order
 from .grad_mult import GradMult, GradTerm, get_grad_mult, local, set_grad_mult
 
-__all__ = ['Launch', 'Launches', 'kernels_run_on', 'launched_together', 'runs_kernels']
+__all__ = ['Launch', 'Launches', 'has_numbers_only', 'kernels_run_on', 'launched_together', 'runs_kernels']
 
 
 def kernels_run_on() -> str:
@@ -25,6 +25,13 @@ def kernels_run_on() -> str:
         return 'cpu'
     # a graph would keep the addresses of a table that is not its own
     return 'cuda' if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing() else ''
+
+
+def has_numbers_only(group: dict) -> bool:
+    """Whether a kernel takes all hyper-parameters of a group: of tensors the learning rate only."""
+    return not any(
+        torch.is_tensor(x) for name, value in group.items() if name not in ('params', 'lr')
+        for x in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 def runs_kernels(param: torch.Tensor, grad: torch.Tensor, states: Iterable[torch.Tensor], group: dict) -> bool:

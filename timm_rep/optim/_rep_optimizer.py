@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ._chunks import Scratch
-from ._fused import Launch, Launches, kernels_run_on, launched_together, runs_kernels
+from ._fused import Launch, Launches, has_numbers_only, kernels_run_on, launched_together, runs_kernels
 from .grad_mult import get_grad_mult, local, set_grad_mult
 
 __all__ = ['RepOptimizerMixin']
@@ -78,6 +78,7 @@ class RepOptimizerMixin:
 
         Raises:
             RuntimeError: A gradient is sparse or complex where a dense real one is needed; nothing has been updated.
+            ValueError: A parameter with a GradMult is no kernel any more; nothing has been updated.
             OverflowError: A multiplier is more than the dtype of its parameter holds.
         """
         if 'capturable' in self.defaults:  # the check reads it
@@ -93,14 +94,21 @@ class RepOptimizerMixin:
             for param in group['params']:
                 if param.grad is not None and (param.grad.is_sparse or param.is_complex()):
                     self._check_gradient(param)
+                if param.grad is not None and param.dim() != 4 and get_grad_mult(param) is not None:
+                    self._refuse_flattened(param)
+        if getattr(self, 'found_inf', None) is not None:
+            # GradScaler's sum over devices; torch's kernels skip a step for a 1 only
+            self.found_inf = (self.found_inf != 0).to(torch.float32)
         scratch, kernels_on = Scratch(), kernels_run_on()
+        if kernels_on:
+            self._launches.tables.begin_step()
         for index, group in enumerate(self.param_groups):
             plain, multiplied = [], []
             for param in group['params']:
                 if param.grad is not None:
                     (plain if get_grad_mult(param) is None else multiplied).append(param)
             # first what has the most to do: a GPU works on it while the rest is prepared
-            if kernels_on and multiplied:
+            if kernels_on and multiplied and has_numbers_only(group):
                 plan = self._plan(index, multiplied, group, kernels_on)
                 for launch in plan.launches:
                     self._kernel_update(launch, group)
@@ -129,6 +137,8 @@ class RepOptimizerMixin:
         launches = []
         for of in together.values():
             states, first = zip(*(self._kernel_state(param, group) for param in of))
+            for param in of:  # ready for torch's own parts, too: a CUDA graph that captures them cannot copy to the GPU
+                get_grad_mult(param).vectors(self._rule, local(param).device, param.dtype)
             launches.append(Launch(
                 of, [[local(x) for x in state] for state in zip(*states)], list(first),
                 all(local(p) is p and p.stride() == p.grad.stride() for p in of)))
@@ -183,6 +193,14 @@ class RepOptimizerMixin:
             + ' the gradient dense.')
 
 
+    def _refuse_flattened(self, param: torch.Tensor) -> None:
+        raise ValueError(
+            f'{type(self).__name__} has a parameter of shape {tuple(param.shape)} with a GradMult for a kernel of '
+            f'shape {get_grad_mult(param).shape}: a wrapper has flattened it, as FullyShardedDataParallel does. Shard '
+            'the model with FSDP2 (torch.distributed.fsdp.fully_shard), call timm_rep.attach_grad_mults(model, scales) '
+            'again and make the optimizer anew.')
+
+
 def _check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> None:
     """Refuse to start an optimizer that would be a plain one.
 
@@ -193,5 +211,5 @@ def _check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> 
         raise ValueError(
             f'{name} was given no parameter with a GradMult, so it would train like the plain optimizer. Create a '
             "RepOpt model with scales (timm.create_model('repopt_vgg_b1')), or call timm_rep.attach_grad_mults(model, "
-            'scales) before making the optimizer, also after a wrapper that replaces the parameters (FSDP). For a '
+            'scales) before making the optimizer, also after a wrapper that replaces the parameters (FSDP2). For a '
             'plain optimizer on purpose pass strict=False.')

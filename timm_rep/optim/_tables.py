@@ -10,6 +10,7 @@ __all__ = ['ALIGNMENT', 'BLOCK', 'Row', 'Table', 'Tables', 'memory_order', 'mult
 
 BLOCK = 2048  # entries that one program updates
 ALIGNMENT = 16  # a GPU loads so many bytes at once
+_KEPT = 8  # steps that a table is not forgotten for
 _ADDRESSES = 5  # columns of a Row that differ from step to step
 
 
@@ -62,12 +63,12 @@ def multipliers(grad_mult: GradMult, rule: str, channels_last: bool) -> torch.Te
     """
     out_channels, in_channels, height, width = grad_mult.shape
     window = height * width
-    table = torch.zeros(out_channels, window + 2)
+    table = torch.zeros(out_channels, window + 2, device='cpu')
     table[:, -1] = -1
     positions = table[:, :window].unflatten(1, (height, width))
     for (h, w), vector, diagonal in grad_mult.vectors(rule, torch.device('cpu'), torch.float32):
         if diagonal:
-            channel = (torch.arange(out_channels) + grad_mult.first_row) % in_channels
+            channel = (torch.arange(out_channels, device='cpu') + grad_mult.first_row) % in_channels
             centre = height // 2 * width + width // 2
             table[:, -2] += vector.flatten()
             table[:, -1] = centre * in_channels + channel if channels_last else channel * window + centre
@@ -98,14 +99,23 @@ class Table(NamedTuple):
 
 
 class Tables:
-    """Makes tables, and keeps each as long as the addresses in it stay."""
+    """Makes tables, and keeps each as long as the addresses in it stay and steps need it."""
 
     def __init__(self):
         self._layouts: WeakKeyDictionary[GradMult, dict] = WeakKeyDictionary()
         self._tables: Dict[tuple, Table] = {}
+        self._last_used: Dict[tuple, int] = {}
+        self._steps = 0
 
     def __len__(self) -> int:
         return len(self._tables)
+
+    def begin_step(self) -> None:
+        """Forget what none of the last steps needed: parameters move, or others have gradients."""
+        self._steps += 1
+        for key, step in list(self._last_used.items()):
+            if step < self._steps - _KEPT:
+                del self._last_used[key], self._tables[key]
 
     @property
     def multipliers(self) -> List[torch.Tensor]:
@@ -131,6 +141,7 @@ class Tables:
         # all is where it was in the step before, mostly the gradients too
         signature = (rule, *map(tuple, addresses), tuple(grad_mults), tuple(first))
         known = self._tables.get(key)
+        self._last_used[key] = self._steps
         if known is not None and known.signature == signature:
             return known
         shards = columns[0]
@@ -165,13 +176,13 @@ class Tables:
 
 def _blocks(numels: List[int]) -> torch.Tensor:
     """(blocks, 2): which tensor each is of, and how many of it come before."""
-    counts = torch.tensor([-(-n // BLOCK) for n in numels])
-    tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
-    before = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    counts = torch.tensor([-(-n // BLOCK) for n in numels], device='cpu')
+    tensor = torch.repeat_interleave(torch.arange(len(numels), device='cpu'), counts)
+    before = torch.arange(len(tensor), device='cpu') - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return torch.stack((tensor, before), dim=1).int()
 
 
 def _to_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """On the device, without waiting for it."""
     on_gpu = device.type == 'cuda'
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
+    return torch.tensor(rows, dtype=torch.int64, device='cpu', pin_memory=on_gpu).to(device, non_blocking=on_gpu)

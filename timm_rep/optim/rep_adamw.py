@@ -89,7 +89,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         param, grad = local(param).detach(), local(param.grad)
         fused = use_fused(param, group)
         in_order = flat if fused else lambda x: x
-        taken = self._steps_taken()
+        taken = self._steps_taken(param.device)
         for rows in row_chunks(param):
             chunk = param[rows]
             # torch's own arithmetic on a parameter of zeros leaves the bare update
@@ -106,7 +106,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             )
             chunk.mul_(1 - group['lr'] * group['weight_decay'] * taken)
             grad_mult.add_product(chunk, update, self._rule, start=rows.start)
-        step.add_(taken)
+        step.add_(self._steps_taken(step.device))
 
     def _state_in_layout(self, params: List[torch.Tensor], group: dict) -> Dict[str, List[torch.Tensor]]:
         for param in params:
@@ -115,10 +115,10 @@ class RepAdamW(RepOptimizerMixin, AdamW):
                     self.state[param][name] = in_layout_of(param, x)
         return self._state_of(params, group)
 
-    def _steps_taken(self):
+    def _steps_taken(self, device: torch.device):
         """1, or 0 on the device: GradScaler leaves it to a fused kernel to skip a step, so the rest is skipped too."""
         found_inf = getattr(self, 'found_inf', None)
-        return 1 if found_inf is None else 1 - found_inf
+        return 1 if found_inf is None else 1 - found_inf.to(device)
 
     def _kernel_facts(self, group: dict) -> Tuple[bool, ...]:
         return (group['amsgrad'],)
@@ -130,11 +130,11 @@ class RepAdamW(RepOptimizerMixin, AdamW):
 
     def _kernel_numbers(self, params: List[torch.Tensor], group: dict) -> Tuple[List[torch.Tensor], Dict[str, Any]]:
         """With what corrects the bias of the averages, and counts the step."""
-        steps, taken = [self.state[p]['step'] for p in params], self._steps_taken()
+        steps = [self.state[p]['step'] for p in params]
         devices = {step.device for step in steps}
         for device in devices:
             of_device = [step for step in steps if step.device == device]
-            torch._foreach_add_(of_device, taken.to(device) if torch.is_tensor(taken) else taken)
+            torch._foreach_add_(of_device, self._steps_taken(device))
         if len(devices) > 1:  # those of a checkpoint may be elsewhere than new ones
             steps = [step.to(steps[0].device) for step in steps]
         beta1, beta2 = group['betas']

@@ -58,7 +58,7 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
     """Attach a GradMult to the kernel of every target operator of a model, where RepSGD and RepAdamW find it.
 
     ``create_model`` does it for the models of this package. Again it is needed for other scales, and after a wrapper
-    that replaces the parameters (FSDP): a shard on dim 0 gets the multiplier of its rows. An optimizer that has the
+    that replaces the parameters (FSDP2): a shard on dim 0 gets the multiplier of its rows. An optimizer that has the
     parameters already takes the new multipliers from its next step on.
 
     Args:
