@@ -441,6 +441,15 @@ def test_variances_that_are_small_differences(always, norm):
         assert relative(fast[name].double(), exact[name]) < max(10 * error, 1e-5), name
 
 
+@pytest.fixture
+def tf32():
+    """Multiplications on a GPU in TF32 allowed, as timm's train.py does."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('high')
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 class Tf32(TorchFunctionMode):
     """A GPU that multiplies in TF32, as far as a tensor on a CPU can tell."""
 
@@ -457,7 +466,8 @@ class Tf32(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def test_a_product_where_a_gpu_would_round():
+def test_a_product_where_a_gpu_would_round(monkeypatch):
+    monkeypatch.setattr(idle_training, '_multiplies_in_tf32', lambda: True)
     g = torch.Generator().manual_seed(0)
     a = torch.randn(48, 24, generator=g).requires_grad_()
     b = torch.randn(24, 24, generator=g).requires_grad_()
@@ -468,6 +478,9 @@ def test_a_product_where_a_gpu_would_round():
     errors = [((of - exact).abs() / exact.abs().clamp(min=1e-30))[1:].max() for of in (coarse, product)]
     assert errors[0] > 1e-4
     assert errors[1] < 1e-5
+    monkeypatch.setattr(idle_training, '_multiplies_in_tf32', lambda: False)  # one product is enough then
+    with Tf32():
+        assert torch.equal(idle_training._product(a, b), coarse)
     grad = torch.cos(torch.arange(exact.numel(), dtype=torch.float32)).view_as(exact)
     for ours, theirs in zip(*(torch.autograd.grad(of, (a, b), grad.to(of.dtype)) for of in (product, exact))):
         assert relative(ours, theirs) < 1e-3
@@ -477,25 +490,31 @@ def test_a_product_where_a_gpu_would_round():
     assert not (leading[:, :4].view(torch.int32) & (1 << 13) - 1).any()
 
 
+def test_whether_a_gpu_would_round(tf32):
+    compiled = torch.compile(lambda x: x + 1 if idle_training._multiplies_in_tf32() else x, fullgraph=True)
+    assert idle_training._multiplies_in_tf32()
+    assert compiled(torch.zeros(1)) == 1
+    torch.set_float32_matmul_precision('highest')
+    assert not idle_training._multiplies_in_tf32()
+    if hasattr(torch.backends.cuda.matmul, 'fp32_precision'):  # after which torch refuses to say it the old way
+        torch.backends.cuda.matmul.fp32_precision = 'tf32'
+        assert idle_training._multiplies_in_tf32()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-def test_statistics_on_a_gpu(dtype):
-    """With TF32 allowed, which timm's train.py does, they are those of the layers in float64."""
+def test_statistics_on_a_gpu(tf32, always, dtype):
+    """They are those of the layers in float64."""
     x = (tokens(shape=(8, 64, 40, 40)) / 3).cuda()
     model = ffn(64).cuda()
     with torch.no_grad():
         model.fc1.weight.sub_(model.fc1.weight.mean(1, keepdim=True))
     exact = step(model, x, PLAIN, 1)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision('high')
-        assert model._trains_fast(x)
-        set_fast_train(FAST)
-        model.float()
-        with torch.autocast('cuda', dtype, enabled=dtype != torch.float32):
-            y = model(x.float())
-    finally:
-        torch.set_float32_matmul_precision(before)
+    set_fast_train(FAST)
+    assert model._trains_fast(x)
+    model.float()
+    with torch.autocast('cuda', dtype, enabled=dtype != torch.float32):
+        y = model(x.float())
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2
     assert relative(model.norm2.running_var.double(), exact['norm2.running_var']) < tolerance
     assert relative(y.double(), exact['y']) < tolerance

@@ -71,6 +71,14 @@ def _widens(x: torch.Tensor) -> bool:
     return x.is_cuda and _WIDENS and not (x.dtype == torch.float16 and _sums_up_in_float16())
 
 
+@torch.compiler.assume_constant_result
+def _multiplies_in_tf32() -> bool:
+    """Whether a GPU is told to, by torch's old setting or its new one, which does not bear to be asked for the old."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, 'fp32_precision', None)
+    return matmul.allow_tf32 if precision is None else precision == 'tf32'
+
+
 def _in_two(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """Of float32, the leading 11 bits of each number, which is what a GPU keeps of it for TF32, and the rest."""
     rest = (x - x.detach().view(torch.int32).bitwise_and(-1 << 13).view(torch.float32)).detach()
@@ -79,7 +87,7 @@ def _in_two(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b`` to (nearly) float32's precision also where a GPU is told to multiply in TF32; not so its gradient."""
-    if not a.is_cuda or a.dtype != torch.float32:
+    if not (a.is_cuda and a.dtype == torch.float32 and _multiplies_in_tf32()):
         return a @ b
     (a, a_rest), (b, b_rest) = _in_two(a), _in_two(b)
     with torch.no_grad():
