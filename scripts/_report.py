@@ -14,6 +14,9 @@ from tables import RESULTS, write_tables
 from timm_rep.atomic import replacing_files
 from timm_rep.profiling import machine, versions
 
+# variables of timm and of this package that a measurement depends on
+_SWITCHES = ('TIMM_FUSED_ATTN', 'TIMM_REP_FAST_TRAIN')
+
 __all__ = ['measured', 'print_table', 'report', 'save']
 
 
@@ -52,7 +55,8 @@ def save(
         The path of the file.
     """
     path = _path(section, device)
-    commands = [shlex.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])]
+    switches = [f'{name}={os.environ[name]}' for name in _SWITCHES if name in os.environ]
+    commands = [shlex.join([*switches, 'python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])]
     if keys and path.is_file():
         old = json.loads(path.read_text())
         before, now = ({tuple(row.get(k) for k in keys): row for row in of} for of in (old['rows'], rows))

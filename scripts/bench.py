@@ -22,6 +22,7 @@ from _bench_scaling import bench_scaling
 from _bench_train import VanillaFfn, bench_ffn_train, bench_repa_train
 from _report import measured, print_table, save
 from _timing import milliseconds, speedup, spreads
+from timm.layers import use_fused_attn
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401, registers the models
@@ -137,9 +138,13 @@ def bench_deploy_ffn(args):
 
 
 def bench_repa_infer(args):
-    """Inference throughput of vanilla timm backbones and of their RePa forms, folded or not; images per second."""
+    """Inference throughput of vanilla timm backbones and of their RePa forms, folded or not; images per second.
+
+    'TIMM_FUSED_ATTN=2': with this environment variable, as timm says that its Swin is to use torch's fused attention.
+    """
+    also = ', TIMM_FUSED_ATTN=2' if use_fused_attn(experimental=True) else ''
     for name in args.models or SPEEDUPS:
-        modes = [mode for mode in args.modes if not args.measured(model=name, mode=mode)]
+        modes = {f'{mode}{also}': mode for mode in args.modes if not args.measured(model=name, mode=f'{mode}{also}')}
         if not modes:
             continue
         vanilla, vanilla_args = VANILLA[name]
@@ -150,7 +155,7 @@ def bench_repa_infer(args):
         models['folded'] = reparameterize_model(models['unfolded'])
         models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
-        for mode in modes:
+        for label, mode in modes.items():
             sides = models
             if mode == 'compile':
                 torch.compiler.reset()  # or models of one class count as one that is compiled again and again
@@ -158,7 +163,7 @@ def bench_repa_infer(args):
             times = time_passes(sides, x, rounds=args.rounds, warmup=2)
             yield {
                 'model': name,
-                'mode': mode,
+                'mode': label,
                 **{k: round(v, 2) for k, v in throughput(len(x), times).items()},
                 'folded / vanilla': speedup(times['folded'], times['vanilla']),
                 'paper': round(1 + SPEEDUPS[name], 2) if name in SPEEDUPS else None,

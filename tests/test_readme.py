@@ -51,8 +51,8 @@ def test_repopt():
     torch.testing.assert_close(conv.weight.detach(), before - step)
 
 
-def _results(section):
-    path = ROOT / 'scripts' / 'results' / 'amd-epyc-2-threads' / f'{section}.json'
+def _results(section, machine='amd-epyc'):
+    path, = (ROOT / 'scripts' / 'results').glob(f'{machine}*-2-threads/{section}.json')
     return json.loads(path.read_text())['rows']
 
 
@@ -63,15 +63,37 @@ def test_speed():
         [cell.strip('` ') for cell in line.strip('|').split('|')] for line in table.splitlines()[2:]
     ] for table in re.findall(r'(?:^\|.*\|$\n?)+', section, re.MULTILINE)]
     inference, training, repopt = tables
-    modes = {(row['model'], row['mode']): str(row['folded / vanilla']) for row in _results('repa-infer')}
+    machines = 'amd-epyc', 'intel'
+    epyc, xeon = (
+        {(row['model'], row['mode']): str(row['folded / vanilla']) for row in _results('repa-infer', machine)}
+        for machine in machines)
     paper = {row['model']: str(row['paper']) for row in _results('repa-infer')}
-    assert inference == [[model, modes[model, 'eager'], modes[model, 'compile'], paper[model]] for model in paper]
-    assert training == [
-        [row['model'], str(row['matrix']), str(row['matrix / vanilla']),
-         str(round(row['matrix, peak (MB)'] / row['released, peak (MB)'], 2))] for row in _results('repa-train')]
-    assert repopt == [
-        [row['model'], str(row['img_size']), str(row['RepOpt-VGG']), str(row['RepOpt-VGG, channels-last']),
-         str(round(row['RepOpt-VGG, peak (MB)'] / row['RepVGG, peak (MB)'], 2))] for row in _results('repopt-train')]
-    step, = (row for row in _results('repopt-parts') if (row['form'], row['img_size']) == ('RepOpt-VGG', 160))
-    parts = [step[part] for part in ('convolutions', 'norms', 'optimizer', 'rest')]
-    assert f"{100 * parts[0] / sum(parts):.0f}% of B1's step" in section
+    assert inference == [
+        [model, epyc[model, 'eager'], epyc[model, 'compile'], xeon[model, 'eager'], paper[model]] for model in paper]
+    fused = [xeon[f'repa_swin_{size}', 'eager, TIMM_FUSED_ATTN=2'] for size in ('tiny', 'small', 'base')]
+    text = ' '.join(section.split())
+    assert '{}, {} and {} for T, S and B'.format(*fused) in text
+
+    def compared(name, columns, ours, theirs):
+        both = zip(*(_results(name, machine) for machine in machines))
+        return [[
+            *(str(row[k]) for k in ('model', 'img_size') if k in row),
+            *(str(of[column]) for of in (row, other) for column in columns),
+            str(round(row[f'{ours}, peak (MB)'] / row[f'{theirs}, peak (MB)'], 2)),
+        ] for row, other in both]
+
+    assert training == compared('repa-train', ('matrix', 'matrix / vanilla'), 'matrix', 'released')
+    assert repopt == compared(
+        'repopt-train', ('RepOpt-VGG', 'RepOpt-VGG, channels-last'), 'RepOpt-VGG', 'RepVGG')
+    shares = []
+    for machine in machines:
+        step, = (
+            row for row in _results('repopt-parts', machine)
+            if (row['form'], row['img_size']) == ('RepOpt-VGG', 160))
+        parts = [step[part] for part in ('convolutions', 'norms', 'optimizer', 'rest')]
+        shares.append(f'{100 * parts[0] / sum(parts):.0f}%')
+    assert "{} of B1's step at 160 pixels are convolutions on the EPYC, {} on the Xeon".format(*shares) in text
+    less = {row['model']: row['arithmetic'] for row in _results('parts')}
+    names = 'repa_deit_base', 'repa_vit_huge', 'repa_lvvit_s', 'repa_lvvit_m'
+    assert '{} times less for DeiT-Base, {} for ViT-Huge, {} and {} for LV-ViT-S and M'.format(
+        *(less[name] for name in names)) in text

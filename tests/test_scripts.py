@@ -239,7 +239,7 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
     assert 'there are no rows randum' in capsys.readouterr().err
 
 
-def test_bench_of_inference(script, tmp_path, capsys):
+def test_bench_of_inference(script, tmp_path, monkeypatch, capsys):
     args = ['repa-infer', 'parts', '--models', 'repa_deit_tiny', '--rounds', 3, '--batch-size', 1]
     script('bench', *args)
     result = reported(tmp_path, 'repa-infer')
@@ -260,6 +260,9 @@ def test_bench_of_inference(script, tmp_path, capsys):
     assert capsys.readouterr().out.split('\n') == [
         '', 'repa-infer: nothing is left to measure', '', 'parts: nothing is left to measure', '']
     assert {path: path.read_bytes() for path in before} == before
+    monkeypatch.setattr(importlib.import_module('bench'), 'use_fused_attn', lambda experimental: experimental)
+    script('bench', *args, '--resume')
+    assert [row['mode'] for row in reported(tmp_path, 'repa-infer')['rows']] == ['eager', 'eager, TIMM_FUSED_ATTN=2']
     script('bench', 'parts', *args[2:], '--rounds', 1, '--resume')  # of other settings
     assert reported(tmp_path, 'parts')['rounds'] == 1
 
@@ -369,6 +372,8 @@ def test_what_a_report_keeps(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(SCRIPTS)
     module = importlib.import_module('_report')
     monkeypatch.setattr(module, 'RESULTS', tmp_path)
+    for name in module._SWITCHES:
+        monkeypatch.delenv(name, raising=False)
 
     def report(name, value, **settings):
         monkeypatch.setattr(sys, 'argv', ['bench.py', name])
@@ -382,7 +387,8 @@ def test_what_a_report_keeps(monkeypatch, tmp_path, capsys):
     assert report('q', 3, rounds=3) == ({'p': 1, 'q': 3}, both)
     assert '`python bench.py p`, `python bench.py q`; ' in (tmp_path / 'README.md').read_text()
     assert 'no longer there' not in capsys.readouterr().out
-    assert report('q', 4, rounds=5) == ({'q': 4}, ['python bench.py q'])
+    monkeypatch.setenv('TIMM_FUSED_ATTN', '2')
+    assert report('q', 4, rounds=5) == ({'q': 4}, ['TIMM_FUSED_ATTN=2 python bench.py q'])
     assert '1 rows of' in capsys.readouterr().out
 
 

@@ -44,6 +44,21 @@ def test_registered():
     assert timm.list_models(module='repa_swin') == VARIANTS
 
 
+
+def test_fused_attention():
+    """timm leaves it to a switch whether its Swin has it: the same function, folded too, and the windows shifted."""
+    model, x, outputs = trained(), images(), []
+    attentions = [module for module in model.modules() if hasattr(module, 'fused_attn')]
+    assert len(attentions) == 4
+    for fused in (False, True):
+        for module in attentions:
+            module.fused_attn = fused
+        outputs.append(model(x))
+    assert not torch.equal(*outputs)
+    for of in (outputs[1], model.reparameterize()(x)):
+        assert relative(of, outputs[0]) < 1e-5
+
+
 @pytest.mark.parametrize('name', VARIANTS)
 def test_everything_but_the_ffns_is_timms(name):
     model = timm.create_model(name, device='meta')
