@@ -91,14 +91,7 @@ def print_table(rows: List[Dict[str, Any]]) -> None:
         print('  '.join(str(row.get(k, '')).ljust(w) for k, w in widths.items()))
 
 
-def report(
-        section: str,
-        what: str,
-        rows: List[Dict[str, Any]],
-        device: torch.device,
-        settings: Dict[str, Any],
-        keys: Sequence[str] = (),
-) -> None:
+def report(section: str, what: str, rows: List[Dict[str, Any]], *args, **kwargs) -> None:
     """Print rows as a table, and :func:`save` them."""
     print_table(rows)
-    print(f'\n{save(section, what, rows, device, settings, keys)}')
+    print(f'\n{save(section, what, rows, *args, **kwargs)}')

@@ -408,7 +408,7 @@ def test_a_compiled_step(interpreted, rep):
 
 
 def test_a_failed_launch(interpreted, monkeypatch):
-    """Momentum that was never written is not taken for known."""
+    """Momentum that was never written is not taken for known, nor a table that was never made."""
     params = make()
     optimizer = RepSGD(params, lr=.01, momentum=.9)
     fill(params, 0)
@@ -417,10 +417,16 @@ def test_a_failed_launch(interpreted, monkeypatch):
         optimizer.step()
     monkeypatch.undo()
     monkeypatch.setenv('TRITON_INTERPRET', '1')
+    held = [p.data for p in params]
+    for param in params:
+        param.data = param.data.clone()
     optimizer.step()
     for param in params:
         mult = get_grad_mult(param).dense('squared')
         assert relative(optimizer.state[param]['momentum_buffer'], param.grad * mult) < 1e-6
+    for _ in range(tables._KEPT):
+        optimizer.step()
+    assert len(optimizer._launches.tables) == 2 < len(held)
 
 
 def test_where_triton_does_not_work(monkeypatch):

@@ -115,7 +115,8 @@ class Tables:
         self._steps += 1
         for key, step in list(self._last_used.items()):
             if step < self._steps - _KEPT:
-                del self._last_used[key], self._tables[key]
+                del self._last_used[key]
+                self._tables.pop(key, None)  # there is none if it could not be made
 
     @property
     def multipliers(self) -> List[torch.Tensor]:
