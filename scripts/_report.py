@@ -24,12 +24,16 @@ def _path(section: str, device: torch.device) -> Path:
     return RESULTS / re.sub(r'[^a-z0-9]+', '-', machine(device).lower()).strip('-') / f'{section}.json'
 
 
+def _depends_on(content: Dict[str, Any], settings: Dict[str, Any]) -> bool:
+    """Whether these versions and settings are what a file was measured with."""
+    return content['versions'] == versions() and all(content.get(k) == v for k, v in settings.items())
+
+
 def measured(section: str, device: torch.device, settings: Dict[str, Any]) -> List[Dict[str, Any]]:
     """The rows of the file of a section, if these versions and settings measured them."""
     path = _path(section, device)
-    content = json.loads(path.read_text()) if path.is_file() else {}
-    same = content.get('versions') == versions() and all(content.get(k) == v for k, v in settings.items())
-    return content['rows'] if same else []
+    content = json.loads(path.read_text()) if path.is_file() else None
+    return content['rows'] if content and _depends_on(content, settings) else []
 
 
 def save(
@@ -61,7 +65,7 @@ def save(
         old = json.loads(path.read_text())
         before, now = ({tuple(row.get(k) for k in keys): row for row in of} for of in (old['rows'], rows))
         others = len(before.keys() - now.keys())
-        if measured(section, device, settings):
+        if _depends_on(old, settings):
             rows = list({**before, **now}.values())
             if others:  # measured by what was run before
                 commands = list(dict.fromkeys([*old['commands'], *commands]))

@@ -92,10 +92,8 @@ class RepOptimizerMixin:
                 loss = closure()
         for group in self.param_groups:
             for param in group['params']:
-                if param.grad is not None and (param.grad.is_sparse or param.is_complex()):
-                    self._check_gradient(param)
-                if param.grad is not None and param.dim() != 4 and get_grad_mult(param) is not None:
-                    self._refuse_flattened(param)
+                if param.grad is not None and (param.grad.is_sparse or param.is_complex() or param.dim() != 4):
+                    self._check(param)
         if getattr(self, 'found_inf', None) is not None:
             # GradScaler's sum over devices; torch's kernels skip a step for a 1 only
             self.found_inf = (self.found_inf != 0).to(torch.float32)
@@ -179,26 +177,25 @@ class RepOptimizerMixin:
         # as all of torch's in-place operations do: autograd is to notice a backward pass that comes too late
         increment_version(launch.params)
 
-    def _check_gradient(self, param: torch.Tensor) -> None:
-        multiplied = get_grad_mult(param) is not None
+    def _check(self, param: torch.Tensor) -> None:
+        grad_mult = get_grad_mult(param)
+        multiplied = grad_mult is not None
         if param.grad.is_sparse and (multiplied or not self._plain_takes_sparse):
             kind = 'sparse'
         elif param.is_complex() and multiplied:
             kind = 'complex'
+        elif multiplied and param.dim() != 4:
+            raise ValueError(
+                f'{type(self).__name__} has a parameter of shape {tuple(param.shape)} with a GradMult for a kernel of '
+                f'shape {grad_mult.shape}: a wrapper has flattened it, as FullyShardedDataParallel does. Shard the '
+                'model with FSDP2 (torch.distributed.fsdp.fully_shard), call timm_rep.attach_grad_mults(model, scales) '
+                'again and make the optimizer anew.')
         else:
             return
         raise RuntimeError(
             f'{type(self).__name__} takes dense real gradients, got a {kind} one for a parameter of shape '
             f'{tuple(param.shape)}. ' + ('Take its GradMult off, or make' if multiplied else 'Make')
             + ' the gradient dense.')
-
-
-    def _refuse_flattened(self, param: torch.Tensor) -> None:
-        raise ValueError(
-            f'{type(self).__name__} has a parameter of shape {tuple(param.shape)} with a GradMult for a kernel of '
-            f'shape {get_grad_mult(param).shape}: a wrapper has flattened it, as FullyShardedDataParallel does. Shard '
-            'the model with FSDP2 (torch.distributed.fsdp.fully_shard), call timm_rep.attach_grad_mults(model, scales) '
-            'again and make the optimizer anew.')
 
 
 def _check_grad_mults(name: str, param_groups: Iterable[dict], strict: bool) -> None:

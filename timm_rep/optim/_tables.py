@@ -103,8 +103,7 @@ class Tables:
 
     def __init__(self):
         self._layouts: WeakKeyDictionary[GradMult, dict] = WeakKeyDictionary()
-        self._tables: Dict[tuple, Table] = {}
-        self._last_used: Dict[tuple, int] = {}
+        self._tables: Dict[tuple, Tuple[Table, int]] = {}  # with the step that needed it last
         self._steps = 0
 
     def __len__(self) -> int:
@@ -113,10 +112,9 @@ class Tables:
     def begin_step(self) -> None:
         """Forget what none of the last steps needed: parameters move, or others have gradients."""
         self._steps += 1
-        for key, step in list(self._last_used.items()):
+        for key, (_, step) in list(self._tables.items()):
             if step < self._steps - _KEPT:
-                del self._last_used[key]
-                self._tables.pop(key, None)  # there is none if it could not be made
+                del self._tables[key]
 
     @property
     def multipliers(self) -> List[torch.Tensor]:
@@ -141,9 +139,9 @@ class Tables:
         key = tuple((x.data_ptr(), x.numel()) for x in columns[0])
         # all is where it was in the step before, mostly the gradients too
         signature = (rule, *map(tuple, addresses), tuple(grad_mults), tuple(first))
-        known = self._tables.get(key)
-        self._last_used[key] = self._steps
+        known, _ = self._tables.get(key, (None, None))
         if known is not None and known.signature == signature:
+            self._tables[key] = known, self._steps
             return known
         shards = columns[0]
         addresses += [[0] * len(shards)] * (_ADDRESSES - len(columns))
@@ -152,12 +150,13 @@ class Tables:
             for shard, grad_mult, new, *of_one in zip(shards, grad_mults, first, *addresses)
         ]
         device = shards[0].device
-        self._tables[key] = table = Table(
+        table = Table(
             signature,
             _to_device(rows, device),
             _blocks([row.numel for row in rows]).to(device) if known is None else known.blocks,
             all(x % ALIGNMENT == 0 for row in rows for x in (*row[:_ADDRESSES], row.numel)),
         )
+        self._tables[key] = table, self._steps
         return table
 
     def _layout(self, param: torch.Tensor, grad_mult: GradMult, rule: str) -> tuple:
