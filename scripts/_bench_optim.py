@@ -11,8 +11,8 @@ from _timing import milliseconds, speedup, spreads
 import timm_rep
 import timm_rep.optim._chunks as chunks
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
-from timm_rep.profiling import synchronize
 from timm_rep.scales import Scales
+from timm_rep.utils.profiling import synchronize
 
 __all__ = ['bench_optim']
 

@@ -10,7 +10,7 @@ from _timing import milliseconds, speedup, spreads
 from timm.optim import create_optimizer_v2
 from torch.profiler import ProfilerActivity, profile
 
-from timm_rep.profiling import count_macs, synchronize, throughput, time_passes
+from timm_rep.utils.profiling import count_macs, synchronize, throughput, time_passes
 
 __all__ = ['bench_repopt_parts', 'bench_repopt_train']
 

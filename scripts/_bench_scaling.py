@@ -9,9 +9,9 @@ from _bench_train import ReleasedForm, VanillaFfn, training_step
 from _timing import milliseconds, spreads
 from timm.utils import reparameterize_model
 
-from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
+from timm_rep.layers import RePaMlp, set_fused_idle, use_fused_idle
 from timm_rep.optim import RepSGD
-from timm_rep.profiling import time_passes
+from timm_rep.utils.profiling import time_passes
 
 __all__ = ['bench_scaling', 'exponent']
 
@@ -77,7 +77,7 @@ def bench_scaling(args):
     'arithmetic': the exponent of the multiplications with weights alone; DeiT's attention grows with the width by one
     less. 'matrix' goes layer by layer where the matrix does not pay, so its exponent is of two forms.
     """
-    before = use_fast_train()
+    before = use_fused_idle()
     try:
         for along, arithmetic, sizes, at in _costs(args):
             if args.measured(along=along):
@@ -101,4 +101,4 @@ def bench_scaling(args):
                     'spread (%)': lie_apart,
                 }
     finally:
-        set_fast_train(before)
+        set_fused_idle(before)

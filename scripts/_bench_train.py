@@ -9,10 +9,10 @@ import torch.nn as nn
 from _timing import milliseconds, speedup, spreads
 from torch.profiler import ProfilerActivity, profile
 
-from timm_rep.layers import RePaMlp, set_fast_train, use_fast_train
-from timm_rep.layers.idle_training import idle_matrix_pays
+from timm_rep.layers import RePaMlp, set_fused_idle, use_fused_idle
+from timm_rep.layers.fused_idle import fused_idle_is_faster
 from timm_rep.paper import VANILLA
-from timm_rep.profiling import throughput, time_passes
+from timm_rep.utils.profiling import throughput, time_passes
 
 __all__ = ['ReleasedForm', 'VanillaFfn', 'bench_ffn_train', 'bench_repa_train', 'peak_memory', 'training_step']
 
@@ -69,7 +69,7 @@ def training_step(
     """Forward and backward pass, with the idle channels as one matrix or not, and the step of an optimizer."""
 
     def step(x: torch.Tensor) -> None:
-        set_fast_train(fast)
+        set_fused_idle(fast)
         model.zero_grad()
         with torch.inference_mode(False), torch.enable_grad():
             x = x.to(memory_format=memory_format)
@@ -105,13 +105,13 @@ def time_training(
         models: Dict[str, Tuple[nn.Module, bool]], x: torch.Tensor, rounds: int, amp: bool = False,
 ) -> Tuple[Dict[str, List[float]], Dict[str, float]]:
     """Seconds of the steps, and the peak memory of one in MB, by name."""
-    before = use_fast_train()
+    before = use_fused_idle()
     steps = {name: training_step(model, fast, amp=amp) for name, (model, fast) in models.items()}
     try:
         times = time_passes(steps, x, rounds=rounds, warmup=1)
         peaks = {name: peak_memory(step, x) for name, step in steps.items()}
     finally:
-        set_fast_train(before)
+        set_fused_idle(before)
     return times, peaks
 
 
@@ -162,7 +162,7 @@ def bench_ffn_train(args):
             mlp = RePaMlp(dim, 4 * dim).train().to(args.device, args.dtype)
             vanilla = VanillaFfn(dim).to(args.device, args.dtype)
             always = copy.deepcopy(mlp)
-            always._trains_fast = lambda x: use_fast_train()
+            always._can_fuse_idle = lambda x: use_fused_idle()
             x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype, requires_grad=True)
             times, peaks = time_training({
                 'vanilla': (vanilla, False), 'released': (ReleasedForm(copy.deepcopy(mlp)), False),
@@ -172,7 +172,7 @@ def bench_ffn_train(args):
                 'C': dim,
                 'tokens': tokens,
                 **{f'matrix / {k}': speedup(times['matrix'], times[k]) for k in ('layers', 'released', 'vanilla')},
-                'pays': idle_matrix_pays(tokens, dim, 3 * dim),
+                'pays': fused_idle_is_faster(tokens, dim, 3 * dim),
                 **{f'{k}, peak (MB)': round(peaks[k], 1) for k in ('layers', 'matrix')},
                 'ms': milliseconds(times),
                 'spread (%)': spreads(times),

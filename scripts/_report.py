@@ -11,11 +11,11 @@ from typing import Any, Dict, List, Sequence
 import torch
 from tables import RESULTS, write_tables
 
-from timm_rep.atomic import replacing_files
-from timm_rep.profiling import machine, versions
+from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.profiling import machine, versions
 
 # variables of timm and of this package that a measurement depends on
-_SWITCHES = ('TIMM_FUSED_ATTN', 'TIMM_REP_FAST_TRAIN')
+_SWITCHES = ('TIMM_FUSED_ATTN', 'TIMM_REP_FUSED_IDLE')
 
 __all__ = ['measured', 'print_table', 'report', 'save']
 

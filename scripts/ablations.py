@@ -18,7 +18,7 @@ from timm.utils import ParseKwargs, random_seed
 from timm_rep import hyper_search
 from timm_rep.scales import Scales, packaged_scales
 from timm_rep.search import DeviceLoader, count_classes, create_search_dataset
-from timm_rep.training import evaluate, fit
+from timm_rep.utils.training import evaluate, fit
 
 
 class Row(NamedTuple):

@@ -26,9 +26,10 @@ from timm.layers import use_fused_attn
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401, registers the models
+from timm_rep.latency import PARTS, profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
-from timm_rep.profiling import PARTS, count_macs, profile_latency, throughput, time_passes
+from timm_rep.utils.profiling import count_macs, throughput, time_passes
 
 
 def calibrated(name: str, seed: int = 0, **kwargs) -> nn.Module:

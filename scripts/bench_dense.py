@@ -16,7 +16,7 @@ from _report import report
 from _timing import milliseconds, speedup, spreads
 from timm.utils import ParseKwargs, random_seed, reparameterize_model
 
-from timm_rep.profiling import time_passes
+from timm_rep.utils.profiling import time_passes
 
 sys.path.insert(0, str(Path(__file__).parent / 'examples'))
 import detection

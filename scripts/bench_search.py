@@ -13,7 +13,7 @@ from _report import report
 from _timing import milliseconds, speedup, spreads
 
 from timm_rep.layers import CslaBlock, SearchBlock
-from timm_rep.profiling import synchronize
+from timm_rep.utils.profiling import synchronize
 
 
 class FeatureMaps(SearchBlock):

@@ -9,9 +9,9 @@ import timm
 from timm.utils import ParseKwargs
 
 import timm_rep.scales.packaged as packaged
-from timm_rep.atomic import replacing_files
 from timm_rep.layers import csla_layers
 from timm_rep.scales import Scales, packaged_scales
+from timm_rep.utils.atomic import replacing_files
 
 FOLDER = Path(packaged.__file__).parent
 CARD = FOLDER / 'README.md'

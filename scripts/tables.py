@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List
 
-from timm_rep.atomic import replacing_files
+from timm_rep.utils.atomic import replacing_files
 
 RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parent / 'results')
 

@@ -19,7 +19,7 @@ from timm.utils import ParseKwargs, random_seed
 from timm_rep import calibrate_batchnorm, mimetic_init_, weight_select_init
 from timm_rep.demo.training import DATA, create_loader_for, load_split
 from timm_rep.search import DeviceLoader, create_search_dataset
-from timm_rep.training import evaluate, fit
+from timm_rep.utils.training import evaluate, fit
 
 # what the paper calls a row, and what it selects
 SELECTIONS = {

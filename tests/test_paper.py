@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from timm_rep.paper import PAPER_ROWS, _agreement, count_row
-from timm_rep.profiling import Macs
+from timm_rep.utils.profiling import Macs
 
 
 @pytest.mark.parametrize('row', PAPER_ROWS, ids=lambda row: f'{row.paper}-{row.table}-{row.label}-{row.folded}')

@@ -17,14 +17,14 @@ import timm
 import torch
 import yaml
 
-import timm_rep.layers.channel_idle as channel_idle
+import timm_rep.layers.repa_mlp as channel_idle
 import timm_rep.scales.packaged as packaged
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import normal_scales
-from timm_rep.init.select import CHOICES
-from timm_rep.layers import RePaMlp, use_fast_train
-from timm_rep.profiling import throughput
+from timm_rep.init.weight_select import CHOICES
+from timm_rep.layers import RePaMlp, use_fused_idle
 from timm_rep.scales import Scales, packaged_scales
+from timm_rep.utils.profiling import throughput
 
 SCRIPTS = Path(__file__).parents[1] / 'scripts'
 
@@ -308,14 +308,14 @@ def test_bench_training(script, name, monkeypatch):
     assert sum(isinstance(m, bench.ReleasedForm) for m in released.modules()) == sum(
         isinstance(m, RePaMlp) for m in model.modules()) > 0
     x = torch.randn(32 if name == 'repa_deit_tiny' else 4, 3, 32, 32)
-    before = use_fast_train()
+    before = use_fused_idle()
     seen = []
-    pays = channel_idle.idle_matrix_pays
-    monkeypatch.setattr(channel_idle, 'idle_matrix_pays', lambda *sizes: seen.append(pays(*sizes)) or True)
+    pays = channel_idle.fused_idle_is_faster
+    monkeypatch.setattr(channel_idle, 'fused_idle_is_faster', lambda *sizes: seen.append(pays(*sizes)) or True)
     times, peaks = bench.time_training({
         'released': (released, False), 'layers': (copy.deepcopy(model), False), 'matrix': (model, True)}, x, 1)
     assert seen
-    assert use_fast_train() == before
+    assert use_fused_idle() == before
     assert times.keys() == peaks.keys() == {'released', 'layers', 'matrix'}
     assert peaks['layers'] <= peaks['released']
     if all(seen):

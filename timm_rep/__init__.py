@@ -2,9 +2,10 @@
 
 Importing this package registers its models with timm and does nothing else.
 """
-from .convert import load_released
+from . import models as models
+from .convert import convert_to_repa
+from .hub import load_released
 from .init import calibrate_batchnorm, mimetic_init_, weight_select_init
-from .models.repa_convert import convert_to_repa
 from .scales import Scales, attach_grad_mults
 from .search import hyper_search
 from .version import __version__

@@ -4,7 +4,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import timm
 
-from timm_rep.profiling import Macs, count_macs, count_params
+from timm_rep.utils.profiling import Macs, count_macs, count_params
 
 __all__ = ['PAPER_ROWS', 'SPEEDUPS', 'VANILLA', 'Count', 'PaperRow', 'count_row']
 

@@ -19,7 +19,7 @@ from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.ops import FeaturePyramidNetwork, box_iou, masks_to_boxes
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
 
-from timm_rep.atomic import replacing_files
+from timm_rep.utils.atomic import replacing_files
 
 
 class Backbone(nn.Module):

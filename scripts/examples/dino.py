@@ -37,10 +37,10 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset
 
 import timm_rep  # noqa: F401
-from timm_rep.atomic import check_writable, replacing_files
 from timm_rep.demo.training import load_split
-from timm_rep.profiling import count_params
 from timm_rep.search import create_search_dataset
+from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.profiling import count_params
 
 # what --model-kwargs and --transform-kwargs add to on the digits: they have 8 x 8 pixels and no color, a mirrored one
 # is none, and little of one could be of any; the mean over all tokens learns faster on so few than a class token

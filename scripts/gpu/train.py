@@ -23,8 +23,8 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import random_seed
 
 import timm_rep  # noqa: F401, registers the models
-from timm_rep.atomic import replacing_files
-from timm_rep.training import evaluate, fit
+from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.training import evaluate, fit
 
 HUB = Path(__file__).parents[2] / 'hub'
 # of train.py, where a recipe says nothing

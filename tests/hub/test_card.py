@@ -9,15 +9,14 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from tests.hub.published import REPA, REPOPT, trained
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import normal_scales
-from tests.weights.publish import REPA, REPOPT, trained
 from timm_rep.cli import main
-from timm_rep.hub import check_folder, load_folder, prepare_folder, read_predictions, write_folded
+from timm_rep.hub import check_folder, load_folder, prepare_folder, read_predictions, sha256, write_folded
 from timm_rep.hub.folder import write_folder
-from timm_rep.profiling import count_params
 from timm_rep.scales import Scales
-from timm_rep.weights import sha256
+from timm_rep.utils.profiling import count_params
 
 NAME = 'repa_deit_tiny.mine'
 RECIPE = dict(

@@ -2,10 +2,10 @@
 import pytest
 import timm
 
-from tests.weights.publish import publish
-from tests.weights.test_weights import same
+from tests.hub.published import publish
+from tests.hub.test_load import same
 from timm_rep.cli import main
-from timm_rep.hub import push_folder, seal_folder
+from timm_rep.hub import push_folder, write_hashes
 
 NAME = 'repa_deit_tiny.mine'
 REPO = f'we/{NAME}'
@@ -50,12 +50,12 @@ def test_what_is_there_is_not_sent_again(account, folder):
     assert len(account.commits(REPO)) == 2
     assert not [request for request in account.requests if request.method != 'GET']
     (folder / 'notes.txt').write_text('new')
-    seal_folder(folder)
+    write_hashes(folder)
     assert whats(push_folder(folder, 'we')) == {
         'config.json': 'change', 'model.safetensors': 'same', 'notes.txt': 'add'}
     assert not [request for request in account.requests if request.method == 'PUT']
     (folder / 'notes.txt').unlink()
-    seal_folder(folder)
+    write_hashes(folder)
     assert whats(push_folder(folder, 'we'))['notes.txt'] == 'delete'
     assert 'notes.txt' not in account.files(REPO)
     assert len(account.commits(REPO)) == 4
@@ -87,10 +87,10 @@ def test_a_new_branch_holds_what_the_folder_does(account, folder):
     """It starts with what the main one has."""
     publish(folder)
     (folder / 'notes.txt').write_text('old')
-    seal_folder(folder)
+    write_hashes(folder)
     push_folder(folder, 'we')
     (folder / 'notes.txt').unlink()
-    seal_folder(folder)
+    write_hashes(folder)
     expected = {'config.json': 'change', 'model.safetensors': 'same', 'notes.txt': 'delete'}
     assert whats(push_folder(folder, 'we', revision='next', dry_run=True)) == expected
     assert whats(push_folder(folder, 'we', revision='next')) == expected

@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
-from timm_rep.hub import CARD, METRICS, PREDICTIONS, card_text, check_folder, read_metrics, read_predictions
-from timm_rep.profiling import count_params
-from timm_rep.weights import WEIGHTS
+from timm_rep.hub import CARD, METRICS, PREDICTIONS, WEIGHTS, card_text, check_folder, read_metrics, read_predictions
+from timm_rep.utils.profiling import count_params
 
 HUB = Path(__file__).parents[2] / 'hub'
 FOLDERS = sorted(path.parent.name for path in HUB.glob(f'*/{WEIGHTS}'))

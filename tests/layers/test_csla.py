@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import grad_mult
 from timm_rep.layers import ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock
-from timm_rep.optim import GradMult, GradTerm, RepAdamW, RepSGD, set_grad_mult
+from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, set_grad_mult
 
 C3, C1, ID = ConvBranch(3), ConvBranch(1), IdentityBranch()
 CSLAS = {
@@ -30,7 +30,7 @@ CSLAS = {
 def random_scales(csla, seed=0, dtype=torch.float64):
     """Of both signs, as the released ones, one of them zero."""
     g = torch.Generator().manual_seed(seed)
-    scales = {name: torch.randn(csla.out_channels, generator=g, dtype=dtype) for name in csla.scaled}
+    scales = {name: torch.randn(csla.out_channels, generator=g, dtype=dtype) for name in csla.scaled_branches}
     for scale in scales.values():
         scale[0] = 0.
     return scales
@@ -40,7 +40,7 @@ def train_both(csla, scales, block_opt, target_opt, steps=50, seed=0):
     """Train the CSLA block and the target operator on the same data, each followed by a BatchNorm."""
     g = torch.Generator().manual_seed(seed)
     block = torch.nn.Sequential(CslaBlock(csla, scales, dtype=torch.float64), torch.nn.BatchNorm2d(csla.out_channels))
-    target = torch.nn.Sequential(csla.target(dtype=torch.float64), torch.nn.BatchNorm2d(csla.out_channels))
+    target = torch.nn.Sequential(csla.build_conv(dtype=torch.float64), torch.nn.BatchNorm2d(csla.out_channels))
     block.double()
     target.double()
     with torch.no_grad():
@@ -66,7 +66,7 @@ class TestEveryBlock:
         x = torch.randn(2, csla.in_channels, 9, 8, dtype=torch.float64)
         for cls in (CslaBlock, SearchBlock):
             block = cls(csla, scales, dtype=torch.float64)
-            target = csla.target(dtype=torch.float64)
+            target = csla.build_conv(dtype=torch.float64)
             assert target.weight.shape == csla.kernel_shape
             with torch.no_grad():
                 for weight in block.weights.values():
@@ -93,7 +93,7 @@ class TestEveryBlock:
             y = block(inputs)
             y.sin().sum().backward()
             found.append([y, inputs.grad, *(p.grad for p in block.parameters())])
-        assert len(found[0]) == 2 + len(csla.branches) + len(csla.scaled)
+        assert len(found[0]) == 2 + len(csla.branches) + len(csla.scaled_branches)
         torch.testing.assert_close(found[1], found[0])
 
     @pytest.mark.parametrize('rule,power', [('squared', 2), ('absolute', abs)])
@@ -217,7 +217,7 @@ def test_refusals():
     with pytest.raises(ValueError, match=r'\(7,\).*8 output channels'):
         CslaBlock(csla, {'conv3x3': torch.ones(7), 'conv1x1': torch.ones(8)})
     with pytest.raises(ValueError, match='does not fit'):
-        GradMult((8, 8, 3, 3), [GradTerm((2, 2), torch.ones(8))])
+        GradMult((8, 8, 3, 3), [BranchScale((2, 2), torch.ones(8))])
     with pytest.raises(ValueError, match='at least one term'):
         GradMult((8, 8, 3, 3), [])
     with pytest.raises(ValueError, match=r'\(8, 8, 3, 3\).*\(8, 8, 1, 1\)'):

@@ -7,7 +7,7 @@ from timm.utils import reparameterize_model
 
 from tests.reference.ffn import relative
 from tests.reference.pooling import pooling
-from timm_rep.layers import NeighborMean, RePaPooling, RePaPoolingDeploy
+from timm_rep.layers import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d
 
 
 def wild_(mixer, seed=0):
@@ -26,7 +26,7 @@ def wild_(mixer, seed=0):
 @pytest.mark.parametrize('size', [(8, 8), (7, 5), (2, 9), (1, 1), (3, 1), (14, 14)])
 def test_mean_of_neighbors(size, pool_size, channels_last):
     """As torch's pooling, gradients too; also where others record what it does."""
-    pool = NeighborMean(pool_size)
+    pool = WindowAvgPool2d(pool_size)
     torchs = nn.AvgPool2d(pool_size, stride=1, padding=pool_size // 2, count_include_pad=False)
     x = torch.randn(2, 3, *size, dtype=torch.float64)
     x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
@@ -48,9 +48,9 @@ def test_mean_of_neighbors_in_half(dtype):
     for size in (3, 7):
         x = (1 + torch.rand(2, 3, 9, 9)).to(dtype)
         torchs = nn.AvgPool2d(size, stride=1, padding=size // 2, count_include_pad=False)
-        assert torch.equal(NeighborMean(size)(x), torchs(x))
+        assert torch.equal(WindowAvgPool2d(size)(x), torchs(x))
         with torch.autocast('cpu', torch.bfloat16):
-            assert torch.equal(NeighborMean(size)(x.float()), torchs(x.float()))
+            assert torch.equal(WindowAvgPool2d(size)(x.float()), torchs(x.float()))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from timm.optim import create_optimizer_v2, list_optimizers
 import timm_rep.optim._chunks as chunks
 from tests.reference.ffn import relative
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
-from timm_rep.optim import GradMult, GradTerm, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
+from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
 
 PAIRS = [(RepSGD, torch.optim.SGD), (RepAdamW, torch.optim.AdamW)]
 SGD_ARGS = [
@@ -31,15 +31,15 @@ def csla(channels=8):
 
 
 def scales(channels=8):
-    return {name: torch.randn(channels) for name in csla(channels).scaled}
+    return {name: torch.randn(channels) for name in csla(channels).scaled_branches}
 
 
 def net(dtype=torch.float32, channels=8, attach=True):
     """Two convolutions with a GradMult, and parameters without one."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, channels, 3, 2, 1), csla(channels).target(), nn.BatchNorm2d(channels), nn.ReLU(),
-        csla(channels).target(), nn.Flatten(), nn.LazyLinear(5),
+        nn.Conv2d(3, channels, 3, 2, 1), csla(channels).build_conv(), nn.BatchNorm2d(channels), nn.ReLU(),
+        csla(channels).build_conv(), nn.Flatten(), nn.LazyLinear(5),
     )
     model(torch.randn(2, 3, 16, 16))
     if attach:
@@ -284,7 +284,7 @@ def test_low_precision_parameters(rep, plain, dtype):
 
 def ones(param):
     """A multiplier of ones, with which the optimizer is torch's."""
-    set_grad_mult(param, GradMult(param.shape, [GradTerm((3, 3), torch.ones(param.shape[0]))]))
+    set_grad_mult(param, GradMult(param.shape, [BranchScale((3, 3), torch.ones(param.shape[0]))]))
     return param
 
 
@@ -390,8 +390,8 @@ def test_options_that_are_not_for_them():
 def test_memory_of_a_step(monkeypatch):
     """Beside the state of torch's optimizer: one chunk of at most 8 MB, and O(channels) of multipliers."""
     wide = Csla(512, 512, (ConvBranch(3), ConvBranch(1), IdentityBranch()))
-    conv = wide.target()
-    conv.set_scales({name: torch.ones(512) for name in wide.scaled})
+    conv = wide.build_conv()
+    conv.set_scales({name: torch.ones(512) for name in wide.scaled_branches})
     sizes = []
     like = chunks.Scratch.like
     monkeypatch.setattr(

@@ -1,7 +1,7 @@
 """Pictures that commands write."""
 from pathlib import Path
 
-from timm_rep.atomic import check_writable, replacing_files
+from timm_rep.utils.atomic import check_writable, replacing_files
 
 
 def check_picture(output: str, command: str) -> Path:

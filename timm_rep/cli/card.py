@@ -18,8 +18,8 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.atomic import check_writable
     from timm_rep.hub import CARD, prepare_folder, split_name
+    from timm_rep.utils.atomic import check_writable
 
     split_name(args.folder)
     folder = check_writable(args.folder)

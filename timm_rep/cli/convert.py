@@ -18,9 +18,8 @@ def add_parser(commands) -> None:
 def run(args) -> int:
     import timm
 
-    from timm_rep.atomic import check_writable
-    from timm_rep.hub import convert_released, seal_folder, split_name
-    from timm_rep.weights import CONFIG
+    from timm_rep.hub import CONFIG, convert_released, split_name, write_hashes
+    from timm_rep.utils.atomic import check_writable
 
     if not timm.is_model(args.model):
         raise ValueError(f'There is no model {args.model!r}.')
@@ -28,7 +27,7 @@ def run(args) -> int:
     folder = check_writable(args.output)
     written = convert_released(args.file, args.model, folder, args.model_kwargs)
     if (folder / CONFIG).is_file():
-        seal_folder(folder)
+        write_hashes(folder)
     print(f'{written}: as {args.file!r}, checked by loading it.')
     if written.name == 'model.safetensors':
         overlay = f'dict(file={str(written)!r})'

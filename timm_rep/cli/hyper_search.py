@@ -39,8 +39,8 @@ def run(args) -> int:
     import torch
     from timm.utils import init_distributed_device, is_primary
 
-    from timm_rep.atomic import check_writable
     from timm_rep.search import DeviceLoader, count_classes, create_search_dataset, create_search_loader, hyper_search
+    from timm_rep.utils.atomic import check_writable
 
     output = Path(args.output)
     if output.suffix != '.safetensors' or output.is_dir():

@@ -17,9 +17,9 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.checkpoints import read_checkpoint
     from timm_rep.plotting import plot_kernels, plot_scales
     from timm_rep.scales import Scales
+    from timm_rep.utils.checkpoints import read_checkpoint
 
     from ._picture import check_picture, save_picture
 

@@ -26,8 +26,8 @@ def run(args) -> int:
     import torch
     from timm.utils import reparameterize_model
 
+    from timm_rep.latency import profile_latency
     from timm_rep.plotting import plot_latency
-    from timm_rep.profiling import profile_latency
 
     from ._picture import check_picture, save_picture
 
@@ -55,7 +55,7 @@ def _build(name: str, args):
     import timm
     import torch
 
-    from timm_rep.models.repa_convert import convert_to_repa
+    from timm_rep.convert.ffn import convert_to_repa
     from timm_rep.paper import VANILLA
 
     if not timm.is_model(name):

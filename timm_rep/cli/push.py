@@ -17,8 +17,7 @@ def run(args) -> int:
     import tempfile
     from pathlib import Path
 
-    from timm_rep.hub import push_folder, write_folded
-    from timm_rep.weights import organization
+    from timm_rep.hub import organization, push_folder, write_folded
 
     org = args.org or organization()
     with tempfile.TemporaryDirectory() as temporary:

@@ -3,9 +3,9 @@ from pathlib import Path
 
 from timm.utils import ParseKwargs
 
-from timm_rep.init.depth import DEPTHS
-from timm_rep.init.meaning import HEADS
-from timm_rep.init.select import CHOICES
+from timm_rep.init.head_aware import HEADS
+from timm_rep.init.matching import DEPTHS
+from timm_rep.init.weight_select import CHOICES
 
 
 def add_parser(commands) -> None:
@@ -37,8 +37,8 @@ def run(args) -> int:
     import torch
     from safetensors.torch import save_file
 
-    from timm_rep.atomic import check_writable, replacing_files
     from timm_rep.init import weight_select_init
+    from timm_rep.utils.atomic import check_writable, replacing_files
 
     output = Path(args.output)
     if output.suffix != '.safetensors' or output.is_dir():

@@ -5,7 +5,7 @@ from typing import Dict, NamedTuple, Union
 
 import torch
 
-from timm_rep.atomic import check_writable, replacing_files
+from timm_rep.utils.atomic import check_writable, replacing_files
 
 from .picture import draw
 from .repa import run_repa, save_folded

@@ -2,8 +2,8 @@
 from pathlib import Path
 from typing import List
 
-from timm_rep.atomic import replacing_files
 from timm_rep.plotting import tidy
+from timm_rep.utils.atomic import replacing_files
 
 from .training import Images
 

@@ -7,9 +7,9 @@ import torch.nn as nn
 from timm.models import save_for_hf
 from timm.utils import reparameterize_model
 
-from timm_rep.atomic import replacing_files
-from timm_rep.profiling import count_macs, count_params, measure_throughput
-from timm_rep.training import evaluate
+from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.profiling import count_macs, count_params, measure_throughput
+from timm_rep.utils.training import evaluate
 
 from . import training
 

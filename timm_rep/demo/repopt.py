@@ -9,7 +9,7 @@ from timm_rep import attach_grad_mults
 from timm_rep.layers import csla_layers
 from timm_rep.optim import RepSGD
 from timm_rep.scales import Scales
-from timm_rep.training import evaluate
+from timm_rep.utils.training import evaluate
 
 from . import training
 

@@ -11,7 +11,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import random_seed
 from torch.utils.data import DataLoader, Dataset
 
-from timm_rep.training import fit
+from timm_rep.utils.training import fit
 
 DATA = dict(tag='digits', input_size=(1, 16, 16), num_classes=10, mean=(0.5,), std=(0.5,), crop_pct=1.0)
 _VAL_BATCH_SIZE = 256

@@ -7,11 +7,12 @@ from typing import Any, List, Mapping, Optional, Tuple, Union
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
-from timm_rep.atomic import replacing_files
-from timm_rep.weights import CONFIG, SCALES, WEIGHTS, Published, organization
+from timm_rep.utils.atomic import replacing_files
 
+from .files import CONFIG, SCALES, WEIGHTS, Published
 from .folder import split_name
 from .metrics import METRICS, PREDICTIONS, read_metrics
+from .sources import organization
 
 __all__ = ['CARD', 'TRAIN', 'card_text', 'write_card']
 

@@ -11,12 +11,13 @@ import torch.nn as nn
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
-from timm_rep.atomic import replacing_files
-from timm_rep.profiling import model_input_size
 from timm_rep.scales import Scales
-from timm_rep.weights import CONFIG, SCALES, WEIGHTS, Published, sha256
+from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.profiling import model_input_size
 
-__all__ = ['check_folder', 'drafting', 'load_folder', 'seal_folder', 'split_name', 'write_folder']
+from .files import CONFIG, SCALES, WEIGHTS, Published, sha256
+
+__all__ = ['check_folder', 'load_folder', 'split_name', 'staged_folder', 'write_folder', 'write_hashes']
 
 
 def split_name(folder: Union[str, os.PathLike]) -> Tuple[str, str]:
@@ -34,7 +35,7 @@ def split_name(folder: Union[str, os.PathLike]) -> Tuple[str, str]:
 
 
 @contextlib.contextmanager
-def drafting(folder: Union[str, os.PathLike]) -> Iterator[Path]:
+def staged_folder(folder: Union[str, os.PathLike]) -> Iterator[Path]:
     """An empty folder of the same name, whose files move into this one at the end; if the body raises, none does."""
     with replacing_files(folder) as temporary:
         draft = temporary / Path(folder).name
@@ -116,7 +117,7 @@ def load_folder(folder: Union[str, os.PathLike], **kwargs) -> nn.Module:
     return timm.create_model(f'local-dir:{os.fspath(folder)}', pretrained=True, **kwargs).eval()
 
 
-def seal_folder(folder: Union[str, os.PathLike]) -> None:
+def write_hashes(folder: Union[str, os.PathLike]) -> None:
     """Write the sha256 of every file of the folder, but hidden ones, into its config.json."""
     folder = Path(folder)
     config = Published.in_folder(folder).config

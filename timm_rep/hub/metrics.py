@@ -9,9 +9,10 @@ import torch.nn as nn
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.utils import reparameterize_model
 
-from timm_rep.profiling import count_macs, count_params, machine, measure_throughput, model_input_size, versions
-from timm_rep.training import evaluate
-from timm_rep.weights import WEIGHTS, sha256
+from timm_rep.utils.profiling import count_macs, count_params, machine, measure_throughput, model_input_size, versions
+from timm_rep.utils.training import evaluate
+
+from .files import WEIGHTS, sha256
 
 __all__ = [
     'METRICS',

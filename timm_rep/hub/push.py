@@ -8,9 +8,11 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
-from timm_rep.weights import CONFIG, organization, reaching_hub, sha256
+from timm_rep.utils.network import hub_errors
 
+from .files import CONFIG, sha256
 from .folder import check_folder
+from .sources import organization
 
 __all__ = ['Change', 'push_folder']
 
@@ -65,7 +67,7 @@ def push_folder(
     published = check_folder(folder)
     repository = f'{org or organization()}/{folder.name}'
     api = HfApi(token=token)
-    with reaching_hub():
+    with hub_errors():
         info, is_new = _what_is_there(api, repository, revision)
     there = {file.rfilename: file for file in info.siblings} if info else {}
     names = sorted({CONFIG, *published.hashes})
@@ -77,7 +79,7 @@ def push_folder(
         for change in changes if change.what != 'same'
     ]
     if operations and not dry_run:
-        with reaching_hub():
+        with hub_errors():
             api.create_repo(repository, private=private, exist_ok=True)
             if is_new and revision != 'main':
                 api.create_branch(repository, branch=revision, exist_ok=True)

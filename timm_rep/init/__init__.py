@@ -1,12 +1,12 @@
 """Initialization of models from larger ones."""
 from .calibrate import calibrate_batchnorm
-from .depth import map_names, select_blocks
 from .elements import evenly_spaced, select_elements
-from .meaning import select_by_meaning
+from .head_aware import select_head_aware
+from .matching import map_names, select_blocks
 from .mimetic import attention_products, attentions, mimetic_init_
 from .plan import Selection
-from .select import SelectionReport, weight_select_init
 from .teachers import open_teacher
+from .weight_select import SelectionReport, weight_select_init
 
 __all__ = [
     'Selection',
@@ -19,7 +19,7 @@ __all__ = [
     'mimetic_init_',
     'open_teacher',
     'select_blocks',
-    'select_by_meaning',
     'select_elements',
+    'select_head_aware',
     'weight_select_init',
 ]

@@ -4,10 +4,10 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 import torch.nn as nn
 
-from .depth import Shape, map_names, with_ones_of, without_ones
 from .elements import Indices
-from .meaning import Anatomy, select_by_meaning
-from .relatives import missing_by_nature, plain_names
+from .head_aware import ModelLayout, select_head_aware
+from .matching import Shape, map_names, with_ones_of, without_ones
+from .relatives import absent_in_plain, to_plain_names
 from .roles import ROLES, Wanted, classifier_names, in_classifier, matches, role_of, words
 from .teachers import Teacher
 
@@ -55,7 +55,7 @@ def plan_selections(
         student: nn.Module,
         shapes: Dict[str, Shape],
         teacher: Teacher,
-        anatomies: Tuple[Anatomy, Anatomy],
+        anatomies: Tuple[ModelLayout, ModelLayout],
         element: str,
         depth: str,
         heads: str,
@@ -87,7 +87,7 @@ def plan_selections(
 
 def _names(student: Dict[str, Shape], teacher: Dict[str, Shape], depth: str) -> Dict[str, Optional[str]]:
     """For each tensor of the student that of the teacher, whichever of them is a RePaFormer."""
-    ours, theirs = plain_names(student, teacher), plain_names(teacher, student)
+    ours, theirs = to_plain_names(student, teacher), to_plain_names(teacher, student)
     of_plain = {plain: name for name, plain in theirs.items() if plain is not None}
     found = map_names(
         {plain: student[name] for name, plain in ours.items() if plain is not None},
@@ -116,7 +116,7 @@ def _planned(
     if in_classifier(name, classifiers) and not include_head:
         return selection._replace(reason='a classifier')
     if teacher_name is None:
-        reason = missing_by_nature(name)
+        reason = absent_in_plain(name)
         return selection._replace(reason=reason or 'the teacher has none', problem=not reason)
     teacher_shape = teacher.shapes[teacher_name]
     if in_classifier(name, classifiers) and teacher_shape[0] != shape[0]:
@@ -124,7 +124,7 @@ def _planned(
     return selection._replace(teacher_name=teacher_name, teacher_shape=teacher_shape)
 
 
-def _feasible(s: Selection, element: str, anatomies: Tuple[Anatomy, Anatomy], heads: str) -> Selection:
+def _feasible(s: Selection, element: str, anatomies: Tuple[ModelLayout, ModelLayout], heads: str) -> Selection:
     """The selection, or why it cannot be made: of sizes, heads or positions that the teacher does not have."""
     if s.teacher_name is None:
         return s
@@ -135,7 +135,7 @@ def _feasible(s: Selection, element: str, anatomies: Tuple[Anatomy, Anatomy], he
     elif element == 'uniform_heads':
         try:
             teacher_shape = with_ones_of(s.teacher_shape, s.shape)
-            select_by_meaning(
+            select_head_aware(
                 torch.empty(teacher_shape, device='meta'), s.shape, s.name, s.teacher_name, *anatomies, heads=heads)
         except ValueError as e:
             reason = str(e)

@@ -2,9 +2,9 @@
 import re
 from typing import Dict, Mapping, Optional
 
-from .depth import Shape, without_ones
+from .matching import Shape, without_ones
 
-__all__ = ['missing_by_nature', 'plain_names']
+__all__ = ['absent_in_plain', 'to_plain_names']
 
 _MLP = r'\.(mlp|mlp_channels)'
 _PLAIN = [
@@ -22,7 +22,7 @@ def _is_repa(names: Mapping[str, Shape]) -> bool:
     return any(name.endswith(('.mlp.norm1.running_mean', '.mlp_channels.norm1.running_mean')) for name in names)
 
 
-def plain_names(model: Mapping[str, Shape], other: Mapping[str, Shape]) -> Dict[str, Optional[str]]:
+def to_plain_names(model: Mapping[str, Shape], other: Mapping[str, Shape]) -> Dict[str, Optional[str]]:
     """For each tensor of a model its name in one of the other's kind: another one if only the former is RePa.
 
     None for what a plain model has nothing of: the statistics and the second norm of an FFN.
@@ -45,7 +45,7 @@ def plain_names(model: Mapping[str, Shape], other: Mapping[str, Shape]) -> Dict[
     return found
 
 
-def missing_by_nature(name: str) -> str:
+def absent_in_plain(name: str) -> str:
     """Why a tensor of a RePaFormer has no counterpart in a plain model, '' if that is no matter of course."""
     if _STATISTICS.search(name):
         return 'a BatchNorm that the teacher has none of, see calibrate_batchnorm()'

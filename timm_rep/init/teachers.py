@@ -10,10 +10,10 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from timm.utils import unwrap_model
 
-from timm_rep.checkpoints import read_checkpoint, state_dict_of
-from timm_rep.weights import reaching_hub
+from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of
+from timm_rep.utils.network import hub_errors
 
-from .depth import Shape
+from .matching import Shape
 
 __all__ = ['Teacher', 'TeacherSource', 'open_teacher']
 
@@ -139,7 +139,7 @@ def _read_lazily(name: str) -> Optional[Teacher]:
         if hasattr(model, 'reparameterize'):
             return None  # this package's own: they check what they read
         repository, _, revision = cfg.hf_hub_id.partition('@')
-        with reaching_hub():
+        with hub_errors():
             path = hf_hub_download(repository, 'model.safetensors', revision=revision or None)
         teacher = _Safetensors(path, model)
     except (TypeError, OSError, RuntimeError):

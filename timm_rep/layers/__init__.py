@@ -1,9 +1,9 @@
-from .channel_idle import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock, csla_layers
 from .fold import Affine, batch_norm_scale_shift
-from .idle_training import set_fast_train, use_fast_train
-from .pooling import NeighborMean, RePaPooling, RePaPoolingDeploy, check_pool_size
-from .structures import foldable_layers, holds_structure
+from .fused_idle import set_fused_idle, use_fused_idle
+from .pooling import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size
+from .repa_mlp import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
+from .structure import foldable_layers, holds_structure
 
 __all__ = [
     'Affine',
@@ -13,12 +13,12 @@ __all__ = [
     'CslaBlock',
     'CslaConv2d',
     'IdentityBranch',
-    'NeighborMean',
     'RePaMlp',
     'RePaMlpDeploy',
     'RePaPooling',
     'RePaPoolingDeploy',
     'SearchBlock',
+    'WindowAvgPool2d',
     'active_channels',
     'batch_norm_scale_shift',
     'check_pool_size',
@@ -26,6 +26,6 @@ __all__ = [
     'foldable_layers',
     'holds_structure',
     'idle_ratios',
-    'set_fast_train',
-    'use_fast_train',
+    'set_fused_idle',
+    'use_fused_idle',
 ]

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from timm_rep.optim.grad_mult import GradMult, GradTerm, get_grad_mult, set_grad_mult
+from .grad_mult import BranchScale, GradMult, get_grad_mult, set_grad_mult
 
 __all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'CslaConv2d', 'IdentityBranch', 'SearchBlock', 'csla_layers']
 
@@ -121,7 +121,7 @@ class Csla:
         return tuple(max(branch.kernel_size[axis] for branch in self.branches) for axis in (0, 1))
 
     @property
-    def scaled(self) -> Tuple[str, ...]:
+    def scaled_branches(self) -> Tuple[str, ...]:
         """Names of the branches that have a scale."""
         return tuple(branch.name for branch in self.branches if isinstance(branch, ConvBranch))
 
@@ -140,23 +140,23 @@ class Csla:
         Raises:
             ValueError: One is missing or misshapen.
         """
-        for name in self.scaled:
+        for name in self.scaled_branches:
             if name not in scales:
-                raise ValueError(f'No scale for the branch {name!r}: the block has {list(self.scaled)}.')
+                raise ValueError(f'No scale for the branch {name!r}: the block has {list(self.scaled_branches)}.')
             if tuple(scales[name].shape) != (self.out_channels,):
                 raise ValueError(
                     f'The scale of the branch {name!r} has the shape {tuple(scales[name].shape)}, expected one number '
                     f'for each of the {self.out_channels} output channels.')
-        return {name: scales[name].detach() for name in self.scaled}
+        return {name: scales[name].detach() for name in self.scaled_branches}
 
     def initial_scales(self, device=None, dtype=None) -> Dict[str, torch.Tensor]:
         """What Hyper-Search starts from: initial_scale for every channel of each conv branch."""
         return {
             name: torch.full((self.out_channels,), self.initial_scale, device=device, dtype=dtype)
-            for name in self.scaled
+            for name in self.scaled_branches
         }
 
-    def target(self, bias: bool = False, device=None, dtype=None) -> 'CslaConv2d':
+    def build_conv(self, bias: bool = False, device=None, dtype=None) -> 'CslaConv2d':
         """The target operator: one convolution, freshly initialized as torch does, without a GradMult yet."""
         return CslaConv2d(self, bias=bias, device=device, dtype=dtype)
 
@@ -168,9 +168,9 @@ class Csla:
         """
         scales = self.check_scales(scales)
         return GradMult(self.kernel_shape, [
-            GradTerm(branch.kernel_size, scales[branch.name])
+            BranchScale(branch.kernel_size, scales[branch.name])
             if isinstance(branch, ConvBranch) else
-            GradTerm(branch.kernel_size, torch.ones(self.out_channels, device='cpu'), True)
+            BranchScale(branch.kernel_size, torch.ones(self.out_channels, device='cpu'), True)
             for branch in self.branches
         ])
 
@@ -295,7 +295,7 @@ class CslaConv2d(nn.Conv2d):
         return self.weight.detach().to(dtype or self.weight.dtype)
 
     # The multiplier belongs to the parameter. Wherever torch puts another one in its place, it is handed on.
-    def _hand_on(self, grad_mult: Optional[GradMult]) -> None:
+    def _restore_grad_mult(self, grad_mult: Optional[GradMult]) -> None:
         weight = self._parameters.get('weight')
         if grad_mult is not None and weight is not None and get_grad_mult(weight) is None:
             if tuple(weight.shape) == grad_mult.shape:
@@ -304,27 +304,27 @@ class CslaConv2d(nn.Conv2d):
     def register_parameter(self, name: str, param: Optional[nn.Parameter]) -> None:
         grad_mult = self.grad_mult
         super().register_parameter(name, param)
-        self._hand_on(grad_mult)
+        self._restore_grad_mult(grad_mult)
 
     def _apply(self, fn, recurse=True):
         grad_mult = self.grad_mult
         super()._apply(fn, recurse)
-        self._hand_on(grad_mult)
+        self._restore_grad_mult(grad_mult)
         return self
 
     def _load_from_state_dict(self, *args, **kwargs):
         grad_mult = self.grad_mult
         super()._load_from_state_dict(*args, **kwargs)
-        self._hand_on(grad_mult)
+        self._restore_grad_mult(grad_mult)
 
     def __getstate__(self):
-        return {**self.__dict__, '_handed_on': self.grad_mult}
+        return {**self.__dict__, '_grad_mult': self.grad_mult}
 
     def __setstate__(self, state):
         state = dict(state)
-        grad_mult = state.pop('_handed_on')
+        grad_mult = state.pop('_grad_mult')
         super().__setstate__(state)
-        self._hand_on(grad_mult)
+        self._restore_grad_mult(grad_mult)
 
 
 class CslaBlock(nn.Module):

@@ -12,7 +12,7 @@ from torch.jit import Final
 
 from .fold import Affine, batch_norm_scale_shift
 
-__all__ = ['NeighborMean', 'RePaPooling', 'RePaPoolingDeploy', 'check_pool_size']
+__all__ = ['RePaPooling', 'RePaPoolingDeploy', 'WindowAvgPool2d', 'check_pool_size']
 
 
 def check_pool_size(pool_size: int) -> None:
@@ -33,12 +33,12 @@ def _eager_on_cpu(x: torch.Tensor) -> bool:
     )
 
 
-def _share_inside(x: torch.Tensor, pool_size: int) -> torch.Tensor:
+def _window_coverage(x: torch.Tensor, pool_size: int) -> torch.Tensor:
     """(1, 1, H, W): how much of the window around each position of x is in the image, 1 but at the border."""
     return F.avg_pool2d(torch.ones_like(x[:1, :1]), pool_size, stride=1, padding=pool_size // 2)
 
 
-def _inside_only_(y: torch.Tensor, pool_size: int) -> torch.Tensor:
+def _renormalize_border_(y: torch.Tensor, pool_size: int) -> torch.Tensor:
     """Sums over windows that count zeros outside the image as means of what is inside, in place: only a border changes.
 
     The share of a window in the image is that of its rows times that of its columns.
@@ -55,7 +55,7 @@ def _inside_only_(y: torch.Tensor, pool_size: int) -> torch.Tensor:
     return y
 
 
-class NeighborMean(nn.Module):
+class WindowAvgPool2d(nn.Module):
     """PoolFormer's pooling: the mean of the tokens in a window around each one, of those inside the image.
 
     ``nn.AvgPool2d`` of stride 1 that does not count its padding. On a CPU, in float32 and not compiled, as a depthwise
@@ -82,7 +82,7 @@ class NeighborMean(nn.Module):
             # the gradient of torch's pooling is the faster one in channels-last
             if _eager_on_cpu(x) and (x.is_contiguous() or not x.requires_grad):
                 weight = x.new_full((x.shape[1], 1, size, size), 1 / size ** 2)
-                return _inside_only_(F.conv2d(x, weight, padding=size // 2, groups=x.shape[1]), size)
+                return _renormalize_border_(F.conv2d(x, weight, padding=size // 2, groups=x.shape[1]), size)
         return F.avg_pool2d(x, size, stride=1, padding=size // 2, count_include_pad=False)
 
     def extra_repr(self) -> str:
@@ -130,7 +130,7 @@ class RePaPooling(nn.Module):
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
-        self.pool = NeighborMean(pool_size)
+        self.pool = WindowAvgPool2d(pool_size)
         self.norm = norm_layer(dim, **dd)
         self.ls = LayerScale2d(dim, init_values=init_values, **dd) if init_values else nn.Identity()
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
@@ -192,5 +192,5 @@ class RePaPoolingDeploy(nn.Module):
         if not torch.jit.is_scripting():
             # what is changed in place is to be nobody else's
             if _eager_on_cpu(x) and not torch.is_grad_enabled() and not self.conv._forward_hooks:
-                return torch.addcmul(_inside_only_(self.conv(x), self.pool_size), x, keep)
-        return torch.addcmul(x * keep, self.conv(x), 1 / _share_inside(x, self.pool_size))
+                return torch.addcmul(_renormalize_border_(self.conv(x), self.pool_size), x, keep)
+        return torch.addcmul(x * keep, self.conv(x), 1 / _window_coverage(x, self.pool_size))

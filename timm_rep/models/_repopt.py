@@ -5,12 +5,11 @@ from typing import Any, Mapping, Optional
 import torch
 import torch.nn as nn
 
+from timm_rep.convert import ReparameterizeMixin
 from timm_rep.layers import Affine, Csla, CslaBlock, SearchBlock, csla_layers
 from timm_rep.scales import ScalesLike, packaged_scales, resolve_scales
 
-from ._reparameterize import ReparameterizeMixin
-
-__all__ = ['RepOptMixin', 'check_structure', 'choose_scales', 'csla_operator', 'fold_norm']
+__all__ = ['RepOptMixin', 'build_csla_layer', 'check_structure', 'choose_scales', 'fold_norm']
 
 
 _logger = logging.getLogger(__name__)
@@ -51,10 +50,10 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def csla_operator(csla: Csla, structure: str, device=None, dtype=None) -> nn.Module:
+def build_csla_layer(csla: Csla, structure: str, device=None, dtype=None) -> nn.Module:
     """What stands for a CSLA declaration in this structure: one convolution, or its branches."""
     if structure == 'target':
-        return csla.target(device=device, dtype=dtype)
+        return csla.build_conv(device=device, dtype=dtype)
     return {'search': SearchBlock, 'csla': CslaBlock}[structure](csla, device=device, dtype=dtype)
 
 

@@ -15,9 +15,9 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch.jit import Final
 
-from timm_rep.convert import register_released_keys
+from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.released import register_released_keys
 
-from ._build import build_model, published_cfgs, with_published
 from .repa_vit import RePaVisionTransformer
 
 __all__ = ['LvVit', 'RePaLvVit']

@@ -12,11 +12,10 @@ from timm.layers import Mlp
 from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
-from timm_rep.convert import register_released_keys
+from timm_rep.convert import ReparameterizeMixin
+from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
-
-from ._build import build_model, published_cfgs, with_published
-from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaMlpMixer']
 

@@ -12,19 +12,18 @@ from timm.layers import GroupNorm1
 from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, MetaFormerBlock, Pooling
 
-from timm_rep.convert import register_released_keys
+from timm_rep.convert import ReparameterizeMixin
+from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import (
-    NeighborMean,
     RePaMlp,
     RePaMlpDeploy,
     RePaPooling,
     RePaPoolingDeploy,
+    WindowAvgPool2d,
     check_pool_size,
     idle_ratios,
 )
-
-from ._build import build_model, published_cfgs, with_published
-from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaPoolFormer']
 
@@ -142,7 +141,7 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
                 mlp = RePaMlp(dim, use_conv=True, drop=proj_drop_rate, **mlp_args, **train_args, **dd)
             mlp.apply(self._init_weights)
             if not fold_token_mixer:
-                block.token_mixer.pool = NeighborMean(pool_size)
+                block.token_mixer.pool = WindowAvgPool2d(pool_size)
                 RePaMetaFormerBlock.adopt(block, mlp)
             elif reparameterized:
                 RePaPoolFormerBlock.adopt(block, mlp, RePaPoolingDeploy(dim, pool_size, **dd))

@@ -13,11 +13,10 @@ from timm.models._manipulate import named_apply
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, checkpoint_filter_fn
 from timm.models.vision_transformer import get_init_weights_vit
 
-from timm_rep.convert import register_released_keys
+from timm_rep.convert import ReparameterizeMixin
+from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
-
-from ._build import build_model, published_cfgs, with_published
-from ._reparameterize import ReparameterizeMixin
 
 __all__ = ['RePaSwinTransformer']
 

@@ -10,12 +10,12 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.repghost import RepGhostNet
 
-from timm_rep.convert import register_released_keys
+from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
 
-from ._build import build_model, published_cfgs, with_published
-from ._repopt import RepOptMixin, check_structure, choose_scales, csla_operator, fold_norm
+from ._repopt import RepOptMixin, build_csla_layer, check_structure, choose_scales, fold_norm
 
 __all__ = ['RepOptGhostNet']
 
@@ -51,7 +51,7 @@ class RepOptCheapOperation(nn.Sequential):
             groups=channels,
             initial_scale=initial_scale,
         )
-        super().__init__(csla_operator(csla, structure, **dd), nn.BatchNorm2d(channels, **dd))
+        super().__init__(build_csla_layer(csla, structure, **dd), nn.BatchNorm2d(channels, **dd))
         self.structure = 'training' if structure == 'target' else 'branches'
 
     @torch.jit.ignore

@@ -13,12 +13,12 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models._manipulate import named_apply
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
-from timm_rep.convert import register_released_keys
+from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
 
-from ._build import build_model, published_cfgs, with_published
-from ._repopt import RepOptMixin, check_structure, choose_scales, csla_operator, fold_norm
+from ._repopt import RepOptMixin, build_csla_layer, check_structure, choose_scales, fold_norm
 
 __all__ = ['RepOptVgg']
 
@@ -78,7 +78,7 @@ class RepOptBlock(nn.Module):
             dilation=dilation[0],
             initial_scale=initial_scale,
         )
-        self.conv = csla_operator(csla, structure, **dd)
+        self.conv = build_csla_layer(csla, structure, **dd)
         self.structure = 'training' if structure == 'target' else 'branches'
         self.bn = layers.norm_act(out_chs, drop_layer=drop_block, **dd)
         self.attn = nn.Identity() if layers.attn is None else layers.attn(out_chs, **dd)

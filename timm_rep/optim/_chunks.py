@@ -3,7 +3,7 @@ from typing import Iterator, Optional
 
 import torch
 
-__all__ = ['Scratch', 'flat', 'fused_of', 'in_layout_of', 'is_dense', 'row_chunks', 'use_fused']
+__all__ = ['Scratch', 'flat', 'fused_of', 'is_dense', 'match_strides', 'row_chunks', 'use_fused']
 
 _CHUNK_BYTES = 4 << 20
 
@@ -45,7 +45,7 @@ def is_dense(x: torch.Tensor) -> bool:
     return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1 == x.numel()
 
 
-def in_layout_of(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def match_strides(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it with the strides of the parameter.
 
     A fused kernel on a CPU walks through the memory of all its tensors alike, and asks nobody for the strides.

@@ -4,7 +4,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .grad_mult import GradMult
+from timm_rep.layers.grad_mult import GradMult
 
 __all__ = ['ALIGNMENT', 'BLOCK', 'Row', 'Table', 'Tables', 'memory_order', 'multipliers', 'reciprocal']
 
@@ -68,7 +68,7 @@ def multipliers(grad_mult: GradMult, rule: str, channels_last: bool) -> torch.Te
     positions = table[:, :window].unflatten(1, (height, width))
     for (h, w), vector, diagonal in grad_mult.vectors(rule, torch.device('cpu'), torch.float32):
         if diagonal:
-            channel = (torch.arange(out_channels, device='cpu') + grad_mult.first_row) % in_channels
+            channel = (torch.arange(out_channels, device='cpu') + grad_mult.row_offset) % in_channels
             centre = height // 2 * width + width // 2
             table[:, -2] += vector.flatten()
             table[:, -1] = centre * in_channels + channel if channels_last else channel * window + centre

@@ -5,9 +5,10 @@ import torch
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from ._chunks import Scratch, flat, in_layout_of, row_chunks, use_fused
-from ._rep_optimizer import RepOptimizerMixin
-from .grad_mult import get_grad_mult, local
+from timm_rep.layers.grad_mult import get_grad_mult, local
+
+from ._base import RepOptimizerMixin
+from ._chunks import Scratch, flat, match_strides, row_chunks, use_fused
 
 __all__ = ['RepAdamW']
 
@@ -97,7 +98,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             chunk_state = {name: [in_order(x[rows]) for x in tensors] for name, tensors in state.items()}
             self._update(
                 [in_order(update)],
-                [in_order(in_layout_of(chunk, grad[rows]))],
+                [in_order(match_strides(chunk, grad[rows]))],
                 {**chunk_state, 'state_steps': [step.to(param.device if fused else step.device, copy=True)]},
                 group,
                 weight_decay=0.,
@@ -112,7 +113,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         for param in params:
             for name, x in self.state[param].items():
                 if name != 'step':
-                    self.state[param][name] = in_layout_of(param, x)
+                    self.state[param][name] = match_strides(param, x)
         return self._state_of(params, group)
 
     def _steps_taken(self, device: torch.device):

@@ -5,9 +5,10 @@ import torch
 from torch.optim import SGD
 from torch.optim.sgd import sgd
 
-from ._chunks import Scratch, flat, in_layout_of, row_chunks, use_fused
-from ._rep_optimizer import RepOptimizerMixin
-from .grad_mult import get_grad_mult, local
+from timm_rep.layers.grad_mult import get_grad_mult, local
+
+from ._base import RepOptimizerMixin
+from ._chunks import Scratch, flat, match_strides, row_chunks, use_fused
 
 __all__ = ['RepSGD']
 
@@ -79,7 +80,7 @@ class RepSGD(RepOptimizerMixin, SGD):
         if new:
             buffer = torch.zeros_like(param)  # which it still is if this step fails or is skipped
         if buffer is not None:
-            buffer = self.state[param]['momentum_buffer'] = in_layout_of(param, buffer)
+            buffer = self.state[param]['momentum_buffer'] = match_strides(param, buffer)
         return buffer, new
 
     def _kernel_facts(self, group: dict) -> Tuple[bool, ...]:

@@ -80,7 +80,7 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
         raise ValueError(
             f"{type(model).__name__} has no target operator to attach a GradMult to: create a RepOpt model with "
             "structure='target' (the default), and do not reparameterize it before training; in a model of your own "
-            'use the convolution that Csla.target() makes.')
+            'use the convolution that Csla.build_conv() makes.')
     scales = resolve_scales(model, scales)
     for name, layer in targets.items():
         try:

@@ -10,8 +10,8 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from timm_rep.atomic import replacing_files
-from timm_rep.checkpoints import read_checkpoint
+from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.checkpoints import read_checkpoint
 
 from .packaged import locate_packaged, packaged_scales
 

@@ -14,10 +14,10 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import random_seed, unwrap_model
 
-from timm_rep.atomic import check_writable, replacing_files
 from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
-from timm_rep.training import evaluate, fit, processes
+from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.training import evaluate, fit, processes
 from timm_rep.version import __version__
 
 __all__ = ['hyper_search', 'parameter_groups']

@@ -1,0 +1,220 @@
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from timm.layers import GroupNorm1
+from timm.models import beit, convit, eva, gcvit, metaformer, mlp_mixer, nest, volo
+from timm.optim import create_optimizer_v2
+from timm.utils import reparameterize_model
+
+import timm_rep
+from tests.models import contract
+from tests.reference.ffn import relative, wild_
+from timm_rep.convert.ffn import _BLOCKS, _class_name
+from timm_rep.layers import RePaMlp, RePaMlpDeploy
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+MAXVIT = dict(img_size=64, embed_dim=(32, 32), depths=(1, 1), stem_width=8)
+# for every class of blocks a small model, by its timm name or its class, and the size of its images
+MODELS = {
+    'deit3': ('deit3_small_patch16_224', VIT, 32),
+    'siglip': ('vit_base_patch16_siglip_224', VIT, 32),
+    'beit': ('beit_base_patch16_224', dict(VIT, init_values=.1), 32),
+    'beit without layer scale': (beit.Beit, dict(VIT, init_values=None), 32),
+    'eva': ('eva_giant_patch14_224', VIT, 32),
+    'eva with norms': (eva.Eva, dict(VIT, scale_mlp=True, init_values=.2), 32),
+    'cait': ('cait_xxs24_224', VIT, 32),
+    'convit': (convit.ConVit, dict(VIT, local_up_to_layer=1, embed_dim=8), 32),
+    'davit': ('davit_tiny', dict(depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4)), 56),
+    'gcvit': (gcvit.GlobalContextVit, dict(
+        img_size=64, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), embed_dim=8), 64),
+    'hiera': ('hiera_tiny_224', dict(embed_dim=16, num_heads=1, stages=(1, 1, 1, 1), img_size=64), 64),
+    'hieradet': ('hieradet_small', dict(
+        embed_dim=16, num_heads=1, stages=(1, 1, 2, 1), window_spec=(8, 4, 4, 2), global_att_blocks=(3,)), 128),
+    'lvvit': ('lvvit_s', dict(img_size=64, embed_dim=24, depth=2, num_heads=2), 64),
+    'maxvit': ('maxvit_rmlp_pico_rw_256', MAXVIT, 64),
+    'maxvit in parallel': ('maxvit_tiny_pm_256', MAXVIT, 64),
+    'poolformer': (metaformer.MetaFormer, dict(
+        depths=(1, 1), dims=(16, 24), norm_layers=GroupNorm1, layer_scale_init_values=.1, use_mlp_head=False), 32),
+    'caformer': (metaformer.MetaFormer, dict(
+        depths=(1, 1), dims=(16, 32), token_mixers=[metaformer.SepConv, metaformer.Attention],
+        norm_layers=[metaformer.LayerNorm2dNoBias, metaformer.LayerNormNoBias], res_scale_init_values=[None, .5]), 32),
+    'mixer': (mlp_mixer.MlpMixer, dict(img_size=64, embed_dim=24, num_blocks=2), 64),
+    'resmlp': (mlp_mixer.MlpMixer, dict(
+        img_size=32, embed_dim=24, num_blocks=2, mlp_ratio=4, block_layer=mlp_mixer.ResBlock,
+        norm_layer=mlp_mixer.Affine), 32),
+    'nest': (nest.Nest, dict(
+        img_size=32, embed_dims=(16, 32), num_heads=(2, 4), depths=(1, 1), num_levels=2), 32),
+    'sequencer': ('sequencer2d_s', dict(layers=(1, 1, 1, 1), embed_dims=[16] * 4, hidden_sizes=[4] * 4), 64),
+    'swin': ('swin_tiny_patch4_window7_224', dict(img_size=56, embed_dim=24, depths=(2, 2), num_heads=(2, 4)), 56),
+    'twins': ('twins_svt_small', dict(
+        img_size=64, embed_dims=[16] * 4, num_heads=[1] * 4, depths=[2, 1, 1, 1]), 64),
+    'relpos': ('vit_relpos_small_patch16_224', dict(VIT, init_values=.1), 32),
+    'sam': ('samvit_base_patch16_224', dict(VIT, global_attn_indexes=(1,), window_size=2), 32),
+    'volo': (volo.VOLO, dict(
+        img_size=64, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32), num_heads=(2, 2, 2, 2)), 64),
+}
+
+
+def build(kind, **kwargs):
+    torch.manual_seed(0)
+    model, args, size = MODELS[kind]
+    model = partial(timm.create_model, model) if isinstance(model, str) else model
+    return model(**{'num_classes': 5, **args, **kwargs}).eval(), contract.images(2, size)
+
+
+def ffns(model):
+    return [m for m in model.modules() if isinstance(m, RePaMlp)]
+
+
+@pytest.mark.parametrize('kind', MODELS)
+@torch.no_grad()
+def test_what_is_kept_and_what_folds(kind):
+    model, x = build(kind)
+    for parameter in model.parameters():
+        if parameter.numel() == parameter.shape[-1]:  # layer scales and norms of no initialization, among others
+            parameter.uniform_(.1, 1)
+    # without the norms of the FFNs it is the same function, if these are neutral and nothing idles
+    plain, parameters = copy.deepcopy(model), dict(model.named_parameters())
+    converted = timm_rep.convert_to_repa(copy.deepcopy(model), idle_ratio=0.)
+    replaced = 0
+    for block in plain.modules():
+        names = _BLOCKS.get(_class_name(block))
+        if names and getattr(block, names[1]) is not None:
+            setattr(block, names[0], nn.Identity())
+            getattr(block, names[1]).norm = nn.Identity()
+            replaced += 1
+    assert replaced == len(ffns(converted)) > 0
+    for mlp in ffns(converted):
+        for norm in (mlp.norm1, mlp.norm2):
+            assert norm.running_var.eq(1).all()
+            norm.weight.fill_((1 + norm.eps) ** .5)
+            norm.bias.zero_()
+    assert relative(converted(x), plain(x)) < 1e-5
+
+    converted = timm_rep.convert_to_repa(model)
+    assert converted is model
+    for i, mlp in enumerate(ffns(model)):
+        hidden = mlp.act.channels
+        assert mlp.act.active_channels == -(-hidden // 4)
+        # the norm that was there gives its scale and shift
+        assert mlp.norm1.weight.min() < 1
+        before = mlp.norm1.weight.clone()
+        wild_(mlp, i, log_var=(-1, 1))
+        mlp.norm1.weight.copy_(before)
+    kept = dict(model.named_parameters())
+    assert all(kept[k] is p for k, p in parameters.items() if k in kept)
+    assert not any('.fc1.' in k or '.fc2.' in k for k in parameters.keys() - kept.keys())
+    expected = model(x)
+    utility = reparameterize_model(model)
+    assert model.train().reparameterize() is model
+    model.eval()
+    assert any(isinstance(m, RePaMlpDeploy) for m in model.modules())
+    assert not ffns(model)
+    assert relative(model(x), expected) < 1e-5
+    assert torch.equal(utility(x), model(x))
+
+
+def test_every_class_of_blocks_is_tested():
+    tested = {_class_name(m) for kind in MODELS for m in build(kind)[0].modules()}
+    assert _BLOCKS.keys() <= tested
+
+
+def test_weights_that_have_a_place_are_kept():
+    model, _ = build('deit3', proj_drop_rate=.1, drop_path_rate=.2)
+    before = copy.deepcopy(model.state_dict())
+    dropped = model.blocks[1].drop_path2
+    timm_rep.convert_to_repa(model, idle_ratio=.5, idle_schedule='linear', bn_momentum=.3, bn_eps=1e-3)
+    after = model.state_dict()
+    for i, block in enumerate(model.blocks):
+        for ours, theirs in [
+            ('mlp.fc1.weight', 'mlp.fc1.weight'), ('mlp.fc2.bias', 'mlp.fc2.bias'), ('mlp.norm1.bias', 'norm2.bias'),
+            ('mlp.norm1.weight', 'norm2.weight'), ('mlp.ls.gamma', 'ls2.gamma'), ('attn.qkv.weight', 'attn.qkv.weight'),
+        ]:
+            assert torch.equal(after[f'blocks.{i}.{ours}'], before[f'blocks.{i}.{theirs}'])
+        assert (block.mlp.drop1.p, block.mlp.norm1.momentum, block.mlp.norm2.eps) == (.1, .3, 1e-3)
+    assert model.blocks[1].drop_path2 is dropped
+    assert [b.mlp.act.active_channels for b in model.blocks] == [0, 96]
+    assert not any(part in k for k in after for part in ('ls2.', '1.norm2.', '0.norm2.'))
+
+
+def test_training_and_copies():
+    """It trains, and copies, pickles and state dicts of it are what they are of any model."""
+    model, x = build('deit3')
+    timm_rep.convert_to_repa(model.train())
+    assert model.training
+    assert all(mlp.training for mlp in ffns(model))
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
+    x, target = contract.images(10, 32), torch.arange(10) % 5
+    losses = contract.train(model, optimizer, x, target, steps=25)
+    assert losses[-1] < .5 * losses[0]
+    model.eval()
+    assert not model.reparameterized
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        assert torch.equal(other(x), model(x))
+        assert relative(other.reparameterize()(x), model(x)) < 1e-4
+        assert other.reparameterized
+        assert not model.reparameterized
+    again = timm_rep.convert_to_repa(build('deit3')[0])
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x))
+    with pytest.raises(RuntimeError, match='deploy structure'):
+        again.load_state_dict(model.reparameterize().state_dict())
+    assert 'RePaVisionTransformer(' in repr(model)
+    assert isinstance(model, timm.models.VisionTransformer)
+    # what timm writes into config.json is what create_model() built, not its folding
+    assert 'reparameterized' not in model._model_args
+
+
+def test_dtypes_devices_and_frozen_weights():
+    model, _ = build('relpos', dtype=torch.bfloat16)
+    timm_rep.convert_to_repa(model.requires_grad_(False))
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert not ffns(model)[0].fc1.weight.requires_grad
+    meta, _ = build('poolformer', device='meta')
+    timm_rep.convert_to_repa(meta).reparameterize()
+    assert all(p.is_meta for p in meta.parameters())
+
+
+@pytest.mark.parametrize('name,args,message', [
+    ('eva02_tiny_patch14_224', dict(VIT), r'blocks\.0\.mlp is a GluMlp, blocks\.1\.mlp is a GluMlp\.'),
+    ('eva02_tiny_patch14_224', dict(VIT, swiglu_mlp=True, scale_mlp=True), r'blocks\.0\.mlp is a SwiGLU'),
+    ('swinv2_tiny_window8_256', dict(), r'layers\.0\.blocks\.0 is a SwinTransformerV2Block.* and 7 more'),
+    ('pvt_v2_b0', dict(), r'stages\.0\.blocks\.0 is a Block'),
+    ('resnet18', dict(), 'it has none'),
+    ('repa_deit_tiny', dict(), 'RePaVisionTransformer has structures to fold already'),
+])
+def test_other_models_are_refused_and_left_alone(name, args, message):
+    model = timm.create_model(name, device='meta', **args)
+    before = repr(model)
+    with pytest.raises(ValueError, match=message):
+        timm_rep.convert_to_repa(model)
+    assert repr(model) == before
+
+
+def test_wrapped_models_are_refused_and_frozen_ones_stay_frozen():
+    model, _ = build('deit3')
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend='eager')):
+        with pytest.raises(ValueError, match='convert it before you wrap it'):
+            timm_rep.convert_to_repa(wrapped)
+    with pytest.raises(ValueError, match=r'Feature\w+ is a model in another one'):
+        timm_rep.convert_to_repa(build('swin', features_only=True)[0])
+    timm_rep.convert_to_repa(model.requires_grad_(False))
+    assert not any(p.requires_grad for p in ffns(model)[0].norm1.parameters())
+    assert ffns(model)[0].norm2.weight.requires_grad  # of which there was none
+
+
+def test_bad_ratios_change_nothing():
+    model, _ = build('deit3')
+    before = repr(model)
+    for kwargs in (dict(idle_ratio=1.5), dict(idle_schedule='cosine')):
+        with pytest.raises(ValueError, match='idle_'):
+            timm_rep.convert_to_repa(model, **kwargs)
+    assert repr(model) == before
+    with pytest.raises(ValueError, match='has structures to fold already'):
+        timm_rep.convert_to_repa(timm_rep.convert_to_repa(model))

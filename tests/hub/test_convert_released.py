@@ -1,0 +1,99 @@
+"""timm-rep convert: what the authors released, as folders that load."""
+import re
+
+import pytest
+import timm
+import torch
+
+import timm_rep
+from tests.hub.published import REPA, REPOPT, trained
+from tests.hub.test_load import same
+from timm_rep.cli import main
+from timm_rep.hub import check_folder, convert_released, release
+from timm_rep.scales import Scales
+
+
+def arguments(args):
+    return ['--model-kwargs', *(f'{key}={value!r}' for key, value in args.items())]
+
+
+@pytest.fixture
+def released_vgg(tmp_path):
+    name, args = REPOPT
+    model = trained(name, args, classes=1000, scales='none')
+    state_dict = {}
+    for key, value in model.state_dict().items():
+        key = re.sub(r'^stages\.(\d)', lambda m: f'stage{int(m[1]) + 1}', key)
+        state_dict[key.replace('stem.', 'stage0.').replace('head.fc.', 'linear.')] = value
+    torch.save(state_dict, tmp_path / 'RepOpt-VGG.pth')
+    return model, tmp_path / 'RepOpt-VGG.pth'
+
+
+def test_weights(released_vgg, tmp_path, capsys, monkeypatch):
+    model, path = released_vgg
+    monkeypatch.setenv('TIMM_REP_HUB', str(tmp_path))
+    folder = tmp_path / 'repopt_vgg_a0.in1k'
+    assert main(['convert', str(path), '--model', 'repopt_vgg_a0', '-o', str(folder), *arguments(REPOPT[1])]) == 0
+    assert 'checked by loading it' in capsys.readouterr().out
+    check_folder(folder)
+    overlay = dict(file=str(folder / 'model.safetensors'))
+    for found in (
+            timm.create_model('repopt_vgg_a0.in1k', pretrained=True),
+            timm.create_model(f'local-dir:{folder}', pretrained=True),
+            timm.create_model('repopt_vgg_a0', pretrained=True, pretrained_cfg_overlay=overlay, **REPOPT[1])):
+        assert same(found, model)
+
+
+def test_weights_of_a_repaformer(tmp_path):
+    model = trained(*REPA, classes=1000, idle_ratio=.5)
+    state_dict = {re.sub(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.', k): v for k, v in model.state_dict().items()}
+    torch.save({'model': state_dict}, tmp_path / 'r.pth')
+    folder = tmp_path / 'repa_deit_tiny.half'
+    args = arguments({**REPA[1], 'idle_ratio': .5})
+    assert main(['convert', str(tmp_path / 'r.pth'), '--model', 'repa_deit_tiny', '-o', str(folder), *args]) == 0
+    found = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(found(x), model(x))
+
+
+def test_scales(released_scales, tmp_path):
+    path = released_scales('RepOpt-VGG-B1-scales.pth')
+    folder = tmp_path / 'repopt_vgg_b1.c100'
+    assert main(['convert', str(path), '--model', 'repopt_vgg_b1', '-o', str(folder)]) == 0
+    written = folder / 'scales.safetensors'
+    assert Scales.load(written) == Scales.load(path)
+    assert Scales.load(written).metadata['model'] == 'repopt_vgg_b1'
+    timm_rep.attach_grad_mults(timm.create_model('repopt_vgg_b1', device='meta', scales='none'), written)
+
+
+def test_refusals(released_vgg, released_scales, tmp_path, capsys):
+    _, path = released_vgg
+    folder = tmp_path / 'repopt_vgg_a0.in1k'
+    (tmp_path / 'bad.pth').write_bytes(b'neither')
+    for args, message in [
+        ([path, '--model', 'repopt_vgg_z', '-o', folder], "There is no model 'repopt_vgg_z'"),
+        (['nowhere', '--model', 'repopt_vgg_a0', '-o', folder], "no file 'nowhere'"),
+        ([tmp_path / 'bad.pth', '--model', 'repopt_vgg_a0', '-o', folder], 'Cannot read'),
+        ([path, '--model', 'repopt_vgg_a0', '-o', folder], 'does not fit RepOptVgg'),
+        ([path, '--model', 'repopt_vgg_a0', '-o', tmp_path / 'somewhere', *arguments(REPOPT[1])], 'is named MODEL.TAG'),
+        ([released_scales('RepOpt-VGG-B1-scales.pth'), '--model', 'repopt_vgg_a0', '-o', folder], 'do not fit'),
+    ]:
+        assert main(['convert', *map(str, args)]) == 1
+        assert message in capsys.readouterr().err
+    assert not list(folder.iterdir())
+    assert not (tmp_path / 'somewhere').exists()
+    other = tmp_path / 'repopt_vgg_a1.in1k'
+    assert main(['convert', str(path), '--model', 'repopt_vgg_a0', '-o', str(other), *arguments(REPOPT[1])]) == 1
+    assert 'is named repopt_vgg_a0.TAG' in capsys.readouterr().err
+    assert not list(other.iterdir())
+
+
+def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeypatch):
+    _, path = released_vgg
+    folder = tmp_path / 'repopt_vgg_a0.in1k'
+    convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    monkeypatch.setattr(release, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
+    with pytest.raises(RuntimeError, match='does not give the logits'):
+        convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

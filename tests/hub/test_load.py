@@ -1,0 +1,402 @@
+"""create_model(pretrained=True): from a folder, from the Hub, and what is refused."""
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.data import resolve_data_config
+
+import timm_rep
+from tests.hub.published import REPA, REPOPT, publish
+from tests.reference.ffn import relative
+from timm_rep.hub import Published, local_tags, sha256
+from timm_rep.layers import csla_layers
+from timm_rep.scales import Scales
+
+NAME = 'repa_deit_tiny.mine'
+ORG = f'timm-rep/{NAME}'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv('TIMM_REP_HUB', str(tmp_path / 'local'))
+    return tmp_path / 'local'
+
+
+@pytest.fixture
+def images():
+    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def same(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+@pytest.fixture
+def published(tmp_path, hub):
+    """On the Hub, of this package's organization."""
+    model, files = publish(tmp_path / NAME)
+    hub.add(ORG, files)
+    return model
+
+
+# --- a folder ---------------------------------------------------------------------------------------------------------
+
+def test_folder(folder, images):
+    model, _ = publish(folder / NAME)
+    found = timm.create_model(NAME, pretrained=True).eval()
+    assert same(found, model)
+    assert torch.equal(found(images), model(images))
+    assert (found.pretrained_cfg['tag'], found.pretrained_cfg['architecture']) == ('mine', 'repa_deit_tiny')
+    assert tuple(resolve_data_config(model=found)['input_size']) == (3, 32, 32)
+    assert same(timm.create_model(f'local-dir:{folder / NAME}', pretrained=True), model)
+    # without weights the arguments are the same, the weights are not
+    untrained = timm.create_model(NAME)
+    assert untrained.state_dict().keys() == model.state_dict().keys()
+    assert not torch.equal(untrained.blocks[0].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
+    # the model as such stays what it is
+    assert timm.create_model('repa_deit_tiny', device='meta').num_classes == 1000
+
+
+def test_adaptation(folder, images):
+    """As for timm's own models."""
+    model, _ = publish(folder / NAME)
+    other = timm.create_model(NAME, pretrained=True, num_classes=7, in_chans=1)
+    assert other(images[:, :1]).shape == (3, 7)
+    assert torch.equal(other.blocks[1].attn.qkv.weight, model.blocks[1].attn.qkv.weight)
+    assert relative(other.patch_embed.proj.weight, model.patch_embed.proj.weight.sum(1, keepdim=True)) < 1e-6
+    larger = timm.create_model(NAME, pretrained=True, img_size=64)
+    assert larger(torch.randn(1, 3, 64, 64)).shape == (1, 5)
+    features = timm.create_model(NAME, pretrained=True, features_only=True, out_indices=(0, 1)).eval()
+    expected = model.forward_intermediates(images, indices=(0, 1), intermediates_only=True)
+    for ours, theirs in zip(features(images), expected):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(num_classes=7, in_chans=1, img_size=64)], ids=str)
+@pytest.mark.parametrize('kind,name', [(REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine')])
+def test_folded_when_loaded(folder, kind, name, kwargs):
+    """reparameterized=True of what was published unfolded."""
+    if kind is REPOPT:
+        kwargs = {k: v for k, v in kwargs.items() if k != 'img_size'}
+    torch.manual_seed(0)
+    publish(folder / name, kind)
+    unfolded = timm.create_model(name, pretrained=True, **kwargs).eval()
+    folded = timm.create_model(name, pretrained=True, reparameterized=True, **kwargs).eval()
+    assert folded.reparameterized
+    assert not unfolded.reparameterized
+    classifier = folded.get_classifier()
+    classifier.load_state_dict(unfolded.get_classifier().state_dict())  # of other classes they are random
+    x = torch.randn(2, kwargs.get('in_chans', 3), *[kwargs.get('img_size', 32)] * 2)
+    assert relative(folded(x), unfolded(x)) < 1e-5
+    if kind is REPA:
+        features = dict(pretrained=True, features_only=True, out_indices=(1,), **kwargs)
+        ours, theirs = (timm.create_model(name, reparameterized=r, **features).eval()(x)[0] for r in (True, False))
+        assert relative(ours, theirs) < 1e-5
+
+
+def test_folded_when_published(folder, images):
+    model, _ = publish(folder / NAME)
+    timm_rep.hub.write_folded(folder / NAME, folder)
+    folded = timm.create_model(f'{NAME}_folded', pretrained=True).eval()
+    assert folded.reparameterized
+    assert relative(folded(images), model(images)) < 1e-5
+    with pytest.raises(ValueError, match='is folded already'):
+        timm_rep.hub.write_folded(folder / f'{NAME}_folded', folder)
+
+
+def test_scales_come_along(folder):
+    publish(folder / 'repopt_vgg_a0.mine', REPOPT)
+    scales = Scales.load(folder / 'repopt_vgg_a0.mine' / 'scales.safetensors')
+    for source in ('repopt_vgg_a0.mine', f'local-dir:{folder / "repopt_vgg_a0.mine"}'):
+        for pretrained in (True, False):
+            model = timm.create_model(source, pretrained=pretrained)
+            expected = timm.create_model('repopt_vgg_a0', **REPOPT[1], scales=scales)
+            for name, layer in csla_layers(expected).items():
+                found = csla_layers(model)[name].grad_mult
+                assert torch.equal(found.dense('squared'), layer.grad_mult.dense('squared'))
+    assert csla_layers(timm.create_model('repopt_vgg_a0.mine', pretrained=True, scales='ones'))['stem.conv'].grad_mult
+
+
+def test_another_idle_ratio_is_refused(folder):
+    """No shape tells, and the function is another one."""
+    publish(folder / NAME)
+    for kwargs in (dict(idle_ratio=.5), dict(idle_schedule='linear')):
+        with pytest.raises(ValueError, match=r'trained with idle_\w+='):
+            timm.create_model(NAME, pretrained=True, **kwargs)
+        timm.create_model(NAME, **kwargs)
+    timm.create_model(NAME, pretrained=True, idle_ratio=.75)
+    publish(folder / 'repa_lvvit_s.mine', ('repa_lvvit_s', dict(REPA[1], idle_ratio=.5)))
+    timm.create_model('repa_lvvit_s.mine', pretrained=True, idle_ratio=.5)
+    for kwargs in (dict(idle_ratio=2 / 3), dict(idle_schedule='linear')):
+        with pytest.raises(ValueError, match=r'trained with idle_\w+='):
+            timm.create_model('repa_lvvit_s.mine', pretrained=True, **kwargs)
+
+
+def test_saved_again(folder, tmp_path):
+    """With the arguments that came with the weights."""
+    for kind, name in ((REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine')):
+        publish(folder / name, kind)
+        for kwargs in ({}, dict(reparameterized=True)):
+            model = timm.create_model(name, pretrained=True, **kwargs)
+            args = {**model._model_args}
+            timm.models.save_for_hf(model, tmp_path / 'again', model_args=args, safe_serialization=True)
+            assert same(timm.create_model(f'local-dir:{tmp_path / "again"}', pretrained=True), model)
+
+
+def test_the_vanilla_model(folder):
+    """LV-ViT, which timm has not."""
+    model, _ = publish(folder / 'lvvit_s.mine', ('lvvit_s', REPA[1]))
+    assert same(timm.create_model('lvvit_s.mine', pretrained=True), model)
+
+
+@pytest.mark.parametrize('damage', ['truncated', 'corrupted', 'swapped'])
+def test_damaged_files_are_refused(folder, damage):
+    publish(folder / NAME)
+    path = folder / NAME / 'model.safetensors'
+    expected, data = sha256(path), bytearray(path.read_bytes())
+    if damage == 'truncated':
+        data = data[:-10]
+    elif damage == 'corrupted':
+        data[-1000] ^= 1
+    else:
+        _, files = publish(folder / 'other' / 'repa_deit_tiny.other', seed=1)
+        data = files['model.safetensors']
+    path.write_bytes(data)
+    for name in (NAME, f'local-dir:{folder / NAME}'):
+        with pytest.raises(RuntimeError) as e:
+            timm.create_model(name, pretrained=True)
+        for part in (str(path), expected, sha256(path), f'{len(data)} bytes', 'Nothing was loaded'):
+            assert part in str(e.value)
+
+
+def test_damaged_configs(folder, tmp_path):
+    publish(folder / NAME)
+    path = folder / NAME / 'config.json'
+    config = json.loads(path.read_text())
+    for text, message in [
+        ('{', 'no config.json of a timm model'),
+        ('[]', 'no config.json of a timm model'),
+        (json.dumps({**config, 'pretrained_cfg': None}), 'pretrained_cfg is None'),
+        (json.dumps({**config, 'sha256': []}), r'sha256 is \[\]'),
+        (json.dumps({'pretrained_cfg': {}}), "KeyError: 'architecture'"),
+        (json.dumps({**config, 'architecture': 'repa_deit_small'}), 'holds a repa_deit_small, no repa_deit_tiny'),
+    ]:
+        path.write_text(text)
+        with pytest.raises(RuntimeError, match=message):
+            timm.create_model(NAME, pretrained=True)
+    path.write_text('{')
+    # and importing the package goes on, with the others
+    publish(folder / 'repa_deit_tiny.other')
+    publish(folder / 'repopt_vgg_a0.other', REPOPT)
+    code = """
+import timm, timm_rep
+print(timm.list_pretrained(['repa_deit_tiny*', 'repopt_vgg_a0*']))
+print([timm.get_pretrained_cfg(name).tag for name in ('repa_deit_tiny', 'repopt_vgg_a0')])
+"""
+    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    listed, tags = run.stdout.splitlines()
+    assert listed.split("'")[1::2] == ['repa_deit_tiny.in1k', 'repa_deit_tiny.other', 'repopt_vgg_a0.other']
+    # what is published for other data does not change the models as such
+    assert tags.split("'")[1::2] == ['in1k', 'untrained']
+    assert 'no config.json of a timm model' in run.stderr
+
+
+def test_local_tags(folder, caplog):
+    (folder / 'repa_deit_tiny.empty').mkdir(parents=True)
+    (folder / 'repa_deit_tiny.broken').mkdir()
+    (folder / 'repa_deit_tiny.broken' / 'config.json').write_text('?')
+    publish(folder / NAME)
+    with caplog.at_level(logging.WARNING):
+        assert [tag for tag, _ in local_tags('repa_deit_tiny')] == ['mine']
+    assert 'broken' in caplog.text
+    assert not list(local_tags('repa_deit'))
+
+
+# --- the Hub ----------------------------------------------------------------------------------------------------------
+
+def test_from_the_hub(hub, published, images, monkeypatch):
+    found = timm.create_model(NAME, pretrained=True).eval()
+    assert same(found, published)
+    assert found.pretrained_cfg['hf_hub_id'] == ORG
+    assert same(timm.create_model(f'hf-hub:{ORG}', pretrained=True), published)
+    features = timm.create_model(NAME, pretrained=True, features_only=True, out_indices=(1,)).eval()
+    assert torch.equal(features(images)[0], published.forward_intermediates(
+        images, indices=(1,), intermediates_only=True)[0])
+    # from the cache
+    assert hub.bytes_served(ORG, 'model.safetensors') == Path(
+        Published.on_hub(ORG).file('model.safetensors')).stat().st_size
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    assert same(timm.create_model(NAME, pretrained=True), published)
+
+
+def test_another_organization(hub, tmp_path, monkeypatch):
+    model, files = publish(tmp_path / NAME)
+    hub.add(f'we/{NAME}', files)
+    with pytest.raises(RuntimeError, match=r'There are no weights of repa_deit_tiny\.mine'):
+        timm.create_model(NAME, pretrained=True)
+    monkeypatch.setenv('TIMM_REP_ORG', 'we')
+    assert same(timm.create_model(NAME, pretrained=True), model)
+
+
+def test_revisions(hub, tmp_path):
+    first, files = publish(tmp_path / NAME)
+    commit = hub.add(ORG, files)
+    second, files = publish(tmp_path / NAME, seed=1)
+    hub.add(ORG, files)
+    assert same(timm.create_model(NAME, pretrained=True), second)
+    for pinned in (f'{ORG}@{commit}',):
+        assert same(timm.create_model(f'hf-hub:{pinned}', pretrained=True), first)
+        assert same(timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=dict(hf_hub_id=pinned)), first)
+
+
+def test_a_repository_that_the_caller_names(hub, tmp_path, folder):
+    publish(folder / NAME)
+    model, files = publish(tmp_path / NAME, seed=1)
+    hub.add(f'me/{NAME}', files)
+    for where in (
+            dict(pretrained_cfg_overlay=dict(hf_hub_id=f'me/{NAME}')),
+            dict(pretrained_cfg=dict(hf_hub_id=f'me/{NAME}', tag='mine', architecture='repa_deit_tiny'))):
+        assert same(timm.create_model('repa_deit_tiny', pretrained=True, **where), model)
+
+
+def test_no_connection(hub, folder):
+    folder.mkdir()
+    hub.stop()
+    with pytest.raises(RuntimeError, match=r'2\. the Hub repository timm-rep/repa_deit_tiny\.in1k: .*\n.*not tried'):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+
+
+def test_cache_dir(hub, published, tmp_path):
+    timm.create_model(NAME, pretrained=True, cache_dir=tmp_path / 'cache')
+    assert list((tmp_path / 'cache').rglob('model.safetensors'))
+    assert not list((tmp_path / 'home').rglob('model.safetensors'))
+
+
+def test_private(hub, tmp_path, monkeypatch):
+    model, files = publish(tmp_path / NAME)
+    hub.add(ORG, files, private=True)
+    hub.tokens.add('hf_secret')
+    with pytest.raises(RuntimeError, match='no weights'):
+        timm.create_model(NAME, pretrained=True)
+    monkeypatch.setenv('HF_TOKEN', 'hf_secret')
+    assert same(timm.create_model(NAME, pretrained=True), model)
+
+
+def test_every_place_is_in_the_error(hub, folder, monkeypatch):
+    """Of a model that the authors have released, too."""
+    folder.mkdir()
+    with pytest.raises(RuntimeError) as e:
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    lines = str(e.value).splitlines()
+    assert lines[0] == 'There are no weights of repa_deit_tiny.in1k:'
+    assert str(folder / 'repa_deit_tiny.in1k') in lines[1]
+    assert 'timm-rep/repa_deit_tiny.in1k' in lines[2]
+    assert '401' in lines[2]
+    assert 'Ackesnal/RePaViT' in lines[3]
+    assert '401' in lines[3]
+    with pytest.raises(RuntimeError) as e:
+        timm.create_model('repa_mixer_b16', pretrained=True)  # not released
+    assert 'repa_mixer_b16.in1k' in str(e.value)
+    assert len(str(e.value).splitlines()) == 3
+    hub.add(ORG, {'README.md': b'nothing else'})
+    with pytest.raises(RuntimeError, match=r'config\.json'):
+        timm.create_model(NAME, pretrained=True)
+
+
+def test_server_errors(hub, published):
+    """Other weights than usual, because the Hub failed for a moment, would be a surprise."""
+    hub.add('timm-rep/repa_deit_tiny.in1k', {'config.json': b'{}'})
+    hub.fail(r'timm-rep/repa_deit_tiny\.in1k', status=500, times=20)
+    with pytest.raises(RuntimeError, match=r"3\. the authors' release, Ackesnal/RePaViT: not tried"):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    hub.clear_faults()
+    hub.fail(r'/resolve/.*model', status=503, times=1)
+    assert same(timm.create_model(NAME, pretrained=True), published)  # the client tries again
+
+
+def test_interrupted_downloads_resume(hub, published):
+    hub.cut(r'^/lfs/.*model', after=1200)
+    assert same(timm.create_model(NAME, pretrained=True), published)
+    assert [r.range for r in hub.requests if r.path.startswith('/lfs/')] == [None, 'bytes=1000-']
+
+
+def test_an_interruption_for_good_leaves_nothing(hub, published, tmp_path):
+    hub.cut(r'^/lfs/.*model', after=0, times=50)
+    with pytest.raises(Exception, match='complete'):
+        timm.create_model(NAME, pretrained=True)
+    assert not list((tmp_path / 'home').rglob('model.safetensors'))
+    hub.clear_faults()
+    assert same(timm.create_model(NAME, pretrained=True), published)
+
+
+def test_wrong_bytes_are_refused_and_named(hub, published):
+    """The client does not look."""
+    hub.corrupt(ORG, 'model.safetensors', lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    for source in (NAME, f'hf-hub:{ORG}'):
+        with pytest.raises(RuntimeError, match='expected sha256') as e:
+            timm.create_model(source, pretrained=True)
+    blob = str(e.value).split("Delete '")[1].split("'")[0]
+    assert os.path.isfile(blob)
+    hub.corrupt(ORG, 'model.safetensors', lambda data: data)
+    os.remove(blob)
+    assert same(timm.create_model(NAME, pretrained=True), published)
+
+
+def test_files_of_one_commit(hub, published, tmp_path, monkeypatch):
+    """A push between the two downloads."""
+    found = Published.on_hub(ORG)
+    _, files = publish(tmp_path / NAME, seed=1)
+    hub.add(ORG, files)
+    assert sha256(found.file('model.safetensors')) == found.hashes['model.safetensors']
+
+
+def test_repositories_without_hashes(hub, published, tmp_path):
+    """Of timm's push_to_hf_hub(), with a pickled state dict or safetensors."""
+    timm.models.save_for_hf(published, tmp_path / 'theirs', model_args=REPA[1], safe_serialization='both')
+    both = {path.name: path.read_bytes() for path in (tmp_path / 'theirs').iterdir()}
+    hub.add('someone/both', both)
+    hub.add('someone/pickled', {k: v for k, v in both.items() if k != 'model.safetensors'})
+    for name in ('someone/both', 'someone/pickled'):
+        assert same(timm.create_model(f'hf-hub:{name}', pretrained=True), published)
+
+
+def test_pickled_code_is_not_run(hub, published, tmp_path):
+    class Code:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / 'executed'),)
+
+    torch.save({'state_dict': Code()}, tmp_path / 'pytorch_model.bin')
+    config = json.dumps({'architecture': 'repa_deit_tiny', 'num_classes': 5, 'pretrained_cfg': {}}).encode()
+    hub.add('someone/bad', {'config.json': config, 'pytorch_model.bin': (tmp_path / 'pytorch_model.bin').read_bytes()})
+    with pytest.raises(Exception, match='weights_only'):
+        timm.create_model('hf-hub:someone/bad', pretrained=True)
+    assert not (tmp_path / 'executed').exists()
+
+
+def test_two_processes_download_once(hub, published, tmp_path):
+    code = f"import timm, timm_rep; timm.create_model('{NAME}', pretrained=True)"
+    environment = {**os.environ, **hub.environment(tmp_path / 'home2'), 'OMP_NUM_THREADS': '1'}
+    before = hub.bytes_served(ORG, 'model.safetensors')
+    runs = [subprocess.Popen([sys.executable, '-c', code], env=environment, cwd=tmp_path) for _ in range(2)]
+    assert [run.wait() for run in runs] == [0, 0]
+    assert hub.bytes_served(ORG, 'model.safetensors') - before == len(hub.files(ORG)['model.safetensors'])
+
+
+def test_the_caller_says_where(hub, folder, published, tmp_path):
+    """A file, as timm takes it; nobody is asked."""
+    publish(folder / NAME, seed=1)
+    publish(tmp_path / 'elsewhere' / NAME)
+    path = str(tmp_path / 'elsewhere' / NAME / 'model.safetensors')
+    hub.clear_requests()
+    model = timm.create_model(
+        'repa_deit_tiny', pretrained=True, num_classes=5, pretrained_cfg_overlay=dict(file=path, num_classes=5),
+        **REPA[1])
+    assert same(model, published)
+    assert not hub.requests

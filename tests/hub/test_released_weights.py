@@ -1,0 +1,210 @@
+"""The RePaFormer authors' repository, whose file names are theirs."""
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tests.hub.published import publish, trained
+from tests.reference.ffn import relative
+from tests.hub.test_load import same
+from timm_rep.hub.release import RELEASE, match_released
+
+NAMES = {
+    'repa_deit_tiny': ['RePaViT_Tiny.pth', 'RePaViT-Tiny_0.75.pth', 'repadeit_t_0_75.pth', 'RePaDeiT-Ti-r75.pt',
+                       'checkpoints/RePaViT_Tiny_idle_ratio_0.75_epoch300_224.pth', 'repa-deit-tiny-patch16-224.bin'],
+    'repa_deit_base': ['RePaViT-Base.pth', 'RePa-DeiT-B-0.75/best_checkpoint.pth', 'repavit_base_300e.safetensors'],
+    'repa_vit_large': ['RePaViT_Large/checkpoint.pth', 'RePaViT-L-0.75.pth'],
+    'repa_vit_huge': ['RePaViT-Huge-75.pth'],
+    'repa_swin_small': ['RePaSwin_Small.pth', 'repaswin-s-0p75.pth', 'RePa-Swin-Small-0.75.pth.tar'],
+}
+
+
+@pytest.mark.parametrize('variant', NAMES)
+def test_ways_to_name_a_file(variant):
+    others = [names[0] for other, names in NAMES.items() if other != variant]
+    noise = ['README.md', 'config.json', 'img/RePaViT-Tiny.png', 'RePaMlpMixer_b16.pth', 'RePaPoolFormer-s12.pth',
+             'RePaLVViT-S.pth', 'upernet_repaswin_small.pth']
+    for name in NAMES[variant]:
+        assert match_released([*noise, *others, name], variant, .75) == name
+
+
+def test_ratios():
+    files = ['RePaViT-Base-0.5.pth', 'RePaViT-Base-0.75.pth', 'RePaViT-Base-0.25.pth', 'RePaViT-Small_0.5_0300.pth']
+    for ratio in (.25, .5, .75):
+        assert match_released(files, 'repa_deit_base', ratio) == f'RePaViT-Base-{ratio}.pth'
+    assert match_released(files, 'repa_deit_small', .5) == files[-1]
+    with pytest.raises(FileNotFoundError, match=r'of repa_deit_small with idle_ratio=0\.75, it has RePaViT-'):
+        match_released(files, 'repa_deit_small', .75)
+    with pytest.raises(FileNotFoundError, match='no weights at all'):
+        match_released(['README.md'], 'repa_deit_small', .75)
+
+
+def test_ambiguous():
+    files = ['a/RePaViT-Base.pth', 'b/RePaViT-Base-0.75.pth', 'RePaViT-Large.pth']
+    with pytest.raises(ValueError, match=r'a/RePaViT-Base\.pth, b/RePaViT-Base-0\.75\.pth.*hf_hub_filename='):
+        match_released(files, 'repa_deit_base', .75)
+
+
+# as large as it is: the authors' configuration is fixed
+def released_file(path, seed, extra=None):
+    model = trained('repa_deit_tiny', {}, seed, classes=1000)
+    names = {key: re.sub(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.', key) for key in model.state_dict()}
+    state_dict = {names[key]: value for key, value in model.state_dict().items()}
+    torch.save({'model': state_dict, 'epoch': 300, 'args': argparse.Namespace(lr=1), **(extra or {})}, path)
+    return model, path.read_bytes()
+
+
+@pytest.fixture
+def release(hub, tmp_path):
+    model, data = released_file(tmp_path / 'theirs.pth', 0)
+    hub.add(RELEASE, {'RePaViT-Tiny.pth': data, 'RePaViT-Large.pth': b'another'})
+    return model
+
+
+def test_converted_once_and_found_offline(hub, release, monkeypatch, tmp_path):
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True), release)
+    commit, = hub.commits(RELEASE)
+    converted, = (tmp_path / 'home').rglob('timm-rep/*.safetensors')
+    assert commit in converted.parts
+    size = len(hub.files(RELEASE)['RePaViT-Tiny.pth'])
+    hub.clear_requests()
+    assert same(timm.create_model('repa_deit_tiny.in1k', pretrained=True), release)
+    assert hub.bytes_served(RELEASE, 'RePaViT-Tiny.pth') == 0 < size
+    features = timm.create_model('repa_deit_tiny', pretrained=True, features_only=True, out_indices=(1,))
+    assert torch.equal(features.model.blocks[0].mlp.fc1.weight, release.blocks[0].mlp.fc1.weight)
+    folded = timm.create_model('repa_deit_tiny', pretrained=True, reparameterized=True, num_classes=3)
+    assert folded.reparameterized
+    assert folded.num_classes == 3
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True), release)
+    with pytest.raises(RuntimeError, match='none was converted before'):
+        timm.create_model('repa_deit_small', pretrained=True)
+
+
+def test_a_new_release_and_a_pinned_one(hub, release, tmp_path):
+    first, = hub.commits(RELEASE)
+    model, data = released_file(tmp_path / 'new.pth', 1)
+    hub.add(RELEASE, {'RePaViT-Tiny.pth': data})
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True), model)
+    pinned = dict(hf_hub_id=f'{RELEASE}@{first}')
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=pinned), release)
+
+
+def test_the_argument_that_settles_it(hub, release, tmp_path):
+    model, data = released_file(tmp_path / 'new.pth', 1)
+    hub.add(RELEASE, {'new/repavit_tiny.pth': data})
+    with pytest.raises(ValueError, match='several files'):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    overlay = dict(hf_hub_filename='new/repavit_tiny.pth')
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay), model)
+    with pytest.raises(FileNotFoundError, match=r"has no 'nothing\.pth', it has .*RePaViT-Tiny\.pth"):
+        timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_filename='nothing.pth'))
+
+
+def test_other_ratios(hub, tmp_path):
+    """Nothing of the file tells but its name; and where it is folded the ratio counts."""
+    _, data = released_file(tmp_path / 'half.pth', 0)
+    hub.add(RELEASE, {'RePaViT-Tiny-0.5.pth': data})
+    model = timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5).eval()
+    folded = timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, reparameterized=True).eval()
+    assert folded.blocks[0].mlp.fc_in.weight.shape == (384, 192)
+    x = torch.randn(1, 3, 224, 224)
+    assert relative(folded(x), model(x)) < 1e-5
+    with pytest.raises(RuntimeError, match=r'no weights of repa_deit_tiny with idle_ratio=0\.75'):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    named = dict(pretrained_cfg_overlay=dict(hf_hub_filename='RePaViT-Tiny-0.5.pth'))
+    with pytest.raises(ValueError, match=r'says idle_ratio=0\.5, the model has 0\.75'):
+        timm.create_model('repa_deit_tiny', pretrained=True, **named)
+    with pytest.raises(ValueError, match='trained with idle_schedule='):
+        timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, idle_schedule='linear')
+    timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, **named)
+
+
+def test_the_file_goes_before_ours(hub, release, tmp_path):
+    """One that the caller names."""
+    _, files = publish(tmp_path / 'repa_deit_tiny.in1k')
+    hub.add('timm-rep/repa_deit_tiny.in1k', files)
+    named = dict(pretrained_cfg_overlay=dict(hf_hub_filename='RePaViT-Tiny.pth'))
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True, **named), release)
+
+
+def test_outage(hub, release, tmp_path):
+    """What was converted before is used, as the Hub's client does; else the error is one of the connection."""
+    first, = hub.commits(RELEASE)
+    new, data = released_file(tmp_path / 'new.pth', 1)
+    hub.add(RELEASE, {'RePaViT-Tiny.pth': data})
+    overlay = dict(hf_hub_id=RELEASE)
+    pinned = dict(hf_hub_id=f'{RELEASE}@{first}')
+    timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay)
+    timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=pinned)
+    hub.stop()
+    # the one that the branch was, not the one that was asked for last
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay), new)
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=pinned), release)
+    with pytest.raises(OSError, match='none was converted before'):
+        timm.create_model('repa_deit_small', pretrained=True, pretrained_cfg_overlay=overlay)
+    converted = max((tmp_path / 'home').rglob('timm-rep/*.safetensors'), key=lambda path: first not in path.parts)
+    converted.write_bytes(converted.read_bytes()[:-1])
+    with pytest.raises(RuntimeError, match='expected sha256') as e:
+        timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay)
+    assert str(converted) in str(e.value)
+
+
+def test_models_that_are_not_in_it(hub, release):
+    with pytest.raises(RuntimeError, match='has no weights of repa_mixer_b16'):
+        timm.create_model('repa_mixer_b16', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_id=RELEASE))
+    for name in ('RePaLV-ViT-S.pth', 'RePa-LV-ViT-S.pth', 'checkpoint_90.pth'):
+        with pytest.raises(FileNotFoundError):
+            match_released([name], 'repa_deit_small', .75)
+    with pytest.raises(FileNotFoundError, match='no weights of repa_lvvit_s, but of'):
+        match_released(['a.pth'], 'repa_lvvit_s', .75)
+
+
+def test_ours_goes_before_theirs(hub, release, tmp_path):
+    model, files = publish(tmp_path / 'repa_deit_tiny.in1k')
+    hub.add('timm-rep/repa_deit_tiny.in1k', files)
+    assert same(timm.create_model('repa_deit_tiny', pretrained=True), model)
+
+
+def test_damaged(hub, release, tmp_path):
+    hub.corrupt(RELEASE, 'RePaViT-Tiny.pth', lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(RuntimeError, match='expected sha256'):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    assert not list((tmp_path / 'home').rglob('timm-rep/*'))
+
+
+def test_of_another_shape(hub, tmp_path):
+    torch.save({'model': {'cls_token': torch.zeros(1)}}, tmp_path / 'x.pth')
+    hub.add(RELEASE, {'RePaViT-Tiny.pth': (tmp_path / 'x.pth').read_bytes()})
+    with pytest.raises(RuntimeError, match='does not fit RePaVisionTransformer'):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    assert not list(Path(tmp_path / 'home').rglob('timm-rep/*'))
+
+
+def test_code_in_it_is_not_run(hub, tmp_path):
+    class Code:
+        def __reduce__(self):
+            import os
+            return os.mkdir, (str(tmp_path / 'executed'),)
+
+    _, data = released_file(tmp_path / 'bad.pth', 0, extra={'code': Code()})
+    hub.add(RELEASE, {'RePaViT-Tiny.pth': data})
+    with pytest.raises(RuntimeError, match='weights_only'):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    assert not (tmp_path / 'executed').exists()
+
+
+def test_swin(hub, tmp_path):
+    """Built on 'meta' for the conversion, with names that the release does not have."""
+    torch.manual_seed(0)
+    model = timm.create_model('repa_swin_tiny')
+    state_dict = {}
+    for key, value in model.state_dict().items():
+        key = re.sub(r'^layers\.(\d+)\.downsample', lambda m: f'layers.{int(m[1]) - 1}.downsample', key)
+        state_dict[key.replace('head.fc.', 'head.')] = value
+    torch.save({'model': state_dict}, tmp_path / 'x.pth')
+    hub.add(RELEASE, {'RePaSwin_Tiny.pth': (tmp_path / 'x.pth').read_bytes()})
+    assert same(timm.create_model('repa_swin_tiny', pretrained=True), model)

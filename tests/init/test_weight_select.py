@@ -1,0 +1,421 @@
+import copy
+import weakref
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import timm_rep
+from timm_rep.init import evenly_spaced, open_teacher
+from timm_rep.init.roles import ROLES, role_of
+from timm_rep.init.weight_select import CHOICES
+
+VIT = dict(img_size=32, patch_size=8, num_classes=5)
+STUDENT = dict(VIT, embed_dim=24, depth=2, num_heads=3)
+TEACHER = dict(VIT, embed_dim=48, depth=4, num_heads=6)
+
+
+def vit(seed=0, name='vit_tiny_patch16_224', **kwargs):
+    """Not even the biases and scales are those of an initialization."""
+    torch.manual_seed(seed)
+    model = timm.create_model(name, **kwargs).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=.1)
+    return model
+
+
+@pytest.fixture
+def student():
+    return vit(**STUDENT)
+
+
+@pytest.fixture(scope='module')
+def teacher():
+    return vit(1, **TEACHER)
+
+
+def selected(teacher_tensor, shape):
+    for dim, length in enumerate(shape):
+        teacher_tensor = teacher_tensor.index_select(dim, evenly_spaced(teacher_tensor.shape[dim], length))
+    return teacher_tensor
+
+
+def test_vit(student, teacher):
+    """Every tensor but the classifier is a selection by hand of the teacher's, and the forward pass is theirs."""
+    by_hand = vit(**STUDENT)
+    theirs = teacher.state_dict()
+    by_hand.load_state_dict({
+        name: value if name.startswith('head.') else selected(theirs[name], value.shape)
+        for name, value in by_hand.state_dict().items()})
+    report = timm_rep.weight_select_init(student, teacher)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(student(x), by_hand(x))
+    assert [s.name for s in report.selections] == list(student.state_dict())
+    assert [s.name for s in report.own] == ['head.weight', 'head.bias']
+    numbers = sum(v.numel() for v in student.state_dict().values())
+    assert report.coverage == pytest.approx(100 * (1 - (24 * 5 + 5) / numbers))
+    lines = str(report).splitlines()
+    assert (
+        'blocks.1.attn.qkv.weight (72, 24) <- blocks.1.attn.qkv.weight (144, 48): '
+        '[0, 2, 4, ..., 142] x [0, 2, 4, ..., 46]') in lines
+    assert 'pos_embed (1, 17, 24) <- pos_embed (1, 17, 48): : x : x [0, 2, 4, ..., 46]' in lines
+    assert 'head.bias (5,): its own initialization, a classifier' in lines
+    assert lines[-1] == f'{report.coverage:.1f}% of the student is from the teacher.'
+
+
+@pytest.mark.parametrize('include,exclude,changed', [
+    (None, None, set(ROLES) - {'head', 'other'}),
+    ('attention', None, {'attention'}),
+    (['attention', 'mlp'], 'mlp', {'attention'}),
+    (None, ['norm', 'pos_embed'], {'attention', 'mlp', 'patch_embed'}),
+    ('blocks.0.*', 'blocks.*.norm?.*', {'attention', 'mlp'}),
+])
+def test_components(student, teacher, include, exclude, changed):
+    before = copy.deepcopy(student.state_dict())
+    report = timm_rep.weight_select_init(student, teacher, include=include, exclude=exclude)
+    after = student.state_dict()
+    differ = {role_of(name, ['head']) for name in after if not torch.equal(after[name], before[name])}
+    assert differ == changed
+    assert {s.name for s in report.own} == {name for name in after if torch.equal(after[name], before[name])}
+
+
+def test_roles():
+    """Those of table 10, on the names of the families of the paper."""
+    expected = {
+        'vit_tiny_patch16_224': {
+            'cls_token': 'pos_embed', 'pos_embed': 'pos_embed', 'patch_embed.proj.weight': 'patch_embed',
+            'blocks.0.norm1.weight': 'norm', 'blocks.0.attn.qkv.bias': 'attention', 'blocks.0.mlp.fc2.weight': 'mlp',
+            'norm.bias': 'norm', 'head.weight': 'head'},
+        'convnext_femto': {
+            'stem.0.weight': 'patch_embed', 'stages.0.blocks.0.conv_dw.weight': 'other', 'head.norm.weight': 'norm',
+            'stages.0.blocks.0.norm.bias': 'norm', 'stages.0.blocks.0.mlp.fc1.bias': 'mlp', 'head.fc.weight': 'head'},
+        'resnet18': {
+            'conv1.weight': 'patch_embed', 'bn1.weight': 'norm', 'layer1.0.bn2.running_mean': 'norm',
+            'layer2.0.conv1.weight': 'other', 'fc.bias': 'head'},
+        'mixer_s32_224': {
+            'stem.proj.weight': 'patch_embed', 'blocks.0.mlp_tokens.fc1.weight': 'mlp',
+            'blocks.0.mlp_channels.fc1.weight': 'mlp'},
+        'swin_tiny_patch4_window7_224': {
+            'patch_embed.norm.weight': 'norm', 'layers.1.downsample.norm.weight': 'norm',
+            'layers.0.blocks.0.attn.relative_position_bias_table': 'pos_embed', 'head.fc.weight': 'head'},
+        'pvt_v2_b0': {
+            'patch_embed.norm.weight': 'norm', 'stages.0.blocks.0.attn.kv.weight': 'attention',
+            'stages.0.blocks.0.attn.sr.weight': 'attention', 'stages.0.blocks.0.mlp.dwconv.weight': 'mlp'},
+    }
+    for name, roles in expected.items():
+        model = timm.create_model(name, device='meta')
+        classifier = [model.pretrained_cfg['classifier']]
+        assert roles.keys() <= model.state_dict().keys()
+        assert {n: role_of(n, classifier) for n in roles} == roles
+
+
+def test_head(student, teacher):
+    timm_rep.weight_select_init(student, teacher, include_head=True)
+    assert torch.equal(student.head.weight, selected(teacher.head.weight, (5, 24)))
+    other = vit(**{**STUDENT, 'num_classes': 4})
+    before = other.head.weight.clone()
+    report = timm_rep.weight_select_init(other, teacher, include_head=True)
+    assert torch.equal(other.head.weight, before)
+    assert [s.reason for s in report.own] == ['a classifier of 4 classes, the teacher has 5'] * 2
+
+
+def test_what_has_no_counterpart(student):
+    """Named before anything is changed; strict=False leaves it and reports it."""
+    shallow = vit(1, **{**TEACHER, 'depth': 1, 'embed_dim': 24, 'num_heads': 3, 'mlp_ratio': 2, 'class_token': False,
+                        'global_pool': 'avg'})
+    before = copy.deepcopy(student.state_dict())
+    with pytest.raises(ValueError, match='nothing was changed') as e:
+        timm_rep.weight_select_init(student, shallow)
+    assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())
+    message = str(e.value)
+    for line in (
+            'cls_token (1, 1, 24): the teacher has none',
+            'blocks.1.attn.qkv.weight (72, 24): the teacher has none',
+            'blocks.0.mlp.fc1.weight (96, 24): blocks.0.mlp.fc1.weight of the teacher is (48, 24), smaller',
+            'norm.weight (24,): the teacher has none',
+    ):
+        assert line in message
+    report = timm_rep.weight_select_init(student, shallow, strict=False)
+    after = student.state_dict()
+    own = {s.name for s in report.own}
+    assert all(torch.equal(after[k], before[k]) for k in own)
+    assert 'cls_token' in own
+    assert torch.equal(student.blocks[0].attn.qkv.weight, shallow.blocks[0].attn.qkv.weight)
+    assert all(s.problem == (not s.name.startswith('head.')) for s in report.own)
+
+
+@pytest.mark.parametrize('form', ['module', 'state dict', 'safetensors', 'pth', 'path object'])
+def test_sources(student, teacher, tmp_path, form):
+    expected = vit(**STUDENT)
+    timm_rep.weight_select_init(expected, teacher)
+    source = teacher
+    if form == 'state dict':
+        source = teacher.state_dict()
+    elif form == 'safetensors':
+        source = str(tmp_path / 't.safetensors')
+        save_file(teacher.state_dict(), source)
+    elif form != 'module':
+        source = tmp_path / 't.pth'
+        torch.save({'state_dict': teacher.state_dict(), 'epoch': 3}, source)
+        source = source if form == 'path object' else str(source)
+    timm_rep.weight_select_init(student, source)
+    assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
+
+
+def test_safetensors_are_read_tensor_by_tensor(student, teacher, tmp_path, monkeypatch):
+    """Of the tensors that are wanted, one at a time."""
+    path = tmp_path / 't.safetensors'
+    for value in teacher.state_dict().values():
+        value.normal_()
+    save_file(teacher.state_dict(), path)
+    before = copy.deepcopy(student.state_dict())
+    opened = open_teacher(path)
+    read, alive = [], []
+    monkeypatch.setattr('timm_rep.init.weight_select.open_teacher', lambda source: opened)
+    one = opened.read
+
+    def watched(name):
+        # of those before it nothing is kept: what they were read for is in its place
+        assert not [tensor for tensor in alive if tensor() is not None][1:]
+        assert not any(torch.equal(student.state_dict()[k], before[k]) for k in read)
+        tensor = one(name)
+        read.append(name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    opened.read = watched
+    timm_rep.weight_select_init(student, path)
+    assert read == [s for s in student.state_dict() if not s.startswith('head.')]
+
+
+@pytest.mark.parametrize('file', ['model.safetensors', 'pytorch_model.bin'])
+def test_a_pretrained_model_by_its_name(hub, monkeypatch, tmp_path, file):
+    """Its file on the Hub, read tensor by tensor where it is safetensors of the model's layout."""
+    torch.manual_seed(1)
+    teacher = timm.create_model('test_vit.r160_in1k')
+    (save_file if file.endswith('s') else torch.save)(teacher.state_dict(), tmp_path / file)
+    hub.add('timm/test_vit.r160_in1k', {file: (tmp_path / file).read_bytes()})
+    create_model, loaded = timm.create_model, []
+    monkeypatch.setattr(
+        timm, 'create_model',
+        lambda *args, **kwargs: loaded.append(kwargs.get('pretrained')) or create_model(*args, **kwargs))
+    small = dict(embed_dim=32, num_heads=1, num_classes=3)
+    for element in ('uniform', 'uniform_heads'):
+        student, expected = (create_model('test_vit', **small) for _ in range(2))
+        loaded.clear()
+        expected.load_state_dict(student.state_dict())
+        timm_rep.weight_select_init(student, 'test_vit.r160_in1k', element=element)
+        assert any(loaded) == (file == 'pytorch_model.bin')
+        timm_rep.weight_select_init(expected, teacher, element=element)
+        assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
+
+
+def test_chain(student, teacher):
+    """The first is the teacher of a copy of the second."""
+    middle = vit(2, **dict(VIT, embed_dim=36, depth=3, num_heads=6))
+    before = copy.deepcopy(middle.state_dict())
+    timm_rep.weight_select_init(student, [teacher, middle], element='random', seed=4)
+    assert all(torch.equal(v, before[k]) for k, v in middle.state_dict().items())
+    expected = vit(**STUDENT)
+    timm_rep.weight_select_init(middle, teacher, element='random', seed=4)
+    timm_rep.weight_select_init(expected, middle, element='random', seed=4)
+    assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
+    with pytest.raises(ValueError, match='all but the first are models or names of timm models'):
+        timm_rep.weight_select_init(student, [teacher, middle.state_dict()])
+
+
+@pytest.mark.parametrize('element', CHOICES)
+@pytest.mark.parametrize('depth', ['first', 'uniform', 'mid', 'last'])
+def test_every_choice(student, teacher, element, depth):
+    """Every tensor but the classifier is made of entries of the teacher's tensor of that name, of the block chosen."""
+    report = timm_rep.weight_select_init(student, teacher, element=element, depth=depth, seed=2)
+    blocks = {'first': [0, 1], 'uniform': [0, 2], 'mid': [1, 2], 'last': [2, 3]}[depth]
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    for s in report.selections:
+        if s.role == 'head':
+            continue
+        expected = s.name
+        if s.name.startswith('blocks.'):
+            _, i, rest = s.name.split('.', 2)
+            expected = f'blocks.{blocks[int(i)]}.{rest}'
+        assert s.teacher_name == expected
+        assert set(ours[s.name].flatten().tolist()) <= set(theirs[expected].flatten().tolist())
+
+
+FAMILIES = {
+    'convnext': ('convnext_femto', 'convnext_tiny', dict(depths=(1, 1, 2, 1)), dict(depths=(2, 1, 3, 1))),
+    'resnet': ('resnet18', 'resnet34', {}, {}),
+    'mixer': ('mixer_s32_224', 'mixer_b32_224', dict(img_size=64), dict(img_size=96)),
+    'swin': ('swin_tiny_patch4_window7_224', 'swin_small_patch4_window7_224',
+             dict(embed_dim=24, depths=(1, 2), num_heads=(3, 6)), dict(embed_dim=48, depths=(2, 4), num_heads=(3, 6))),
+    'pvt': ('pvt_v2_b0', 'pvt_v2_b1', {}, {}),
+    'repopt': ('repopt_vgg_a0', 'repopt_vgg_b0', {}, {}),
+    'repa': ('repa_deit_tiny', 'repa_deit_small', dict(depth=2), dict(depth=3)),
+}
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@torch.no_grad()
+def test_families(family):
+    """Every tensor of the student but the classifier is a selection by hand, its statistics too.
+
+    convnext_femto has 1 x 1 convolutions where convnext_tiny has linear layers.
+    """
+    name, teacher_name, args, teacher_args = FAMILIES[family]
+    student = vit(name=name, num_classes=3, **args)
+    teacher = vit(1, name=teacher_name, num_classes=3, **teacher_args)
+    for module in teacher.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.running_mean.normal_()
+            module.running_var.uniform_(.5, 2)
+            module.num_batches_tracked.fill_(7)
+    by_hand, theirs = copy.deepcopy(student), teacher.state_dict()
+    classifier = student.pretrained_cfg['classifier']
+    weights = {}
+    for key, value in by_hand.state_dict().items():
+        if key.startswith(f'{classifier}.'):
+            weights[key] = value
+        else:  # the first blocks of each stage have the names of the student's
+            other = theirs[key]
+            weights[key] = selected(other.reshape(other.shape + (1,) * (value.dim() - other.dim())), value.shape)
+    by_hand.load_state_dict(weights)
+    report = timm_rep.weight_select_init(student, teacher)
+    assert {s.name for s in report.own} == {f'{classifier}.weight', f'{classifier}.bias'}
+    size = args.get('img_size', 224 if family == 'swin' else 64)
+    x = torch.randn(1, 3, size, size) if 'repa' not in family else torch.randn(1, 3, 224, 224)
+    assert torch.equal(student(x), by_hand(x))
+
+
+REPA = {
+    'deit': ('repa_deit_tiny', 'deit_tiny_patch16_224', dict(VIT, embed_dim=24, num_heads=3), 'depth', (2, 3), dict(
+        pre_norm=False)),
+    'swin': ('repa_swin_tiny', 'swin_tiny_patch4_window7_224', dict(
+        img_size=56, embed_dim=24, num_heads=(2, 2), num_classes=5), 'depths', ((1, 2), (2, 3)), {}),
+    'lvvit': ('repa_lvvit_s', 'lvvit_s', dict(VIT, img_size=64, patch_size=16, embed_dim=24, num_heads=3), 'depth',
+              (2, 3), {}),
+}
+
+
+@pytest.mark.parametrize('family', REPA)
+@pytest.mark.parametrize('way', ['repa from plain', 'plain from repa', 'converted from plain'])
+def test_between_plain_models_and_repaformers(family, way):
+    """Of other depths too: FFNs, and norms by the names that they have there."""
+    repa, plain, args, depth, (shallow, deep), more = REPA[family]
+    torch.manual_seed(0)
+    if way == 'plain from repa':
+        student = timm.create_model(plain, **args, **{depth: shallow})
+        teacher = timm.create_model(repa, **args, **{depth: deep}, **more)
+    else:
+        teacher = timm.create_model(plain, **args, **{depth: deep})
+        if way == 'repa from plain':
+            student = timm.create_model(repa, **args, **{depth: shallow}, **more)
+        else:
+            student = timm_rep.convert_to_repa(timm.create_model(plain, **args, **{depth: shallow}))
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.normal_()
+    report = timm_rep.weight_select_init(student, teacher)
+    assert {s.role for s in report.own if 'BatchNorm' not in s.reason} == {'head'}
+    kinds = {s.name.split('.')[-2] for s in report.own if 'BatchNorm' in s.reason}
+    assert kinds == (set() if way == 'plain from repa' else {'norm1', 'norm2'})
+
+    def ffn(model):
+        block = model.layers[1].blocks[1] if family == 'swin' else model.blocks[1]
+        return (block.mlp.norm1 if hasattr(block.mlp, 'norm1') else block.norm2), block.mlp.fc1, block.mlp.fc2
+
+    for ours, theirs in zip(ffn(student), ffn(teacher)):
+        assert torch.equal(ours.weight, theirs.weight)
+        assert torch.equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.parametrize('name', ['mixer_s32_224', 'resmlp_12_224', 'caformer_s18'])
+def test_what_convert_to_repa_makes_starts_from_the_plain_model(name):
+    """All of it: the statistics are not there, and a shift where the norms have none."""
+    student, teacher = timm.create_model(name), timm.create_model(name)
+    report = timm_rep.weight_select_init(timm_rep.convert_to_repa(student), teacher, include_head=True)
+    assert all('BatchNorm' in s.reason or 'no shift' in s.reason for s in report.own)
+    assert any('no shift' in s.reason for s in report.own) == (name == 'caformer_s18')
+
+
+def test_wrapped_models(student, teacher):
+    """DDP's and torch.compile's."""
+    expected = vit(**STUDENT)
+    timm_rep.weight_select_init(expected, teacher)
+    for wrap in (torch.nn.DataParallel, lambda model: torch.compile(model, backend='eager')):
+        student = vit(**STUDENT)
+        timm_rep.weight_select_init(wrap(student), wrap(teacher))
+        assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
+
+
+def test_layouts_of_teachers(student, teacher, tmp_path):
+    """DINO's training checkpoint, MAE's, CLIP's vision tower, a training run of timm with its moving average."""
+    expected = vit(**STUDENT)
+    timm_rep.weight_select_init(expected, teacher)
+    state = teacher.state_dict()
+    others = {k: torch.zeros_like(v) for k, v in state.items()}
+    backbone = {k: v for k, v in state.items() if not k.startswith('head.')}
+    clip = {}
+    for k, v in backbone.items():
+        for ours, theirs in [
+            ('patch_embed.proj.', 'conv1.'), ('pos_embed', 'positional_embedding'), ('cls_token', 'class_embedding'),
+            ('blocks.', 'transformer.resblocks.'), ('norm1.', 'ln_1.'), ('norm2.', 'ln_2.'),
+            ('attn.qkv.', 'attn.in_proj_'), ('attn.proj.', 'attn.out_proj.'), ('mlp.fc1.', 'mlp.c_fc.'),
+            ('mlp.fc2.', 'mlp.c_proj.'),
+        ]:
+            k = k.replace(ours, theirs)
+        k = f'visual.{k}'.replace('visual.norm.', 'visual.ln_post.')
+        clip[k] = v[0, 0] if 'class' in k else v[0] if 'positional' in k else v
+    clip.update({'visual.proj': torch.zeros(48, 8), 'transformer.resblocks.0.ln_1.weight': torch.zeros(8)})
+    layouts = {
+        'dino': {'student': others, 'teacher': {
+            **{f'backbone.{k}': v for k, v in backbone.items()}, 'head.mlp.0.weight': torch.zeros(2)}},
+        'mae': {'model': {**backbone, 'decoder_pos_embed': torch.zeros(1, 2, 3), 'mask_token': torch.zeros(1)}},
+        'clip': clip,
+        'timm': {'state_dict': others, 'state_dict_ema': state, 'epoch': 3},
+    }
+    for name, checkpoint in layouts.items():
+        torch.save(checkpoint, tmp_path / f'{name}.pth')
+        for source in (checkpoint, tmp_path / f'{name}.pth'):
+            student = vit(**STUDENT)
+            timm_rep.weight_select_init(student, source)
+            for k, v in student.state_dict().items():
+                assert torch.equal(v, expected.state_dict()[k]), (name, k)
+
+
+def test_dtypes_and_devices(teacher):
+    student = vit(**STUDENT).bfloat16()
+    timm_rep.weight_select_init(student, teacher)
+    assert student.norm.weight.dtype == torch.bfloat16
+    assert torch.equal(student.norm.weight, teacher.norm.weight[::2].bfloat16())
+
+
+def test_bad_arguments(student, teacher, tmp_path):
+    before = copy.deepcopy(student.state_dict())
+    for kwargs, message in [
+        (dict(element='even'), 'element is one of'), (dict(depth='all'), 'depth is one of'),
+        (dict(include='attn'), r"take roles .* got 'attn'"), (dict(exclude=['heads']), r"got 'heads'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            timm_rep.weight_select_init(student, teacher, **kwargs)
+    for word in ('blocks.*.attention.*', 'blocks.9.*'):
+        with pytest.raises(ValueError, match=r'No tensor of the student is called .blocks'):
+            timm_rep.weight_select_init(student, teacher, include=word)
+    with pytest.raises(ValueError, match='features_only'):
+        timm_rep.weight_select_init(vit(**STUDENT, features_only=True, out_indices=(0,)), teacher)
+    with pytest.raises(ValueError, match="student is on 'meta'"):
+        timm_rep.weight_select_init(timm.create_model('vit_tiny_patch16_224', device='meta', **STUDENT), teacher)
+    with pytest.raises(ValueError, match='teacher is empty'):
+        timm_rep.weight_select_init(student, [])
+    with pytest.raises(FileNotFoundError, match='neither a file nor a timm model'):
+        timm_rep.weight_select_init(student, tmp_path / 'nowhere.safetensors')
+    with pytest.raises(ValueError, match=r"no pretrained weights for 'mixer_s32_224'"):
+        timm_rep.weight_select_init(student, 'mixer_s32_224')
+    with pytest.raises(TypeError, match="other things under 'epoch'"):
+        timm_rep.weight_select_init(student, {**teacher.state_dict(), 'epoch': 3})
+    for name in ('bad.pth', 'bad.safetensors'):
+        (tmp_path / name).write_bytes(b'neither')
+        with pytest.raises(RuntimeError, match='Cannot read'):
+            timm_rep.weight_select_init(student, tmp_path / name)
+    assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())

@@ -1,0 +1,557 @@
+"""The FFN trained with its idle channels as one matrix: what the layers compute one after the other."""
+import copy
+import io
+import math
+import os
+import subprocess
+import sys
+import warnings
+from functools import partial
+
+import pytest
+import timm
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.ops import FrozenBatchNorm2d
+
+import timm_rep.layers.repa_mlp as channel_idle
+from tests.reference.ffn import relative
+from timm_rep.layers import RePaMlp, fused_idle, set_fused_idle, use_fused_idle
+from timm_rep.layers.fused_idle import fused_idle_is_faster
+
+FAST, PLAIN = True, False
+
+
+@pytest.fixture(autouse=True)
+def switch():
+    """As it was, after the test."""
+    before = use_fused_idle()
+    yield
+    set_fused_idle(before)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """The matrix, whether it pays or not."""
+    monkeypatch.setattr(channel_idle, 'fused_idle_is_faster', lambda tokens, channels, idle: True)
+
+
+def ffn(channels=24, dtype=torch.float64, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    model = RePaMlp(channels, 4 * channels, dtype=dtype, **kwargs)
+    with torch.no_grad():
+        for norm in (model.norm1, model.norm2):
+            if norm.affine:
+                norm.weight.normal_()  # negative ones, too
+                norm.bias.normal_()
+    return model.train()
+
+
+def images(shape=(6, 24, 5, 7), dtype=torch.float64, seed=0, scale=1.):
+    g = torch.Generator().manual_seed(seed)
+    return scale * (torch.randn(shape, generator=g, dtype=torch.float64) * 2 + 1).to(dtype)
+
+
+def tokens(dtype=torch.float64, **kwargs):
+    return images(**kwargs).flatten(2).transpose(1, 2).contiguous().to(dtype)
+
+
+def uneven(shape, dtype):
+    """Numbers from -1 to 1, not by torch.cos: gradients that began with the first one of a process were 1e-9 off."""
+    numbers = torch.arange(math.prod(shape), dtype=dtype).tolist()
+    return torch.tensor([math.cos(n) for n in numbers], dtype=dtype).view(shape)
+
+
+def step(model, x, fast, steps=1, call=None):
+    """Of a copy: outputs, gradients of input and parameters, and buffers, after some steps."""
+    set_fused_idle(fast)
+    model = copy.deepcopy(model)
+    for _ in range(steps):
+        torch.manual_seed(1)  # of drop path
+        x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        model.zero_grad()
+        y = (call or (lambda m, x: m(x)))(model, x)
+        weights = uneven(y.shape, y.dtype)
+        (y * weights).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=1e-3)
+    found = {'y': y.detach(), 'x': x.grad}
+    found.update({f'{name}.grad': p.grad for name, p in model.named_parameters()})
+    found.update(dict(model.named_buffers()))
+    return found
+
+
+def check_same(model, x, tolerance=1e-10, steps=2, **kwargs):
+    fast, plain = step(model, x, FAST, steps, **kwargs), step(model, x, PLAIN, steps, **kwargs)
+    assert fast.keys() == plain.keys()
+    largest = max(p.abs().max() for name, p in plain.items() if name.endswith('.grad') and p is not None)
+    for name, expected in plain.items():
+        if expected is None or not expected.is_floating_point():
+            assert fast[name] is None if expected is None else torch.equal(fast[name], expected), name
+            continue
+        assert fast[name].dtype == expected.dtype
+        # the gradient of a bias before a BatchNorm is nothing but rounding
+        floor = 1e-2 * tolerance * largest if name.endswith('.grad') else 0.
+        assert (fast[name] - expected).norm() <= tolerance * expected.norm() + floor, name
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(idle_ratio=.5), dict(idle_ratio=.9), dict(idle_ratio=.02), dict(bias=False),
+    dict(init_values=.1, residual_scale=.5), dict(shortcut=False), dict(drop_path=.4),
+    dict(act_layer=nn.ReLU), dict(norm_layer=partial(nn.BatchNorm1d, momentum=None, eps=1e-3)),
+    dict(norm_layer=partial(nn.BatchNorm1d, momentum=.7)),
+], ids=str)
+def test_same_as_layer_by_layer(always, kwargs):
+    model = ffn(**kwargs)
+    assert model._can_fuse_idle(tokens())
+    check_same(model, tokens())
+
+
+@pytest.mark.parametrize('memory_format', [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize('kwargs', [dict(), dict(init_values=.1, drop_path=.4), dict(shortcut=False)], ids=str)
+def test_channels_second(always, kwargs, memory_format):
+    model = ffn(use_conv=True, **kwargs)
+    x = images().contiguous(memory_format=memory_format)
+    assert model._can_fuse_idle(x)
+    check_same(model, x)
+    # what follows finds the layout that it would
+    set_fused_idle(True)
+    assert model(x).is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize('scale', [1e-3, 1., 1e4])
+@pytest.mark.parametrize('offset', [0., 1e3])
+def test_values_of_all_sizes(always, scale, offset):
+    check_same(ffn(), tokens(scale=scale) + offset * scale, 1e-9)
+
+
+def test_float32_is_as_exact(always):
+    """To float64, by no more than twice the error of layer by layer."""
+    x = tokens(shape=(8, 64, 9, 9))
+    exact = step(ffn(64), x, PLAIN)
+    errors = []
+    for fast in (FAST, PLAIN):
+        found = step(ffn(64).float(), x.float(), fast)
+        errors.append({k: relative(v.double(), exact[k]) for k, v in found.items() if v.is_floating_point()})
+    fast, plain = errors
+    for name, error in plain.items():
+        if name != 'fc1.bias.grad':  # zero on paper, for the idle ones
+            assert fast[name] < max(2 * error, 1e-6), name
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('pure', [False, True])
+def test_half_precision(always, pure, dtype):
+    """Under autocast, and of a model cast: no further from the truth than layer by layer, statistics in float32."""
+    x = tokens(shape=(8, 64, 9, 9)).to(dtype).double()
+    exact = step(ffn(64, idle_ratio=.75), x, PLAIN)
+    errors = []
+    for fast in (FAST, PLAIN):
+        if pure:
+            found = step(ffn(64).to(dtype), x.to(dtype), fast)
+        else:
+            def call(model, x):
+                with torch.autocast('cpu', dtype):
+                    return model(x)
+            found = step(ffn(64).float(), x.float(), fast, call=call)
+            assert found['norm2.running_var'].dtype == torch.float32
+        errors.append({k: relative(v.double(), exact[k]) for k, v in found.items() if v.is_floating_point()})
+    fast, plain = errors
+    for name, error in plain.items():
+        if name != 'fc1.bias.grad':
+            assert fast[name] < max(1.5 * error, 5e-3), name
+
+
+def test_several_passes_before_one_backward(always):
+    """As with views of several sizes; among them one that goes layer by layer."""
+    x = tokens()
+
+    def call(model, x):
+        first, second = model(x), model(2 * x[:3])
+        use = use_fused_idle()
+        set_fused_idle(False)
+        third = model(x[:, :9])
+        set_fused_idle(use)
+        return torch.cat([y.flatten() for y in (first, second, third)])
+
+    check_same(ffn(), x, call=call)
+    correlated = torch.randn(500, 1) + 1e-4 * torch.randn(500, 24)  # the matrix would be wrong
+    model = ffn(dtype=torch.float32)
+    (model(correlated).sum() + model(x.float()).sum() + model(correlated).sum()).backward()
+
+
+def test_checkpointing(always):
+    check_same(ffn(), tokens(), call=lambda m, x: checkpoint(m, x, use_reentrant=False))
+
+
+# Dynamo of torch 2.5 leaves the graph in several places; of those after it this one was tried
+FULLGRAPH = tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 15)
+
+
+def compiled_call(model, x):
+    return torch.compile(model, backend='aot_eager', fullgraph=FULLGRAPH)(x)
+
+
+def test_compiled(always):
+    model, x = ffn(), tokens()
+    eager = step(model, x, FAST)
+    compiled = step(model, x, FAST, call=compiled_call)
+    for name, expected in eager.items():
+        torch.testing.assert_close(compiled[name], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_double_backward(always):
+    """A penalty on the gradients, as WGAN-GP and influence functions have, is differentiated as layer by layer."""
+    found = []
+    for fast in (FAST, PLAIN):
+        set_fused_idle(fast)
+        model, x = ffn(), tokens().requires_grad_()
+        grads = torch.autograd.grad(model(x).pow(3).sum(), [x, *model.parameters()], create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*found):
+        assert relative(ours, theirs) < 1e-10
+
+
+def test_scripted():
+    model, x = ffn(), tokens()
+    set_fused_idle(True)
+    expected = copy.deepcopy(model)(x)
+    assert relative(torch.jit.script(model)(x), expected) < 1e-10
+
+
+def test_one_token_is_refused(always):
+    for fast in (FAST, PLAIN):
+        set_fused_idle(fast)
+        with pytest.raises(ValueError, match='more than 1 value per channel'):
+            ffn()(torch.randn(1, 1, 24, dtype=torch.float64))
+
+
+def test_where_it_pays():
+    """The count of the docstring, against torch's own; small maps and few tokens go layer by layer."""
+    for t, c, idle in ((400, 32, 96), (300, 48, 24), (64, 64, 192)):
+        hidden = idle + c
+        counts = []
+        for fast in (FAST, PLAIN):
+            set_fused_idle(fast)
+            model = RePaMlp(c, hidden, idle / hidden + 1e-9).train()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(channel_idle, 'fused_idle_is_faster', lambda *sizes: True)
+                with FlopCounterMode(display=False) as counter:
+                    model(torch.randn(t, c, requires_grad=True)).sum().backward()
+            counts.append(counter.get_total_flops() / 2)
+        active = 6 * t * c * c
+        assert counts[1] == active + 6 * t * c * idle
+        small = 3 * c * hidden + 3 * c * idle  # of biases
+        assert abs(counts[0] - active - 5 * t * c * c - 6 * c * c * idle) <= small
+    assert not fused_idle_is_faster(768, 768, 2304)
+    assert fused_idle_is_faster(3152, 768, 2304)
+    assert not fused_idle_is_faster(10 ** 9, 768, 640)
+    assert not fused_idle_is_faster(2 * 192, 192, 576)  # what has to be done however small the matrix is
+    assert fused_idle_is_faster(4 * 192, 192, 576)
+    set_fused_idle(True)
+    model = RePaMlp(192, 768).train()
+    assert not model._can_fuse_idle(torch.empty(2, 197, 192))
+    assert model._can_fuse_idle(torch.empty(4, 197, 192))
+
+
+@pytest.mark.parametrize('kind', [
+    'switched off', 'eval', 'frozen norm', 'no norm', 'hook', 'adapter', 'own forward', 'dropout', 'no statistics',
+    'all active', 'all idle'])
+def test_what_goes_layer_by_layer(always, kind):
+    set_fused_idle(kind != 'switched off')
+    kwargs = {
+        'dropout': dict(drop=.1), 'all active': dict(idle_ratio=0.), 'all idle': dict(idle_ratio=1.),
+        'no statistics': dict(norm_layer=partial(nn.BatchNorm1d, track_running_stats=False)),
+    }.get(kind, {})
+    model = ffn(**kwargs)
+    seen = []
+    if kind == 'eval':
+        model.eval()
+    elif kind == 'frozen norm':
+        model.norm2.eval()
+    elif kind == 'no norm':
+        model.norm1 = nn.Identity()
+    elif kind == 'hook':
+        model.act.register_forward_hook(lambda *args: seen.append('act'))
+        model.fc1.register_forward_hook(lambda *args: seen.append('fc1'))
+    elif kind == 'adapter':
+        class Adapted(nn.Linear):
+            def forward(self, x):
+                seen.append('fc2')
+                return super().forward(x)
+        model.fc2.__class__ = Adapted
+    elif kind == 'own forward':
+        forward = model.fc1.forward
+        model.fc1.forward = lambda x: seen.append('fc1') or forward(x)
+    assert not model._can_fuse_idle(tokens())
+    before = model.norm2.num_batches_tracked.item() if kind != 'no statistics' else 0
+    model(tokens())
+    if kind in ('hook', 'adapter', 'own forward'):
+        assert seen
+    if kind == 'frozen norm':
+        assert model.norm2.num_batches_tracked.item() == before
+
+
+@pytest.mark.parametrize('by', ['timm', 'torchvision'])
+def test_frozen_norms(always, by):
+    """As in eval mode, folded too."""
+    set_fused_idle(True)
+    model, x = ffn(use_conv=True), images()
+    model(x)
+    expected = model.eval()(x)
+    model.train()
+    if by == 'timm':
+        timm.utils.freeze(model)
+    else:
+        for name in ('norm1', 'norm2'):
+            norm = getattr(model, name)
+            frozen = FrozenBatchNorm2d(norm.num_features).double()
+            frozen.load_state_dict(norm.state_dict())
+            setattr(model, name, frozen)
+    assert isinstance(model.norm2, FrozenBatchNorm2d)
+    assert not model._can_fuse_idle(x)
+    for frozen in (model, model.fuse()):
+        assert relative(frozen(x), expected) < 1e-10
+
+
+def test_dropout_that_was_taken_out(always):
+    set_fused_idle(True)
+    model = ffn()
+    model.drop1 = nn.Identity()
+    assert model._can_fuse_idle(tokens())
+    check_same(model, tokens())
+
+
+def test_a_hook_on_the_activation(always):
+    set_fused_idle(True)
+    model, seen = ffn(), []
+    model.act.register_forward_hook(lambda module, args, output: seen.append(output.shape[-1]))
+    model(tokens())
+    assert seen == [96]
+
+
+def test_environment_variable():
+    code = 'from timm_rep.layers import use_fused_idle; print(use_fused_idle())'
+    for value, expected in (('0', 'False'), ('1', 'True')):
+        run = subprocess.run(
+            [sys.executable, '-c', code], env={**os.environ, 'TIMM_REP_FUSED_IDLE': value}, capture_output=True,
+            text=True, check=True)
+        assert run.stdout.strip() == expected
+
+
+def test_hidden_activations_are_not_kept(always):
+    x = tokens(shape=(8, 48, 9, 9))
+    count = x.shape[0] * x.shape[1]
+    kept = []
+    for fast in (FAST, PLAIN):
+        set_fused_idle(fast)
+        storages = {}
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() / 8 / count
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = ffn(48)(x)
+        kept.append(sum(storages.values()))
+        del y
+    # numbers a token: of 48 channels, 192 hidden ones
+    parameters = 48 * 192 * 10 / count
+    assert kept[1] > 3.5 * 192
+    assert kept[0] < 48 * 8 + parameters
+
+
+FAMILIES = [
+    ('repa_deit_tiny', dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)),
+    ('repa_swin_tiny', dict(img_size=32, patch_size=2, window_size=4, embed_dim=12, depths=(1, 2), num_heads=(2, 2))),
+    ('repa_poolformer_s12', dict(depths=(1, 1, 1, 1), embed_dims=None)),
+    ('repa_mixer_s32', dict(img_size=32, patch_size=8, embed_dim=24, num_blocks=2)),
+    ('repa_lvvit_s', dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3)),
+]
+
+
+@pytest.mark.parametrize('name,kwargs', FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_families(always, name, kwargs):
+    torch.manual_seed(0)
+    kwargs = {k: v for k, v in kwargs.items() if v is not None}
+    model = timm.create_model(name, num_classes=3, **kwargs).double().train()
+    x = torch.randn(6, 3, 32, 32, dtype=torch.float64)
+    used = [m._can_fuse_idle(x) for m in model.modules() if isinstance(m, RePaMlp)]
+    assert all(used)
+    assert used
+
+    def call(model, x):
+        y = model(x)
+        return y if isinstance(y, torch.Tensor) else torch.cat([part.flatten() for part in y])
+
+    check_same(model, x, 1e-8, steps=1, call=call)
+
+
+def _of_two(rank, path, momentum, compiled):
+    torch.distributed.init_process_group('gloo', init_method=f'file://{path}/store', rank=rank, world_size=2)
+    set_fused_idle(True)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)))
+    x = tokens()[:5] if rank == 0 else tokens()[5:]
+    # with so few tokens layer by layer would be faster; but another process may have more, and has to do the same
+    assert not fused_idle_is_faster(x.shape[0] * x.shape[1], 24, 72)
+    assert model._can_fuse_idle(x)
+    x.requires_grad_()
+    if compiled:
+        y = compiled_call(model, x)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            y = model(x)
+    everything = uneven(tokens().shape, torch.float64)
+    (y * (everything[:5] if rank == 0 else everything[5:])).sum().backward()
+    for p in model.parameters():
+        torch.distributed.all_reduce(p.grad)
+    found = {'y': y.detach(), 'x': x.grad, **{f'{name}.grad': p.grad for name, p in model.named_parameters()}}
+    torch.save({**found, **dict(model.named_buffers())}, f'{path}/{rank}.pth')
+    model.norm2 = nn.BatchNorm1d(96, dtype=torch.float64)
+    assert not model._can_fuse_idle(x)  # of other processes than the first norm
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('momentum,compiled', [(.1, False), (None, False), (.1, True)])
+def test_statistics_of_all_processes(tmp_path, momentum, compiled):
+    """SyncBatchNorm: two processes, as one with all of the batch."""
+    mp.spawn(_of_two, args=(str(tmp_path), momentum, compiled), nprocs=2)
+    expected = step(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)), tokens(), PLAIN)
+    ranks = [torch.load(tmp_path / f'{rank}.pth', weights_only=True) for rank in range(2)]
+    for name, value in expected.items():
+        for rank in ranks:
+            found = torch.cat([r[name] for r in ranks]) if name in ('y', 'x') else rank[name]
+            torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('norm', [1., 30., 1000.])
+def test_variances_that_are_small_differences(always, norm):
+    """Channels that are almost the same, and weights that see what is left of them."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 1, generator=g) + 1e-4 * torch.randn(2000, 24, generator=g)
+    model = ffn(dtype=torch.float32)
+    with torch.no_grad():
+        model.norm1.weight.fill_(1.)
+        model.fc1.weight.sub_(model.fc1.weight.mean(1, keepdim=True)).mul_(norm)
+    fast, plain = step(model, x, FAST), step(model, x, PLAIN)
+    exact = step(model.double(), x.double(), PLAIN)
+    for name in ('y', 'norm2.running_var', 'norm2.running_mean'):
+        error = relative(plain[name].double(), exact[name])
+        assert relative(fast[name].double(), exact[name]) < max(10 * error, 1e-5), name
+
+
+@pytest.fixture
+def tf32():
+    """Multiplications on a GPU in TF32 allowed, as timm's train.py does."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('high')
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+class Tf32(TorchFunctionMode):
+    """A GPU that multiplies in TF32, as far as a tensor on a CPU can tell."""
+
+    @staticmethod
+    def rounded(x):
+        kept = (x.detach() * (1 + 2 ** -11)).view(torch.int32).bitwise_and(-1 << 13).view(torch.float32)
+        return x + (kept - x).detach()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__):
+            return self.rounded(args[0]) @ self.rounded(args[1])
+        return func(*args, **kwargs or {})
+
+
+def test_a_product_where_a_gpu_would_round(monkeypatch):
+    monkeypatch.setattr(fused_idle, '_multiplies_in_tf32', lambda: True)
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(48, 24, generator=g).requires_grad_()
+    b = torch.randn(24, 24, generator=g).requires_grad_()
+    a.data[0], b.data[1] = 0., 1e30
+    exact = a.double() @ b.double()
+    with Tf32():
+        coarse, product = a @ b, fused_idle._product(a, b)
+    errors = [((of - exact).abs() / exact.abs().clamp(min=1e-30))[1:].max() for of in (coarse, product)]
+    assert errors[0] > 1e-4
+    assert errors[1] < 1e-5
+    monkeypatch.setattr(fused_idle, '_multiplies_in_tf32', lambda: False)  # one product is enough then
+    with Tf32():
+        assert torch.equal(fused_idle._product(a, b), coarse)
+    grad = torch.cos(torch.arange(exact.numel(), dtype=torch.float32)).view_as(exact)
+    for ours, theirs in zip(*(torch.autograd.grad(of, (a, b), grad.to(of.dtype)) for of in (product, exact))):
+        assert relative(ours, theirs) < 1e-3
+    big = torch.tensor([[0., -0., 1e-45, -3.4e38, float('inf')]])
+    leading, rest = fused_idle._split_tf32(big)
+    assert torch.equal((leading + rest)[:, :4], big[:, :4])
+    assert not (leading[:, :4].view(torch.int32) & (1 << 13) - 1).any()
+
+
+def test_whether_a_gpu_would_round(tf32):
+    compiled = torch.compile(lambda x: x + 1 if fused_idle._multiplies_in_tf32() else x, fullgraph=True)
+    assert fused_idle._multiplies_in_tf32()
+    assert compiled(torch.zeros(1)) == 1
+    torch.set_float32_matmul_precision('highest')
+    assert not fused_idle._multiplies_in_tf32()
+    if hasattr(torch.backends.cuda.matmul, 'fp32_precision'):  # after which torch refuses to say it the old way
+        torch.backends.cuda.matmul.fp32_precision = 'tf32'
+        assert fused_idle._multiplies_in_tf32()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_statistics_on_a_gpu(tf32, always, dtype):
+    """They are those of the layers in float64."""
+    x = (tokens(shape=(8, 64, 40, 40)) / 3).cuda()
+    model = ffn(64).cuda()
+    with torch.no_grad():
+        model.fc1.weight.sub_(model.fc1.weight.mean(1, keepdim=True))
+    exact = step(model, x, PLAIN, 1)
+    set_fused_idle(FAST)
+    assert model._can_fuse_idle(x)
+    model.float()
+    with torch.autocast('cuda', dtype, enabled=dtype != torch.float32):
+        y = model(x.float())
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    assert relative(model.norm2.running_var.double(), exact['norm2.running_var']) < tolerance
+    assert relative(y.double(), exact['y']) < tolerance
+
+
+def test_on_meta(always):
+    model = ffn().to('meta')
+    assert model(tokens().to('meta')).shape == tokens().shape
+
+
+def test_transforms(always):
+    """torch.func.grad, forward-mode differentiation, and a trace that is saved."""
+    x = tokens()
+    model = ffn()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, x):
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return torch.func.functional_call(model, {**parameters, **buffers}, (x,)).square().sum()
+
+    found = []
+    for fast in (FAST, PLAIN):
+        set_fused_idle(fast)
+        grads = torch.func.grad(loss)(parameters, x)
+        _, tangent = torch.func.jvp(lambda x: loss(parameters, x), (x,), (torch.cos(x),))
+        found.append([grads['fc1.weight'], grads['norm1.weight'], tangent])
+    for ours, theirs in zip(*found):
+        assert relative(ours, theirs) < 1e-10
+    set_fused_idle(True)
+    expected = copy.deepcopy(model)(x)
+    traced = torch.jit.trace(model, x, check_trace=False)
+    torch.jit.save(traced, io.BytesIO())
+    assert relative(traced(x), expected) < 1e-10

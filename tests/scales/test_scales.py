@@ -1,0 +1,354 @@
+import os
+import pickle
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.utils.prune
+from safetensors.torch import load_file, save_file
+
+import timm_rep
+from timm_rep.layers import ConvBranch, Csla, csla_layers
+from timm_rep.optim import RepSGD, get_grad_mult
+from timm_rep.scales import Scales
+
+TINY = dict(depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, num_classes=5)
+
+
+def tiny(**kwargs):
+    return timm.create_model('repopt_vgg_a0', **{**TINY, **kwargs})
+
+
+def some_scales(seed=0):
+    torch.manual_seed(seed)
+    model = tiny(structure='search')
+    with torch.no_grad():
+        for layer in csla_layers(model).values():
+            for scale in layer.scales.values():
+                scale.normal_()
+            if 'identity' in layer.weights:
+                layer.weights['identity'].normal_()
+    return Scales.from_model(model)
+
+
+def test_round_trip(tmp_path):
+    scales = some_scales()
+    scales.metadata.update(model='repopt_vgg_a0', epochs='3')
+    for path in (tmp_path / 's.safetensors', str(tmp_path / 'new' / 's.safetensors')):
+        scales.save(path)
+        read = Scales.load(path)
+        assert read == scales
+        assert read.metadata == {'model': 'repopt_vgg_a0', 'epochs': '3'}
+    assert repr(read) == "Scales(7 layers, epochs='3', model='repopt_vgg_a0')"
+    assert load_file(path).keys() >= {'stem.conv.conv3x3', 'stages.1.1.conv.identity'}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / 's.safetensors'
+    some_scales(1).save(path)
+    before = path.read_bytes()
+    broken = some_scales(2)
+    broken.metadata['epochs'] = 3  # safetensors takes strings only
+    with pytest.raises(Exception, match='int'):
+        broken.save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ['s.safetensors']
+
+
+def test_order_and_history_survive_a_file(tmp_path):
+    """The tenth layer of a stage comes after the second, though its name does not."""
+    scales = Scales.ones(timm.create_model('repopt_vgg_a0', scales='none', device='meta'))
+    history = {'stem.conv': {'conv3x3': [1., .5], 'conv1x1': [1., 2.]}}
+    scales = Scales(scales, {'epochs': '2'}, history)
+    scales.save(tmp_path / 's.safetensors')
+    read = Scales.load(tmp_path / 's.safetensors')
+    assert read == scales
+    assert list(read) == list(scales)
+    assert [list(branches) for branches in read.values()] == [list(branches) for branches in scales.values()]
+    assert read.history == history
+    assert read.metadata == {'epochs': '2'}
+    assert [len(layers) for layers in read.stages().values()] == [1, 2, 4, 14, 1]
+    # of another writer, who knows nothing of our metadata
+    save_file({'a.10.conv3x3': torch.ones(3), 'a.2.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors')
+    assert Scales.load(tmp_path / 's.safetensors').keys() == {'a.10', 'a.2'}
+    for metadata in ({'layers': '[3]'}, {'layers': '{'}, {'history': '3'}, {'history': '{'}):
+        save_file({'a.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors', metadata=metadata)
+        with pytest.raises(ValueError, match=r"s\.safetensors' (is no safetensors file of|holds no) scales"):
+            Scales.load(tmp_path / 's.safetensors')
+
+
+def test_scales_are_constants():
+    """Float32 on the CPU, and not those of the model they were read from."""
+    model = tiny(structure='search', dtype=torch.float64)
+    scales = Scales.from_model(model)
+    layer = csla_layers(model)['stem.conv']
+    before = scales['stem.conv']['conv3x3'].clone()
+    with torch.no_grad():
+        layer.scales['conv3x3'].add_(1)
+    assert torch.equal(scales['stem.conv']['conv3x3'], before)
+    assert before.dtype == torch.float32
+    assert not before.requires_grad
+
+
+def test_summary():
+    scales = Scales({
+        'stem.conv': {'conv3x3': torch.tensor([1., -3.]), 'conv1x1': torch.tensor([2., 2.])},
+        'stages.0.1.conv': {'conv3x3': torch.tensor([.5, .5]), 'identity': torch.tensor([0., 1.])},
+    })
+    assert scales.summary().splitlines() == [
+        'layer            conv3x3         conv1x1         identity',
+        'stem.conv        -1.000 (2.000)  +2.000 (0.000)',
+        'stages.0.1.conv  +0.500 (0.000)                  +0.500 (0.500)',
+    ]
+
+
+def test_compare():
+    scales = some_scales()
+    own = scales.compare(scales)
+    assert own.keys() == {'conv3x3', 'conv1x1', 'identity'}
+    assert abs(own['conv3x3'].correlation - 1) < 1e-6
+    turned = Scales({n: {b: -2 * s for b, s in branches.items()} for n, branches in scales.items()})
+    comparison = scales.compare(turned)['conv1x1']
+    assert abs(comparison.correlation + 1) < 1e-6
+    assert list(comparison.stage_means) == ['stem', 'stages.0', 'stages.1', 'stages.2', 'stages.3']
+    mean = torch.stack([scales[f'stages.1.{i}.conv']['conv1x1'].mean() for i in (0, 1)]).mean().item()
+    assert comparison.stage_means['stages.1'] == pytest.approx((mean, -2 * mean))
+    with pytest.raises(ValueError, match='no layers in common'):
+        scales.compare(Scales({'other': {'conv3x3': torch.ones(2)}}))
+
+
+def test_equality():
+    a, b = some_scales(), some_scales()
+    b.metadata['epochs'] = '3'
+    assert a == b
+    other = {n: dict(s) for n, s in a.items()}
+    other['stem.conv']['conv1x1'] = other['stem.conv']['conv1x1'] + 1
+    assert a != Scales(other)
+    del other['stem.conv']
+    assert a != Scales(other)
+    assert a != 'ones'
+    with pytest.raises(TypeError):
+        a['stem.conv']['conv1x1'] = torch.ones(8)
+    assert pickle.loads(pickle.dumps(a)) == a
+
+
+def test_mean_over_channels():
+    scales = some_scales()
+    mean = scales.mean_over_channels()
+    for layer, branches in scales.items():
+        for branch, scale in branches.items():
+            torch.testing.assert_close(mean[layer][branch], torch.full_like(scale, scale.mean().item()))
+
+
+def test_derived_scales_do_not_pass_for_searched_ones():
+    scales = Scales(some_scales(), {'model': 'm', 'epochs': '3'})
+    assert scales.mean_over_channels().metadata == {'model': 'm', 'epochs': '3', 'averaged': 'over channels'}
+    ones = scales.ones_like()
+    assert ones.metadata == {}
+    assert {n: list(b) for n, b in ones.items()} == {n: list(b) for n, b in scales.items()}
+    assert all(torch.equal(s, torch.ones_like(s)) for branches in ones.values() for s in branches.values())
+
+
+def test_refusals(tmp_path, monkeypatch):
+    for value in (torch.ones(3, 3), torch.tensor([1., float('nan')]), torch.tensor([float('inf')])):
+        with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
+            Scales({'stem.conv': {'conv3x3': value}})
+    for value in ([1., 2.], torch.ones(3, dtype=torch.complex64), torch.tensor([1e300], dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
+            Scales({'stem.conv': {'conv3x3': value}})
+    with pytest.raises(ValueError, match=r"vectors by branch; 'stem.conv' has tensor"):
+        Scales({'stem.conv': torch.ones(8)})
+    for value in (3, True, [1, 2]):
+        with pytest.raises(ValueError, match=r"'init' or 'none', got"):
+            tiny(scales=value)
+    for key in ('layers', 'history'):
+        with pytest.raises(ValueError, match=f'{key}: the file uses this key itself'):
+            Scales(some_scales(), {key: 'x'}).save(tmp_path / 's.safetensors')
+    path = tmp_path / 's.safetensors'
+    path.write_bytes(b'neither')
+    with pytest.raises(ValueError, match=r's\.safetensors.*no safetensors file of scales'):
+        Scales.load(path)
+    save_file({'a.weight': torch.ones(3, 3)}, path)
+    with pytest.raises(ValueError, match=r"s\.safetensors' holds no scales.*one real number"):
+        Scales.load(path)
+    (tmp_path / 'runs' / 'folder').mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ('nowhere.safetensors', 'owner/name.safetensors', 'plain-word', tmp_path / 'nowhere', 'runs/folder'):
+        with pytest.raises(FileNotFoundError, match=r"expected a .safetensors file, a Hub repository"):
+            Scales.load(name)
+    with pytest.raises(ValueError, match="structure='search' or 'csla'"):
+        Scales.from_model(tiny())
+    with pytest.raises(ValueError, match=r'ResNet has no target operator'):
+        timm_rep.attach_grad_mults(timm.create_model('test_resnet'), 'ones')
+    for model in (tiny(structure='csla'), tiny().reparameterize()):
+        with pytest.raises(ValueError, match=r"no target operator.*structure='target'"):
+            timm_rep.attach_grad_mults(model, 'ones')
+
+
+def test_attach_checks_everything_before_it_changes_anything():
+    model = tiny(scales='ones')
+    before = {n: layer.grad_mult for n, layer in csla_layers(model).items()}
+    scales = {n: dict(b) for n, b in some_scales().items()}
+    scales['stages.3.0.conv']['conv1x1'] = torch.ones(31)
+    del scales['stages.0.0.conv']
+    with pytest.raises(ValueError, match='do not fit') as e:
+        timm_rep.attach_grad_mults(model, scales)
+    assert "stages.3.0.conv: The scale of the branch 'conv1x1' has the shape (31,)" in str(e.value)
+    assert "stages.0.0.conv: No scale for the branch 'conv3x3'" in str(e.value)
+    assert all(layer.grad_mult is before[n] for n, layer in csla_layers(model).items())
+
+
+@pytest.mark.parametrize('wrap', [
+    lambda m: m, nn.DataParallel, torch.compile, lambda m: nn.DataParallel(torch.compile(m))], ids=range(4))
+def test_attach_through_wrappers(wrap):
+    model = tiny(scales='none')
+    scales = some_scales()
+    wrapped = wrap(model)
+    assert timm_rep.attach_grad_mults(wrapped, scales) is wrapped
+    expected = csla_layers(tiny(scales=scales))
+    for name, layer in csla_layers(model).items():
+        found = get_grad_mult(layer.weight).dense('squared')
+        assert torch.equal(found, expected[name].grad_mult.dense('squared'))
+    timm_rep.attach_grad_mults(wrapped, None)
+    assert all(get_grad_mult(p) is None for p in model.parameters())
+
+
+def test_attach_where_the_weight_is_no_parameter():
+    """What an optimizer trains then are other tensors, which would silently be trained without a multiplier."""
+    for change in (
+            torch.nn.utils.parametrizations.weight_norm,
+            lambda conv: torch.nn.utils.prune.identity(conv, 'weight'),
+            lambda conv: torch.nn.utils.parametrize.register_parametrization(conv, 'weight', nn.Identity()),
+    ):
+        model = tiny(scales='none')
+        change(model.stages[1][1].conv)
+        with pytest.raises(ValueError, match=r'stages.1.1.conv: The weight is no parameter.*weight_norm'):
+            timm_rep.attach_grad_mults(model, 'ones')
+        assert all(get_grad_mult(p) is None for p in model.parameters())
+
+
+def test_a_part_named_as_a_wrapper_would():
+    csla = Csla(4, 4, branches=(ConvBranch(3),))
+    inner = nn.ModuleDict({'conv': csla.build_conv()})
+    model = nn.ModuleDict({'y': nn.ModuleDict({'conv': csla.build_conv(), 'module': inner})})
+    assert csla_layers(model).keys() == {'y.conv', 'y.module.conv'}
+    timm_rep.attach_grad_mults(model, 'ones')
+    assert all(get_grad_mult(p) is not None for p in model.parameters())
+
+
+def test_a_model_of_your_own():
+    """Any model with target operators has names for its scales, and multipliers that survive what torch does to it."""
+    csla = Csla(4, 4, branches=(ConvBranch((1, 3)), ConvBranch(3)))
+    model = nn.Sequential(csla.build_conv(), nn.ReLU(), nn.ModuleDict({'inner': csla.build_conv()})['inner'])
+    timm_rep.attach_grad_mults(model, {n: {b: torch.rand(4) for b in csla.scaled_branches} for n in ('0', '2')})
+    assert RepSGD(model.parameters(), lr=.1)
+    with pytest.raises(ValueError, match='has no CSLA layers'):
+        timm_rep.scales.resolve_scales(nn.Linear(2, 2), 'ones')
+
+
+def released_layout(model):
+    """A search model's state dict as the authors' code would name it, kernels and all."""
+    names = {'conv3x3': 'scale_conv', 'conv1x1': 'scale_1x1', 'identity': 'scale_identity'}
+    state = {'linear.weight': torch.ones(5, 32)}
+    for layer, branches in Scales.from_model(model).items():
+        block = 'stage0' if layer == 'stem.conv' else 'stage{}.{}'.format(
+            int(layer.split('.')[1]) + 1, layer.split('.')[2])
+        state[f'{block}.conv.weight'] = torch.ones(2, 2, 3, 3)
+        state.update({f'{block}.{names[branch]}.weight': scale for branch, scale in branches.items()})
+    return state
+
+
+def test_released_layout(tmp_path):
+    model = tiny(structure='search', scales=some_scales())
+    expected = Scales.from_model(model)
+    for content in (released_layout(model), {'model': released_layout(model), 'epoch': 3}):
+        torch.save(content, tmp_path / 'scales.pth')
+        read = Scales.load(tmp_path / 'scales.pth')
+        assert read == expected
+        assert read.metadata == {'source': 'scales.pth'}
+    assert csla_layers(tiny(scales=str(tmp_path / 'scales.pth')))['stem.conv'].grad_mult is not None
+    torch.save({'conv.weight': torch.ones(3)}, tmp_path / 'scales.pth')
+    with pytest.raises(ValueError, match='no scales in a released layout'):
+        Scales.load(tmp_path / 'scales.pth')
+
+
+def test_released_ghost_layout(tmp_path):
+    """Scales as the released code of RepOpt-GhostNet writes them, in a whole search checkpoint."""
+    model = timm.create_model('repopt_ghostnet_050', structure='search', scales='ones', width=.3)
+    state = {'conv_stem.weight': torch.ones(3)}
+    for layer, branches in Scales.from_model(model).items():
+        ghost = layer.removesuffix('.cheap_operation.0')
+        branches['conv3x3'].uniform_(-1, 1)
+        branches['identity'].uniform_(-1, 1)
+        state[f'{ghost}.cheap_operation.0.weight'] = torch.ones(2, 1, 3, 3)
+        state[f'{ghost}.cheap_operation.1.weight'] = branches['conv3x3']
+        state[f'{ghost}.fusion_scale.weight'] = branches['identity']
+    torch.save({'model': state}, tmp_path / 'scales.pth')
+    scales = Scales.load(tmp_path / 'scales.pth')
+    assert scales.keys() == csla_layers(model).keys()
+    assert torch.equal(
+        scales['blocks.6.1.ghost2.cheap_operation.0']['identity'], state['blocks.6.1.ghost2.fusion_scale.weight'])
+    assert timm.create_model('repopt_ghostnet_050', scales=scales, width=.3)
+
+
+def test_norms_are_no_scales(tmp_path):
+    """A RepGhostNet's BatchNorms have the names of RepOpt-GhostNet's released scales, and so do our own target's."""
+    for name in ('repghostnet_050', 'repopt_ghostnet_050'):
+        torch.save(timm.create_model(name).state_dict(), tmp_path / 'x.pth')
+        with pytest.raises(ValueError, match='no scales in a released layout'):
+            Scales.load(tmp_path / 'x.pth')
+
+
+def test_released_ghost_scales_fit_the_model(released_scales):
+    path = released_scales('RepOptGhostNet_0_5x_scales.pth')
+    model = timm.create_model('repopt_ghostnet_050', scales=path, device='meta')
+    assert all(layer.grad_mult is not None for layer in csla_layers(model).values())
+    with pytest.raises(ValueError, match=r'blocks\.0\.0\.ghost1'):
+        timm.create_model('repopt_ghostnet_100', scales=path, device='meta')
+
+
+class _Payload:
+    def __reduce__(self):
+        return os.mkdir, ('executed',)
+
+
+def test_pickled_code_does_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({'stage0.scale_conv.weight': torch.ones(3), 'args': _Payload()}, 'evil.pth')
+    with pytest.raises(ValueError, match='weights_only'):
+        Scales.load('evil.pth')
+    assert not (tmp_path / 'executed').exists()
+
+
+@pytest.mark.parametrize('name,negative', [('b1', 156), ('b2', None), ('l1', 1538), ('l2', None)])
+def test_released_scales_fit_the_models(released_scales, name, negative):
+    """All of them, and they hold negative entries, where the sum of the scales is no multiplier for AdamW."""
+    path = released_scales(f'RepOpt-VGG-{name.upper()}-scales.pth')
+    model = timm.create_model(f'repopt_vgg_{name}', scales='none', reinit=False, device='meta')
+    timm_rep.attach_grad_mults(model, path)
+    assert all(layer.grad_mult is not None for layer in csla_layers(model).values())
+    scales = Scales.load(path)
+    found = sum((scale < 0).sum().item() for branches in scales.values() for scale in branches.values())
+    assert found == negative or (negative is None and found > 0)
+    for other in {'b1', 'b2', 'l1', 'l2'} - {name}:
+        with pytest.raises(ValueError, match='stages'):
+            timm_rep.attach_grad_mults(
+                timm.create_model(f'repopt_vgg_{other}', scales='none', reinit=False, device='meta'), path)
+
+
+def test_from_the_hub(hub, tmp_path, monkeypatch):
+    some_scales().save(tmp_path / 's.safetensors')
+    commit = hub.add('owner/name', {'scales.safetensors': (tmp_path / 's.safetensors').read_bytes()})
+    hub.tag('owner/name', 'v1.0')
+    for source in ('owner/name', 'hf-hub:owner/name@v1.0', f'owner/name@{commit}'):
+        assert Scales.load(source) == some_scales()
+        model = timm.create_model(
+            'repopt_vgg_a0', depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, scales=source)
+        assert model.stem.conv.grad_mult is not None
+    # the same file once, from the cache after
+    assert hub.bytes_served('owner/name', 'scales.safetensors') == (tmp_path / 's.safetensors').stat().st_size
+    with pytest.raises(FileNotFoundError, match="No scales at 'owner/nothing'"):
+        Scales.load('owner/nothing')
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    assert Scales.load('owner/name') == some_scales()

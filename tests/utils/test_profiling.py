@@ -1,0 +1,159 @@
+import time
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from timm.layers import Attention
+
+import timm_rep
+from timm_rep.convert.ffn import find_ffns
+from timm_rep.latency import profile_latency
+from timm_rep.layers import RePaMlp
+from timm_rep.paper import VANILLA
+from timm_rep.utils.profiling import count_macs, count_params, measure_throughput, synchronize
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+def test_count_macs_by_hand(device):
+    tokens, dim, hidden = 7, 8, 12
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Conv2d(3, dim, 4, 4)
+            self.attn = Attention(dim, num_heads=2)
+            self.fc = nn.Linear(dim, hidden)
+
+        def forward(self, x):
+            return self.fc(self.attn(self.embed(x).flatten(2).transpose(1, 2)))
+
+    net = Net().to(device)
+    net.attn.eval()
+    macs = count_macs(net, (3, 4, 4 * tokens))
+    assert macs.projections == tokens * (3 * 16 * dim + 3 * dim * dim + dim * dim + dim * hidden)
+    assert macs.attention == 2 * tokens * tokens * dim
+    assert macs.total == macs.projections + macs.attention
+    assert net.training
+    assert not net.attn.training
+
+
+def test_count_macs_of_the_size_the_model_was_built_for():
+    kwargs = dict(patch_size=8, embed_dim=24, depth=1, num_heads=3, num_classes=5, device='meta')
+    sizes = [(1, 32, 32), (3, 32, 48)]
+    for chans, *size in sizes:
+        model = timm.create_model('repa_deit_tiny', img_size=size, in_chans=chans, **kwargs)
+        assert count_macs(model) == count_macs(model, (chans, *size))
+    model.set_input_size(img_size=(64, 64))
+    assert count_macs(model) == count_macs(model, (3, 64, 64))
+    mixer = timm.create_model('repa_mixer_s16', img_size=64, device='meta')
+    assert count_macs(mixer) == count_macs(mixer, (3, 64, 64))
+    assert count_macs(timm.create_model('resnet18', device='meta')).projections == pytest.approx(1.814e9, rel=1e-3)
+
+
+@pytest.mark.parametrize('device,waited', [('cpu', []), ('cuda:1', ['cuda:1']), ('xpu:0', ['xpu:0']), ('mps', [None])])
+def test_synchronize_waits_for_that_device(monkeypatch, device, waited):
+    seen = []
+    for name in ('cuda', 'xpu'):
+        monkeypatch.setattr(getattr(torch, name), 'synchronize', lambda device=None: seen.append(str(device)))
+    monkeypatch.setattr(torch.mps, 'synchronize', lambda: seen.append(None))
+    synchronize(torch.device(device))
+    assert seen == waited
+
+
+def test_count_params():
+    assert count_params(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))) == 3 * 4 + 4 + 2 * 4
+
+
+def test_measure_throughput_takes_turns(monkeypatch):
+    clock, order = [0.], []
+    monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
+
+    def model(name, seconds):
+        seconds = iter(seconds)
+
+        def forward(x):
+            order.append(name)
+            clock[0] += next(seconds)
+
+        return forward
+
+    rates = measure_throughput(
+        {'a': model('a', [9, 1, 2, 4]), 'b': model('b', [9, 8, 8, .5])}, torch.zeros(16, 3), rounds=3, warmup=1)
+    assert order == ['a', 'b'] * 4
+    assert rates == {'a': 16 / 2, 'b': 16 / 8}
+
+
+def ticking(module, clock, seconds):
+    """Let the clock go on by so much at every call of a module."""
+    forward = module.forward
+
+    def slow(*args, **kwargs):
+        clock[0] += seconds
+        return forward(*args, **kwargs)
+
+    module.forward = slow
+
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+
+
+def test_profile_latency(monkeypatch):
+    """Norms count to their halves, what is before and between blocks to the embedding, what is after to the head."""
+    clock = [0.]
+    monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
+    vanilla = timm.create_model('deit_tiny_patch16_224', **VIT).eval()
+    repa = timm.create_model('repa_deit_tiny', **VIT).eval()
+    folded = timm.create_model('repa_deit_tiny', **VIT).eval().reparameterize()
+    converted = timm_rep.convert_to_repa(timm.create_model('deit_tiny_patch16_224', **VIT)).eval()
+    models = {'vanilla': vanilla, 'repa': repa, 'folded': folded, 'converted': converted}
+    for model in models.values():
+        ticking(model.patch_embed, clock, 1)
+        ticking(model.norm, clock, 1)
+        ticking(model.head, clock, 1)
+        for i, block in enumerate(model.blocks):
+            ticking(block.norm1, clock, 10)
+            ticking(block.attn, clock, 20 + i)
+            ticking(block.mlp, clock, 100)
+    for block in vanilla.blocks:
+        ticking(block.norm2, clock, 1000)
+    swin = timm.create_model(
+        'repa_swin_tiny', img_size=56, embed_dim=24, depths=(1, 1), num_heads=(2, 4), num_classes=5).eval()
+    ticking(swin.layers[1].downsample, clock, 7)
+    ticking(swin.layers[1].blocks[0].mlp, clock, 3)
+    profiles = profile_latency(models, torch.zeros(2, 3, 32, 32), rounds=3, warmup=1)
+    ours = {'patch embedding': 1e3, 'token mixers': 61e3, 'FFNs': 200e3, 'head': 2e3}
+    assert profiles == {'vanilla': {**ours, 'FFNs': 2200e3}, **dict.fromkeys(('repa', 'folded', 'converted'), ours)}
+    profiles = profile_latency({'swin': swin}, torch.zeros(2, 3, 56, 56), rounds=1, warmup=0)
+    assert profiles == {'swin': {'patch embedding': 7e3, 'token mixers': 0., 'FFNs': 3e3, 'head': 0.}}
+    for model in (*models.values(), swin):
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_profile_latency_counts_medians(monkeypatch):
+    clock, seconds = [0.], iter([9., 1., 5., 2.])
+    monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
+    model = timm.create_model('repa_deit_tiny', **{**VIT, 'depth': 1}).eval()
+    forward = model.head.forward
+
+    def head(x):
+        clock[0] += next(seconds)
+        return forward(x)
+
+    model.head.forward = head
+    assert profile_latency({'a': model}, torch.zeros(1, 3, 32, 32), rounds=3, warmup=1)['a']['head'] == 2e3
+
+
+def test_profile_latency_refuses_models_without_ffns():
+    with pytest.raises(ValueError, match='ResNet has no blocks of a token mixer and an FFN'):
+        profile_latency({'a': timm.create_model('resnet18')}, torch.zeros(1, 3, 32, 32))
+
+
+def test_every_repaformer_has_its_vanilla_backbone():
+    """Every one, with the same numbers of blocks of the same widths."""
+    assert VANILLA.keys() == set(timm.list_models('repa_*'))
+    for name, (vanilla, args) in VANILLA.items():
+        repa = timm.create_model(name, device='meta')
+        ours = [m.fc1.weight.shape[:2] for m in repa.modules() if isinstance(m, RePaMlp)]
+        ffns = find_ffns(timm.create_model(vanilla, device='meta', **args))
+        assert ours == [getattr(f.block, f.mlp).fc1.weight.shape[:2] for f in ffns]

@@ -1,0 +1,343 @@
+"""The FFN of RePaFormer: channel idling in training, three small matrices at deployment.
+
+`RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equations 3-7.
+"""
+import math
+import sys
+from functools import partial
+from typing import Any, List, Mapping, Optional, Type
+
+import torch
+import torch.nn as nn
+from timm.layers import DropPath, LayerScale, LayerScale2d
+from torch.jit import Final
+
+from .fold import Affine
+from .fused_idle import fused_idle_ffn, fused_idle_is_faster, sync_group, use_fused_idle
+
+__all__ = ['ChannelIdle', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
+
+
+def active_channels(channels: int, idle_ratio: float) -> int:
+    """How many of ``channels`` are activated: ``ceil(channels * (1 - idle_ratio))``, the first ones.
+
+    In floating point, as the released implementation has it and its checkpoints need it: where ``1 - idle_ratio`` is
+    rounded up the result can be one more than on paper, 33 of 192 channels for the ratio 5 / 6.
+
+    Raises:
+        ValueError: The ratio is not in [0, 1].
+    """
+    if not 0. <= idle_ratio <= 1.:
+        raise ValueError(
+            f'idle_ratio is the share of hidden channels that skip the activation, from 0 to 1, got {idle_ratio}.')
+    return math.ceil(channels * (1 - idle_ratio))
+
+
+def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'constant') -> List[float]:
+    """The idle ratio of every block.
+
+    Args:
+        depth: Number of blocks D.
+        idle_ratio: The ratio r.
+        idle_schedule: 'constant', r in every block; or 'linear', ``(2r - 1) + (2 - 2r) / (D - 1) * (i + 1)`` in block
+            i < D - 1 and 0 in the last, as in the released implementation.
+
+    Raises:
+        ValueError: The schedule is unknown, or a block's ratio would not be in [0, 1].
+    """
+    if idle_schedule == 'constant':
+        ratios = [idle_ratio] * depth
+    elif idle_schedule == 'linear':
+        ratios = [(2 * idle_ratio - 1) + (2 - 2 * idle_ratio) / (depth - 1) * (i + 1) for i in range(depth - 1)] + [0.]
+    else:
+        raise ValueError(f"idle_schedule is 'constant' or 'linear', got {idle_schedule!r}.")
+    for i, ratio in enumerate(ratios):
+        if not 0. <= ratio <= 1.:
+            raise ValueError(
+                f'idle_ratio={idle_ratio} with idle_schedule={idle_schedule!r} gives block {i} of {depth} the idle '
+                f'ratio {ratio:.3g}, which is not from 0 to 1. A linear schedule needs idle_ratio of about 0.5 to 1.')
+    return ratios
+
+
+class ChannelIdle(nn.Module):
+    """An activation on the first channels only, the rest idle (eq. 3).
+
+    Input and output: (..., channels), or with the channels at another ``dim``; any dtype the activation takes.
+    """
+    dim: Final[int]
+
+    def __init__(
+            self,
+            channels: int,
+            idle_ratio: float = 0.75,
+            act_layer: Type[nn.Module] = nn.GELU,
+            dim: int = -1,
+    ):
+        """
+        Args:
+            channels: Number of channels.
+            idle_ratio: Share of the channels that pass through, from 0 to 1.
+            act_layer: Element-wise activation.
+            dim: Dimension of the channels.
+        """
+        super().__init__()
+        self.dim = dim
+        self.channels = channels
+        self.active_channels = active_channels(channels, idle_ratio)
+        self.act = act_layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.active_channels == self.channels:
+            return self.act(x)
+        if self.active_channels == 0:
+            return x
+        active = x.narrow(self.dim, 0, self.active_channels)
+        idle = x.narrow(self.dim, self.active_channels, self.channels - self.active_channels)
+        return torch.cat((self.act(active), idle), dim=self.dim)
+
+    def extra_repr(self) -> str:
+        return f'active={self.active_channels}, idle={self.channels - self.active_channels}'
+
+
+def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
+    """Which form of the FFN a state dict holds under ``prefix``: 'training', 'deploy', or None if neither."""
+    if f'{prefix}norm1.running_mean' in state_dict:
+        return 'training'
+    if f'{prefix}fc_in.weight' in state_dict or f'{prefix}shortcut.weight' in state_dict:
+        return 'deploy'
+    return None
+
+
+_PLAIN = (
+    nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, ChannelIdle, nn.Dropout, nn.Identity)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer does what its class does, and nobody watches: an adapter or a hook is to see its input."""
+    return (
+        type(layer) in _PLAIN and 'forward' not in layer.__dict__
+        and not layer._forward_hooks and not layer._forward_pre_hooks
+        and not layer._backward_hooks and not layer._backward_pre_hooks
+    )
+
+
+def _linear_layer(use_conv: bool):
+    return partial(nn.Conv2d, kernel_size=1) if use_conv else nn.Linear
+
+
+class RePaMlp(nn.Module):
+    """The training form of the RePaFormer FFN, normalization and shortcut included (eq. 3).
+
+    ``x + residual_scale * drop_path(layer_scale(fc2(BN(channel_idle(fc1(BN(x)))))))``, or without ``x``. Both
+    BatchNorms take their statistics over all tokens of all images. Input and output: (..., in_features), channels last;
+    with ``use_conv`` (N, in_features, H, W), in either memory format.
+    """
+    structure = 'training'
+    structure_in = staticmethod(_structure_in)
+    use_conv: Final[bool]
+    shortcut: Final[bool]
+    residual_scale: Final[float]
+
+    def __init__(
+            self,
+            in_features: int,
+            hidden_features: Optional[int] = None,
+            idle_ratio: float = 0.75,
+            act_layer: Type[nn.Module] = nn.GELU,
+            norm_layer: Optional[Type[nn.Module]] = None,
+            bias: bool = True,
+            drop: float = 0.,
+            use_conv: bool = False,
+            init_values: Optional[float] = None,
+            drop_path: float = 0.,
+            residual_scale: float = 1.,
+            shortcut: bool = True,
+            device=None,
+            dtype=None,
+    ):
+        """
+        Args:
+            in_features: Channels C of input and output.
+            hidden_features: Hidden channels, in_features if None.
+            idle_ratio: Share of the hidden channels that skip the activation, from 0 to 1.
+            act_layer: Element-wise activation.
+            norm_layer: BatchNorm over the channels of a (tokens, channels) tensor, with use_conv of an image; by
+                default torch's for either.
+            bias: Biases of both linear layers.
+            drop: Dropout rate after the activation and after the second linear layer.
+            use_conv: Channels second, the linear layers as 1 x 1 convolutions, as in timm's Mlp.
+            init_values: Initial layer scale; no layer scale if None or 0.
+            drop_path: Stochastic depth rate.
+            residual_scale: Constant factor of the branch beside the shortcut.
+            shortcut: Whether to add x; False where a block does that itself.
+
+        Raises:
+            ValueError: The ratio is not in [0, 1].
+            TypeError: The norm layer is no BatchNorm, so it could not be folded.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        hidden_features = hidden_features or in_features
+        norm_layer = norm_layer or (nn.BatchNorm2d if use_conv else nn.BatchNorm1d)
+        linear_layer = _linear_layer(use_conv)
+        ls_layer = LayerScale2d if use_conv else LayerScale
+        self.idle_ratio = idle_ratio
+        self.use_conv = use_conv
+        self.residual_scale = residual_scale
+        self.shortcut = shortcut
+        self.norm1 = norm_layer(in_features, **dd)
+        self.fc1 = linear_layer(in_features, hidden_features, bias=bias, **dd)
+        self.act = ChannelIdle(hidden_features, idle_ratio, act_layer, dim=1 if use_conv else -1)
+        self.drop1 = nn.Dropout(drop)
+        self.norm2 = norm_layer(hidden_features, **dd)
+        self.fc2 = linear_layer(hidden_features, in_features, bias=bias, **dd)
+        self.drop2 = nn.Dropout(drop)
+        self.ls = ls_layer(in_features, init_values=init_values, **dd) if init_values else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+        if not isinstance(self.norm1, nn.modules.batchnorm._BatchNorm):
+            raise TypeError(
+                f'RePaMlp folds its norms into its linear layers, which only a BatchNorm allows: norm_layer builds '
+                f'{type(self.norm1).__name__}, pass nn.BatchNorm1d or a partial of it.')
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.jit.is_scripting() and not torch.jit.is_tracing() and self._can_fuse_idle(x):
+            y = self._forward_fused(x)
+        else:
+            # BatchNorm wants its channels second: with all tokens in one axis they are, without a copy
+            y = self.norm1(x if self.use_conv else x.reshape(-1, x.shape[-1]))
+            y = self.fc1(y)
+            y = self.act(y)
+            y = self.drop1(y)
+            y = self.norm2(y)
+            y = self.fc2(y)
+            if not self.use_conv:
+                y = y.view(x.shape)
+        y = self.drop2(y)
+        y = self.drop_path(self.ls(y))
+        return torch.add(x, y, alpha=self.residual_scale) if self.shortcut else y * self.residual_scale
+
+    @torch.jit.unused
+    def _can_fuse_idle(self, x: torch.Tensor) -> bool:
+        """Whether the idle channels can be, and had better be, one matrix."""
+        norms, layers = (self.norm1, self.norm2), (self.norm1, self.fc1, self.act, self.drop1, self.norm2, self.fc2)
+        # first, for a frozen norm or an adapter need not have what is asked of it below
+        if not (self.training and use_fused_idle() and isinstance(x, torch.Tensor) and all(map(_is_plain, layers))):
+            return False
+        active, hidden, channels = self.act.active_channels, self.act.channels, self.fc1.weight.shape[1]
+        if not 0 < active < hidden:
+            return False
+        group = sync_group(self.norm1)
+        # the processes have to agree, and not all of them may have as many tokens
+        tokens = x.numel() // channels if group is None else sys.maxsize
+        return (
+            fused_idle_is_faster(tokens, channels, hidden - active)
+            and group == sync_group(self.norm2)
+            and all(
+                isinstance(norm, nn.modules.batchnorm._BatchNorm)
+                and norm.training and norm.affine and norm.track_running_stats for norm in norms)
+            and not (isinstance(self.drop1, nn.Dropout) and self.drop1.p and self.drop1.training)
+        )
+
+    @torch.jit.unused
+    def _forward_fused(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.movedim(1, -1) if self.use_conv else x
+        y = fused_idle_ffn(
+            tokens.reshape(-1, tokens.shape[-1]), self.norm1, self.fc1, self.act, self.norm2, self.fc2)
+        y = y.view(tokens.shape)
+        if not self.use_conv:
+            return y
+        y = y.movedim(-1, 1)
+        # with a shortcut its layout counts
+        return y if self.shortcut or not x.is_contiguous() else y.contiguous()
+
+    @torch.jit.ignore
+    @torch.no_grad()
+    def fuse(self) -> 'RePaMlpDeploy':
+        """The same function in eval mode as a new module of deploy form (eq. 4-7), whatever mode this one is in.
+
+        Raises:
+            ValueError: A BatchNorm has no running statistics.
+            OverflowError: A folded weight does not fit the dtype of the model.
+        """
+        active, hidden_features = self.act.active_channels, self.act.channels
+        fc_in = Affine.from_linear(self.fc1).after_norm(self.norm1)
+        fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2).scaled(self.residual_scale)
+        if isinstance(self.ls, (LayerScale, LayerScale2d)):
+            fc_out = fc_out.scaled(self.ls.gamma)
+
+        deploy = RePaMlpDeploy(
+            self.fc1.weight.shape[1],
+            hidden_features,
+            idle_ratio=self.idle_ratio,
+            use_conv=self.use_conv,
+            shortcut=self.shortcut,
+            device='meta',  # nothing to initialize, and no random numbers drawn
+        )
+        if active < hidden_features:
+            idle = fc_out.inputs(active).after(fc_in.outputs(active))
+            if self.shortcut:
+                idle = idle.plus_identity()
+            idle.write_to(deploy.shortcut, like=self.fc2.weight)
+        if active > 0:
+            fc_in.outputs(0, active).write_to(deploy.fc_in, like=self.fc1.weight)
+            fc_out.inputs(0, active).write_to(deploy.fc_out, like=self.fc2.weight)
+            deploy.act = self.act.act
+        return deploy.train(self.training)
+
+
+class RePaMlpDeploy(nn.Module):
+    """The deploy form of the RePaFormer FFN: at most three small matrices (eq. 7).
+
+    ``fc_out(act(fc_in(x))) + shortcut(x)``. Without idle channels the shortcut is the identity, without active ones
+    there is only the shortcut. Input and output: (..., in_features), channels last; with ``use_conv``
+    (N, in_features, H, W). Three plain linear layers: forms with fewer products, which hooks, adapters and quantization
+    would not find, measure at most a few percent faster (``scripts/bench.py deploy-ffn``).
+    """
+    structure = 'deploy'
+    structure_in = staticmethod(_structure_in)
+    has_active: Final[bool]
+    has_shortcut: Final[bool]
+
+    def __init__(
+            self,
+            in_features: int,
+            hidden_features: Optional[int] = None,
+            idle_ratio: float = 0.75,
+            act_layer: Type[nn.Module] = nn.GELU,
+            use_conv: bool = False,
+            shortcut: bool = True,
+            device=None,
+            dtype=None,
+    ):
+        """
+        Args:
+            in_features: Channels C of input and output.
+            hidden_features: Hidden channels of the training form, in_features if None.
+            idle_ratio: Share of them that skips the activation, from 0 to 1.
+            act_layer: Element-wise activation.
+            use_conv: Channels second, the linear layers as 1 x 1 convolutions.
+            shortcut: Whether x is added.
+
+        Raises:
+            ValueError: The ratio is not in [0, 1].
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        hidden_features = hidden_features or in_features
+        active_features = active_channels(hidden_features, idle_ratio)
+        has_idle = active_features < hidden_features
+        linear_layer = _linear_layer(use_conv)
+        self.has_active = active_features > 0
+        if self.has_active:
+            self.fc_in = linear_layer(in_features, active_features, **dd)
+            self.act = act_layer()
+            self.fc_out = linear_layer(active_features, in_features, bias=not has_idle, **dd)
+        self.has_shortcut = has_idle or shortcut
+        if self.has_shortcut:
+            self.shortcut = linear_layer(in_features, in_features, **dd) if has_idle else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.has_active:
+            return self.shortcut(x)
+        y = self.fc_out(self.act(self.fc_in(x)))
+        return y + self.shortcut(x) if self.has_shortcut else y
