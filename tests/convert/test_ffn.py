@@ -14,7 +14,8 @@ from timm.utils import reparameterize_model
 import timm_rep
 from tests.models import contract
 from tests.reference.ffn import relative, wild_
-from timm_rep.convert.ffn import _BLOCKS, _class_name
+from timm_rep.convert import is_reparameterized
+from timm_rep.convert.ffn import _BLOCKS, find_ffns
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
@@ -82,12 +83,10 @@ def test_what_is_kept_and_what_folds(kind):
     plain, parameters = copy.deepcopy(model), dict(model.named_parameters())
     converted = timm_rep.convert_to_repa(copy.deepcopy(model), idle_ratio=0.)
     replaced = 0
-    for block in plain.modules():
-        names = _BLOCKS.get(_class_name(block))
-        if names and getattr(block, names[1]) is not None:
-            setattr(block, names[0], nn.Identity())
-            getattr(block, names[1]).norm = nn.Identity()
-            replaced += 1
+    for ffn in find_ffns(plain):
+        setattr(ffn.block, ffn.norm, nn.Identity())
+        getattr(ffn.block, ffn.mlp).norm = nn.Identity()
+        replaced += 1
     assert replaced == len(ffns(converted)) > 0
     for mlp in ffns(converted):
         for norm in (mlp.norm1, mlp.norm2):
@@ -120,8 +119,9 @@ def test_what_is_kept_and_what_folds(kind):
 
 
 def test_every_class_of_blocks_is_tested():
-    tested = {_class_name(m) for kind in MODELS for m in build(kind)[0].modules()}
-    assert _BLOCKS.keys() <= tested
+    tested = {cls for kind in MODELS for ffn in find_ffns(build(kind)[0]) for cls in type(ffn.block).__mro__}
+    names = {f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.') for cls in tested}
+    assert _BLOCKS.keys() <= names
 
 
 def test_weights_that_have_a_place_are_kept():
@@ -153,22 +153,19 @@ def test_training_and_copies():
     losses = contract.train(model, optimizer, x, target, steps=25)
     assert losses[-1] < .5 * losses[0]
     model.eval()
-    assert not model.reparameterized
+    assert not is_reparameterized(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(other) is type(model)
         assert torch.equal(other(x), model(x))
         assert relative(other.reparameterize()(x), model(x)) < 1e-4
-        assert other.reparameterized
-        assert not model.reparameterized
+        assert is_reparameterized(other)
+        assert not is_reparameterized(model)
     again = timm_rep.convert_to_repa(build('deit3')[0])
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(x), model(x))
-    with pytest.raises(RuntimeError, match='deploy structure'):
+    with pytest.raises(RuntimeError, match='convert a model with the same arguments, call its reparameterize'):
         again.load_state_dict(model.reparameterize().state_dict())
-    assert 'RePaVisionTransformer(' in repr(model)
-    assert isinstance(model, timm.models.VisionTransformer)
-    # what timm writes into config.json is what create_model() built, not its folding
-    assert 'reparameterized' not in model._model_args
+    assert type(model) is timm.models.VisionTransformer
 
 
 def test_dtypes_devices_and_frozen_weights():
@@ -187,7 +184,7 @@ def test_dtypes_devices_and_frozen_weights():
     ('swinv2_tiny_window8_256', dict(), r'layers\.0\.blocks\.0 is a SwinTransformerV2Block.* and 7 more'),
     ('pvt_v2_b0', dict(), r'stages\.0\.blocks\.0 is a Block'),
     ('resnet18', dict(), 'it has none'),
-    ('repa_deit_tiny', dict(), 'RePaVisionTransformer has structures to fold already'),
+    ('repa_deit_tiny', dict(), 'RePaVisionTransformer has foldable layers already'),
 ])
 def test_other_models_are_refused_and_left_alone(name, args, message):
     model = timm.create_model(name, device='meta', **args)
@@ -200,9 +197,9 @@ def test_other_models_are_refused_and_left_alone(name, args, message):
 def test_wrapped_models_are_refused_and_frozen_ones_stay_frozen():
     model, _ = build('deit3')
     for wrapped in (nn.DataParallel(model), torch.compile(model, backend='eager')):
-        with pytest.raises(ValueError, match='convert it before you wrap it'):
+        with pytest.raises(ValueError, match='convert the model before wrapping it'):
             timm_rep.convert_to_repa(wrapped)
-    with pytest.raises(ValueError, match=r'Feature\w+ is a model in another one'):
+    with pytest.raises(ValueError, match=r'Feature\w+ wraps another model'):
         timm_rep.convert_to_repa(build('swin', features_only=True)[0])
     timm_rep.convert_to_repa(model.requires_grad_(False))
     assert not any(p.requires_grad for p in ffns(model)[0].norm1.parameters())
@@ -216,5 +213,5 @@ def test_bad_ratios_change_nothing():
         with pytest.raises(ValueError, match='idle_'):
             timm_rep.convert_to_repa(model, **kwargs)
     assert repr(model) == before
-    with pytest.raises(ValueError, match='has structures to fold already'):
+    with pytest.raises(ValueError, match='has foldable layers already'):
         timm_rep.convert_to_repa(timm_rep.convert_to_repa(model))

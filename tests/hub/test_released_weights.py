@@ -8,8 +8,8 @@ import timm
 import torch
 
 from tests.hub.published import publish, trained
-from tests.reference.ffn import relative
 from tests.hub.test_load import same
+from tests.reference.ffn import relative
 from timm_rep.hub.release import RELEASE, match_released
 
 NAMES = {

@@ -11,7 +11,7 @@ def batch_norm(x, mean, var, gamma, beta, eps):
 
 
 def ffn(x, weights, act, active, training=False, eps=1e-5):
-    """Equation 3, with running statistics, or those of the batch in training mode.
+    """Equation 3 without the shortcut, with running statistics, or those of the batch in training mode.
 
     x: (tokens, C). weights: the state dict of a RePaMlp, float64; ``ls.gamma`` in it is a layer scale.
     """
@@ -30,7 +30,7 @@ def ffn(x, weights, act, active, training=False, eps=1e-5):
     hidden = linear('fc1', norm('norm1', x))
     hidden = torch.stack([act(h) if c < active else h for c, h in enumerate(hidden.T)], dim=1)
     branch = linear('fc2', norm('norm2', hidden))
-    return branch * weights.get('ls.gamma', 1.) + x
+    return branch * weights.get('ls.gamma', 1.)
 
 
 def wild_(mlp, seed=0, log_var=(-8, 8)):

@@ -1,4 +1,12 @@
-from .ffn import convert_to_repa, find_ffns
-from .reparameterize import ReparameterizeMixin
+from .ffn import convert_to_repa, find_ffns, take_layer_scale, use_repa_ffns
+from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
 
-__all__ = ['ReparameterizeMixin', 'convert_to_repa', 'find_ffns']
+__all__ = [
+    'ReparameterizeMixin',
+    'convert_to_repa',
+    'find_ffns',
+    'is_reparameterized',
+    'reparameterize',
+    'take_layer_scale',
+    'use_repa_ffns',
+]

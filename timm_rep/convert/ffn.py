@@ -1,18 +1,22 @@
-"""Any timm model whose FFNs are timm's Mlp, made a RePaFormer."""
-from functools import cache, partial
-from typing import Dict, List, NamedTuple, Tuple
+"""RePa FFNs in the blocks of timm models: the registered RePaFormers, and any model whose FFNs are timm's Mlp.
+
+`RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equation 3.
+"""
+from functools import partial
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d, Mlp
+from timm.models.metaformer import Scale
 from timm.utils import unwrap_model
 
-from timm_rep.layers import RePaMlp, idle_ratios
+from timm_rep.layers import RePaMlp, RePaMlpDeploy, foldable_layers, idle_ratios
 
-from .reparameterize import ReparameterizeMixin
+from .reparameterize import check_structure, reparameterize
 
-__all__ = ['Ffn', 'convert_to_repa', 'find_ffns']
+__all__ = ['Ffn', 'convert_to_repa', 'find_ffns', 'take_layer_scale', 'use_repa_ffns']
 
-# timm's classes with a forward() of the form x + ...(mlp(norm(x))), and their names for norm, mlp and layer scale
+# timm's block classes whose forward() adds ls(mlp(norm(x))) to x: their names for norm, MLP and layer scale
 _NAMES = ('norm2', 'mlp', 'ls2')
 _BLOCKS: Dict[str, Tuple[str, str, str]] = {
     'beit.Block': _NAMES,
@@ -37,7 +41,6 @@ _BLOCKS: Dict[str, Tuple[str, str, str]] = {
     'vision_transformer.Block': _NAMES,
     'vision_transformer_relpos.RelPosBlock': _NAMES,
     'vision_transformer_sam.Block': _NAMES,
-    'timm_rep.models.repa_lvvit.LvVitBlock': _NAMES,
     'volo.ClassBlock': _NAMES,
     'volo.Outlooker': _NAMES,
     'volo.Transformer': _NAMES,
@@ -45,7 +48,15 @@ _BLOCKS: Dict[str, Tuple[str, str, str]] = {
 
 
 class Ffn(NamedTuple):
-    """The FFN of a block: its name in the model, the block, and its names for the norm, the MLP and a layer scale."""
+    """FFN of a block.
+
+    Attributes:
+        path: Name of the block in the model.
+        block: The block.
+        norm: Attribute of the block that holds the norm before the MLP.
+        mlp: Attribute that holds the MLP.
+        ls: Attribute that holds the layer scale, if the block has one.
+    """
     path: str
     block: nn.Module
     norm: str
@@ -53,24 +64,30 @@ class Ffn(NamedTuple):
     ls: str
 
 
-def _class_name(block: nn.Module) -> str:
-    """The class that a block's forward() is from, as it is written above."""
+def _attribute_names(block: nn.Module) -> Optional[Tuple[str, str, str]]:
+    """Attributes of a known block that hold norm, MLP and layer scale, None of any other module."""
+    if hasattr(block, 'ffn_names'):
+        return block.ffn_names
+    # a subclass with a forward() of its own may use them differently
     cls = next(c for c in type(block).__mro__ if 'forward' in vars(c))
-    return f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.')
+    return _BLOCKS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))
 
 
 def find_ffns(model: nn.Module) -> List[Ffn]:
-    """The FFNs of all blocks of timm's that are known here, whatever their MLP is; a block may have none."""
-    classes = ((path, block, _class_name(block)) for path, block in model.named_modules())
-    return [Ffn(path, block, *_BLOCKS[name]) for path, block, name in classes if name in _BLOCKS]
+    """The FFNs of all blocks of known classes, whatever the type of their MLP.
+
+    A block class declares its attributes as ``ffn_names = (norm, mlp, layer scale)``, or is in the table of this file.
+    """
+    named = ((path, block, _attribute_names(block)) for path, block in model.named_modules())
+    return [Ffn(path, block, *names) for path, block, names in named if names and getattr(block, names[1]) is not None]
 
 
-def _strangers(model: nn.Module, ffns: List[Ffn]) -> List[str]:
-    """What cannot be converted: other MLPs, and other blocks with something called so."""
-    known = {f.block for f in ffns}
+def _unsupported(model: nn.Module, ffns: List[Ffn]) -> List[str]:
+    """Descriptions of the FFNs that cannot be converted: MLPs of other types, and unknown blocks with an MLP."""
+    known = {ffn.block for ffn in ffns}
     return [
-        f'{f.path}.{f.mlp} is a {type(mlp).__name__}'
-        for f in ffns for mlp in [getattr(f.block, f.mlp)] if type(mlp) is not Mlp
+        f'{ffn.path}.{ffn.mlp} is a {type(mlp).__name__}'
+        for ffn in ffns for mlp in [getattr(ffn.block, ffn.mlp)] if type(mlp) is not Mlp
     ] + [
         f'{path} is a {type(block).__name__}'
         for path, block in model.named_modules()
@@ -79,9 +96,9 @@ def _strangers(model: nn.Module, ffns: List[Ffn]) -> List[str]:
 
 
 def _keep_affine(norm: nn.Module, old: nn.Module) -> None:
-    """Give a BatchNorm what it can take from the norm of the same channels that it replaces."""
+    """Copy scale and shift, where there are any, from a norm over the same channels to the BatchNorm replacing it."""
     own = norm.state_dict()
-    renames = {'alpha': 'weight', 'beta': 'bias'}  # of ResMLP's Affine
+    renames = {'alpha': 'weight', 'beta': 'bias'}  # ResMLP's Affine
     for name, value in old.state_dict().items():
         name = renames.get(name, name)
         if name in own and value.numel() == own[name].numel():
@@ -91,46 +108,100 @@ def _keep_affine(norm: nn.Module, old: nn.Module) -> None:
     norm.requires_grad_(not frozen or not all(frozen))
 
 
-def _repa_mlp(mlp: Mlp, norm: nn.Module, ls: nn.Module, norm_args: Dict[str, float], **kwargs) -> RePaMlp:
+def take_layer_scale(block: nn.Module, name: str, use_conv: bool) -> Optional[nn.Module]:
+    """Replace the layer scale of a block by an identity.
+
+    Returns:
+        The layer scale as timm's LayerScale, or LayerScale2d with use_conv; None if the block has none that can move.
+    """
+    ls = getattr(block, name, None)
+    gamma = {LayerScale: 'gamma', LayerScale2d: 'gamma', Scale: 'scale'}.get(type(ls))
+    if gamma is None:
+        return None
+    setattr(block, name, nn.Identity())
+    moved = (LayerScale2d if use_conv else LayerScale)(getattr(ls, gamma).numel(), device='meta')
+    moved.gamma = getattr(ls, gamma)
+    return moved.train(ls.training)
+
+
+def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: float, bn_eps: float) -> RePaMlp:
+    """The training structure with the linear layers, dropout, norm scales and layer scale of an FFN of timm's."""
+    mlp: Mlp = getattr(ffn.block, ffn.mlp)
     use_conv = isinstance(mlp.fc1, nn.Conv2d)
-    in_features, hidden_features = mlp.fc1.weight.shape[1::-1]
+    hidden_features, in_features = mlp.fc1.weight.shape[:2]
+    norm_layer = partial(nn.BatchNorm2d if use_conv else nn.BatchNorm1d, eps=bn_eps, momentum=bn_momentum)
     repa = RePaMlp(
         in_features,
         hidden_features,
+        idle_ratio=idle_ratio,
         act_layer=lambda: mlp.act,
-        norm_layer=partial(nn.BatchNorm2d if use_conv else nn.BatchNorm1d, **norm_args),
         use_conv=use_conv,
-        shortcut=False,
-        device=mlp.fc1.weight.device,
-        dtype=mlp.fc1.weight.dtype,
-        **kwargs,
+        device='meta',  # every parameter is replaced below
     )
+    dd = {'device': mlp.fc1.weight.device, 'dtype': mlp.fc1.weight.dtype}
+    repa.norm1, repa.norm2 = norm_layer(in_features, **dd), norm_layer(hidden_features, **dd)
     repa.fc1, repa.fc2, repa.drop1, repa.drop2 = mlp.fc1, mlp.fc2, mlp.drop1, mlp.drop2
-    _keep_affine(repa.norm1, norm)
+    _keep_affine(repa.norm1, getattr(ffn.block, ffn.norm))
     _keep_affine(repa.norm2, mlp.norm)
-    if isinstance(ls, (LayerScale, LayerScale2d)):
-        repa.ls = ls
+    repa.ls = take_layer_scale(ffn.block, ffn.ls, use_conv) or nn.Identity()
     return repa.train(mlp.training)
 
 
-class _Converted(ReparameterizeMixin):
-    """A model of a class of timm's with RePa FFNs in its blocks."""
-    # create_model() builds the plain one
-    _registered = False
+def _repa_mlp_deploy(ffn: Ffn, idle_ratio: float) -> RePaMlpDeploy:
+    """The deploy structure of the size of an FFN of timm's, its weights newly initialized."""
+    mlp: Mlp = getattr(ffn.block, ffn.mlp)
+    use_conv = isinstance(mlp.fc1, nn.Conv2d)
+    take_layer_scale(ffn.block, ffn.ls, use_conv)
+    hidden_features, in_features = mlp.fc1.weight.shape[:2]
+    return RePaMlpDeploy(
+        in_features,
+        hidden_features,
+        idle_ratio=idle_ratio,
+        act_layer=lambda: mlp.act,
+        use_conv=use_conv,
+        device=mlp.fc1.weight.device,
+        dtype=mlp.fc1.weight.dtype,
+    ).train(mlp.training)
 
-    def __reduce_ex__(self, protocol: int):
-        # pickle looks classes up by their names, and those made here have none
-        return _new, (type(self).__bases__[1],), self.__dict__
 
+def use_repa_ffns(
+        model: nn.Module,
+        idle_ratio: float = 0.75,
+        idle_schedule: str = 'constant',
+        bn_momentum: float = 0.1,
+        bn_eps: float = 1e-5,
+        reparameterized: bool = False,
+) -> None:
+    """Replace the FFNs in the blocks of a timm model by RePa FFNs, in place.
 
-@cache
-def _converted_class(cls: type) -> type:
-    return type(f'RePa{cls.__name__}', (_Converted, cls), {'__module__': cls.__module__})
+    In each block a RePaMlp takes the place of the MLP and includes its norm and layer scale, whose places hold
+    identities; shortcut and stochastic depth stay the block's. Linear layers, dropout and activation are the MLP's own.
 
+    Args:
+        model: Model whose FFNs are all ``timm.layers.Mlp``.
+        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
+        idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`.
+        bn_momentum: Momentum of the BatchNorms.
+        bn_eps: Epsilon of the BatchNorms.
+        reparameterized: Use the deploy structure, with new weights, for checkpoints of a folded model.
 
-def _new(cls: type) -> nn.Module:
-    converted = _converted_class(cls)
-    return converted.__new__(converted)
+    Raises:
+        ValueError: The model has no such FFN, or others beside them, which are named; or idle_ratio or idle_schedule is
+            out of range. The model is unchanged.
+    """
+    ffns = find_ffns(model)
+    unsupported = _unsupported(model, ffns)
+    if unsupported or not ffns:
+        more = f' and {len(unsupported) - 5} more' if len(unsupported) > 5 else ''
+        raise ValueError(
+            f"Cannot convert {type(model).__name__}, nothing was changed. Its FFNs must be timm.layers.Mlp, each "
+            "between a norm and a shortcut in a block of timm's, but "
+            + (f'{", ".join(unsupported[:5])}{more}.' if unsupported else 'it has none.'))
+    ratios = idle_ratios(len(ffns), idle_ratio, idle_schedule)
+    for ffn, ratio in zip(ffns, ratios):
+        mlp = _repa_mlp_deploy(ffn, ratio) if reparameterized else _repa_mlp(ffn, ratio, bn_momentum, bn_eps)
+        setattr(ffn.block, ffn.mlp, mlp)
+        setattr(ffn.block, ffn.norm, nn.Identity())
 
 
 def convert_to_repa(
@@ -140,60 +211,38 @@ def convert_to_repa(
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
 ) -> nn.Module:
-    """Make a RePaFormer of a timm model whose FFNs are ``timm.layers.Mlp``, in place, for training (eq. 3).
+    """Turn a timm model whose FFNs are ``timm.layers.Mlp`` into a RePaFormer, in place, for training (eq. 3).
 
-    DeiT, DeiT-III, BEiT, CaiT, EVA without GLU, Swin, PoolFormer, MLP-Mixer, ResMLP, MaxViT, Hiera, ... Every weight
-    that has a place stays: both linear layers, the layer scale, dropout and stochastic depth, and as scale and shift of
-    the BatchNorms those of the norms that they replace. Idle channels and batch statistics make it another function, so
-    it has to be trained; then ``model.reparameterize()`` folds it. Shortcuts stay in the blocks, which are timm's own,
-    and so does a layer scale that is a parameter of the block (BEiT, CaiT, EVA): each costs a pass over the tokens.
-    Optimizers are to be made afterwards.
+    Supports DeiT, DeiT-III, BEiT, CaiT, EVA without GLU, Swin, PoolFormer, MLP-Mixer, ResMLP, MaxViT, Hiera and others.
+    Existing weights are kept where they have a place: both linear layers, layer scales, and the scale and shift of the
+    norms, which become those of the BatchNorms. Idle channels and batch statistics change the function, so the model
+    has to be trained; ``model.reparameterize()`` folds it afterwards. Blocks keep their shortcuts, and a layer scale
+    that is a parameter of the block (BEiT, CaiT, EVA). Create optimizers after the conversion.
 
     Args:
-        model: A timm model, not wrapped.
+        model: timm model, not wrapped.
         idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
         idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`.
         bn_momentum: Momentum of the BatchNorms.
         bn_eps: Epsilon of the BatchNorms.
 
     Returns:
-        The model, with a ``reparameterize()``.
+        The model, with a method ``reparameterize()``.
 
     Raises:
-        ValueError: There is no such FFN, or beside them there are others, GLUs for one: they are named, and the model
-            is as it was. Or it is wrapped (DDP, torch.compile, features_only), or a RePaFormer already; or idle_ratio
-            or idle_schedule is out of range.
+        TypeError: model is not a module.
+        ValueError: The model has no such FFN, or others beside them, such as GLUs, which are named; it is wrapped (DDP,
+            torch.compile, features_only) or a RePaFormer already; or idle_ratio or idle_schedule is out of range. The
+            model is unchanged.
     """
-    if isinstance(model, ReparameterizeMixin):
-        raise ValueError(f'{type(model).__name__} has structures to fold already.')
-    if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # features_only makes the latter
-        raise ValueError(f'{type(model).__name__} is a model in another one: convert it before you wrap it.')
-    found = [f for f in find_ffns(model) if getattr(f.block, f.mlp) is not None]
-    strangers = _strangers(model, found)
-    if strangers or not found:
-        raise ValueError(
-            f'Cannot convert {type(model).__name__}, nothing was changed. Its FFNs should be timm.layers.Mlp, each '
-            'between a norm and a shortcut in a block of timm\'s'
-            + (f', but {_listed(strangers)}.' if strangers else ', and it has none.'))
-    norm_args = dict(eps=bn_eps, momentum=bn_momentum)
-    ratios = idle_ratios(len(found), idle_ratio, idle_schedule)
-    converted = [
-        _repa_mlp(getattr(f.block, f.mlp), getattr(f.block, f.norm), getattr(f.block, f.ls, None), norm_args,
-                  idle_ratio=ratio)
-        for f, ratio in zip(found, ratios)
-    ]
-    for f, mlp in zip(found, converted):
-        setattr(f.block, f.mlp, mlp)
-        setattr(f.block, f.norm, nn.Identity())
-        if not isinstance(mlp.ls, nn.Identity):
-            setattr(f.block, f.ls, nn.Identity())
-    # the mixin keeps the arguments that create_model() noted elsewhere
-    created_with = model.__dict__.pop('_model_args', {})
-    model.__class__ = _converted_class(type(model))
-    model._model_args = created_with
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'model is a timm model, got {model!r}: create it with timm.create_model({model!r}).')
+    if any(True for _ in foldable_layers(model)):
+        raise ValueError(f'{type(model).__name__} has foldable layers already, it cannot be converted.')
+    if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # the latter from features_only
+        raise ValueError(f'{type(model).__name__} wraps another model: convert the model before wrapping it.')
+    use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps)
+    model.register_load_state_dict_pre_hook(check_structure)
+    # an attribute of the instance, since timm's class has no such method; a partial is copied and pickled with it
+    model.reparameterize = partial(reparameterize, model)
     return model
-
-
-def _listed(strangers: List[str]) -> str:
-    more = len(strangers) - 5
-    return ', '.join(strangers[:5]) + (f' and {more} more' if more > 0 else '')

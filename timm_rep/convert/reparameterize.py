@@ -1,89 +1,106 @@
-"""What every model of this package with a training and a deploy structure shares."""
-from typing import Any, Dict, Mapping
+"""Folding the layers of a model, and refusing checkpoints of another structure."""
+from typing import Any, Dict, Mapping, Tuple
 
 import torch
+import torch.nn as nn
 
 from timm_rep.layers import foldable_layers
 
-__all__ = ['ReparameterizeMixin']
+__all__ = ['ReparameterizeMixin', 'check_structure', 'is_reparameterized', 'reparameterize']
 
-# (structure of the checkpoint, structure of the model)
-_MISMATCH = {
-    ('training', 'deploy'):
-        'the checkpoint holds the training structure ({key}), the model has the deploy structure: load it into a model '
-        'created without reparameterized=True, then call its reparameterize().',
-    ('branches', 'deploy'):
-        'the checkpoint holds the branches of the search or CSLA structure ({key}), the model has the deploy '
-        "structure: load it into a model created with structure='search', then call its reparameterize().",
-    ('deploy', 'training'):
-        'the checkpoint holds the deploy structure ({key}), which cannot be unfolded, and the model has the training '
-        'structure: create the model with reparameterized=True to load it.',
-    ('branches', 'training'):
-        'the checkpoint holds the branches of the search or CSLA structure ({key}), the model has the target '
-        "structure: load it into a model created with structure='search'; a target model takes only the scales, "
-        'timm_rep.Scales.from_model(search_model).',
-    ('training', 'branches'):
-        'the checkpoint holds the target structure ({key}), the model has the branches of the search or CSLA '
-        "structure: load it into a model created with structure='target'.",
-}
-_MISMATCH['deploy', 'branches'] = _MISMATCH['deploy', 'training']
+
+def is_reparameterized(model: nn.Module) -> bool:
+    """Whether a model has foldable layers and all of them have the deploy structure."""
+    return {layer.structure for _, layer in foldable_layers(model)} == {'deploy'}
+
+
+def reparameterize(model: nn.Module) -> nn.Module:
+    """Fold every layer with a ``fuse()`` into its deploy structure, in place; see ReparameterizeMixin.reparameterize.
+
+    Unlike ``timm.utils.reparameterize_model``, which replaces layer after layer, it changes nothing if one fails.
+    """
+    fused = [
+        (parent, name, child.fuse())
+        for parent in model.modules() for name, child in parent.named_children() if hasattr(child, 'fuse')
+    ]
+    for parent, name, layer in fused:
+        setattr(parent, name, layer)
+    return model
+
+
+def check_structure(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args) -> None:
+    """Refuse a state dict of another structure than the model's; a load_state_dict pre-hook.
+
+    It runs before any layer of the model has loaded anything.
+
+    Raises:
+        RuntimeError: The structures differ; the message says what to do.
+    """
+    for name, layer in foldable_layers(model, prefix.rstrip('.')):
+        found = layer.structures_in(state_dict, f'{name}.')
+        if found and layer.structure not in found:
+            key = next(k for k in state_dict if k.startswith(f'{name}.'))
+            raise RuntimeError(
+                f'Cannot load into {type(model).__name__}: the checkpoint has the {" or ".join(found)} structure '
+                f'({key!r}), the model has the {layer.structure} structure. '
+                + _advice(found, layer.structure, hasattr(type(model), 'reparameterized')))
+
+
+def _advice(found: Tuple[str, ...], own: str, registered: bool) -> str:
+    if own == 'deploy':
+        created = f'structure={found[0]!r}' if found != ('training',) else 'its training structure'
+        return f'Load it into a model created with {created}, then call its reparameterize().'
+    if found == ('deploy',):
+        return 'A folded checkpoint cannot be unfolded: ' + (
+            'create the model with reparameterized=True to load it.' if registered else
+            'convert a model with the same arguments, call its reparameterize(), then load it.')
+    if own == 'target':
+        return (
+            f'Load it into a model created with structure={found[0]!r}; a target model takes only its scales, '
+            'timm_rep.Scales.from_model(model).')
+    return f'Load it into a model created with structure={found[0]!r}.'
 
 
 class ReparameterizeMixin:
-    """Adds ``reparameterize()`` to a timm model whose layers have ``fuse()``, and keeps its structures apart."""
+    """Adds ``reparameterize()`` to a timm model whose layers have ``fuse()``, and refuses checkpoints of others."""
 
     __jit_unused_properties__ = ('reparameterized', '_model_args')
-    _registered = True  # whether create_model() takes reparameterized=True
 
     @property
     def reparameterized(self) -> bool:
         """Whether the model has the deploy structure."""
-        return {layer.structure for _, layer in foldable_layers(self)} == {'deploy'}
+        return is_reparameterized(self)
 
     @torch.jit.ignore
     def reparameterize(self):
-        """Fold the training structure into the deploy structure, in place; same function as in eval mode.
+        """Fold the model into its deploy structure, in place; the function is the same as in eval mode.
 
-        Folds running statistics whatever the mode, in float64 (RePaFormer, eq. 4-7). On a folded model it does
-        nothing. ``timm.utils.reparameterize_model(model)`` does the same to a copy.
+        Running statistics are folded whatever the mode, in float64 (RePaFormer, eq. 4-7). A folded model stays as it
+        is. ``timm.utils.reparameterize_model(model)`` does the same to a copy.
 
         Returns:
             The model.
 
         Raises:
-            ValueError: A BatchNorm has no running statistics; the model is as it was.
-            OverflowError: A folded weight does not fit the dtype of the model; the model is as it was.
+            ValueError: A BatchNorm has no running statistics; the model is unchanged.
+            OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
         """
-        # timm's utility replaces layer after layer, and would leave a model half folded where one of them fails
-        fused = [
-            (parent, name, child.fuse())
-            for parent in self.modules() for name, child in parent.named_children() if hasattr(child, 'fuse')
-        ]
-        for parent, name, layer in fused:
-            setattr(parent, name, layer)
-        return self
+        return reparameterize(self)
 
-    # timm's save_for_hf() and push_to_hf_hub() write these into config.json, and create_model() builds from them: a
-    # folded model must say that it is, also when timm's own utility, which sees only its layers, folded it.
+    # timm's save_for_hf() and push_to_hf_hub() write these arguments into config.json, and create_model() builds the
+    # model from them. A property, since timm's reparameterize_model() folds the layers without calling the model.
     @property
     def _model_args(self) -> Dict[str, Any]:
-        args = dict(self.__dict__.get('_created_with', {}))
-        if self._registered and self.reparameterized:
+        args = dict(self.__dict__.get('_creation_args', {}))
+        if self.reparameterized:
             args['reparameterized'] = True
         return args
 
     @_model_args.setter
     def _model_args(self, args: Mapping[str, Any]) -> None:
-        # what it started from is not part of what it is
-        self._created_with = {name: value for name, value in args.items() if name != 'weight_select'}
+        # the teacher of the initialization does not describe the model
+        self._creation_args = {name: value for name, value in args.items() if name != 'weight_select'}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # runs before any layer of this model has loaded anything, though perhaps after what a wrapper has beside it
-        for name, layer in foldable_layers(self, prefix.rstrip('.')):
-            found = layer.structure_in(state_dict, f'{name}.')
-            if found is not None and found != layer.structure:
-                key = next(k for k in state_dict if k.startswith(f'{name}.'))
-                raise RuntimeError(
-                    f'Cannot load into {type(self).__name__}: '
-                    + _MISMATCH[found, layer.structure].format(key=repr(key)))
+        check_structure(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

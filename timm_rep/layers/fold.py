@@ -72,17 +72,10 @@ class Affine(NamedTuple):
         """``x -> self(inner(x))`` (RePaFormer, eq. 6 and 9)."""
         return Affine(self.weight @ inner.weight, self.bias + self.weight @ inner.bias)
 
-    def scaled(self, gamma: Union[float, torch.Tensor]) -> 'Affine':
-        """``x -> gamma * self(x)``, gamma a number or of shape (out,): a residual or a layer scale."""
-        if not isinstance(gamma, torch.Tensor):
-            return Affine(self.weight * gamma, self.bias * gamma)
+    def scaled(self, gamma: torch.Tensor) -> 'Affine':
+        """``x -> gamma * self(x)``, gamma of shape (out,): a layer scale."""
         gamma = _wide(gamma)
         return Affine(self.weight * gamma[:, None], self.bias * gamma)
-
-    def plus_identity(self) -> 'Affine':
-        """``x -> self(x) + x``: a shortcut (RePaFormer, eq. 6)."""
-        return Affine(self.weight + torch.eye(*self.weight.shape, dtype=torch.float64, device=self.weight.device),
-                      self.bias)
 
     def outputs(self, start: int, stop: Optional[int] = None) -> 'Affine':
         """The output channels ``start:stop`` only."""

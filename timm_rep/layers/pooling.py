@@ -1,13 +1,13 @@
-"""PoolFormer's pooling, and its token mixer with a BatchNorm: norm, pooling, layer scale and shortcut in a convolution.
+"""PoolFormer's pooling, and its token mixer with a BatchNorm, which folds into one convolution.
 
-Beyond the RePaFormer paper, which folds the FFNs only; pooling is linear too.
+Beyond the RePaFormer paper, which folds only the FFNs: pooling is linear as well.
 """
-from typing import Any, Mapping, Optional, Type
+from typing import Any, Mapping, Optional, Tuple, Type
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import DropPath, LayerScale2d
+from timm.layers import LayerScale2d
 from torch.jit import Final
 
 from .fold import Affine, batch_norm_scale_shift
@@ -16,15 +16,15 @@ __all__ = ['RePaPooling', 'RePaPoolingDeploy', 'WindowAvgPool2d', 'check_pool_si
 
 
 def check_pool_size(pool_size: int) -> None:
-    """Raises a ValueError if a window of this side has no middle."""
+    """Raise a ValueError if a window of this side length has no centre."""
     if pool_size < 1 or pool_size % 2 == 0:
-        raise ValueError(f'pool_size is the side of a window around each token, so it is odd, got {pool_size}.')
+        raise ValueError(f'pool_size is the side of a window centred on each token, an odd number, got {pool_size}.')
 
 
-def _eager_on_cpu(x: torch.Tensor) -> bool:
-    """Whether operations run one by one as they are called, on a CPU: nobody records, fuses or exports them.
+def _is_eager_on_cpu(x: torch.Tensor) -> bool:
+    """Whether x is processed in eager mode on a CPU in float32 or float64: not traced, compiled or exported.
 
-    In full precision: a convolution rounds more often than a pooling, and is no faster in half.
+    Half precision is excluded: a convolution rounds more often than a pooling, and is not faster there.
     """
     return (
         isinstance(x, torch.Tensor) and x.device.type == 'cpu' and x.ndim == 4
@@ -34,14 +34,15 @@ def _eager_on_cpu(x: torch.Tensor) -> bool:
 
 
 def _window_coverage(x: torch.Tensor, pool_size: int) -> torch.Tensor:
-    """(1, 1, H, W): how much of the window around each position of x is in the image, 1 but at the border."""
+    """(1, 1, H, W): share of the window around each position that lies inside the image, 1 except near the border."""
     return F.avg_pool2d(torch.ones_like(x[:1, :1]), pool_size, stride=1, padding=pool_size // 2)
 
 
 def _renormalize_border_(y: torch.Tensor, pool_size: int) -> torch.Tensor:
-    """Sums over windows that count zeros outside the image as means of what is inside, in place: only a border changes.
+    """Turn zero-padded window means into means over the positions inside the image, in place.
 
-    The share of a window in the image is that of its rows times that of its columns.
+    The coverage of a window is the product of those of its rows and columns, so only the border is multiplied, once
+    per dimension.
     """
     reach = pool_size // 2
     for dim in (2, 3):
@@ -56,11 +57,10 @@ def _renormalize_border_(y: torch.Tensor, pool_size: int) -> torch.Tensor:
 
 
 class WindowAvgPool2d(nn.Module):
-    """PoolFormer's pooling: the mean of the tokens in a window around each one, of those inside the image.
+    """PoolFormer's pooling: ``nn.AvgPool2d`` of stride 1 with ``count_include_pad=False``.
 
-    ``nn.AvgPool2d`` of stride 1 that does not count its padding. On a CPU, in float32 and not compiled, as a depthwise
-    convolution, which takes a fraction of the time of torch's pooling there (``scripts/bench.py poolformer``).
-    Input and output: (N, dim, H, W), in either memory format.
+    In eager mode on a CPU in float32 it runs as a depthwise convolution, several times as fast as torch's pooling there
+    (``scripts/bench.py poolformer``). Input and output: (N, dim, H, W), in either memory format.
     """
     kernel_size: Final[int]
 
@@ -70,7 +70,7 @@ class WindowAvgPool2d(nn.Module):
             kernel_size: Side of the window, odd.
 
         Raises:
-            ValueError: The window has no middle.
+            ValueError: The window has no centre.
         """
         check_pool_size(kernel_size)
         super().__init__()
@@ -79,8 +79,8 @@ class WindowAvgPool2d(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = self.kernel_size
         if not torch.jit.is_scripting():
-            # the gradient of torch's pooling is the faster one in channels-last
-            if _eager_on_cpu(x) and (x.is_contiguous() or not x.requires_grad):
+            # in channels-last the backward pass of torch's pooling is faster than that of the convolution
+            if _is_eager_on_cpu(x) and (x.is_contiguous() or not x.requires_grad):
                 weight = x.new_full((x.shape[1], 1, size, size), 1 / size ** 2)
                 return _renormalize_border_(F.conv2d(x, weight, padding=size // 2, groups=x.shape[1]), size)
         return F.avg_pool2d(x, size, stride=1, padding=size // 2, count_include_pad=False)
@@ -89,23 +89,21 @@ class WindowAvgPool2d(nn.Module):
         return f'kernel_size={self.kernel_size}'
 
 
-def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
-    """Which form of the mixer a state dict holds under ``prefix``: 'training', 'deploy', or None if neither."""
+def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
+    """Structures of the mixer that the entries of a state dict under ``prefix`` belong to."""
     if f'{prefix}norm.running_mean' in state_dict:
-        return 'training'
-    if f'{prefix}conv.weight' in state_dict:
-        return 'deploy'
-    return None
+        return ('training',)
+    return ('deploy',) if f'{prefix}conv.weight' in state_dict else ()
 
 
 class RePaPooling(nn.Module):
-    """The training form: ``x + drop_path(layer_scale(pool(y) - y))`` with ``y = BN(x)``.
+    """Training structure of the token mixer: norm, pooling and layer scale, without the shortcut.
 
-    The pooling is PoolFormer's: the mean of the neighbours inside the image. Input and output: (N, dim, H, W), in
-    either memory format.
+    ``layer_scale(pool(y) - y)`` with ``y = BN(x)``. In a block it takes the place of norm, token mixer and layer scale;
+    the block adds the shortcut. Input and output: (N, dim, H, W), in either memory format.
     """
     structure = 'training'
-    structure_in = staticmethod(_structure_in)
+    structures_in = staticmethod(_structures_in)
 
     def __init__(
             self,
@@ -113,42 +111,39 @@ class RePaPooling(nn.Module):
             pool_size: int = 3,
             norm_layer: Type[nn.Module] = nn.BatchNorm2d,
             init_values: Optional[float] = None,
-            drop_path: float = 0.,
             device=None,
             dtype=None,
     ):
         """
         Args:
-            dim: Channels.
+            dim: Number of channels.
             pool_size: Side of the window, odd.
             norm_layer: BatchNorm.
             init_values: Initial layer scale; no layer scale if None or 0.
-            drop_path: Stochastic depth rate.
 
         Raises:
-            ValueError: The window has no middle.
+            ValueError: The window has no centre.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         self.pool = WindowAvgPool2d(pool_size)
         self.norm = norm_layer(dim, **dd)
         self.ls = LayerScale2d(dim, init_values=init_values, **dd) if init_values else nn.Identity()
-        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        return x + self.drop_path(self.ls(self.pool(y) - y))
+        return self.ls(self.pool(y) - y)
 
     @torch.jit.ignore
     @torch.no_grad()
     def fuse(self) -> 'RePaPoolingDeploy':
-        """The same function in eval mode as a new module of deploy form, whatever mode this one is in.
+        """The deploy structure with the same function as in eval mode, as a new module.
 
         Raises:
             ValueError: The BatchNorm has no running statistics.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
-        # a mean of neighbours leaves the shift of the norm as it is, and the difference takes it away again
+        # the shift of the norm cancels: pooling keeps a constant, which the difference removes
         scale, _ = batch_norm_scale_shift(self.norm)
         if isinstance(self.ls, LayerScale2d):
             scale = scale * self.ls.gamma.to(scale)
@@ -161,24 +156,24 @@ class RePaPooling(nn.Module):
 
 
 class RePaPoolingDeploy(nn.Module):
-    """The deploy form: one depthwise convolution, corrected where its window leaves the image.
+    """Deploy structure of the token mixer: one depthwise convolution with a corrected border.
 
-    ``(1 - c) x + conv(x) / inside``: every entry of a channel's kernel is c / window, where c is the norm's scale times
-    the layer scale; ``inside`` is the share of the window in the image, 1 but at the border, where the convolution
-    counts zeros. Input and output: (N, dim, H, W), in either memory format.
+    ``conv(x) / coverage - c x``, where every entry of a channel's kernel is c / window size, c is the scale of the norm
+    times the layer scale, and the coverage is the share of the window inside the image. Input and output:
+    (N, dim, H, W), in either memory format.
     """
     structure = 'deploy'
-    structure_in = staticmethod(_structure_in)
+    structures_in = staticmethod(_structures_in)
     pool_size: Final[int]
 
     def __init__(self, dim: int, pool_size: int = 3, device=None, dtype=None):
         """
         Args:
-            dim: Channels.
+            dim: Number of channels.
             pool_size: Side of the window, odd.
 
         Raises:
-            ValueError: The window has no middle.
+            ValueError: The window has no centre.
         """
         check_pool_size(pool_size)
         super().__init__()
@@ -187,10 +182,9 @@ class RePaPoolingDeploy(nn.Module):
             dim, dim, pool_size, padding=pool_size // 2, groups=dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # a few numbers: one a channel, one a position
-        keep = 1 - self.conv.weight.sum(dim=(1, 2, 3)).view(-1, 1, 1)
+        minus_c = -self.conv.weight.sum(dim=(1, 2, 3)).view(-1, 1, 1)
         if not torch.jit.is_scripting():
-            # what is changed in place is to be nobody else's
-            if _eager_on_cpu(x) and not torch.is_grad_enabled() and not self.conv._forward_hooks:
-                return torch.addcmul(_renormalize_border_(self.conv(x), self.pool_size), x, keep)
-        return torch.addcmul(x * keep, self.conv(x), 1 / _window_coverage(x, self.pool_size))
+            # in place only where the convolution's output has no other user
+            if _is_eager_on_cpu(x) and not torch.is_grad_enabled() and not self.conv._forward_hooks:
+                return _renormalize_border_(self.conv(x), self.pool_size).addcmul_(x, minus_c)
+        return torch.addcmul(x * minus_c, self.conv(x), 1 / _window_coverage(x, self.pool_size))

@@ -5,11 +5,11 @@
 import math
 import sys
 from functools import partial
-from typing import Any, List, Mapping, Optional, Type
+from typing import Any, List, Mapping, Optional, Tuple, Type
 
 import torch
 import torch.nn as nn
-from timm.layers import DropPath, LayerScale, LayerScale2d
+from timm.layers import LayerScale, LayerScale2d
 from torch.jit import Final
 
 from .fold import Affine
@@ -19,10 +19,10 @@ __all__ = ['ChannelIdle', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_r
 
 
 def active_channels(channels: int, idle_ratio: float) -> int:
-    """How many of ``channels`` are activated: ``ceil(channels * (1 - idle_ratio))``, the first ones.
+    """Number of activated channels: ``ceil(channels * (1 - idle_ratio))``. They come first.
 
-    In floating point, as the released implementation has it and its checkpoints need it: where ``1 - idle_ratio`` is
-    rounded up the result can be one more than on paper, 33 of 192 channels for the ratio 5 / 6.
+    The product is computed in floating point, as in the released implementation, whose checkpoints depend on it: where
+    ``1 - idle_ratio`` rounds up, the result can exceed the exact one by 1 (33 of 192 channels for the ratio 5 / 6).
 
     Raises:
         ValueError: The ratio is not in [0, 1].
@@ -34,16 +34,19 @@ def active_channels(channels: int, idle_ratio: float) -> int:
 
 
 def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'constant') -> List[float]:
-    """The idle ratio of every block.
+    """Idle ratio of every block.
 
     Args:
         depth: Number of blocks D.
-        idle_ratio: The ratio r.
+        idle_ratio: Ratio r.
         idle_schedule: 'constant', r in every block; or 'linear', ``(2r - 1) + (2 - 2r) / (D - 1) * (i + 1)`` in block
-            i < D - 1 and 0 in the last, as in the released implementation.
+            i < D - 1 and 0 in the last block, as in the released implementation.
+
+    Returns:
+        One ratio per block.
 
     Raises:
-        ValueError: The schedule is unknown, or a block's ratio would not be in [0, 1].
+        ValueError: The schedule is unknown, or the ratio of a block is not in [0, 1].
     """
     if idle_schedule == 'constant':
         ratios = [idle_ratio] * depth
@@ -60,9 +63,9 @@ def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'cons
 
 
 class ChannelIdle(nn.Module):
-    """An activation on the first channels only, the rest idle (eq. 3).
+    """Activation applied to the first channels; the remaining ones are idle and pass through (eq. 3).
 
-    Input and output: (..., channels), or with the channels at another ``dim``; any dtype the activation takes.
+    Input and output: (..., channels), or with the channels at another ``dim``; any dtype the activation supports.
     """
     dim: Final[int]
 
@@ -76,9 +79,12 @@ class ChannelIdle(nn.Module):
         """
         Args:
             channels: Number of channels.
-            idle_ratio: Share of the channels that pass through, from 0 to 1.
+            idle_ratio: Share of the channels that skip the activation, from 0 to 1.
             act_layer: Element-wise activation.
-            dim: Dimension of the channels.
+            dim: Channel dimension.
+
+        Raises:
+            ValueError: The ratio is not in [0, 1].
         """
         super().__init__()
         self.dim = dim
@@ -99,23 +105,24 @@ class ChannelIdle(nn.Module):
         return f'active={self.active_channels}, idle={self.channels - self.active_channels}'
 
 
-def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
-    """Which form of the FFN a state dict holds under ``prefix``: 'training', 'deploy', or None if neither."""
+def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
+    """Structures of the FFN that the entries of a state dict under ``prefix`` belong to."""
     if f'{prefix}norm1.running_mean' in state_dict:
-        return 'training'
-    if f'{prefix}fc_in.weight' in state_dict or f'{prefix}shortcut.weight' in state_dict:
-        return 'deploy'
-    return None
+        return ('training',)
+    if f'{prefix}fc_in.weight' in state_dict or f'{prefix}fc_idle.weight' in state_dict:
+        return ('deploy',)
+    return ()
 
 
-_PLAIN = (
+# layer types whose forward() is known, so that the fused path may bypass it
+_KNOWN_LAYERS = (
     nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, ChannelIdle, nn.Dropout, nn.Identity)
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer does what its class does, and nobody watches: an adapter or a hook is to see its input."""
+def _is_unmodified(layer: nn.Module) -> bool:
+    """Whether a layer is of a known type, with no hooks registered and its forward() not replaced (by an adapter)."""
     return (
-        type(layer) in _PLAIN and 'forward' not in layer.__dict__
+        type(layer) in _KNOWN_LAYERS and 'forward' not in layer.__dict__
         and not layer._forward_hooks and not layer._forward_pre_hooks
         and not layer._backward_hooks and not layer._backward_pre_hooks
     )
@@ -126,17 +133,16 @@ def _linear_layer(use_conv: bool):
 
 
 class RePaMlp(nn.Module):
-    """The training form of the RePaFormer FFN, normalization and shortcut included (eq. 3).
+    """Training structure of the RePaFormer FFN: both norms and the layer scale, without the shortcut (eq. 3).
 
-    ``x + residual_scale * drop_path(layer_scale(fc2(BN(channel_idle(fc1(BN(x)))))))``, or without ``x``. Both
-    BatchNorms take their statistics over all tokens of all images. Input and output: (..., in_features), channels last;
-    with ``use_conv`` (N, in_features, H, W), in either memory format.
+    ``layer_scale(fc2(BN(channel_idle(fc1(BN(x))))))``, with the dropout of timm's Mlp. In a block it takes the place of
+    norm, MLP and layer scale; the block adds the shortcut. Both BatchNorms take their statistics over all tokens of all
+    images. Input and output: (..., in_features), channels last; with ``use_conv`` (N, in_features, H, W), in either
+    memory format.
     """
     structure = 'training'
-    structure_in = staticmethod(_structure_in)
+    structures_in = staticmethod(_structures_in)
     use_conv: Final[bool]
-    shortcut: Final[bool]
-    residual_scale: Final[float]
 
     def __init__(
             self,
@@ -149,31 +155,25 @@ class RePaMlp(nn.Module):
             drop: float = 0.,
             use_conv: bool = False,
             init_values: Optional[float] = None,
-            drop_path: float = 0.,
-            residual_scale: float = 1.,
-            shortcut: bool = True,
             device=None,
             dtype=None,
     ):
         """
         Args:
-            in_features: Channels C of input and output.
-            hidden_features: Hidden channels, in_features if None.
+            in_features: Number C of input and output channels.
+            hidden_features: Number of hidden channels, in_features if None.
             idle_ratio: Share of the hidden channels that skip the activation, from 0 to 1.
             act_layer: Element-wise activation.
-            norm_layer: BatchNorm over the channels of a (tokens, channels) tensor, with use_conv of an image; by
-                default torch's for either.
-            bias: Biases of both linear layers.
+            norm_layer: BatchNorm of a (tokens, channels) tensor, with use_conv of an image. BatchNorm1d or BatchNorm2d
+                by default.
+            bias: Whether both linear layers have a bias.
             drop: Dropout rate after the activation and after the second linear layer.
-            use_conv: Channels second, the linear layers as 1 x 1 convolutions, as in timm's Mlp.
+            use_conv: Use 1 x 1 convolutions as linear layers, as in timm's Mlp.
             init_values: Initial layer scale; no layer scale if None or 0.
-            drop_path: Stochastic depth rate.
-            residual_scale: Constant factor of the branch beside the shortcut.
-            shortcut: Whether to add x; False where a block does that itself.
 
         Raises:
             ValueError: The ratio is not in [0, 1].
-            TypeError: The norm layer is no BatchNorm, so it could not be folded.
+            TypeError: norm_layer is not a BatchNorm, so it could not be folded.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
@@ -183,8 +183,6 @@ class RePaMlp(nn.Module):
         ls_layer = LayerScale2d if use_conv else LayerScale
         self.idle_ratio = idle_ratio
         self.use_conv = use_conv
-        self.residual_scale = residual_scale
-        self.shortcut = shortcut
         self.norm1 = norm_layer(in_features, **dd)
         self.fc1 = linear_layer(in_features, hidden_features, bias=bias, **dd)
         self.act = ChannelIdle(hidden_features, idle_ratio, act_layer, dim=1 if use_conv else -1)
@@ -193,17 +191,16 @@ class RePaMlp(nn.Module):
         self.fc2 = linear_layer(hidden_features, in_features, bias=bias, **dd)
         self.drop2 = nn.Dropout(drop)
         self.ls = ls_layer(in_features, init_values=init_values, **dd) if init_values else nn.Identity()
-        self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
         if not isinstance(self.norm1, nn.modules.batchnorm._BatchNorm):
             raise TypeError(
-                f'RePaMlp folds its norms into its linear layers, which only a BatchNorm allows: norm_layer builds '
-                f'{type(self.norm1).__name__}, pass nn.BatchNorm1d or a partial of it.')
+                f'RePaMlp folds its norms into its linear layers, which requires a BatchNorm: norm_layer builds '
+                f'{type(self.norm1).__name__}, pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of it.')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.jit.is_scripting() and not torch.jit.is_tracing() and self._can_fuse_idle(x):
             y = self._forward_fused(x)
         else:
-            # BatchNorm wants its channels second: with all tokens in one axis they are, without a copy
+            # BatchNorm1d expects the channels second: flattening the tokens into one axis avoids a transposed copy
             y = self.norm1(x if self.use_conv else x.reshape(-1, x.shape[-1]))
             y = self.fc1(y)
             y = self.act(y)
@@ -212,22 +209,22 @@ class RePaMlp(nn.Module):
             y = self.fc2(y)
             if not self.use_conv:
                 y = y.view(x.shape)
-        y = self.drop2(y)
-        y = self.drop_path(self.ls(y))
-        return torch.add(x, y, alpha=self.residual_scale) if self.shortcut else y * self.residual_scale
+        return self.ls(self.drop2(y))
 
     @torch.jit.unused
     def _can_fuse_idle(self, x: torch.Tensor) -> bool:
-        """Whether the idle channels can be, and had better be, one matrix."""
+        """Whether the fused path applies to this input and is expected to be faster."""
         norms, layers = (self.norm1, self.norm2), (self.norm1, self.fc1, self.act, self.drop1, self.norm2, self.fc2)
-        # first, for a frozen norm or an adapter need not have what is asked of it below
-        if not (self.training and use_fused_idle() and isinstance(x, torch.Tensor) and all(map(_is_plain, layers))):
+        # checked first: a frozen norm or an adapter may lack the attributes used below
+        if not (
+            self.training and use_fused_idle() and isinstance(x, torch.Tensor) and all(map(_is_unmodified, layers))
+        ):
             return False
         active, hidden, channels = self.act.active_channels, self.act.channels, self.fc1.weight.shape[1]
         if not 0 < active < hidden:
             return False
         group = sync_group(self.norm1)
-        # the processes have to agree, and not all of them may have as many tokens
+        # processes that share statistics must choose the same path, and their numbers of tokens may differ
         tokens = x.numel() // channels if group is None else sys.maxsize
         return (
             fused_idle_is_faster(tokens, channels, hidden - active)
@@ -247,13 +244,14 @@ class RePaMlp(nn.Module):
         if not self.use_conv:
             return y
         y = y.movedim(-1, 1)
-        # with a shortcut its layout counts
-        return y if self.shortcut or not x.is_contiguous() else y.contiguous()
+        return y.contiguous() if x.is_contiguous() else y
 
     @torch.jit.ignore
     @torch.no_grad()
     def fuse(self) -> 'RePaMlpDeploy':
-        """The same function in eval mode as a new module of deploy form (eq. 4-7), whatever mode this one is in.
+        """The deploy structure with the same function as in eval mode (eq. 4-7), as a new module.
+
+        Running statistics are folded whatever the mode of this module.
 
         Raises:
             ValueError: A BatchNorm has no running statistics.
@@ -261,7 +259,7 @@ class RePaMlp(nn.Module):
         """
         active, hidden_features = self.act.active_channels, self.act.channels
         fc_in = Affine.from_linear(self.fc1).after_norm(self.norm1)
-        fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2).scaled(self.residual_scale)
+        fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2)
         if isinstance(self.ls, (LayerScale, LayerScale2d)):
             fc_out = fc_out.scaled(self.ls.gamma)
 
@@ -270,14 +268,10 @@ class RePaMlp(nn.Module):
             hidden_features,
             idle_ratio=self.idle_ratio,
             use_conv=self.use_conv,
-            shortcut=self.shortcut,
-            device='meta',  # nothing to initialize, and no random numbers drawn
+            device='meta',  # every parameter is replaced below, so no random numbers are drawn
         )
         if active < hidden_features:
-            idle = fc_out.inputs(active).after(fc_in.outputs(active))
-            if self.shortcut:
-                idle = idle.plus_identity()
-            idle.write_to(deploy.shortcut, like=self.fc2.weight)
+            fc_out.inputs(active).after(fc_in.outputs(active)).write_to(deploy.fc_idle, like=self.fc2.weight)
         if active > 0:
             fc_in.outputs(0, active).write_to(deploy.fc_in, like=self.fc1.weight)
             fc_out.inputs(0, active).write_to(deploy.fc_out, like=self.fc2.weight)
@@ -286,17 +280,18 @@ class RePaMlp(nn.Module):
 
 
 class RePaMlpDeploy(nn.Module):
-    """The deploy form of the RePaFormer FFN: at most three small matrices (eq. 7).
+    """Deploy structure of the RePaFormer FFN: at most three small matrices (eq. 7), without the shortcut.
 
-    ``fc_out(act(fc_in(x))) + shortcut(x)``. Without idle channels the shortcut is the identity, without active ones
-    there is only the shortcut. Input and output: (..., in_features), channels last; with ``use_conv``
-    (N, in_features, H, W). Three plain linear layers: forms with fewer products, which hooks, adapters and quantization
-    would not find, measure at most a few percent faster (``scripts/bench.py deploy-ffn``).
+    ``fc_out(act(fc_in(x))) + fc_idle(x)``; ``fc_idle`` is missing without idle channels, ``fc_in`` and ``fc_out``
+    without active ones. The identity of the shortcut is not added to ``fc_idle``: the block's own addition costs little
+    (``scripts/bench.py deploy-ffn``), and in int8 the identity's quantization step would swallow the entries beside it.
+    Three plain linear layers, which hooks, adapters and quantization find. Input and output: (..., in_features),
+    channels last; with ``use_conv`` (N, in_features, H, W).
     """
     structure = 'deploy'
-    structure_in = staticmethod(_structure_in)
+    structures_in = staticmethod(_structures_in)
     has_active: Final[bool]
-    has_shortcut: Final[bool]
+    has_idle: Final[bool]
 
     def __init__(
             self,
@@ -305,18 +300,16 @@ class RePaMlpDeploy(nn.Module):
             idle_ratio: float = 0.75,
             act_layer: Type[nn.Module] = nn.GELU,
             use_conv: bool = False,
-            shortcut: bool = True,
             device=None,
             dtype=None,
     ):
         """
         Args:
-            in_features: Channels C of input and output.
-            hidden_features: Hidden channels of the training form, in_features if None.
-            idle_ratio: Share of them that skips the activation, from 0 to 1.
+            in_features: Number C of input and output channels.
+            hidden_features: Number of hidden channels of the training structure, in_features if None.
+            idle_ratio: Share of the hidden channels that skip the activation, from 0 to 1.
             act_layer: Element-wise activation.
-            use_conv: Channels second, the linear layers as 1 x 1 convolutions.
-            shortcut: Whether x is added.
+            use_conv: Use 1 x 1 convolutions as linear layers.
 
         Raises:
             ValueError: The ratio is not in [0, 1].
@@ -325,19 +318,20 @@ class RePaMlpDeploy(nn.Module):
         super().__init__()
         hidden_features = hidden_features or in_features
         active_features = active_channels(hidden_features, idle_ratio)
-        has_idle = active_features < hidden_features
         linear_layer = _linear_layer(use_conv)
         self.has_active = active_features > 0
+        self.has_idle = active_features < hidden_features
         if self.has_active:
             self.fc_in = linear_layer(in_features, active_features, **dd)
             self.act = act_layer()
-            self.fc_out = linear_layer(active_features, in_features, bias=not has_idle, **dd)
-        self.has_shortcut = has_idle or shortcut
-        if self.has_shortcut:
-            self.shortcut = linear_layer(in_features, in_features, **dd) if has_idle else nn.Identity()
+            self.fc_out = linear_layer(active_features, in_features, bias=not self.has_idle, **dd)
+        if self.has_idle:
+            self.fc_idle = linear_layer(in_features, in_features, **dd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.has_active:
-            return self.shortcut(x)
+            return self.fc_idle(x)
         y = self.fc_out(self.act(self.fc_in(x)))
-        return y + self.shortcut(x) if self.has_shortcut else y
+        if self.has_idle:
+            y = y + self.fc_idle(x)
+        return y

@@ -1,4 +1,7 @@
-"""The structures of a model: which of its layers have several, and which a state dict holds."""
+"""Layers with several structures, and the structures that a state dict holds.
+
+A RePa layer has the structure 'training' or 'deploy', a RepOpt layer 'target', 'search', 'csla' or 'deploy'.
+"""
 from typing import Any, Iterator, Mapping, Tuple
 
 import torch.nn as nn
@@ -7,12 +10,16 @@ __all__ = ['foldable_layers', 'holds_structure']
 
 
 def foldable_layers(module: nn.Module, prefix: str = '') -> Iterator[Tuple[str, nn.Module]]:
-    """The layers that have several structures and know them: ``structure``, ``structure_in(state_dict, prefix)``."""
+    """The layers of a model that can be folded or are, by name.
+
+    They have an attribute ``structure`` and a method ``structures_in(state_dict, prefix)``: the structures that the
+    entries of a state dict under the prefix belong to, none if there are no such entries.
+    """
     for name, layer in module.named_modules(prefix=prefix):
-        if hasattr(layer, 'structure_in'):
+        if hasattr(layer, 'structures_in'):
             yield name, layer
 
 
 def holds_structure(model: nn.Module, state_dict: Mapping[str, Any], structure: str) -> bool:
-    """Whether a state dict, of this package's layout, holds a layer of the model in this structure."""
-    return any(layer.structure_in(state_dict, f'{name}.') == structure for name, layer in foldable_layers(model))
+    """Whether a state dict in the key layout of this package holds a layer of the model in this structure."""
+    return any(structure in layer.structures_in(state_dict, f'{name}.') for name, layer in foldable_layers(model))

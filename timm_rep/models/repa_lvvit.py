@@ -24,7 +24,7 @@ __all__ = ['LvVit', 'RePaLvVit']
 
 
 class ConvPatchEmbed(PatchEmbed):
-    """Patches embedded by three convolutions of half the resolution and a projection."""
+    """Patch embedding by three convolutions at half the resolution and a projection."""
 
     def __init__(
             self,
@@ -40,8 +40,8 @@ class ConvPatchEmbed(PatchEmbed):
     ):
         """
         Args:
-            stem_width: Channels of the convolutions.
-            kwargs: The other arguments of timm's PatchEmbed.
+            stem_width: Number of channels of the convolutions.
+            kwargs: Other arguments of timm's PatchEmbed.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__(img_size, patch_size, in_chans, embed_dim, bias=bias, **dd, **kwargs)
@@ -68,7 +68,8 @@ class ConvPatchEmbed(PatchEmbed):
 
 
 class LvVitBlock(Block):
-    """timm's block, its branches scaled by a constant beside their shortcuts."""
+    """timm's block with its branches scaled by a constant before they are added to the shortcut."""
+    ffn_names = ('norm2', 'mlp', 'ls2')
     residual_scale: Final[float]
 
     def __init__(self, *args, residual_scale: float, **kwargs):
@@ -86,14 +87,8 @@ class LvVitBlock(Block):
         return torch.add(x, self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), alpha=self.residual_scale)
 
 
-def _residual_scale(skip_lam: float) -> float:
-    if not skip_lam > 0:
-        raise ValueError(f'skip_lam divides the branches beside the shortcuts, so it is positive, got {skip_lam}.')
-    return 1 / skip_lam
-
-
 class TokenLabelMixin:
-    """What makes a timm VisionTransformer an LV-ViT: its stem, and a classifier of every token beside that of all.
+    """Stem and heads of LV-ViT for a timm VisionTransformer: a convolutional stem, and a classifier of every token.
 
     The logits are ``head(class token) + 0.5 * max over tokens of aux_head(token)``.
     """
@@ -106,12 +101,25 @@ class TokenLabelMixin:
             qkv_bias: bool = False,
             embed_layer: Type[nn.Module] = ConvPatchEmbed,
             norm_layer: Optional[LayerType] = None,
+            skip_lam: float = 2.,
             return_dense: bool = True,
             device=None,
             dtype=None,
             **kwargs,
     ):
+        """
+        Args:
+            skip_lam: Divisor of the branches before they are added to the shortcut, positive.
+            return_dense: Whether there is a classifier of every token.
+            kwargs: Other arguments of timm's VisionTransformer, except block_fn.
+
+        Raises:
+            ValueError: skip_lam is not positive.
+        """
+        if not skip_lam > 0:
+            raise ValueError(f'skip_lam divides the branches of the blocks, so it must be positive, got {skip_lam}.')
         super().__init__(
+            block_fn=partial(LvVitBlock, residual_scale=1 / skip_lam),
             mlp_ratio=mlp_ratio,
             qkv_bias=qkv_bias,
             embed_layer=embed_layer,
@@ -143,9 +151,9 @@ class TokenLabelMixin:
 
     @torch.jit.ignore
     def set_token_labeling(self, enable: bool = True) -> None:
-        """Whether a forward pass in training returns both logits, for a loss with token labels.
+        """Set whether a forward pass in training mode returns two tensors of logits, for a loss with token labels.
 
-        They are those of the class token (N, num_classes) and of the other tokens (N, tokens, num_classes).
+        They are the logits of the class token (N, num_classes) and of the other tokens (N, tokens, num_classes).
         """
         self.token_labeling = enable
 
@@ -165,34 +173,20 @@ class TokenLabelMixin:
 class LvVit(TokenLabelMixin, VisionTransformer):
     """LV-ViT, the vanilla backbone of RePa-LV-ViT."""
 
-    def __init__(self, *, skip_lam: float = 2., **kwargs):
-        """
-        Args:
-            skip_lam: Divisor of the branches beside their shortcuts.
-            return_dense: Whether there is the classifier of every token, True by default.
-            kwargs: The arguments of timm's VisionTransformer, but for block_fn.
-
-        Raises:
-            ValueError: skip_lam is not positive.
-        """
-        super().__init__(block_fn=partial(LvVitBlock, residual_scale=_residual_scale(skip_lam)), **kwargs)
-
 
 class RePaLvVit(TokenLabelMixin, RePaVisionTransformer):
-    """LV-ViT with RePaFormer FFNs; two thirds of their three times as many hidden channels are idle."""
+    """LV-ViT with RePaFormer FFNs. Their MLP ratio is 3, and two thirds of their hidden channels are idle."""
 
-    def __init__(self, *, skip_lam: float = 2., idle_ratio: float = 2 / 3, **kwargs):
+    def __init__(self, *, idle_ratio: float = 2 / 3, **kwargs):
         """
         Args:
-            skip_lam: Divisor of the branches beside their shortcuts.
             idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
-            return_dense: Whether there is the classifier of every token, True by default.
-            kwargs: The other arguments of RePaVisionTransformer.
+            kwargs: Other arguments of LvVit and RePaVisionTransformer.
 
         Raises:
-            ValueError: skip_lam is not positive, or as RePaVisionTransformer does.
+            ValueError: skip_lam, idle_ratio or idle_schedule is out of range.
         """
-        super().__init__(residual_scale=_residual_scale(skip_lam), idle_ratio=idle_ratio, **kwargs)
+        super().__init__(idle_ratio=idle_ratio, **kwargs)
 
 
 register_released_keys(LvVit, [(r'^patch_embed\.proj\.', 'patch_embed.')])

@@ -2,84 +2,43 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
 """
-from functools import partial
-from typing import Tuple, Type, Union
-
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import Mlp
 from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
-from timm_rep.convert import ReparameterizeMixin
-from timm_rep.hub.load import build_model, published_cfgs, with_published
-from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
+from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
+from timm_rep.hub import build_model, published_cfgs, register_released_keys, with_published
 
 __all__ = ['RePaMlpMixer']
 
 
-class RePaMixerBlock(MixerBlock):
-    """timm's block, its channel MLP replaced by a RePaMlp; input and output (N, seq_len, dim).
+class TokenNormMixerBlock(MixerBlock):
+    """timm's block with the norm before the token MLP over the tokens, the axis that this MLP mixes, as released.
 
-    As released, the norm before the token MLP is one over the tokens, the axis that this MLP works on.
+    Input and output: (N, seq_len, dim).
     """
+    ffn_names = ('norm2', 'mlp_channels', 'ls2')
 
-    def __init__(
-            self,
-            dim: int,
-            seq_len: int,
-            mlp_ratio: Union[float, Tuple[float, float]] = (0.5, 4.0),
-            mlp_layer: Type[nn.Module] = RePaMlp,
-            act_layer: Type[nn.Module] = nn.GELU,
-            drop: float = 0.,
-            drop_path: float = 0.,
-            *,
-            idle_ratio: float,
-            mlp_norm_layer: Type[nn.Module] = nn.BatchNorm1d,
-            device=None,
-            dtype=None,
-            **kwargs,
-    ):
-        """
-        Args:
-            mlp_layer: RePaMlp, or RePaMlpDeploy for the deploy structure.
-            idle_ratio: Share of the hidden channels of the channel MLP that skip the activation.
-            mlp_norm_layer: BatchNorm of the channel MLP.
-            kwargs: The other arguments of timm's MixerBlock.
-        """
-        dd = {'device': device, 'dtype': dtype}
-        super().__init__(
-            dim, seq_len, mlp_ratio, mlp_layer=Mlp, act_layer=act_layer, drop=drop, drop_path=drop_path, **dd, **kwargs)
-        self.norm1 = nn.LayerNorm(seq_len, **dd)
-        # the FFN brings its own norm, drop path and shortcut, so that they can fold
-        del self.norm2
-        train_args = dict(norm_layer=mlp_norm_layer, drop=drop, drop_path=drop_path)
-        self.mlp_channels = mlp_layer(
-            dim,
-            hidden_features=self.mlp_channels.fc1.out_features,
-            idle_ratio=idle_ratio,
-            act_layer=act_layer,
-            **({} if mlp_layer is RePaMlpDeploy else train_args),
-            **dd,
-        )
+    def __init__(self, dim: int, seq_len: int, *args, device=None, dtype=None, **kwargs):
+        super().__init__(dim, seq_len, *args, device=device, dtype=dtype, **kwargs)
+        self.norm1 = nn.LayerNorm(seq_len, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop_path(self.mlp_tokens(self.norm1(x.transpose(1, 2))).transpose(1, 2))
-        return self.mlp_channels(x)
+        return x + self.drop_path(self.mlp_channels(self.norm2(x)))
 
 
 class RePaMlpMixer(ReparameterizeMixin, MlpMixer):
     """MLP-Mixer with RePaFormer channel MLPs.
 
-    The arguments of timm's MlpMixer, but for its block and MLP classes, and those below.
+    Takes the arguments of timm's MlpMixer and those below.
     """
 
     def __init__(
             self,
             *,
-            num_blocks: int = 8,
             idle_ratio: float = 0.75,
             idle_schedule: str = 'constant',
             reparameterized: bool = False,
@@ -89,29 +48,18 @@ class RePaMlpMixer(ReparameterizeMixin, MlpMixer):
     ):
         """
         Args:
-            num_blocks: Number of blocks.
             idle_ratio: Share of the hidden channels of a channel MLP that skip the activation, from 0 to 1.
             idle_schedule: 'constant' or 'linear', see :func:`timm_rep.layers.idle_ratios`.
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
             bn_momentum: Momentum of the BatchNorms of the channel MLPs.
             bn_eps: Epsilon of the BatchNorms of the channel MLPs.
-            kwargs: The other arguments of timm's MlpMixer, but for mlp_layer and block_layer.
+            kwargs: Other arguments of timm's MlpMixer, except block_layer.
 
         Raises:
-            ValueError: idle_ratio or idle_schedule is out of range.
-            TypeError: mlp_layer or block_layer is given.
+            ValueError: idle_ratio or idle_schedule is out of range, or mlp_layer is not timm's Mlp.
         """
-        for name in ('mlp_layer', 'block_layer'):
-            if name in kwargs:
-                raise TypeError(f'{name} is not for RePa models: their blocks and FFNs are what makes them foldable.')
-        ratios = iter(idle_ratios(num_blocks, idle_ratio, idle_schedule))
-        norm_layer = partial(nn.BatchNorm1d, eps=bn_eps, momentum=bn_momentum)
-        super().__init__(
-            num_blocks=num_blocks,
-            block_layer=lambda *a, **kw: RePaMixerBlock(*a, idle_ratio=next(ratios), mlp_norm_layer=norm_layer, **kw),
-            mlp_layer=RePaMlpDeploy if reparameterized else RePaMlp,
-            **kwargs,
-        )
+        super().__init__(block_layer=TokenNormMixerBlock, **kwargs)
+        use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
 
 
 register_released_keys(RePaMlpMixer, [(r'^(blocks\.\d+)\.norm1\.', r'\1.mlp_tokens.norm.')])

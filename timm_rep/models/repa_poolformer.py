@@ -1,4 +1,4 @@
-"""RePa-PoolFormer: PoolFormers with re-parameterizable FFNs and, on request, token mixers.
+"""RePa-PoolFormer: PoolFormers with re-parameterizable FFNs and, optionally, token mixers.
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
 """
@@ -10,60 +10,19 @@ import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import GroupNorm1
 from timm.models import generate_default_cfgs, register_model
-from timm.models.metaformer import MetaFormer, MetaFormerBlock, Pooling
+from timm.models.metaformer import MetaFormer, Pooling
 
-from timm_rep.convert import ReparameterizeMixin
-from timm_rep.hub.load import build_model, published_cfgs, with_published
-from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import (
-    RePaMlp,
-    RePaMlpDeploy,
-    RePaPooling,
-    RePaPoolingDeploy,
-    WindowAvgPool2d,
-    check_pool_size,
-    idle_ratios,
-)
+from timm_rep.convert import ReparameterizeMixin, take_layer_scale, use_repa_ffns
+from timm_rep.hub import build_model, published_cfgs, register_released_keys, with_published
+from timm_rep.layers import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size
 
 __all__ = ['RePaPoolFormer']
-
-
-class RePaMetaFormerBlock(MetaFormerBlock):
-    """timm's block, its FFN half replaced by a RePaMlp. Input and output (N, dim, H, W)."""
-
-    @classmethod
-    def adopt(cls, block: MetaFormerBlock, mlp: nn.Module) -> 'RePaMetaFormerBlock':
-        """Make a block of timm's one of these, in place; its token half stays as it is."""
-        block.__class__ = cls
-        # the FFN brings its own norm, layer scale, drop path and shortcut, so that they can fold
-        del block.norm2, block.layer_scale2, block.drop_path2, block.res_scale2
-        block.mlp = mlp
-        return block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.res_scale1(x) + self.layer_scale1(self.drop_path1(self.token_mixer(self.norm1(x))))
-        return self.mlp(x)
-
-
-class RePaPoolFormerBlock(RePaMetaFormerBlock):
-    """A block whose token half is a RePaPooling, norm, layer scale and shortcut included."""
-
-    @classmethod
-    def adopt(cls, block: MetaFormerBlock, mlp: nn.Module, token_mixer: nn.Module) -> 'RePaPoolFormerBlock':
-        """Make a block of timm's one of these, in place."""
-        super().adopt(block, mlp)
-        del block.norm1, block.layer_scale1, block.drop_path1, block.res_scale1
-        block.token_mixer = token_mixer
-        return block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.token_mixer(x))
 
 
 class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
     """PoolFormer with RePaFormer FFNs.
 
-    Normalizes before it pools over the image, as PoolFormer's authors do; timm's MetaFormer does it after.
+    The head normalizes before it pools, as in the authors' PoolFormer; timm's MetaFormer normalizes afterwards.
     """
 
     def __init__(
@@ -72,9 +31,7 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             depths: Sequence[int] = (2, 2, 6, 2),
             dims: Sequence[int] = (64, 128, 320, 512),
             pool_size: int = 3,
-            mlp_ratio: float = 4.,
             mlp_act: Type[nn.Module] = nn.GELU,
-            proj_drop_rate: float = 0.,
             layer_scale_init_values: Optional[float] = 1e-5,
             norm_layers: Union[Type[nn.Module], List[Type[nn.Module]]] = GroupNorm1,
             output_norm: Type[nn.Module] = GroupNorm1,
@@ -84,42 +41,36 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             reparameterized: bool = False,
             bn_momentum: float = 0.1,
             bn_eps: float = 1e-5,
-            device=None,
-            dtype=None,
             **kwargs,
     ):
         """
         Args:
-            depths: Blocks of each stage.
-            dims: Channels of each stage.
-            pool_size: Side of the window that tokens are mixed over. The released RePaFormers have 7.
-            mlp_ratio: Hidden channels of an FFN by its channels.
+            depths: Number of blocks of each stage.
+            dims: Number of channels of each stage.
+            pool_size: Side of the pooling window, odd. The released RePaFormers have 7.
             mlp_act: Activation of the FFNs.
-            proj_drop_rate: Dropout rate in the FFNs.
             layer_scale_init_values: Initial layer scale of all blocks; no layer scale if None.
             norm_layers: Norm before the token mixers, unless they fold.
             output_norm: Norm before the pooled classifier.
-            fold_token_mixer: Train with a BatchNorm before the token mixers, so that they fold too.
+            fold_token_mixer: Use a BatchNorm before the token mixers, so that they fold as well.
             idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
             idle_schedule: 'constant' or 'linear' over all blocks, see :func:`timm_rep.layers.idle_ratios`.
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
             bn_momentum: Momentum of the BatchNorms.
             bn_eps: Epsilon of the BatchNorms.
-            kwargs: in_chans, num_classes, global_pool, drop_rate and drop_path_rate of timm's MetaFormer.
+            kwargs: in_chans, num_classes, global_pool, drop_rate, drop_path_rate and proj_drop_rate of timm's
+                MetaFormer.
 
         Raises:
             ValueError: idle_ratio, idle_schedule or pool_size is out of range.
         """
         check_pool_size(pool_size)
-        ratios = iter(idle_ratios(sum(depths), idle_ratio, idle_schedule))
-        dd = {'device': device, 'dtype': dtype}
         super().__init__(
             depths=depths,
             dims=dims,
             token_mixers=Pooling,
             mlp_act=mlp_act,
             mlp_bias=True,
-            proj_drop_rate=proj_drop_rate,
             layer_scale_init_values=layer_scale_init_values,
             res_scale_init_values=None,
             downsample_norm=None,
@@ -127,26 +78,24 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             output_norm=output_norm,
             use_mlp_head=False,
             pool_size=pool_size,
-            **dd,
             **kwargs,
         )
+        use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
+        like = next(self.parameters())
+        dd = {'device': like.device, 'dtype': like.dtype}
         norm_layer = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)
         for block, dim in ((block, dim) for stage, dim in zip(self.stages, dims) for block in stage.blocks):
-            drop_path = getattr(block.drop_path2, 'drop_prob', 0.)
-            train_args = dict(norm_layer=norm_layer, init_values=layer_scale_init_values, drop_path=drop_path)
-            mlp_args = dict(hidden_features=int(dim * mlp_ratio), idle_ratio=next(ratios), act_layer=mlp_act)
-            if reparameterized:
-                mlp = RePaMlpDeploy(dim, use_conv=True, **mlp_args, **dd)
-            else:
-                mlp = RePaMlp(dim, use_conv=True, drop=proj_drop_rate, **mlp_args, **train_args, **dd)
-            mlp.apply(self._init_weights)
             if not fold_token_mixer:
                 block.token_mixer.pool = WindowAvgPool2d(pool_size)
-                RePaMetaFormerBlock.adopt(block, mlp)
-            elif reparameterized:
-                RePaPoolFormerBlock.adopt(block, mlp, RePaPoolingDeploy(dim, pool_size, **dd))
+                continue
+            # as in the FFNs, the token mixer includes norm and layer scale, and the block adds the shortcut
+            ls = take_layer_scale(block, 'layer_scale1', use_conv=True)
+            if reparameterized:
+                block.token_mixer = RePaPoolingDeploy(dim, pool_size, **dd)
             else:
-                RePaPoolFormerBlock.adopt(block, mlp, RePaPooling(dim, pool_size, **train_args, **dd))
+                block.token_mixer = RePaPooling(dim, pool_size, norm_layer, **dd)
+                block.token_mixer.ls = ls or nn.Identity()
+            block.norm1 = nn.Identity()
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
         x = self.head.norm(x)

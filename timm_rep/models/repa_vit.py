@@ -3,164 +3,60 @@
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, ICML 2025 as
 `RePaViT` - https://arxiv.org/abs/2505.21847
 """
-from functools import partial
-from typing import Optional, Sequence, Type
+from typing import Optional
 
-import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import LayerNorm, LayerType
+from timm.layers import LayerType
 from timm.models import generate_default_cfgs, register_model
-from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
-from torch.jit import Final
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-from timm_rep.convert import ReparameterizeMixin
-from timm_rep.hub.load import build_model, published_cfgs, with_published
-from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
+from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
+from timm_rep.hub import build_model, published_cfgs, register_released_keys, with_published
 
 __all__ = ['RePaVisionTransformer']
-
-
-class RePaBlock(Block):
-    """timm's pre-norm transformer block, its FFN half replaced by a RePaMlp."""
-    residual_scale: Final[float]
-
-    def __init__(
-            self,
-            dim: int,
-            num_heads: int,
-            mlp_ratio: float = 4.,
-            scale_mlp_norm: bool = False,
-            proj_bias: bool = True,
-            proj_drop: float = 0.,
-            init_values: Optional[float] = None,
-            drop_path: float = 0.,
-            act_layer: Type[nn.Module] = nn.GELU,
-            norm_layer: Type[nn.Module] = LayerNorm,
-            mlp_layer: Type[nn.Module] = RePaMlp,
-            depth: int = 0,
-            attn_norm_layer: Optional[Type[nn.Module]] = None,
-            mlp_norm_layer: Type[nn.Module] = nn.BatchNorm1d,
-            *,
-            idle_ratios: Sequence[float],
-            residual_scale: float = 1.,
-            device=None,
-            dtype=None,
-            **kwargs,
-    ):
-        """
-        Args:
-            norm_layer: Norm before and, with qk_norm or scale_attn_norm, within the attention, unless attn_norm_layer
-                is given.
-            mlp_layer: RePaMlp, or RePaMlpDeploy for the deploy structure.
-            depth: Index of this block, as VisionTransformer passes it.
-            mlp_norm_layer: BatchNorm of the FFN.
-            idle_ratios: Idle ratio of every block of the model.
-            residual_scale: Constant factor of both branches beside their shortcuts.
-            kwargs: The other arguments of timm's Block.
-        """
-        if scale_mlp_norm:
-            raise ValueError('scale_mlp_norm is not for RePa models: their FFN has a BatchNorm at that place.')
-        dd = {'device': device, 'dtype': dtype}
-        super().__init__(
-            dim,
-            num_heads,
-            proj_bias=proj_bias,
-            proj_drop=proj_drop,
-            init_values=init_values,
-            drop_path=drop_path,
-            norm_layer=attn_norm_layer or norm_layer,
-            mlp_layer=nn.Identity,
-            depth=depth,
-            **dd,
-            **kwargs,
-        )
-        # the FFN brings its own norm, layer scale, drop path and shortcut, so that they can fold
-        del self.norm2, self.ls2, self.drop_path2
-        train_args = dict(
-            norm_layer=mlp_norm_layer,
-            bias=proj_bias,
-            drop=proj_drop,
-            init_values=init_values,
-            drop_path=drop_path,
-            residual_scale=residual_scale,
-        )
-        self.residual_scale = residual_scale
-        self.mlp = mlp_layer(
-            dim,
-            hidden_features=int(dim * mlp_ratio),
-            idle_ratio=idle_ratios[depth],
-            act_layer=act_layer,
-            **({} if mlp_layer is RePaMlpDeploy else train_args),
-            **dd,
-        )
-
-    def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
-        y = self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
-        return self.mlp(torch.add(x, y, alpha=self.residual_scale))
 
 
 class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
     """Vision Transformer with RePaFormer FFNs.
 
-    The arguments of timm's VisionTransformer, but for the FFN and block classes, and those below.
+    Takes the arguments of timm's VisionTransformer and those below.
     """
 
     def __init__(
             self,
             *,
-            depth: int = 12,
             norm_layer: Optional[LayerType] = None,
             idle_ratio: float = 0.75,
             idle_schedule: str = 'constant',
             reparameterized: bool = False,
             bn_momentum: float = 0.1,
             bn_eps: float = 1e-5,
-            residual_scale: float = 1.,
             **kwargs,
     ):
         """
         Args:
-            depth: Number of blocks.
-            norm_layer: Norm of everything but the FFNs. By default (None, not 'layernorm') LayerNorm, with eps 1e-5 in
-                the attention half of the blocks and 1e-6 elsewhere, as released.
+            norm_layer: Norm layer outside the FFNs. By default (None, not 'layernorm') LayerNorm, with eps 1e-5 in the
+                blocks and 1e-6 elsewhere, as released.
             idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
             idle_schedule: 'constant' or 'linear', see :func:`timm_rep.layers.idle_ratios`.
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
             bn_momentum: Momentum of the BatchNorms of the FFNs.
             bn_eps: Epsilon of the BatchNorms of the FFNs.
-            residual_scale: Constant factor of the branches of the blocks beside their shortcuts.
-            kwargs: The other arguments of timm's VisionTransformer, but for mlp_layer, block_fn and scale_mlp_norm.
+            kwargs: Other arguments of timm's VisionTransformer.
 
         Raises:
-            ValueError: idle_ratio or idle_schedule is out of range, or scale_mlp_norm is set.
-            TypeError: mlp_layer or block_fn is given.
+            ValueError: idle_ratio or idle_schedule is out of range, or mlp_layer is not timm's Mlp.
         """
-        for name in ('mlp_layer', 'block_fn'):
-            if name in kwargs:
-                raise TypeError(f'{name} is not for RePa models: their blocks and FFNs are what makes them foldable.')
-        super().__init__(
-            depth=depth,
-            norm_layer=norm_layer,
-            block_fn=partial(
-                RePaBlock,
-                attn_norm_layer=partial(LayerNorm, eps=1e-5) if norm_layer is None else None,
-                mlp_norm_layer=partial(nn.BatchNorm1d, eps=bn_eps, momentum=bn_momentum),
-                idle_ratios=idle_ratios(depth, idle_ratio, idle_schedule),
-                residual_scale=residual_scale,
-            ),
-            mlp_layer=RePaMlpDeploy if reparameterized else RePaMlp,
-            **kwargs,
-        )
+        super().__init__(norm_layer=norm_layer, **kwargs)
+        if norm_layer is None:
+            for module in self.blocks.modules():
+                if isinstance(module, nn.LayerNorm):
+                    module.eps = 1e-5
+        use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
 
     def fix_init_weight(self) -> None:
-        if not self.reparameterized:  # a deploy structure has no fc2 to rescale, its weights come from a checkpoint
+        if not self.reparameterized:  # the deploy structure has no fc2, and its weights are loaded
             super().fix_init_weight()
 
 
