@@ -66,7 +66,7 @@ def test_block_is_token_mlp_and_ffn():
     mlp = block.mlp_tokens
     y = F.gelu(y @ mlp.fc1.weight.T + mlp.fc1.bias) @ mlp.fc2.weight.T + mlp.fc2.bias
     y = (x + y.transpose(1, 2)).flatten(0, 1)
-    expected = ffn(y, block.mlp_channels.state_dict(), F.gelu, active=24)
+    expected = y + ffn(y, block.mlp_channels.state_dict(), F.gelu, active=24)
     assert relative(block(x).flatten(0, 1), expected) < 1e-11
 
 
@@ -78,8 +78,8 @@ def test_initialization_and_drop_path_are_timms():
     for ours, theirs in zip(model.blocks, vanilla.blocks):
         assert abs(ours.mlp_channels.fc1.weight.std() / theirs.mlp_channels.fc1.weight.std() - 1) < .02
         assert ours.mlp_channels.fc1.bias.abs().max() < 1e-4
-        assert isinstance(ours.mlp_channels.drop_path, DropPath)
-        assert ours.drop_path.drop_prob == ours.mlp_channels.drop_path.drop_prob == theirs.drop_path.drop_prob == .3
+        assert isinstance(ours.drop_path, DropPath)
+        assert ours.drop_path.drop_prob == theirs.drop_path.drop_prob == .3
         assert ours.mlp_channels.drop1.p == ours.mlp_tokens.drop1.p == .1
 
 
@@ -107,9 +107,10 @@ def test_recorded_outputs(recorded):
 def test_refusals():
     with pytest.raises(RuntimeError, match='deploy structure'):
         tiny().load_state_dict(tiny(reparameterized=True).state_dict(), strict=False)
-    for name in ('mlp_layer', 'block_layer'):
-        with pytest.raises(TypeError, match=f'{name} is not for RePa models'):
-            tiny(**{name: nn.Identity})
+    with pytest.raises(ValueError, match=r'blocks\.0\.mlp_channels is a Identity'):
+        tiny(mlp_layer=nn.Identity)
+    with pytest.raises(TypeError, match='block_layer'):
+        tiny(block_layer=nn.Identity)
 
 
 def test_training_lowers_the_loss():

@@ -82,9 +82,10 @@ def test_block_is_pooling_and_ffn(pool_size):
     neutral = {
         'norm.running_mean': torch.zeros(24), 'norm.running_var': torch.ones(24), 'norm.weight': torch.ones(24),
         'norm.bias': torch.zeros(24), 'ls.gamma': block.layer_scale1.scale}
-    y = x + pooling(y, neutral, pool_size, eps=0.) - y
+    y = x + pooling(y, neutral, pool_size, eps=0.)
     weights = {k: v.flatten(1) if v.dim() == 4 else v for k, v in block.mlp.state_dict().items()}
-    expected = ffn(y.permute(0, 2, 3, 1).reshape(-1, 24), weights, F.gelu, active=24)
+    y = y.permute(0, 2, 3, 1).reshape(-1, 24)
+    expected = y + ffn(y, weights, F.gelu, active=24)
     assert relative(block(x).permute(0, 2, 3, 1).reshape(-1, 24), expected) < 1e-10
 
 
@@ -92,9 +93,10 @@ def test_block_is_pooling_and_ffn(pool_size):
 def test_block_with_a_folding_token_mixer():
     block = blocks(trained(fold_token_mixer=True, pool_size=5))[1].double()
     x = torch.randn(2, 24, 8, 6, dtype=torch.float64)
-    y = pooling(x, block.token_mixer.state_dict(), 5)
+    y = x + pooling(x, block.token_mixer.state_dict(), 5)
     weights = {k: v.flatten(1) if v.dim() == 4 else v for k, v in block.mlp.state_dict().items()}
-    expected = ffn(y.permute(0, 2, 3, 1).reshape(-1, 24), weights, F.gelu, active=24)
+    y = y.permute(0, 2, 3, 1).reshape(-1, 24)
+    expected = y + ffn(y, weights, F.gelu, active=24)
     assert relative(block(x).permute(0, 2, 3, 1).reshape(-1, 24), expected) < 1e-10
 
 
@@ -106,15 +108,14 @@ def test_initialization_and_drop_path_are_timms():
             for fc in (block.mlp.fc1, block.mlp.fc2):
                 assert abs(fc.weight.std().item() - .02) < .001
                 assert fc.bias.abs().max() == 0
-            token_half = block.token_mixer.drop_path if fold else block.drop_path1
-            for drop in (block.mlp.drop_path, token_half):
+            for drop in (block.drop_path1, block.drop_path2):
                 assert isinstance(drop, DropPath) == (rate > 0)
                 assert rate == 0 or drop.drop_prob == pytest.approx(rate)
             assert block.mlp.drop1.p == .1
 
 
 @pytest.mark.parametrize('kwargs', [
-    dict(), dict(idle_ratio=0.), dict(idle_ratio=1.), dict(idle_ratio=.4, mlp_ratio=2.5), dict(pool_size=7),
+    dict(), dict(idle_ratio=0.), dict(idle_ratio=1.), dict(idle_ratio=.4), dict(pool_size=7),
     dict(idle_schedule='linear'), dict(layer_scale_init_values=None),
     dict(fold_token_mixer=True), dict(fold_token_mixer=True, pool_size=7, layer_scale_init_values=None),
 ], ids=str)

@@ -181,9 +181,9 @@ def test_search_finds_scales_that_a_model_takes():
 def test_refusals():
     for kwargs, error, match in [
         (dict(structure='train'), ValueError, r"'target', 'search' or 'csla', got 'train'"),
-        (dict(width=0), ValueError, 'width: expected a number over 0, got 0'),
+        (dict(width=0), ValueError, 'width: expected a positive number, got 0'),
         (dict(reparam=True), TypeError, 'reparam: not for RepOpt-GhostNet'),
-        (dict(structure='search', scales='none'), ValueError, 'search structure has scales'),
+        (dict(structure='search', scales=False), ValueError, "structure='search' needs scales"),
         (dict(scales=normal_scales(tiny(width=2.), 0)), ValueError, r'(?s)do not fit RepOptGhostNet.*ghost1.*24'),
         (dict(not_an_argument=1), TypeError, 'not_an_argument'),
     ]:

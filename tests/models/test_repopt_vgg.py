@@ -178,19 +178,18 @@ def test_forms_of_scales(tmp_path):
     assert dense('ones')[0, :2, 1, 1].tolist() == [3., 2.]
     mean = scales[name]['conv3x3'].mean().square().item()
     torch.testing.assert_close(dense(scales.mean_over_channels())[:, :, 0, 0], torch.full((24, 24), mean))
-    for nothing in ('none', 'None'):
-        plain = tiny(scales=nothing)
-        assert all(get_grad_mult(p) is None for p in plain.parameters())
-        with pytest.raises(ValueError, match='no parameter with a GradMult'):
-            create_optimizer_v2(plain, opt='repsgd', lr=.1)
-        assert create_optimizer_v2(plain, opt='repsgd', lr=.1, strict=False)
+    plain = tiny(scales=False)
+    assert all(get_grad_mult(p) is None for p in plain.parameters())
+    with pytest.raises(ValueError, match='no parameter with a GradMult'):
+        create_optimizer_v2(plain, opt='repsgd', lr=.1)
+    assert create_optimizer_v2(plain, opt='repsgd', lr=.1, strict=False)
     assert all(get_grad_mult(p) is None for p in RepOptVgg(**TINY, scales=None).parameters())
 
 
 def test_refusals(tmp_path):
     for kwargs, match in [
         (dict(structure='train'), r"'target', 'search' or 'csla', got 'train'"),
-        (dict(structure='csla', scales='none'), 'csla structure has scales'),
+        (dict(structure='csla', scales=False), "structure='csla' needs scales"),
         (dict(drop_path_rate=.1), 'no shortcut to drop'),
         (dict(strides=(2, 2, 2, 2)), 'five numbers'),
         (dict(strides=2), 'strides: expected five numbers.*got 2'),
@@ -211,7 +210,7 @@ def test_refusals(tmp_path):
     with pytest.raises(FileNotFoundError, match=r'nowhere.safetensors.*owner/name'):
         tiny(scales=str(tmp_path / 'nowhere.safetensors'))
     for kwargs, match in [
-        (dict(stem_type='rep'), 'stem_type: not for RepOpt-VGG'),
+        (dict(stem_type='rep'), 'stem_type: fixed in RepOpt-VGG'),
         (dict(norm_layer='groupnorm'), 'norm_layer: not for'),
         (dict(not_an_argument=1), 'not_an_argument'),
     ]:
@@ -307,10 +306,10 @@ def test_a_failed_reparameterization_changes_nothing():
 def test_loading_another_structure(strict):
     models = {'deploy': tiny(reparameterized=True), **{s: tiny(structure=s) for s in STRUCTURES}}
     for model, other, match in [
-        ('deploy', 'target', 'training structure.*model has the deploy structure.*reparameterize'),
-        ('deploy', 'search', "branches of the search.*model has the deploy structure.*structure='search'"),
+        ('deploy', 'target', "target structure.*model has the deploy structure.*structure='target'.*reparameterize"),
+        ('deploy', 'search', "search or csla structure.*model has the deploy structure.*structure='search'"),
         ('target', 'deploy', 'deploy structure.*reparameterized=True'),
-        ('target', 'csla', "branches of the search.*the target structure.*Scales.from_model"),
+        ('target', 'csla', "search or csla structure.*the target structure.*Scales.from_model"),
         ('search', 'target', "target structure.*structure='target'"),
         ('csla', 'deploy', 'deploy structure.*reparameterized=True'),
     ]:
@@ -501,7 +500,7 @@ def test_recorded_training(recorded, rule):
     kernels and the classifier, then from the same seed the 1 x 1 kernels; the recorded first loss confirms it.
     """
     tensors, config = recorded(f'repopt_vgg_train_{rule}')
-    model = released_size(scales='none')
+    model = released_size(scales=False)
     layers = csla_layers(model)
     scales = {}
     for i, name in enumerate(layers):

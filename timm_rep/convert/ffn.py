@@ -12,7 +12,7 @@ from timm.utils import unwrap_model
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, foldable_layers, idle_ratios
 
-from .reparameterize import check_structure, reparameterize
+from .reparameterize import check_loaded_structure, reparameterize
 
 __all__ = ['Ffn', 'convert_to_repa', 'find_ffns', 'take_layer_scale', 'use_repa_ffns']
 
@@ -242,7 +242,7 @@ def convert_to_repa(
     if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # the latter from features_only
         raise ValueError(f'{type(model).__name__} wraps another model: convert the model before wrapping it.')
     use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps)
-    model.register_load_state_dict_pre_hook(check_structure)
+    model.register_load_state_dict_pre_hook(check_loaded_structure)
     # an attribute of the instance, since timm's class has no such method; a partial is copied and pickled with it
     model.reparameterize = partial(reparameterize, model)
     return model

@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from timm_rep.layers import foldable_layers
 
-__all__ = ['ReparameterizeMixin', 'check_structure', 'is_reparameterized', 'reparameterize']
+__all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'is_reparameterized', 'reparameterize']
 
 
 def is_reparameterized(model: nn.Module) -> bool:
@@ -28,7 +28,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_structure(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args) -> None:
+def check_loaded_structure(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args) -> None:
     """Refuse a state dict of another structure than the model's; a load_state_dict pre-hook.
 
     It runs before any layer of the model has loaded anything.
@@ -102,5 +102,5 @@ class ReparameterizeMixin:
         self._creation_args = {name: value for name, value in args.items() if name != 'weight_select'}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        check_structure(self, state_dict, prefix)
+        check_loaded_structure(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

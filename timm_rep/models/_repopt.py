@@ -1,6 +1,6 @@
-"""What the models that RepOptimizers train share."""
+"""Parts shared by the models that RepOptimizers train: structures, scales, folding."""
 import logging
-from typing import Any, Mapping, Optional
+from typing import Any, Mapping, Optional, Union
 
 import torch
 import torch.nn as nn
@@ -18,51 +18,69 @@ _logger = logging.getLogger(__name__)
 def check_structure(structure: str) -> None:
     """
     Raises:
-        ValueError: There is no such structure.
+        ValueError: The structure is unknown.
     """
     if structure not in ('target', 'search', 'csla'):
         raise ValueError(f"structure is 'target', 'search' or 'csla', got {structure!r}.")
 
 
-def choose_scales(variant: str, args: Mapping[str, Any], defaults: Mapping[str, Any]) -> ScalesLike:
-    """What ``scales='default'`` stands for: the packaged scales of the variant, where there are any, else 'init'.
+def choose_scales(
+        variant: str,
+        args: Mapping[str, Any],
+        architecture: Mapping[str, Any],
+) -> Union[ScalesLike, bool, None]:
+    """Resolve ``scales='default'``: the packaged scales of the variant where there are any, otherwise 'init'.
 
-    Scales are specific to the architecture (section 4.3), so they are the packaged ones only where it is the variant's
-    own; and a search starts from where searches start.
+    Scales are specific to an architecture (section 4.3), so packaged ones are used only if no argument changes it. A
+    search structure starts from 'init'.
 
     Args:
         variant: Name of the model.
-        args: What create_model was called with.
-        defaults: The arguments that make the variant's architecture.
+        args: Arguments of create_model.
+        architecture: Arguments that define the architecture of the variant.
+
+    Returns:
+        The argument ``scales`` for the model class.
     """
-    if args.get('scales', 'default') != 'default':
-        return args['scales']
-    changed = any(_plain(args.get(name, value)) != _plain(value) for name, value in defaults.items())
+    scales = args.get('scales', 'default')
+    if not isinstance(scales, str) or scales != 'default':
+        return scales
+    changed = any(_as_lists(args.get(name, value)) != _as_lists(value) for name, value in architecture.items())
     if args.get('structure') == 'search':
         return 'init'
     if changed or variant not in packaged_scales():
-        _logger.info("%s: no searched scales of this architecture come with timm-rep, scales='init'.", variant)
+        _logger.info("%s: timm-rep has no searched scales of this architecture, using scales='init'.", variant)
         return 'init'
     return variant
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def build_csla_layer(csla: Csla, structure: str, device=None, dtype=None) -> nn.Module:
-    """What stands for a CSLA declaration in this structure: one convolution, or its branches."""
+    """The layer of a CSLA declaration in a structure.
+
+    Args:
+        csla: The declaration.
+        structure: 'target', one convolution; 'search', branches with trainable scales; 'csla', with constant scales.
+    """
     if structure == 'target':
         return csla.build_conv(device=device, dtype=dtype)
     return {'search': SearchBlock, 'csla': CslaBlock}[structure](csla, device=device, dtype=dtype)
 
 
 def fold_norm(conv: nn.Module, norm: nn.modules.batchnorm._BatchNorm, deploy: nn.Conv2d) -> None:
-    """Write a CSLA operator and the norm behind it into one convolution with a bias.
+    """Fold a CSLA layer and the BatchNorm behind it into one convolution with a bias.
+
+    Args:
+        conv: CSLA layer of any structure.
+        norm: BatchNorm of its output.
+        deploy: Convolution of the same size, whose parameters are replaced.
 
     Raises:
         ValueError: The BatchNorm has no running statistics.
-        OverflowError: A folded weight does not fit the dtype of the operator.
+        OverflowError: A folded weight does not fit the dtype of the layer.
     """
     kernel = conv.equivalent_kernel(dtype=torch.float64)
     like = next(p for p in conv.parameters() if p.ndim == 4)
@@ -70,40 +88,41 @@ def fold_norm(conv: nn.Module, norm: nn.modules.batchnorm._BatchNorm, deploy: nn
 
 
 class RepOptMixin(ReparameterizeMixin):
-    """Adds scales to a timm model with CSLA operators, and ``reparameterize()``.
+    """Adds scales and ``reparameterize()`` to a timm model with CSLA layers.
 
     Attributes:
-        scales_source: What its scales came from: a word, a path, a name; None of tensors, or if it has none.
+        scales_source: Origin of the scales if it was a string: 'ones', 'init', a path, a name; None otherwise.
     """
     scales_source: Optional[str] = None
 
-    def _set_scales(self, structure: str, scales: Optional[ScalesLike], reinit: bool) -> None:
-        """Give a target net its GradMults and initial kernels, another structure its scales.
+    def _set_scales(self, structure: str, scales: Union[ScalesLike, bool, None], reinit: bool) -> None:
+        """Set the scales of a search or CSLA structure, or the GradMults and initial kernels of a target structure.
 
         Raises:
             FileNotFoundError: There is no such file of scales.
-            ValueError: The scales do not fit, or a structure that has scales gets none.
+            ValueError: The scales do not fit, or a search or CSLA structure gets none.
         """
         self.scales_source = scales if isinstance(scales, str) else None
         scales = resolve_scales(self, scales)
         if scales is None:
             if structure != 'target':
                 raise ValueError(
-                    f"The {structure} structure has scales: pass them, or 'ones' or 'init'; without any there is only "
-                    "the plain net, structure='target'.")
+                    f"structure={structure!r} needs scales, got False: pass Scales, 'ones' or 'init', or use "
+                    "structure='target' for a plain network.")
             return
         for name, layer in csla_layers(self).items():
             layer.set_scales(scales[name])
             if structure == 'target' and reinit:
                 layer.reset_kernel(scales[name])
 
-    # Who loads a published config.json has neither the tensors nor the file that the scales came from, and shall not
-    # train with others unawares: RepSGD asks for them then. Nor shall the default of a later version take their place.
+    # A published config.json holds neither tensors nor the file that the scales came from: it says False then, so that
+    # RepSGD refuses to train without scales, and names 'init' explicitly, so that a later default does not replace it.
     @ReparameterizeMixin._model_args.setter
     def _model_args(self, args: Mapping[str, Any]) -> None:
         args = dict(args)
-        if args.get('scales', 'default') == 'default' and not self.reparameterized:
-            args['scales'] = self.scales_source
-        if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):
-            args['scales'] = 'none'
+        scales = args.get('scales', 'default')
+        if isinstance(scales, str) and scales == 'default' and not self.reparameterized:
+            args['scales'] = scales = self.scales_source
+        if scales is not None and not (isinstance(scales, str) and scales in ('ones', 'init', *packaged_scales())):
+            args['scales'] = False
         ReparameterizeMixin._model_args.fset(self, args)

@@ -1,8 +1,8 @@
-"""RepOpt-GhostNet: RepGhostNet without its fusion layers, whose prior is in the optimizer.
+"""RepOpt-GhostNet: RepGhostNet without its fusion layers, with the structural prior in the optimizer.
 
 `Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242, appendix D
 """
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Mapping, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -20,28 +20,29 @@ from ._repopt import RepOptMixin, build_csla_layer, check_structure, choose_scal
 __all__ = ['RepOptGhostNet']
 
 
-def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
-    """Which form of the operation a state dict holds under ``prefix``, or None if none."""
+def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
+    """Structures of the operation that the entries of a state dict under ``prefix`` belong to."""
     if f'{prefix}0.weights.conv3x3' in state_dict:
-        return 'branches'
+        return ('search', 'csla')
     if f'{prefix}1.running_mean' in state_dict:
-        return 'training'
-    return 'deploy' if f'{prefix}bias' in state_dict else None
+        return ('target',)
+    return ('deploy',) if f'{prefix}bias' in state_dict else ()
 
 
 class RepOptCheapOperation(nn.Sequential):
-    """Depthwise 3 x 3 convolution, or the branches that it stands for, and BatchNorm.
+    """Depthwise 3 x 3 convolution or its branches, and BatchNorm.
 
-    Input and output (N, channels, H, W). As a target, it has the parameters of timm's cheap operation without fusion.
+    Input and output: (N, channels, H, W). The target structure has the parameters of timm's cheap operation without
+    fusion.
     """
-    structure_in = staticmethod(_structure_in)
+    structures_in = staticmethod(_structures_in)
 
     def __init__(self, channels: int, structure: str = 'target', initial_scale: float = 1., device=None, dtype=None):
         """
         Args:
-            channels: Input and output channels.
+            channels: Number of input and output channels.
             structure: 'target', 'search' or 'csla'.
-            initial_scale: What Hyper-Search starts the scale of the convolution from.
+            initial_scale: Value that Hyper-Search starts the scale of the convolution from.
         """
         dd = {'device': device, 'dtype': dtype}
         csla = Csla(
@@ -52,20 +53,19 @@ class RepOptCheapOperation(nn.Sequential):
             initial_scale=initial_scale,
         )
         super().__init__(build_csla_layer(csla, structure, **dd), nn.BatchNorm2d(channels, **dd))
-        self.structure = 'training' if structure == 'target' else 'branches'
+        self.structure = structure
 
     @torch.jit.ignore
     @torch.no_grad()
     def fuse(self) -> 'RepOptCheapOperationDeploy':
-        """The same function in eval mode as a new depthwise convolution with a bias.
+        """The deploy structure with the same function as in eval mode, as a new module.
 
         Raises:
             ValueError: The BatchNorm has no running statistics.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
         conv, norm = self
-        # nothing to initialize, and no random numbers drawn
-        deploy = RepOptCheapOperationDeploy(conv.csla.out_channels, device='meta')
+        deploy = RepOptCheapOperationDeploy(conv.csla.out_channels, device='meta')  # its parameters are replaced
         fold_norm(conv, norm, deploy)
         return deploy.train(self.training)
 
@@ -73,21 +73,21 @@ class RepOptCheapOperation(nn.Sequential):
 class RepOptCheapOperationDeploy(nn.Conv2d):
     """Depthwise 3 x 3 convolution with a bias, with the parameters of timm's folded cheap operation."""
     structure = 'deploy'
-    structure_in = staticmethod(_structure_in)
+    structures_in = staticmethod(_structures_in)
 
     def __init__(self, channels: int, device=None, dtype=None):
         super().__init__(channels, channels, 3, padding=1, groups=channels, device=device, dtype=dtype)
 
 
 class RepOptGhostNet(RepOptMixin, RepGhostNet):
-    """RepOpt-GhostNet: timm's RepGhostNet with cheap operations of its own."""
+    """RepOpt-GhostNet: timm's RepGhostNet with RepOptCheapOperations."""
 
     def __init__(
             self,
             cfgs: Sequence[Sequence[Sequence[float]]],
             width: float = 1.,
             structure: str = 'target',
-            scales: Optional[ScalesLike] = 'init',
+            scales: Union[ScalesLike, bool, None] = 'init',
             reinit: bool = True,
             reparameterized: bool = False,
             device=None,
@@ -96,35 +96,35 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
     ):
         """
         Args:
-            cfgs: For each stage its blocks: (kernel size of the depthwise convolutions at stride 2, hidden channels,
-                channels, SE ratio, stride), channels at width 1.
-            width: Multiplier of all channels.
-            structure: 'target', the plain net; 'search', the net that Hyper-Search trains, every cheap operation a sum
-                of a convolution and an identity with trainable scales; 'csla', the same with constant scales.
-            scales: Constants of the branches: Scales, a path, a Hub repository, the name of a model whose searched
-                scales come with this package, 'ones', or 'init', the values that the search structure starts from. A
-                target net gets its GradMults and its initial kernels from them, the other structures their scales.
-                'none' (or None, which timm's create_model drops): a plain net, for plain optimizers. Of create_model,
-                also 'default': the searched scales of the variant, or 'init' where there are none.
-            reinit: Initialize the kernels of a target net by the rule of initialization.
+            cfgs: Blocks of each stage: (kernel size of the depthwise convolution at stride 2, hidden channels, output
+                channels, SE ratio, stride), with the numbers of channels at width 1.
+            width: Multiplier of all numbers of channels, positive.
+            structure: 'target', a plain network; 'search', the network that Hyper-Search trains, every cheap operation
+                a sum of a convolution and an identity with trainable scales; 'csla', the same with constant scales.
+            scales: Constants of the branches: Scales, a path, a Hub repository, 'ones', a model with searched
+                scales in this package, or 'init', the values that a search starts from. They determine the GradMults
+                and initial kernels of the target structure, and the scales of the others. False (or None): no scales,
+                a plain network for plain optimizers. create_model also accepts 'default': the searched scales
+                of the variant, or 'init' where there are none.
+            reinit: Initialize the kernels of the target structure by the rule of initialization.
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
-            kwargs: Of timm's RepGhostNet: num_classes, in_chans, global_pool, drop_rate.
+            kwargs: num_classes, in_chans, global_pool and drop_rate of timm's RepGhostNet.
 
         Raises:
             FileNotFoundError: There is no such file of scales.
             ValueError: The structure is unknown, width is not positive, or the scales do not fit.
-            TypeError: ``reparam``, timm's fusion layers, which are what the optimizer stands for here.
+            TypeError: ``reparam`` is given, which adds timm's fusion layers; the optimizer replaces them here.
         """
         check_structure(structure)
         if not width > 0:
-            raise ValueError(f'width: expected a number over 0, got {width!r}.')
+            raise ValueError(f'width: expected a positive number, got {width!r}.')
         if 'reparam' in kwargs:
             raise TypeError("reparam: not for RepOpt-GhostNet; structure='search' or 'csla' builds its branches.")
         dd = {'device': device, 'dtype': dtype}
         super().__init__(cfgs, width=width, reparam=False, **dd, **kwargs)
         depth = 0
         for block in (block for stage in self.blocks[:-1] for block in stage):
-            # appendix B: the depth counts from the last block without a shortcut of its own
+            # appendix B: the depth counts from the last block with a projection shortcut
             depth = depth + 1 if len(block.shortcut) == 0 else 1
             for ghost, index in ((block.ghost1, 2 * depth - 1), (block.ghost2, 2 * depth)):
                 if reparameterized:
@@ -136,7 +136,7 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
             self._set_scales(structure, scales, reinit)
 
     def convert_to_deploy(self) -> None:
-        """timm's name for ``reparameterize()`` of this family."""
+        """Same as ``reparameterize()``, under the name in timm's RepGhostNet."""
         self.reparameterize()
 
 
@@ -148,7 +148,7 @@ register_released_keys(RepOptGhostNet, [
 ])
 
 
-# (kernel size, hidden channels, channels, SE ratio, stride) of the blocks of each stage, as in timm's RepGhostNet
+# blocks of each stage, as in timm's RepGhostNet: (kernel size, hidden channels, channels, SE ratio, stride)
 _CFGS = (
     ((3, 8, 16, 0, 1),),
     ((3, 24, 24, 0, 2),),

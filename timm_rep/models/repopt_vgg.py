@@ -1,10 +1,10 @@
-"""RepOpt-VGG: plain stacks of 3 x 3 convolutions whose structural prior is in the optimizer.
+"""RepOpt-VGG: plain stacks of 3 x 3 convolutions, with the structural prior in the optimizer.
 
 `Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242
 """
 from dataclasses import fields
 from functools import partial
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -23,21 +23,21 @@ from ._repopt import RepOptMixin, build_csla_layer, check_structure, choose_scal
 __all__ = ['RepOptVgg']
 
 
-def _structure_in(state_dict: Mapping[str, Any], prefix: str) -> Optional[str]:
-    """Which form of the block a state dict holds under ``prefix``, or None if none."""
+def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
+    """Structures of the block that the entries of a state dict under ``prefix`` belong to."""
     if f'{prefix}conv.weights.conv3x3' in state_dict:
-        return 'branches'
+        return ('search', 'csla')
     if f'{prefix}bn.running_mean' in state_dict:
-        return 'training'
-    return 'deploy' if f'{prefix}conv.bias' in state_dict else None
+        return ('target',)
+    return ('deploy',) if f'{prefix}conv.bias' in state_dict else ()
 
 
 class RepOptBlock(nn.Module):
-    """3 x 3 convolution, BatchNorm, ReLU, and SE where there is one; or the branches that the convolution stands for.
+    """3 x 3 convolution or its branches, BatchNorm, ReLU, and optionally SE.
 
     Input (N, in_chs, H, W), output (N, out_chs, H', W').
     """
-    structure_in = staticmethod(_structure_in)
+    structures_in = staticmethod(_structures_in)
 
     def __init__(
             self,
@@ -55,20 +55,20 @@ class RepOptBlock(nn.Module):
     ):
         """
         Args:
-            in_chs: Input channels.
-            out_chs: Output channels.
+            in_chs: Number of input channels.
+            out_chs: Number of output channels.
             stride: Stride of every branch.
-            dilation: Of the first convolution and of the block, as timm passes them.
-            layers: The norm, activation and attention layers.
+            dilation: Dilation of the convolution, and of the block as timm passes it.
+            layers: Norm, activation and attention layers.
             drop_block: DropBlock layer.
             structure: 'target', 'search' or 'csla'.
-            initial_scale: What Hyper-Search starts the scales of this block from.
-            kwargs: What timm's ByobNet passes to every block and this one has no use for.
+            initial_scale: Value that Hyper-Search starts the scales of this block from.
+            kwargs: Ignored; timm's ByobNet passes more arguments to every block.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         layers = layers or LayerFn()
-        # as timm's RepVGG: where output_stride turns a stride into dilation there is no identity either
+        # as in timm's RepVGG, a block whose stride became dilation (output_stride) has no identity
         has_identity = in_chs == out_chs and stride == 1 and dilation[0] == dilation[1]
         csla = Csla(
             in_chs,
@@ -79,12 +79,12 @@ class RepOptBlock(nn.Module):
             initial_scale=initial_scale,
         )
         self.conv = build_csla_layer(csla, structure, **dd)
-        self.structure = 'training' if structure == 'target' else 'branches'
+        self.structure = structure
         self.bn = layers.norm_act(out_chs, drop_layer=drop_block, **dd)
         self.attn = nn.Identity() if layers.attn is None else layers.attn(out_chs, **dd)
 
     def init_weights(self, zero_init_last: bool = False) -> None:
-        # timm's ByobNet has initialized the convolutions by their fan-out; the rule of initialization is about torch's
+        # undoes timm's fan-out initialization: the rule of initialization assumes torch's
         self.conv.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class RepOptBlock(nn.Module):
     @torch.jit.ignore
     @torch.no_grad()
     def fuse(self) -> 'RepOptBlockDeploy':
-        """The same function in eval mode as a new block with one convolution and no norm.
+        """The deploy structure with the same function as in eval mode, as a new module.
 
         Raises:
             ValueError: The BatchNorm has no running statistics.
@@ -108,7 +108,7 @@ class RepOptBlock(nn.Module):
             csla.out_channels,
             stride=csla.stride,
             dilation=csla.dilation,
-            device='meta',  # nothing to initialize, and no random numbers drawn
+            device='meta',  # every parameter is replaced below
         )
         fold_norm(self.conv, self.bn, deploy.conv)
         deploy.act = self.bn.act
@@ -117,9 +117,9 @@ class RepOptBlock(nn.Module):
 
 
 class RepOptBlockDeploy(nn.Module):
-    """3 x 3 convolution with a bias, ReLU, and SE where there is one."""
+    """3 x 3 convolution with a bias, ReLU, and optionally SE."""
     structure = 'deploy'
-    structure_in = staticmethod(_structure_in)
+    structures_in = staticmethod(_structures_in)
 
     def __init__(
             self,
@@ -134,12 +134,12 @@ class RepOptBlockDeploy(nn.Module):
     ):
         """
         Args:
-            in_chs: Input channels.
-            out_chs: Output channels.
-            stride: Stride.
-            dilation: Of the convolution, and of the block, as timm passes them.
-            layers: The activation and attention layers.
-            kwargs: The other arguments of RepOptBlock, of which nothing is left when it is folded.
+            in_chs: Number of input channels.
+            out_chs: Number of output channels.
+            stride: Stride of the convolution.
+            dilation: Dilation of the convolution, and of the block as timm passes it.
+            layers: Activation and attention layers.
+            kwargs: Ignored arguments of RepOptBlock.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
@@ -164,10 +164,7 @@ class RepOptBlockDeploy(nn.Module):
 
 
 class RepOptVgg(RepOptMixin, ByobNet):
-    """RepOpt-VGG: a stem and four stages of 3 x 3 convolutions, one convolution a block.
-
-    timm's ByobNet with blocks of its own.
-    """
+    """RepOpt-VGG: a stem and four stages of 3 x 3 convolutions, one convolution a block, on timm's ByobNet."""
 
     def __init__(
             self,
@@ -176,7 +173,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
             stem_width: int = 64,
             in_chans: int = 3,
             structure: str = 'target',
-            scales: Optional[ScalesLike] = 'init',
+            scales: Union[ScalesLike, bool, None] = 'init',
             reinit: bool = True,
             strides: Sequence[int] = (2, 2, 2, 2, 2),
             reparameterized: bool = False,
@@ -191,31 +188,31 @@ class RepOptVgg(RepOptMixin, ByobNet):
     ):
         """
         Args:
-            depths: Blocks of each stage (table 1).
-            widths: Channels of each stage, multiples of 8 (table 1).
-            stem_width: Channels of the stem.
-            in_chans: Channels of the images.
-            structure: 'target', the plain net; 'search', the net that Hyper-Search trains, every convolution a sum of
-                branches with trainable scales; 'csla', the same with constant scales.
-            scales: Constants of the branches: Scales, a path, a Hub repository, the name of a model whose searched
-                scales come with this package, 'ones', or 'init', the values that the search structure starts from. A
-                target net gets its GradMults and its initial kernels from them, the other structures their scales.
-                'none' (or None, which timm's create_model drops): a plain net, for plain optimizers. Of create_model,
-                also 'default': the searched scales of the variant, or 'init' where there are none.
-            reinit: Initialize the kernels of a target net by the rule of initialization. If False they start as those
-                of a plain net do, a row of table 4.
-            strides: Of the stem and of each stage (table 6).
+            depths: Number of blocks of each stage (table 1).
+            widths: Number of channels of each stage, multiples of 8 (table 1).
+            stem_width: Number of channels of the stem.
+            in_chans: Number of image channels.
+            structure: 'target', a plain network; 'search', the network that Hyper-Search trains, every convolution a
+                sum of branches with trainable scales; 'csla', the same with constant scales.
+            scales: Constants of the branches: Scales, a path, a Hub repository, 'ones', a model with searched
+                scales in this package, or 'init', the values that a search starts from. They determine the GradMults
+                and initial kernels of the target structure, and the scales of the others. False (or None): no scales,
+                a plain network for plain optimizers. create_model also accepts 'default': the searched scales
+                of the variant, or 'init' where there are none.
+            reinit: Initialize the kernels of the target structure by the rule of initialization; if False, as those of
+                a plain network (a row of table 4).
+            strides: Strides of the stem and of each stage (table 6).
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
-            output_stride: 8, 16 or 32: the strides beyond become dilation.
-            drop_path_rate: Only 0, there is no shortcut to drop.
+            output_stride: 8, 16 or 32; strides beyond it become dilation.
+            drop_path_rate: Must be 0: there is no shortcut to drop.
             act_layer: Activation.
-            attn_layer: Attention after the activation of every block, 'se' for example.
-            attn_kwargs: Its arguments.
-            kwargs: Of timm's ByobNet: num_classes, global_pool, drop_rate, drop_block_rate.
+            attn_layer: Attention after the activation of every block, for example 'se'.
+            attn_kwargs: Arguments of the attention.
+            kwargs: num_classes, global_pool, drop_rate and drop_block_rate of timm's ByobNet.
 
         Raises:
             FileNotFoundError: There is no such file of scales.
-            ValueError: The structure is unknown, the scales do not fit, the strides do not go together, or
+            ValueError: The structure is unknown, the scales do not fit, the strides are not compatible, or
                 drop_path_rate is set.
             TypeError: An argument would change the blocks or the norm, which could then not be folded.
         """
@@ -242,7 +239,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
             attn_kwargs=attn_kwargs or {},
         )
         super().__init__(cfg, in_chans=in_chans, output_stride=output_stride, **dd, **kwargs)
-        # timm builds the stems that it names, and all of them at stride 2
+        # timm builds its own stems only, all of them with stride 2
         self.stem = block(in_chans, stem_width, stride=strides[0], layers=get_layer_fns(cfg), **dd)
         named_apply(_init_weights, self.stem, include_root=True)
         for info in self.feature_info:
@@ -279,11 +276,10 @@ def _check_arguments(structure: str, drop_path_rate: float, kwargs: Mapping[str,
     check_structure(structure)
     if drop_path_rate:
         raise ValueError(
-            f'drop_path_rate={drop_path_rate}, but RepOpt-VGG has no shortcut to drop: leave it at 0; drop_rate and '
-            'drop_block_rate work.')
+            f'drop_path_rate={drop_path_rate}: RepOpt-VGG has no shortcut to drop, use drop_rate or drop_block_rate.')
     fixed = kwargs.keys() & {field.name for field in fields(ByoModelCfg)}
     if fixed:
-        raise TypeError(f'{", ".join(sorted(fixed))}: not for RepOpt-VGG, whose blocks are what makes them foldable.')
+        raise TypeError(f'{", ".join(sorted(fixed))}: fixed in RepOpt-VGG, whose blocks could not be folded otherwise.')
 
 
 register_released_keys(RepOptVgg, [
@@ -302,7 +298,7 @@ register_released_keys(RepOptVgg, [
 
 _L2 = dict(depths=(8, 14, 24, 1), widths=(160, 320, 640, 2560))
 
-# of every variant that says nothing else
+# defaults of the variants
 _ARCHITECTURE = dict(stem_width=64, strides=(2, 2, 2, 2, 2), act_layer='relu', attn_layer=None)
 
 # Table 1; A0, A1 and B0 have the depths and widths of RepVGG.
@@ -314,7 +310,7 @@ model_cfgs = {
     'repopt_vgg_b2': dict(depths=(4, 6, 16, 1), widths=(160, 320, 640, 2560)),
     'repopt_vgg_l1': dict(depths=(8, 14, 24, 1), widths=(128, 256, 512, 2048)),
     'repopt_vgg_l2': _L2,
-    # table 3; a quarter of the channels between the two layers of an SE block, as released
+    # table 3, with the released SE ratio of 1 / 4
     'repopt_vgg_l2se': dict(_L2, attn_layer='se', attn_kwargs=dict(rd_ratio=.25, rd_divisor=1)),
 }
 
@@ -323,7 +319,7 @@ model_cfgs = {
 def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepOptVgg:
     architecture = dict(_ARCHITECTURE, **model_cfgs[variant])
     model_args = {**architecture, **kwargs, 'scales': choose_scales(variant, kwargs, architecture)}
-    # where a stage keeps the resolution there is no feature before it
+    # a feature map for each resolution: a stage of stride 1 adds none
     strides = model_args['strides']
     features = 1 + sum(stride != 1 for stride in strides[1:]) if isinstance(strides, Sequence) else 0
     return build_model(

@@ -26,7 +26,7 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         FileNotFoundError: There is no such file.
         ValueError: The model has no CSLA layers, or the scales do not fit it; every misfit is named.
     """
-    if scales is None or scales in ('none', 'None'):
+    if scales is None or scales is False:
         return None
     layers = csla_layers(model)
     if not layers:
