@@ -31,9 +31,10 @@ def test_slices_add_up():
     torch.testing.assert_close(parts, apply(affine, x))
 
 
+@pytest.mark.parametrize('eps', [1e-5, 1e-2])
 @pytest.mark.parametrize('var', [0., 1e-12, 1., 1e12])
-def test_batch_norm(var):
-    norm = nn.BatchNorm1d(6).eval()
+def test_batch_norm(var, eps):
+    norm = nn.BatchNorm1d(6, eps=eps).eval()
     with torch.no_grad():
         norm.running_var.fill_(var)
         norm.running_mean.normal_()
@@ -45,6 +46,30 @@ def test_batch_norm(var):
     torch.testing.assert_close(x * scale + shift, expected + norm.bias.double())
     affine = random_affine(4, 6)
     torch.testing.assert_close(apply(affine.after_norm(norm), x), apply(affine, x * scale + shift))
+    before = random_affine(6, 4)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    torch.testing.assert_close(apply(before.before_norm(norm), x), apply(before, x) * scale + shift)
+
+
+@pytest.mark.parametrize('spoil', [
+    lambda norm: norm.running_var[1].fill_(-1e-3), lambda norm: norm.running_var[1].fill_(float('nan')),
+    lambda norm: norm.running_mean[1].fill_(float('inf'))])
+def test_broken_statistics_are_refused(spoil):
+    norm = nn.BatchNorm1d(6)
+    spoil(norm)
+    with pytest.raises(ValueError, match='are not finite, or a variance is negative'):
+        batch_norm_scale_shift(norm)
+
+
+def test_overflow_of_one_entry_is_refused():
+    """Values that are not finite already pass: they are no overflow."""
+    affine = random_affine(3, 4)
+    affine.weight[1, 2] = 1e5
+    like = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    with pytest.raises(OverflowError, match=r'weight of shape \(3, 4\) reaches 1e\+05'):
+        affine.write_to(nn.Linear(4, 3), like)
+    affine.weight[1, 2] = float('inf')
+    affine.write_to(nn.Linear(4, 3), like)
 
 
 def test_write_to_casts_once_and_takes_the_parameters_nature():

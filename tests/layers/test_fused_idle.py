@@ -2,9 +2,7 @@
 import copy
 import io
 import math
-import os
-import subprocess
-import sys
+import runpy
 import warnings
 from functools import partial
 
@@ -37,6 +35,19 @@ def switch():
 def always(monkeypatch):
     """The matrix, whether it pays or not."""
     monkeypatch.setattr(repa_mlp, 'fused_idle_is_faster', lambda tokens, channels, idle: True)
+
+
+class Bn:
+    """norm_layer whose first norm has another eps than its second one."""
+
+    def __init__(self, eps):
+        self.eps = eps
+
+    def __call__(self, channels, **dd):
+        return nn.BatchNorm1d(channels, eps=self.eps[channels > 24], **dd)
+
+    def __repr__(self):
+        return f'eps {self.eps}'
 
 
 def ffn(channels=24, dtype=torch.float64, seed=0, **kwargs):
@@ -102,7 +113,7 @@ def check_same(model, x, tolerance=1e-10, steps=2, **kwargs):
 
 @pytest.mark.parametrize('kwargs', [
     dict(), dict(idle_ratio=.5), dict(idle_ratio=.9), dict(idle_ratio=.02), dict(bias=False),
-    dict(init_values=.1),
+    dict(init_values=.1), dict(norm_layer=Bn(eps=(1e-1, 1e-5))), dict(norm_layer=Bn(eps=(1e-5, 1e-1))),
     dict(act_layer=nn.ReLU), dict(norm_layer=partial(nn.BatchNorm1d, momentum=None, eps=1e-3)),
     dict(norm_layer=partial(nn.BatchNorm1d, momentum=.7)),
 ], ids=str)
@@ -261,8 +272,8 @@ def test_where_it_pays():
 
 
 @pytest.mark.parametrize('kind', [
-    'switched off', 'eval', 'frozen norm', 'no norm', 'hook', 'adapter', 'own forward', 'dropout', 'no statistics',
-    'all active', 'all idle'])
+    'switched off', 'eval', 'frozen norm', 'no norm', 'hook', 'backward hook', 'backward pre-hook', 'adapter',
+    'own forward', 'dropout', 'no statistics', 'all active', 'all idle'])
 def test_what_goes_layer_by_layer(always, kind):
     set_fused_idle(kind != 'switched off')
     kwargs = {
@@ -280,6 +291,10 @@ def test_what_goes_layer_by_layer(always, kind):
     elif kind == 'hook':
         model.act.register_forward_hook(lambda *args: seen.append('act'))
         model.fc1.register_forward_hook(lambda *args: seen.append('fc1'))
+    elif kind == 'backward hook':
+        model.fc2.register_full_backward_hook(lambda *args: None)
+    elif kind == 'backward pre-hook':
+        model.fc2.register_full_backward_pre_hook(lambda *args: None)
     elif kind == 'adapter':
         class Adapted(nn.Linear):
             def forward(self, x):
@@ -336,13 +351,12 @@ def test_a_hook_on_the_activation(always):
     assert seen == [96]
 
 
-def test_environment_variable():
-    code = 'from timm_rep.layers import use_fused_idle; print(use_fused_idle())'
-    for value, expected in (('0', 'False'), ('1', 'True')):
-        run = subprocess.run(
-            [sys.executable, '-c', code], env={**os.environ, 'TIMM_REP_FUSED_IDLE': value}, capture_output=True,
-            text=True, check=True)
-        assert run.stdout.strip() == expected
+@pytest.mark.parametrize('value,expected', [('0', False), ('1', True), (None, True)])
+def test_environment_variable(monkeypatch, value, expected):
+    monkeypatch.delenv('TIMM_REP_FUSED_IDLE', raising=False)
+    if value is not None:
+        monkeypatch.setenv('TIMM_REP_FUSED_IDLE', value)
+    assert runpy.run_path(fused_idle.__file__)['use_fused_idle']() == expected
 
 
 def test_hidden_activations_are_not_kept(always):
@@ -393,42 +407,50 @@ def test_families(always, name, kwargs):
     check_same(model, x, 1e-8, steps=1, call=call)
 
 
-def _of_two(rank, path, momentum, compiled):
+def _two_processes(rank, path):
     torch.distributed.init_process_group('gloo', init_method=f'file://{path}/store', rank=rank, world_size=2)
     set_fused_idle(True)
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)))
-    x = tokens()[:5] if rank == 0 else tokens()[5:]
-    # with so few tokens layer by layer would be faster; but another process may have more, and has to do the same
-    assert not fused_idle_is_faster(x.shape[0] * x.shape[1], 24, 72)
-    assert model._can_fuse_idle(x)
-    x.requires_grad_()
-    if compiled:
-        y = compiled_call(model, x)
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter('error')
-            y = model(x)
-    everything = uneven(tokens().shape, torch.float64)
-    (y * (everything[:5] if rank == 0 else everything[5:])).sum().backward()
-    for p in model.parameters():
-        torch.distributed.all_reduce(p.grad)
-    found = {'y': y.detach(), 'x': x.grad, **{f'{name}.grad': p.grad for name, p in model.named_parameters()}}
-    torch.save({**found, **dict(model.named_buffers())}, f'{path}/{rank}.pth')
-    model.norm2 = nn.BatchNorm1d(96, dtype=torch.float64)
-    assert not model._can_fuse_idle(x)  # of other processes than the first norm
+    for i, (momentum, compiled) in enumerate(SYNC_CASES):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)))
+        x = tokens()[:5] if rank == 0 else tokens()[5:]
+        # so few tokens would not be fused by themselves; but another process may have more, and has to do the same
+        assert not fused_idle_is_faster(x.shape[0] * x.shape[1], 24, 72)
+        assert model._can_fuse_idle(x)
+        x.requires_grad_()
+        if compiled:
+            y = compiled_call(model, x)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter('error')
+                y = model(x)
+        group = torch.distributed.group.WORLD
+        kept = torch.ones(3)
+        assert torch.equal(fused_idle._all_reduce(kept, group), 2 * torch.ones(3))
+        assert torch.equal(kept, torch.ones(3))  # the input is left alone
+        everything = uneven(tokens().shape, torch.float64)
+        (y * (everything[:5] if rank == 0 else everything[5:])).sum().backward()
+        for p in model.parameters():
+            torch.distributed.all_reduce(p.grad)
+        found = {'y': y.detach(), 'x': x.grad, **{f'{name}.grad': p.grad for name, p in model.named_parameters()}}
+        torch.save({**found, **dict(model.named_buffers())}, f'{path}/{i}-{rank}.pth')
+        model.norm2 = nn.BatchNorm1d(96, dtype=torch.float64)
+        assert not model._can_fuse_idle(x)  # its statistics are of other processes than those of the first norm
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize('momentum,compiled', [(.1, False), (None, False), (.1, True)])
-def test_statistics_of_all_processes(tmp_path, momentum, compiled):
-    """SyncBatchNorm: two processes, as one with all of the batch."""
-    mp.spawn(_of_two, args=(str(tmp_path), momentum, compiled), nprocs=2)
-    expected = step(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)), tokens(), SEQUENTIAL)
-    ranks = [torch.load(tmp_path / f'{rank}.pth', weights_only=True) for rank in range(2)]
-    for name, value in expected.items():
-        for rank in ranks:
-            found = torch.cat([r[name] for r in ranks]) if name in ('y', 'x') else rank[name]
-            torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
+SYNC_CASES = [(.1, False), (None, False), (.1, True)]  # momentum, compiled
+
+
+def test_statistics_of_all_processes(tmp_path):
+    """SyncBatchNorm: two processes compute what one process computes from the whole batch."""
+    mp.spawn(_two_processes, args=(str(tmp_path),), nprocs=2)
+    for i, (momentum, _) in enumerate(SYNC_CASES):
+        expected = step(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)), tokens(), SEQUENTIAL)
+        ranks = [torch.load(tmp_path / f'{i}-{rank}.pth', weights_only=True) for rank in range(2)]
+        for name, value in expected.items():
+            for rank in ranks:
+                found = torch.cat([r[name] for r in ranks]) if name in ('y', 'x') else rank[name]
+                torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize('norm', [1., 30., 1000.])
@@ -445,6 +467,32 @@ def test_variances_that_are_small_differences(always, norm):
     for name in ('y', 'norm2.running_var', 'norm2.running_mean'):
         error = relative(plain[name].double(), exact[name])
         assert relative(fast[name].double(), exact[name]) < max(10 * error, 1e-5), name
+
+
+def test_one_imprecise_variance_is_enough(always):
+    """A single channel that is a small difference of large ones: the layers run in sequence."""
+    covariance = torch.ones(2, 2) + 1e-6 * torch.eye(2)
+    idle = torch.tensor([[1., 1.], [1., -1.]])
+    var = (idle @ covariance * idle).sum(1)
+    assert fused_idle._is_precise(var[:1], idle[:1], covariance)
+    assert not fused_idle._is_precise(var, idle, covariance)
+
+
+def test_inputs_are_cast_once_under_autocast(always):
+    """The matrix and the linear layers take the same half-precision input."""
+    seen = []
+
+    class Linears(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.nn.functional.linear:
+                seen.append(args[0].dtype)
+            return func(*args, **kwargs or {})
+
+    model = ffn().float()
+    with torch.autocast('cpu', torch.bfloat16), Linears():
+        model(tokens().float())
+    assert len(seen) == 3
+    assert seen.count(torch.bfloat16) >= 2
 
 
 @pytest.fixture
@@ -497,7 +545,8 @@ def test_a_product_where_a_gpu_would_round(monkeypatch):
 
 
 def test_whether_a_gpu_would_round(tf32):
-    compiled = torch.compile(lambda x: x + 1 if fused_idle._multiplies_in_tf32() else x, fullgraph=True)
+    compiled = torch.compile(
+        lambda x: x + 1 if fused_idle._multiplies_in_tf32() else x, backend='eager', fullgraph=True)
     assert fused_idle._multiplies_in_tf32()
     assert compiled(torch.zeros(1)) == 1
     torch.set_float32_matmul_precision('highest')

@@ -73,6 +73,22 @@ def check_reparameterize(model, build, x):
     assert torch.equal(built(x), model(x))
 
 
+def check_compile(model, x):
+    """A model compiles to one graph without breaks, forward and backward."""
+    compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
+    with torch.no_grad():
+        assert torch.allclose(compiled(x), model(x), atol=1e-5)
+    compiled(x).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def check_batch_norms(build):
+    """bn_momentum and bn_eps reach every BatchNorm."""
+    norms = [m for m in build(bn_momentum=.05, bn_eps=1e-3).modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert norms
+    assert all((norm.momentum, norm.eps) == (.05, 1e-3) for norm in norms)
+
+
 def check_arguments(model, x, shape):
     """Outputs of this shape, and gradients of everything."""
     y = model(x)
@@ -206,10 +222,6 @@ class Contract:
         program = torch.export.export(model, (self.images(3),), dynamic_shapes=({0: batch},))
         assert torch.allclose(program.module()(self.images(5)), model(self.images(5)), atol=1e-5)
 
+    @pytest.mark.slow
     def test_compile(self, model):
-        """One graph, no breaks."""
-        compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
-        with torch.no_grad():
-            assert torch.allclose(compiled(self.images()), model(self.images()), atol=1e-5)
-        compiled(self.images()).square().sum().backward()
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+        check_compile(model, self.images())

@@ -70,6 +70,10 @@ def test_block_is_token_mlp_and_ffn():
     assert relative(block(x).flatten(0, 1), expected) < 1e-11
 
 
+def test_batch_norms():
+    contract.check_batch_norms(tiny)
+
+
 def test_initialization_and_drop_path_are_timms():
     torch.manual_seed(0)
     model = timm.create_model('repa_mixer_s16', drop_path_rate=.3, proj_drop_rate=.1)

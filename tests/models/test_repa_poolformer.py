@@ -52,7 +52,8 @@ def test_registered():
     assert timm.list_models(module='repa_poolformer') == VARIANTS
 
 
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=() if name == 'repa_poolformer_s12' else pytest.mark.slow) for name in VARIANTS])
 def test_everything_but_the_ffns_is_timms(name):
     model = timm.create_model(name, device='meta')
     vanilla = timm.create_model(name.removeprefix('repa_'), device='meta')
@@ -98,6 +99,10 @@ def test_block_with_a_folding_token_mixer():
     y = y.permute(0, 2, 3, 1).reshape(-1, 24)
     expected = y + ffn(y, weights, F.gelu, active=24)
     assert relative(block(x).permute(0, 2, 3, 1).reshape(-1, 24), expected) < 1e-10
+
+
+def test_batch_norms():
+    contract.check_batch_norms(partial(tiny, fold_token_mixer=True))
 
 
 def test_initialization_and_drop_path_are_timms():

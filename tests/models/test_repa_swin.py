@@ -59,7 +59,8 @@ def test_fused_attention():
         assert relative(of, outputs[0]) < 1e-5
 
 
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=() if name == 'repa_swin_tiny' else pytest.mark.slow) for name in VARIANTS])
 def test_everything_but_the_ffns_is_timms(name):
     model = timm.create_model(name, device='meta')
     vanilla = timm.create_model(f'{name.removeprefix("repa_")}_patch4_window7_224', device='meta')
@@ -83,6 +84,10 @@ def test_block_is_attention_and_ffn():
     weights = {k: v.double() for k, v in block.mlp.state_dict().items()}
     expected = (y + ffn(y, weights, F.gelu, active=24)).view(2, 14, 14, 24)
     assert relative(block(x), expected) < 1e-5
+
+
+def test_batch_norms():
+    contract.check_batch_norms(tiny)
 
 
 def test_initialization_and_drop_path_are_timms():

@@ -186,8 +186,8 @@ def use_repa_ffns(
         reparameterized: Use the deploy structure, with new weights, for checkpoints of a folded model.
 
     Raises:
-        ValueError: The model has no such FFN, or others beside them, which are named; or idle_ratio or idle_schedule is
-            out of range. The model is unchanged.
+        ValueError: The model has no such FFN, or others beside them, which are named; or an argument is out of range.
+            The model is unchanged.
     """
     ffns = find_ffns(model)
     unsupported = _unsupported(model, ffns)
@@ -198,6 +198,10 @@ def use_repa_ffns(
             "between a norm and a shortcut in a block of timm's, but "
             + (f'{", ".join(unsupported[:5])}{more}.' if unsupported else 'it has none.'))
     ratios = idle_ratios(len(ffns), idle_ratio, idle_schedule)
+    if not bn_eps > 0 or not (bn_momentum is None or 0 <= bn_momentum <= 1):
+        raise ValueError(
+            f'bn_eps must be positive and bn_momentum from 0 to 1 (or None), got bn_eps={bn_eps}, '
+            f'bn_momentum={bn_momentum}.')
     for ffn, ratio in zip(ffns, ratios):
         mlp = _repa_mlp_deploy(ffn, ratio) if reparameterized else _repa_mlp(ffn, ratio, bn_momentum, bn_eps)
         setattr(ffn.block, ffn.mlp, mlp)

@@ -1,7 +1,6 @@
 """Exact folding of the linear parts of a network: BatchNorm, linear, layer scale, shortcut.
 
-Every function computes in float64, whatever the dtype of the model: rounding happens once, when
-:meth:`Affine.write_to` casts the result back.
+All functions compute in float64 whatever the dtype of the model; values are rounded once, by :meth:`Affine.write_to`.
 """
 from typing import NamedTuple, Optional, Tuple, Union
 
@@ -19,7 +18,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The affine map ``y = x * scale + shift`` that a BatchNorm is in eval mode (RePaFormer, eq. 4).
+    """The affine map ``y = x * scale + shift`` of a BatchNorm in eval mode (RePaFormer, eq. 4).
 
     Args:
         norm: Any BatchNorm with running statistics, SyncBatchNorm included. Its mode does not matter.
@@ -28,11 +27,17 @@ def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch
         ``scale`` and ``shift``, each of shape (C,), float64.
 
     Raises:
-        ValueError: The BatchNorm has no running statistics, so it is no fixed map.
+        ValueError: The BatchNorm has no running statistics, so it is not a fixed map; or they are not finite or a
+            variance is negative.
     """
     if norm.running_mean is None or norm.running_var is None:
         raise ValueError(
             f'{norm} has no running statistics to fold: build it with track_running_stats=True and train it.')
+    if not norm.running_var.is_meta and not (
+            norm.running_mean.isfinite().all() and norm.running_var.isfinite().all() and (norm.running_var >= 0).all()):
+        raise ValueError(
+            f'The running statistics of {norm} are not finite, or a variance is negative: training has diverged or the '
+            'checkpoint is damaged. Load an earlier one, or reset the statistics and run calibrate_batchnorm().')
     scale = torch.rsqrt(_wide(norm.running_var) + norm.eps)
     if norm.weight is not None:
         scale = scale * _wide(norm.weight)
@@ -43,18 +48,18 @@ def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch
 
 
 class Affine(NamedTuple):
-    """The map ``y = x @ weight.T + bias`` on channels, in float64; of a convolution, on the entries of its window.
+    """The map ``y = x @ weight.T + bias`` in float64, on channels or, for a convolution, on the entries of its window.
 
     Attributes:
-        weight: (out, in), of a convolution (out, in * height * width).
-        bias: (out,).
+        weight: Matrix (out, in), for a convolution (out, in * height * width).
+        bias: Vector (out,).
     """
     weight: torch.Tensor
     bias: torch.Tensor
 
     @classmethod
     def from_linear(cls, linear: Union[nn.Linear, nn.Conv2d]) -> 'Affine':
-        """The map of an ``nn.Linear`` or a 1 x 1 convolution, its bias zero where it has none."""
+        """The map of an ``nn.Linear`` or a 1 x 1 convolution; a missing bias is zero."""
         weight = _wide(linear.weight).flatten(1)
         return cls(weight, weight.new_zeros(weight.shape[0]) if linear.bias is None else _wide(linear.bias))
 
@@ -82,21 +87,22 @@ class Affine(NamedTuple):
         return Affine(self.weight[start:stop], self.bias[start:stop])
 
     def inputs(self, start: int, stop: Optional[int] = None) -> 'Affine':
-        """The map on the input channels ``start:stop``, the others being zero."""
+        """The map of the input channels ``start:stop``, with the other inputs zero."""
         return Affine(self.weight[:, start:stop], self.bias)
 
     @classmethod
     def from_kernel(cls, kernel: torch.Tensor) -> 'Affine':
-        """The map of a convolution without bias, its kernel (out, in, height, width)."""
+        """The map of a convolution without bias, given its kernel (out, in, height, width)."""
         weight = _wide(kernel).flatten(1)
         return cls(weight, weight.new_zeros(weight.shape[0]))
 
     def write_to(self, linear: Union[nn.Linear, nn.Conv2d], like: nn.Parameter) -> None:
-        """Replace the parameters of ``linear`` by this map's, cast once.
+        """Replace the parameters of a layer by those of this map, rounded once.
 
         Args:
-            linear: A linear or convolution of the same shape. Where it has no bias this map's is left out.
-            like: The parameter whose dtype, device and ``requires_grad`` the new ones take.
+            linear: Linear layer or convolution of the same shape. Without a bias, that of the map is dropped.
+            like: Parameter whose dtype, device and ``requires_grad`` the new parameters take; a kernel of the same
+                shape also takes its memory format.
 
         Raises:
             OverflowError: A folded value is finite, but not in the dtype of ``like``.
@@ -111,6 +117,5 @@ class Affine(NamedTuple):
                     f'{like.dtype} holds ({torch.finfo(like.dtype).max:.3g}): convert the model to float32 or '
                     'bfloat16 before reparameterizing.')
             cast = cast.reshape(getattr(linear, name).shape)
-            # a convolution's kernel keeps its memory format
             cast = torch.empty_like(like).copy_(cast) if cast.shape == like.shape else cast.contiguous()
             setattr(linear, name, nn.Parameter(cast, requires_grad=like.requires_grad))

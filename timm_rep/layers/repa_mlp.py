@@ -25,11 +25,11 @@ def active_channels(channels: int, idle_ratio: float) -> int:
     ``1 - idle_ratio`` rounds up, the result can exceed the exact one by 1 (33 of 192 channels for the ratio 5 / 6).
 
     Raises:
-        ValueError: The ratio is not in [0, 1].
+        ValueError: The ratio is not a number in [0, 1].
     """
-    if not 0. <= idle_ratio <= 1.:
+    if not isinstance(idle_ratio, (int, float)) or not 0. <= idle_ratio <= 1.:
         raise ValueError(
-            f'idle_ratio is the share of hidden channels that skip the activation, from 0 to 1, got {idle_ratio}.')
+            f'idle_ratio is the share of hidden channels that skip the activation, from 0 to 1, got {idle_ratio!r}.')
     return math.ceil(channels * (1 - idle_ratio))
 
 
@@ -48,6 +48,7 @@ def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'cons
     Raises:
         ValueError: The schedule is unknown, or the ratio of a block is not in [0, 1].
     """
+    active_channels(1, idle_ratio)
     if idle_schedule == 'constant':
         ratios = [idle_ratio] * depth
     elif idle_schedule == 'linear':
