@@ -1,5 +1,8 @@
 import copy
+import importlib
 import pickle
+import sys
+import types
 import warnings
 
 import pytest
@@ -9,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.optim import create_optimizer_v2, list_optimizers
 
+import timm_rep
 import timm_rep.optim._chunks as chunks
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import sgd
@@ -214,6 +218,21 @@ def test_registered_with_timm():
         backward(model, seed=step)
         lookahead.step()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_layers_do_not_import_optimizers():
+    """Importing the layers alone, without the package's __init__, registers no optimizer."""
+    package = types.ModuleType('timm_rep')
+    package.__path__ = list(timm_rep.__path__)
+    imported = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition('.')[0] == 'timm_rep'}
+    try:
+        sys.modules['timm_rep'] = package
+        importlib.import_module('timm_rep.layers')
+        names = {name for name in sys.modules if name.partition('.')[0] == 'timm_rep'}
+    finally:
+        sys.modules.update(imported)
+    assert 'timm_rep.layers.grad_mult' in names
+    assert {name.split('.')[1] for name in names if '.' in name} <= {'layers', 'utils'}
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
