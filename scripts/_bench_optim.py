@@ -55,11 +55,18 @@ def state_memory(optimizer):
 
 
 def compact_multipliers(optimizer):
-    """What the multipliers take, made once: of kernels on a GPU, or of a step by torch's own parts."""
-    return megabytes(optimizer._launches.tables.multipliers or [
-        vector for group in optimizer.param_groups for p in group['params'] if get_grad_mult(p)
-        for regions in get_grad_mult(p)._vectors.values() for _, vector, _ in regions
-    ])
+    """Megabytes of the multipliers that a step has cached."""
+    return megabytes(
+        x for group in optimizer.param_groups for p in group['params'] if get_grad_mult(p)
+        for cached in get_grad_mult(p)._cache.values()
+        for x in (cached if torch.is_tensor(cached[0]) else [vector for _, vector, _ in cached]))
+
+
+def uses_kernels(optimizer):
+    """Whether Triton kernels have taken a step: they read their multipliers from a table."""
+    return any(
+        'table' in key for group in optimizer.param_groups for p in group['params'] if get_grad_mult(p)
+        for key in get_grad_mult(p)._cache)
 
 
 def scratch_memory(device, step):
@@ -119,7 +126,8 @@ def bench_optim(args):
     """A step of RepSGD and RepAdamW and of torch's SGD and AdamW, on RepOpt-VGG-B1 or another.
 
     'released': the formulation of the released optimizers, every gradient times a dense multiplier before torch's own
-    step. 'ours, fused': parameters without a multiplier by torch's fused kernel too, which it takes if asked to.
+    step. 'ours, fused': parameters without a multiplier by torch's fused kernel too, which it takes if asked to; on a
+    GPU those with a multiplier by Triton kernels.
     'over torch, fused': how many times as long a step takes; on a GPU also without what Python takes, for which the GPU
     does not wait in a training. 'beside it': multipliers, and what a step allocates and gives back (of torch's on a GPU
     only). The training step is a forward pass, a backward pass and the optimizer's step on a batch of images.
@@ -168,7 +176,7 @@ def bench_optim(args):
                 gpu = {
                     'ms on the GPU': milliseconds(alone)[form],
                     'over torch, fused, on the GPU': speedup(alone['torch, fused'], alone[form]),
-                    'kernel': bool(form.startswith('ours') and sides[form]._launches.tables.multipliers),
+                    'kernel': form.startswith('ours') and uses_kernels(sides[form]),
                 }
             yield {
                 'model': name,

@@ -1,5 +1,8 @@
 import copy
+import importlib
 import pickle
+import sys
+import types
 import warnings
 
 import pytest
@@ -9,8 +12,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.optim import create_optimizer_v2, list_optimizers
 
+import timm_rep
 import timm_rep.optim._chunks as chunks
 from tests.reference.ffn import relative
+from tests.reference.rep_optim import sgd
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
 
@@ -61,17 +66,6 @@ def backward(model, dtype=torch.float32, seed=0):
     return loss
 
 
-def reference_sgd(params, grads, buffers, mults, lr, momentum=0., dampening=0., weight_decay=0., nesterov=False,
-                  maximize=False, **_):
-    """One step, tensor by tensor; the multiplier on the gradient, before weight decay and momentum."""
-    for i, (p, g, m) in enumerate(zip(params, grads, mults)):
-        d = (-g if maximize else g) * m + weight_decay * p
-        if momentum:
-            buffers[i] = d.clone() if buffers[i] is None else momentum * buffers[i] + (1 - dampening) * d
-            d = d + momentum * buffers[i] if nesterov else buffers[i]
-        p -= lr * d
-
-
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('channels_last', [False, True])
 @pytest.mark.parametrize('kwargs', SGD_ARGS, ids=str)
@@ -86,7 +80,7 @@ def test_sgd_against_reference(kwargs, channels_last, dtype, monkeypatch):
     for step in range(4):
         backward(model, dtype, step)
         grads = [p.grad.clone() for p in params]
-        reference_sgd(expected, grads, buffers, mults, lr=.05, **kwargs)
+        sgd(expected, grads, buffers, mults, lr=.05, **kwargs)
         optimizer.step()
         assert all(torch.equal(p.grad, g) for p, g in zip(params, grads))  # left as the backward pass wrote it
         for p, e in zip(params, expected):
@@ -98,7 +92,7 @@ def test_sgd_against_reference(kwargs, channels_last, dtype, monkeypatch):
 
 @pytest.mark.parametrize('kwargs', ADAMW_ARGS, ids=str)
 def test_adamw_against_torch(kwargs, monkeypatch):
-    """What torch's AdamW moves a parameter by, less its decay, times the multiplier."""
+    """The update is that of torch's AdamW without weight decay, times the multiplier."""
     monkeypatch.setattr(chunks, '_CHUNK_BYTES', 2000)
     model = net(torch.float64)
     params = list(model.parameters())
@@ -210,11 +204,11 @@ def test_registered_with_timm():
         assert 'GradMult' in described[name]
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        sgd = create_optimizer_v2(net(), opt='repsgd', lr=.1, weight_decay=4e-5)
-    assert type(sgd) is RepSGD
-    assert [g['weight_decay'] for g in sgd.param_groups] == [0., 4e-5]
-    assert sgd.defaults['nesterov']
-    assert sgd.defaults['momentum'] == .9
+        optimizer = create_optimizer_v2(net(), opt='repsgd', lr=.1, weight_decay=4e-5)
+    assert type(optimizer) is RepSGD
+    assert [g['weight_decay'] for g in optimizer.param_groups] == [0., 4e-5]
+    assert optimizer.defaults['nesterov']
+    assert optimizer.defaults['momentum'] == .9
     adamw = create_optimizer_v2(net(), opt='repadamw', lr=.1, betas=(.8, .9), eps=1e-6)
     assert type(adamw) is RepAdamW
     assert adamw.defaults['betas'] == (.8, .9)
@@ -224,6 +218,21 @@ def test_registered_with_timm():
         backward(model, seed=step)
         lookahead.step()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_layers_do_not_import_optimizers():
+    """Importing the layers alone, without the package's __init__, registers no optimizer."""
+    package = types.ModuleType('timm_rep')
+    package.__path__ = list(timm_rep.__path__)
+    imported = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition('.')[0] == 'timm_rep'}
+    try:
+        sys.modules['timm_rep'] = package
+        importlib.import_module('timm_rep.layers')
+        names = {name for name in sys.modules if name.partition('.')[0] == 'timm_rep'}
+    finally:
+        sys.modules.update(imported)
+    assert 'timm_rep.layers.grad_mult' in names
+    assert {name.split('.')[1] for name in names if '.' in name} <= {'layers', 'utils'}
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
@@ -247,7 +256,7 @@ def test_refusals(rep, plain):
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
 def test_a_flattened_parameter_is_refused(rep, plain):
-    """FSDP of the first kind makes one of a kernel, with what is attached to it."""
+    """FSDP1 flattens a kernel and keeps its attributes."""
     params = [nn.Parameter(torch.ones(8, 8, 3, 3)) for _ in range(2)]
     for param in params:
         set_grad_mult(param, csla().grad_mult(scales()))
@@ -264,7 +273,7 @@ def test_a_flattened_parameter_is_refused(rep, plain):
 @pytest.mark.parametrize('rep,plain', PAIRS)
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_low_precision_parameters(rep, plain, dtype):
-    """What torch's moves a parameter by in that dtype, times the multiplier."""
+    """The update is that of torch's optimizer in the same dtype, times the multiplier."""
     model = net(dtype)
     backward(model, dtype)
     param = model[1].weight
@@ -283,7 +292,7 @@ def test_low_precision_parameters(rep, plain, dtype):
 
 
 def ones(param):
-    """A multiplier of ones, with which the optimizer is torch's."""
+    """Attach a multiplier of ones, with which the optimizer agrees with torch's."""
     set_grad_mult(param, GradMult(param.shape, [BranchScale((3, 3), torch.ones(param.shape[0]))]))
     return param
 
@@ -294,7 +303,7 @@ def ones(param):
     'gradient', 'parameter', 'state', 'not dense', 'not dense, and the state', 'rows innermost'])
 @pytest.mark.parametrize('chunk_bytes', [150, 300])  # of one row, which is dense even if a parameter is not, and two
 def test_layouts_may_differ(rep, plain, flags, change, chunk_bytes, monkeypatch):
-    """Parameter, gradient and state each in a memory format of its own, as after a resume in another one."""
+    """Parameter, gradient and state may differ in memory format, also from step to step, as after resuming."""
     monkeypatch.setattr(chunks, '_CHUNK_BYTES', chunk_bytes)
     results = []
     for cls, kwargs in ((rep, flags), (plain, {})):
@@ -334,7 +343,7 @@ def test_copies_of_the_optimizer_keep_the_multipliers(rep, plain):
 
 
 def test_copies_step_where_graphs_may_be_captured(monkeypatch):
-    """torch's check before a capture reads what SGD has no such option for."""
+    """torch's check before a graph capture reads an option that SGD does not have."""
     if hasattr(torch, 'accelerator'):  # not in torch 2.5
         monkeypatch.setattr(torch.accelerator, 'is_available', lambda: True, raising=False)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
@@ -345,10 +354,36 @@ def test_copies_step_where_graphs_may_be_captured(monkeypatch):
     optimizer.step()
 
 
-def test_an_empty_shard():
-    """As a process has of a kernel with fewer rows than there are processes."""
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_an_empty_shard(rep, plain):
+    """A process has one of a kernel with fewer rows than there are processes."""
     for device in ('cpu', 'meta'):
         assert list(chunks.row_chunks(torch.empty(0, 4, 3, 3, device=device))) == []
+    params = [ones(nn.Parameter(torch.ones(rows, 4, 3, 3))) for rows in (2, 0)]
+    set_grad_mult(params[1], get_grad_mult(params[0]).rows(2, 2))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    rep(params, lr=.1, **(dict(momentum=.9) if rep is RepSGD else {})).step()
+    assert not torch.equal(params[0], torch.ones_like(params[0]))
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
+def test_a_multiplier_out_of_range_changes_nothing(rep, plain):
+    """It is found before any kernel is updated, also in the dtype of a parameter that was converted."""
+    params = [ones(nn.Parameter(torch.ones(4, 4, 3, 3))) for _ in range(2)]
+    optimizer = rep([dict(params=[p]) for p in params], lr=.1)
+    for scale, dtype, match in ((1e30, torch.float32, 'float32'), (1e5, torch.float16, 'float16')):
+        # the sum of absolute values has a larger range than the sum of squares
+        scale = scale if rep is RepSGD else scale ** 2
+        terms = [BranchScale((3, 3), torch.full((4,), scale, dtype=torch.float64))]
+        set_grad_mult(params[1], GradMult((4, 4, 3, 3), terms))
+        for param in params:
+            param.data = torch.ones_like(param, dtype=dtype)
+            param.grad = torch.ones_like(param)
+        with pytest.raises(OverflowError, match=f'reaches 1e.*range of torch.{match}.*smaller scales'):
+            optimizer.step()
+        assert all(torch.equal(p, torch.ones_like(p)) for p in params)
+        assert not optimizer.state
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
@@ -388,7 +423,7 @@ def test_options_that_are_not_for_them():
 
 
 def test_memory_of_a_step(monkeypatch):
-    """Beside the state of torch's optimizer: one chunk of at most 8 MB, and O(channels) of multipliers."""
+    """Besides the state of torch's optimizer: one chunk of at most 8 MB and O(channels) multipliers."""
     wide = Csla(512, 512, (ConvBranch(3), ConvBranch(1), IdentityBranch()))
     conv = wide.build_conv()
     conv.set_scales({name: torch.ones(512) for name in wide.scaled_branches})
@@ -406,7 +441,7 @@ def test_memory_of_a_step(monkeypatch):
         state, = optimizer.state.values()
         expected, = reference.state.values()
         assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected.items()}
-        assert len(pickle.dumps(conv.grad_mult)) < 16 * 512  # what is cached for a device is not written
+        assert len(pickle.dumps(conv.grad_mult)) < 16 * 512  # the cache is not pickled
     assert 0 < max(sizes) <= 8e6
 
 
@@ -425,6 +460,7 @@ class TestMultiplierStaysAttached:
     def test_vectors_are_compact(self):
         """O(channels), made once for each device and dtype."""
         mult = csla(64).grad_mult(scales(64))
+        assert mult.table('squared', torch.device('cpu')).numel() == 10 * 64
         vectors = mult.vectors('squared', torch.device('cpu'), torch.float32)
         assert sum(v.numel() for _, v, _ in vectors) == 3 * 64
         assert mult.vectors('squared', torch.device('cpu'), torch.float32) is vectors

@@ -20,8 +20,19 @@ def grad_mult(shape, branches, scales, power):
     return mult
 
 
+def sgd(params, grads, buffers, mults, lr, momentum=0., dampening=0., weight_decay=0., nesterov=False, maximize=False,
+        **_):
+    """One step of SGD in place, the multiplier on the gradient before weight decay and momentum."""
+    for i, (p, g, m) in enumerate(zip(params, grads, mults)):
+        d = (-g if maximize else g) * m + weight_decay * p
+        if momentum:
+            buffers[i] = d.clone() if buffers[i] is None else momentum * buffers[i] + (1 - dampening) * d
+            d = d + momentum * buffers[i] if nesterov else buffers[i]
+        p -= lr * d
+
+
 def normal_scales(model, seed):
-    """Scales for a model, of both signs as the released ones."""
+    """Normally distributed scales for a model, of both signs like the released ones."""
     g = torch.Generator().manual_seed(seed)
     return Scales({name: {branch: torch.randn(len(scale), generator=g) for branch, scale in branches.items()}
                    for name, branches in Scales.ones(model).items()})

@@ -1,10 +1,10 @@
-"""Constant-Scale Linear Addition: one description of a block's linear branches, and all that follows from it.
+"""Constant-Scale Linear Addition (CSLA): one declaration of a block's linear branches and the layers built from it.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.2, appendix A.
 
-A CSLA block is a sum of linear branches on the same input, each ``scale * operator``. The same function is one
-convolution, and training that one with its gradients multiplied by constants (its GradMult) is training the block:
-CSLA = GR.
+A CSLA block is a sum of linear branches on the same input, each ``scale * operator``. It computes the same function as
+one convolution, and training this convolution with its gradients multiplied by constants (its GradMult) is equivalent
+to training the block: CSLA = GR (gradient re-parameterization).
 """
 import math
 from dataclasses import dataclass
@@ -18,23 +18,24 @@ from .grad_mult import BranchScale, GradMult, get_grad_mult, set_grad_mult
 
 __all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'CslaConv2d', 'IdentityBranch', 'SearchBlock', 'csla_layers']
 
-
-# what torch's wrappers put between the names of modules
+# names that torch's wrappers insert between those of modules
 _WRAPPERS = {'module', '_orig_mod', '_checkpoint_wrapped_module', '_fsdp_wrapped_module'}
 
 
-def _pair(x: Union[int, Tuple[int, int]], what: str) -> Tuple[int, int]:
+def _pair(x: Union[int, Tuple[int, int]], name: str) -> Tuple[int, int]:
+    """(height, width) of an argument that is one positive int or two of them; raises ValueError for anything else."""
     pair = (x, x) if isinstance(x, int) else tuple(x)
     if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
-        raise ValueError(f'{what} is (height, width) or one number, each at least 1, got {x!r}.')
+        raise ValueError(f'{name} must be one int or (height, width), each at least 1, got {x!r}.')
     return pair
 
 
 def _check_name(name: str) -> None:
-    # it names a parameter, and part of a key in a file
+    """Raise ValueError unless a name can be a parameter's name and a part of a key in a file."""
     if not name.isidentifier() or hasattr(nn.ParameterDict, name):
         raise ValueError(
-            f'The name of a branch is a word of letters, digits and underscores and no method of a dict, got {name!r}.')
+            f'The name of a branch must consist of letters, digits and underscores and not be a method of a dict, got '
+            f'{name!r}.')
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,12 @@ class ConvBranch:
     """A convolution with a constant scale for each output channel.
 
     Attributes:
-        kernel_size: (height, width) or one number, odd: the branches' kernels share their centre.
-        name: Name of the branch, of its scale in a Scales file and of its parameters; from the kernel size if None.
+        kernel_size: (height, width) or one int, odd: the kernels of all branches share their centre.
+        name: Name of the branch, of its scale in a Scales file and of its parameters; ``'conv{height}x{width}'`` if
+            None.
+
+    Raises:
+        ValueError: The kernel size is even, or the name is not usable.
     """
     kernel_size: Union[int, Tuple[int, int]]
     name: Optional[str] = None
@@ -52,7 +57,7 @@ class ConvBranch:
         kernel_size = _pair(self.kernel_size, 'kernel_size')
         if any(k % 2 == 0 for k in kernel_size):
             raise ValueError(
-                f'The kernels of a CSLA block share their centre, so their sizes are odd, got {kernel_size}.')
+                f'The kernels of a CSLA block share their centre, so their sizes must be odd, got {kernel_size}.')
         object.__setattr__(self, 'kernel_size', kernel_size)
         object.__setattr__(self, 'name', self.name or f'conv{kernel_size[0]}x{kernel_size[1]}')
         _check_name(self.name)
@@ -60,7 +65,11 @@ class ConvBranch:
 
 @dataclass(frozen=True)
 class IdentityBranch:
-    """The input, with a trainable scale for each channel and the constant 1: a depthwise 1 x 1 convolution."""
+    """A depthwise 1 x 1 convolution: a trainable scale for each channel, with the constant scale 1.
+
+    Attributes:
+        name: Name of the branch and of its parameter.
+    """
     name: str = 'identity'
     kernel_size = (1, 1)
 
@@ -75,14 +84,14 @@ class Csla:
     Attributes:
         in_channels: Input channels.
         out_channels: Output channels.
-        branches: At least one ConvBranch or IdentityBranch, of different names.
-        stride: (height, width) or one number.
-        groups: Groups of every convolution.
-        dilation: (height, width) or one number.
-        initial_scale: What the trainable scales of the conv branches start at in Hyper-Search.
+        branches: At least one ConvBranch or IdentityBranch, with distinct names.
+        stride: (height, width) or one int, default 1.
+        groups: Groups of every convolution, default 1.
+        dilation: (height, width) or one int, default 1.
+        initial_scale: Initial value of the trainable scales of the conv branches in Hyper-Search, default 1.
 
     Raises:
-        ValueError: The branches do not add up to one operator; the message says which and why.
+        ValueError: The branches do not add up to one convolution.
     """
     in_channels: int
     out_channels: int
@@ -96,15 +105,15 @@ class Csla:
         object.__setattr__(self, 'stride', _pair(self.stride, 'stride'))
         object.__setattr__(self, 'dilation', _pair(self.dilation, 'dilation'))
         object.__setattr__(self, 'branches', tuple(self.branches))
-        for what in ('in_channels', 'out_channels', 'groups'):
-            if getattr(self, what) < 1:
-                raise ValueError(f'{what} is at least 1, got {getattr(self, what)}.')
-        strangers = [b for b in self.branches if not isinstance(b, (ConvBranch, IdentityBranch))]
-        if strangers:
-            raise ValueError(f'A branch is a ConvBranch(kernel_size) or an IdentityBranch(), got {strangers}.')
+        for name in ('in_channels', 'out_channels', 'groups'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}.')
+        others = [b for b in self.branches if not isinstance(b, (ConvBranch, IdentityBranch))]
+        if others:
+            raise ValueError(f'A branch must be a ConvBranch(kernel_size) or an IdentityBranch(), got {others}.')
         names = [branch.name for branch in self.branches]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f'A CSLA block has at least one branch, each with a name of its own, got {names}.')
+            raise ValueError(f'A CSLA block needs at least one branch and distinct names of its branches, got {names}.')
         if self.in_channels % self.groups or self.out_channels % self.groups:
             raise ValueError(
                 f'groups={self.groups} must divide in_channels={self.in_channels} and '
@@ -117,12 +126,12 @@ class Csla:
 
     @property
     def kernel_size(self) -> Tuple[int, int]:
-        """Kernel of the target operator: the smallest that covers every branch."""
+        """(height, width) of the target operator's kernel, the smallest that covers every branch."""
         return tuple(max(branch.kernel_size[axis] for branch in self.branches) for axis in (0, 1))
 
     @property
     def scaled_branches(self) -> Tuple[str, ...]:
-        """Names of the branches that have a scale."""
+        """Names of the branches that have a constant scale, the conv branches."""
         return tuple(branch.name for branch in self.branches if isinstance(branch, ConvBranch))
 
     @property
@@ -131,18 +140,26 @@ class Csla:
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def padding(self, kernel_size: Tuple[int, int]) -> Tuple[int, int]:
-        """What keeps the kernels of the branches on the same centre."""
+        """(height, width) of the padding with which kernels of all sizes share their centre."""
         return tuple(k // 2 * d for k, d in zip(kernel_size, self.dilation))
 
     def check_scales(self, scales: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-        """The scales of the conv branches, each (out_channels,); others, as a search model's identity has, are dropped.
+        """Validate scales.
+
+        Args:
+            scales: Scale of each conv branch, (out_channels,), by the name of the branch. Other entries, such as a
+                search model's 'identity', are ignored.
+
+        Returns:
+            The scales of the conv branches, detached.
 
         Raises:
-            ValueError: One is missing or misshapen.
+            ValueError: A scale is missing or has another shape.
         """
         for name in self.scaled_branches:
             if name not in scales:
-                raise ValueError(f'No scale for the branch {name!r}: the block has {list(self.scaled_branches)}.')
+                raise ValueError(
+                    f'No scale for the branch {name!r}: the block needs scales for {list(self.scaled_branches)}.')
             if tuple(scales[name].shape) != (self.out_channels,):
                 raise ValueError(
                     f'The scale of the branch {name!r} has the shape {tuple(scales[name].shape)}, expected one number '
@@ -150,21 +167,24 @@ class Csla:
         return {name: scales[name].detach() for name in self.scaled_branches}
 
     def initial_scales(self, device=None, dtype=None) -> Dict[str, torch.Tensor]:
-        """What Hyper-Search starts from: initial_scale for every channel of each conv branch."""
+        """The scales at the start of Hyper-Search: ``initial_scale`` for every channel of each conv branch."""
         return {
             name: torch.full((self.out_channels,), self.initial_scale, device=device, dtype=dtype)
             for name in self.scaled_branches
         }
 
     def build_conv(self, bias: bool = False, device=None, dtype=None) -> 'CslaConv2d':
-        """The target operator: one convolution, freshly initialized as torch does, without a GradMult yet."""
+        """The target operator: one convolution with torch's default initialization, without a GradMult."""
         return CslaConv2d(self, bias=bias, device=device, dtype=dtype)
 
     def grad_mult(self, scales: Mapping[str, torch.Tensor]) -> GradMult:
         """The multiplier of the target kernel's gradient or update (eq. 3, appendix A).
 
         Args:
-            scales: Constant scale of each conv branch, (out_channels,).
+            scales: Constant scale of each conv branch, (out_channels,). The values are copied.
+
+        Raises:
+            ValueError: A scale is missing, has another shape or is not finite.
         """
         scales = self.check_scales(scales)
         return GradMult(self.kernel_shape, [
@@ -178,24 +198,14 @@ class Csla:
         """The kernel of the one convolution that equals the block (eq. 4), differentiable.
 
         Args:
-            weights: For a conv branch its kernel, for an identity branch its trainable scale (channels,).
-            scales: Scale of each conv branch, (out_channels,).
+            weights: By the name of the branch, a conv branch's kernel or an identity branch's trainable scale
+                (channels,).
+            scales: Scale of each conv branch, (out_channels,). Not validated, so that this method can be traced; see
+                check_scales().
 
         Returns:
-            The kernel, of shape kernel_shape.
-
-        Raises:
-            ValueError: A scale is missing or misshapen.
+            The kernel, of shape kernel_shape and the dtype of the weights.
         """
-        self.check_scales(scales)
-        return self.unchecked_kernel(weights, scales)
-
-    def unchecked_kernel(
-            self,
-            weights: Mapping[str, torch.Tensor],
-            scales: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """kernel(), for a forward pass: looks at no shape, so that everything traces."""
         by_size: Dict[Tuple[int, int], torch.Tensor] = {}
         for branch in self.branches:
             weight = weights[branch.name]
@@ -214,9 +224,12 @@ class Csla:
         return total
 
     def initial_kernel(self, scales: Mapping[str, torch.Tensor], device=None, dtype=None) -> torch.Tensor:
-        """A fresh kernel by the rule of initialization (eq. 4): that of an independently initialized CSLA block."""
-        block = CslaBlock(self, scales, device=device, dtype=dtype)
-        return block.equivalent_kernel()
+        """A new kernel by the rule of initialization (eq. 4): the equivalent kernel of a newly initialized CSLA block.
+
+        Raises:
+            ValueError: A scale is missing or has another shape.
+        """
+        return CslaBlock(self, scales, device=device, dtype=dtype).equivalent_kernel()
 
     def _diagonal(self, scale: torch.Tensor) -> torch.Tensor:
         """The 1 x 1 kernel that multiplies every channel by its scale."""
@@ -227,19 +240,22 @@ class Csla:
 
 
 class CslaConv2d(nn.Conv2d):
-    """The target operator of a CSLA block: a plain convolution, but its GradMult stays with its weight.
+    """The target operator of a CSLA block: a convolution that keeps the GradMult of its weight.
 
-    torch replaces a parameter, and loses what is attached to it, when a model is copied, unpickled, moved from 'meta'
-    or loaded with ``assign=True``; the multiplier follows. Input (N, in_channels, H, W), output
+    torch replaces a parameter, and drops its attributes, when a model is copied, unpickled, moved from 'meta' or loaded
+    with ``assign=True``; this module attaches the multiplier to the new parameter. Input (N, in_channels, H, W), output
     (N, out_channels, H', W').
     """
+    structure = 'target'
     __jit_unused_properties__ = ('grad_mult',)
 
     def __init__(self, csla: Csla, bias: bool = False, device=None, dtype=None):
         """
         Args:
-            csla: The branches that this operator stands for.
-            bias: Whether it has a bias, which is no part of them.
+            csla: The branches that this operator replaces.
+            bias: Whether the convolution has a bias, which no branch has.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
         """
         super().__init__(
             csla.in_channels,
@@ -257,15 +273,18 @@ class CslaConv2d(nn.Conv2d):
 
     @property
     def grad_mult(self) -> Optional[GradMult]:
-        """The multiplier of the weight, if it has one."""
+        """The multiplier attached to the weight, or None."""
         weight = self._parameters.get('weight')
         return None if weight is None else get_grad_mult(weight)
 
     def set_scales(self, scales: Optional[Mapping[str, torch.Tensor]]) -> None:
-        """Give the weight the multiplier of these scales (rule of iteration), or take it off (None).
+        """Attach the multiplier of some scales to the weight (rule of iteration).
+
+        Args:
+            scales: Constant scale of each conv branch, (out_channels,); None removes the multiplier.
 
         Raises:
-            ValueError: A scale is missing or misshapen, or the weight is no parameter.
+            ValueError: A scale is missing, has another shape or is not finite, or the weight is not a parameter.
         """
         self.check_weight()
         set_grad_mult(self.weight, None if scales is None else self.csla.grad_mult(scales))
@@ -274,27 +293,27 @@ class CslaConv2d(nn.Conv2d):
         """Make sure that the weight is a parameter, which can have a multiplier.
 
         Raises:
-            ValueError: It is computed from others.
+            ValueError: The weight is computed from other parameters.
         """
         if self._parameters.get('weight') is None:
             raise ValueError(
-                'The weight is no parameter: something computes it from others (a parametrization, weight_norm, '
-                'pruning), which an optimizer trains in its place. Remove that, then attach the GradMult.')
+                'The weight is not a parameter: a parametrization, weight_norm or pruning computes it from other '
+                'parameters, which the optimizer updates instead. Remove it, then attach the GradMult.')
 
     @torch.no_grad()
     def reset_kernel(self, scales: Mapping[str, torch.Tensor]) -> None:
-        """Draw the kernel anew, by the rule of initialization (eq. 4).
+        """Reinitialize the kernel by the rule of initialization (eq. 4).
 
         Raises:
-            ValueError: A scale is missing or misshapen.
+            ValueError: A scale is missing or has another shape.
         """
         self.weight.copy_(self.csla.initial_kernel(scales, device=self.weight.device, dtype=self.weight.dtype))
 
     def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """The kernel, as the blocks with branches have it."""
+        """The kernel, detached, in a dtype or its own; the same method as CslaBlock's."""
         return self.weight.detach().to(dtype or self.weight.dtype)
 
-    # The multiplier belongs to the parameter. Wherever torch puts another one in its place, it is handed on.
+    # The multiplier belongs to the parameter: it is attached again wherever torch replaces the parameter.
     def _restore_grad_mult(self, grad_mult: Optional[GradMult]) -> None:
         weight = self._parameters.get('weight')
         if grad_mult is not None and weight is not None and get_grad_mult(weight) is None:
@@ -328,12 +347,12 @@ class CslaConv2d(nn.Conv2d):
 
 
 class CslaBlock(nn.Module):
-    """A CSLA block as it is declared: every branch an operator of its own, with constant scales.
+    """A CSLA block with one operator for each branch and constant scales (figure 1).
 
     Input (N, in_channels, H, W), output (N, out_channels, H', W'). For tests and ablations: the target operator with
-    its GradMult trains the same, faster.
+    its GradMult trains equivalently in less time.
     """
-    trainable_scales = False
+    structure = 'csla'
 
     def __init__(
             self,
@@ -345,10 +364,12 @@ class CslaBlock(nn.Module):
         """
         Args:
             csla: The branches.
-            scales: Scale of each conv branch, (out_channels,); what Hyper-Search starts from if None.
+            scales: Scale of each conv branch, (out_channels,), copied; ``csla.initial_scales()`` if None.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
 
         Raises:
-            ValueError: A scale is missing or misshapen.
+            ValueError: A scale is missing or has another shape.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
@@ -363,11 +384,11 @@ class CslaBlock(nn.Module):
                 self.weights[branch.name] = nn.Parameter(torch.empty(csla.out_channels, **dd))
         scales = csla.initial_scales(**dd) if scales is None else csla.check_scales(scales)
         for name, scale in scales.items():
-            self.scales[name] = nn.Parameter(scale.clone().to(**dd), requires_grad=self.trainable_scales)
+            self.scales[name] = nn.Parameter(scale.clone().to(**dd), requires_grad=self.structure == 'search')
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Kernels as torch initializes a convolution's (MSRA), identity scales at 1."""
+        """Initialize the kernels as torch.nn.Conv2d does and the scales of the identity branch with 1."""
         for weight in self.weights.values():
             if weight.ndim == 4:
                 nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
@@ -378,13 +399,17 @@ class CslaBlock(nn.Module):
     def set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
         """Replace the scales of the conv branches.
 
+        Args:
+            scales: Scale of each conv branch, (out_channels,).
+
         Raises:
-            ValueError: A scale is missing or misshapen.
+            ValueError: A scale is missing or has another shape.
         """
         for name, scale in self.csla.check_scales(scales).items():
             self.scales[name].copy_(scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the branches, (N, out_channels, H', W')."""
         y = None
         for branch in self.csla.branches:
             weight = self.weights[branch.name]
@@ -404,7 +429,7 @@ class CslaBlock(nn.Module):
         return y
 
     def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """The kernel of the one convolution with the same output (eq. 4), computed in a dtype or the parameters'."""
+        """The kernel of the one convolution with the same output (eq. 4), detached, in a dtype or the weights'."""
         weights, scales = (
             {name: x.detach().to(dtype or x.dtype) for name, x in group.items()}
             for group in (self.weights, self.scales))
@@ -412,17 +437,18 @@ class CslaBlock(nn.Module):
 
 
 class SearchBlock(CslaBlock):
-    """The block that Hyper-Search trains: the same branches, their scales trainable (section 3.3).
+    """The block that Hyper-Search trains: the same branches with trainable scales (section 3.3).
 
-    The branches are added up as kernels, not as feature maps: the same outputs and gradients but for rounding, in one
-    convolution.
+    The kernels of the branches are added before one convolution, which gives the outputs and gradients of CslaBlock up
+    to rounding.
     """
-    trainable_scales = True
+    structure = 'search'
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of one convolution with the equivalent kernel, (N, out_channels, H', W')."""
         return F.conv2d(
             x,
-            self.csla.unchecked_kernel(self.weights, self.scales),
+            self.csla.kernel(self.weights, self.scales),
             stride=self.csla.stride,
             padding=self.csla.padding(self.csla.kernel_size),
             dilation=self.csla.dilation,
@@ -431,8 +457,10 @@ class SearchBlock(CslaBlock):
 
 
 def csla_layers(model: nn.Module) -> Dict[str, nn.Module]:
-    """The layers of a model that a CSLA declaration stands behind, by their names without those of torch's wrappers."""
+    """The CslaConv2d and CslaBlock layers of a model, by their names.
+
+    Names that torch's wrappers insert ('module', '_orig_mod', ...) are removed, unless two names would become equal.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (CslaBlock, CslaConv2d))}
     names = ['.'.join(part for part in name.split('.') if part not in _WRAPPERS) for name in layers]
-    # a model may have a part of such a name itself
     return dict(zip(names, layers.values())) if len(set(names)) == len(names) else layers

@@ -1,23 +1,23 @@
-"""The multiplier that puts a structure's prior into the optimizer, in compact form.
+"""The multiplier of a convolution kernel's gradient or update, in compact form.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), equation 3 and appendix A.
 """
-from typing import Iterable, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 
-__all__ = ['BranchScale', 'GradMult', 'get_grad_mult', 'local', 'set_grad_mult']
+__all__ = ['BranchScale', 'GradMult', 'get_grad_mult', 'set_grad_mult', 'to_local']
 
 _ATTRIBUTE = 'grad_mult'
 
 
 class BranchScale(NamedTuple):
-    """What one branch adds to the multiplier.
+    """One branch of a block, as its multiplier needs it.
 
     Attributes:
-        kernel_size: (height, width) of the branch's kernel, centred in the target's.
-        scale: Its constant scale, signed, (out_channels,).
-        diagonal: Whether it reaches only the entries from a channel to itself, as an identity branch does.
+        kernel_size: (height, width) of the branch's kernel, centred in the target's kernel.
+        scale: Constant scale of each output channel, signed, (out_channels,).
+        diagonal: Whether the branch reaches only the entries from a channel to itself, as an identity branch does.
     """
     kernel_size: Tuple[int, int]
     scale: torch.Tensor
@@ -25,25 +25,30 @@ class BranchScale(NamedTuple):
 
 
 class GradMult:
-    """The multiplier of a convolution kernel's gradient or update, O(channels) numbers.
+    """Multiplier of a convolution kernel's gradient or update, stored as O(out_channels) numbers.
 
-    Entry (c, d, p, q) is multiplied by the sum over the branches that reach it of ``scale[c] ** 2`` (rule 'squared',
-    for updates linear in the gradient: SGD) or of ``abs(scale[c])`` (rule 'absolute', for updates that ignore the
-    gradient's magnitude: Adam, AdamW).
+    Entry (c, d, p, q) is multiplied by a sum over the branches that reach it:
 
-    The scales stay as they are on the CPU, whatever happens to the parameter; each device and dtype that asks for the
-    sums gets a copy of its own, made once.
+    ============  ===================  ==============================================================
+    rule          sum of               for updates that are
+    ============  ===================  ==============================================================
+    'squared'     ``scale[c] ** 2``    linear in the gradient (SGD)
+    'absolute'    ``abs(scale[c])``    independent of the gradient's magnitude (Adam, AdamW)
+    ============  ===================  ==============================================================
+
+    The scales stay on the CPU in their own dtype, whatever happens to the parameter. The sums are computed in float64
+    and cached for each device and dtype; the cache is not pickled or copied.
     """
 
     def __init__(self, shape: Iterable[int], terms: Iterable[BranchScale], row_offset: int = 0):
         """
         Args:
             shape: (out_channels, in_channels / groups, height, width) of the kernel.
-            terms: The branches.
-            row_offset: Where the rows of a shard start in the whole kernel: the diagonal depends on it.
+            terms: The branches, at least one. Their scales are copied.
+            row_offset: Index of the first row of a shard within the whole kernel; the diagonal depends on it.
 
         Raises:
-            ValueError: There is no term, or one does not fit the shape or is not finite.
+            ValueError: There is no term, a term does not fit the shape, or a scale is not finite.
         """
         self.shape = tuple(shape)
         self.row_offset = row_offset
@@ -61,21 +66,20 @@ class GradMult:
                 raise ValueError(f'The scales of the branch with kernel {tuple(term.kernel_size)} are not all finite.')
             self.terms.append(BranchScale(tuple(term.kernel_size), scale, term.diagonal))
         if not self.terms:
-            raise ValueError('A GradMult has at least one term: without any nothing would be trained.')
-        self._vectors = {}
+            raise ValueError('A GradMult needs at least one term: without any nothing would be trained.')
+        self._cache: Dict[tuple, list] = {}
 
     def __repr__(self) -> str:
         terms = ', '.join(f'{h}x{w}{" diagonal" if diagonal else ""}' for (h, w), _, diagonal in self.terms)
         return f'{type(self).__name__}(shape={self.shape}, terms=[{terms}])'
 
     def __getstate__(self):
-        return {**self.__dict__, '_vectors': {}}
+        return {**self.__dict__, '_cache': {}}
 
     def rows(self, start: int, stop: int) -> 'GradMult':
         """The multiplier of the rows ``start:stop`` of the kernel, as a shard on dim 0 needs it."""
         terms = [term._replace(scale=term.scale[start:stop]) for term in self.terms]
-        return GradMult((len(range(*slice(start, stop).indices(self.shape[0]))), *self.shape[1:]), terms,
-                        self.row_offset + start)
+        return GradMult((len(terms[0].scale), *self.shape[1:]), terms, self.row_offset + start)
 
     def vectors(
             self,
@@ -83,31 +87,62 @@ class GradMult:
             device: torch.device,
             dtype: torch.dtype,
     ) -> List[Tuple[Tuple[int, int], torch.Tensor, bool]]:
-        """For each region of the kernel (kernel size, vector (out_channels, 1, 1, 1), diagonal), the largest first.
+        """The summed multipliers of each region of the kernel, cached.
 
-        Branches that reach the same region are summed.
+        Args:
+            rule: 'squared' or 'absolute'.
+            device: Device of the vectors.
+            dtype: Dtype of the vectors.
+
+        Returns:
+            (kernel size, vector of shape (out_channels, 1, 1, 1), diagonal) of each region, the largest region first
+            and the diagonal last. Branches that reach the same region are summed.
 
         Raises:
-            OverflowError: A sum is more than the dtype holds.
+            OverflowError: A sum exceeds the range of the dtype.
         """
         key = (rule, device, dtype)
-        if key not in self._vectors:
+        if key not in self._cache:
             power = {'squared': torch.square, 'absolute': torch.abs}[rule]
             regions = {}
             for kernel_size, scale, diagonal in self.terms:
                 region = (diagonal, kernel_size)
                 regions[region] = regions.get(region, 0) + power(scale.double())
-            largest = max(x.max().item() for x in regions.values())
+            largest = max((x.max().item() for x in regions.values() if x.numel()), default=0.)
             if largest > torch.finfo(dtype).max:
                 raise OverflowError(
-                    f'The multiplier of a kernel of shape {self.shape} reaches {largest:.3g}, more than {dtype} holds: '
-                    'keep the parameters in float32 or bfloat16.')
+                    f'The multiplier of a kernel of shape {self.shape} reaches {largest:.3g}, which exceeds the range '
+                    f'of {dtype}: keep the parameters in float32 or bfloat16, or use smaller scales.')
             ordered = sorted(regions, key=lambda r: (r[0], -r[1][0] * r[1][1]))
-            self._vectors[key] = [
+            self._cache[key] = [
                 (kernel_size, regions[diagonal, kernel_size].to(device, dtype)[:, None, None, None], diagonal)
                 for diagonal, kernel_size in ordered
             ]
-        return self._vectors[key]
+        return self._cache[key]
+
+    def table(self, rule: str, device: torch.device) -> torch.Tensor:
+        """The summed multipliers by position in the window, for a kernel on a GPU, cached.
+
+        Args:
+            rule: 'squared' or 'absolute'.
+            device: Device of the table.
+
+        Returns:
+            (out_channels, height * width + 1), float32: a multiplier for each position, and last what the entry on the
+            diagonal has in addition.
+        """
+        key = ('table', rule, device)
+        if key not in self._cache:
+            height, width = self.shape[2:]
+            table = torch.zeros(self.shape[0], height * width + 1, device='cpu')
+            window = table[:, :-1].unflatten(1, (height, width))
+            for (h, w), vector, diagonal in self.vectors(rule, torch.device('cpu'), torch.float32):
+                if diagonal:
+                    table[:, -1] += vector[:, 0, 0, 0]
+                else:
+                    window[:, (height - h) // 2:(height + h) // 2, (width - w) // 2:(width + w) // 2] += vector[..., 0]
+            self._cache[key] = [table.to(device)]
+        return self._cache[key][0]
 
     def multiply(
             self,
@@ -121,23 +156,23 @@ class GradMult:
         Args:
             x: Rows of a gradient or update, (rows, in_channels / groups, height, width).
             rule: 'squared' or 'absolute'.
-            out: Where to write the product, x itself excluded; a new tensor if None.
-            start: The first row of x within the kernel.
+            out: Output tensor, not x itself; a new tensor if None.
+            start: Index of the first row of x within the kernel.
 
         Returns:
-            The product.
+            The product, of the shape and dtype of x.
         """
         out = torch.empty_like(x) if out is None else out
-        (kernel_size, vector, diagonal), *others = self._rows_of_vectors(x, rule, start)
+        (kernel_size, vector, diagonal), *others = regions = self._rows_of_vectors(x, rule, start)
         if kernel_size == self.shape[2:] and not diagonal:
             torch.mul(x, vector, out=out)
             self._add_regions(out, x, others, start)
         else:
-            self._add_regions(out.zero_(), x, [(kernel_size, vector, diagonal), *others], start)
+            self._add_regions(out.zero_(), x, regions, start)
         return out
 
     def add_product(self, target: torch.Tensor, x: torch.Tensor, rule: str, start: int = 0) -> None:
-        """Add ``x`` times the multiplier's rows from ``start`` on to ``target``, in place; see multiply()."""
+        """Add ``x`` times the multiplier's rows from ``start`` on to ``target``, in place; arguments of multiply()."""
         self._add_regions(target, x, self._rows_of_vectors(x, rule, start), start)
 
     def _rows_of_vectors(self, x: torch.Tensor, rule: str, start: int) -> List[tuple]:
@@ -151,7 +186,7 @@ class GradMult:
                 centre, first = (..., self.shape[2] // 2, self.shape[3] // 2), self.row_offset + start
                 if first + x.shape[0] <= self.shape[1]:
                     target[centre].diagonal(first).addcmul_(x[centre].diagonal(first), vector[:, 0, 0, 0])
-                else:  # in each group it starts anew
+                else:  # the diagonal of a grouped kernel starts again in each group
                     rows = torch.arange(x.shape[0], device=x.device)
                     entries = rows, (rows + first) % self.shape[1]
                     target[centre][entries] += x[centre][entries] * vector[:, 0, 0, 0]
@@ -160,24 +195,24 @@ class GradMult:
                 target[region].addcmul_(x[region], vector)
 
     def dense(self, rule: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The multiplier of every entry, of the kernel's shape; for inspection, the optimizers never build it."""
-        return self.multiply(torch.ones(self.shape, dtype=dtype), rule)
+        """The multiplier of every entry, of the kernel's shape, on the CPU; for inspection only."""
+        return self.multiply(torch.ones(self.shape, dtype=dtype, device='cpu'), rule)
 
 
 def set_grad_mult(param: torch.Tensor, grad_mult: Optional[GradMult]) -> None:
-    """Attach a multiplier to a parameter, where an optimizer of this package finds it; None takes it off.
+    """Attach a multiplier to a parameter, where RepSGD and RepAdamW find it.
 
     Args:
-        param: A kernel. Of a shard on dim 0 (a DTensor, as FSDP2 makes them) the multiplier's rows are attached.
-        grad_mult: For the whole kernel.
+        param: A convolution kernel. A shard on dim 0 (a DTensor, as FSDP2 makes them) gets the multiplier's rows.
+        grad_mult: Multiplier of the whole kernel; None removes the attached one.
 
     Raises:
-        ValueError: It is for a kernel of another shape, or the parameter is sharded otherwise.
+        ValueError: The shapes differ, or the parameter is sharded on another dim than 0.
     """
     if grad_mult is not None and tuple(param.shape) != grad_mult.shape:
         raise ValueError(
             f'A GradMult for the shape {grad_mult.shape} does not fit a parameter of shape {tuple(param.shape)}.')
-    if grad_mult is not None and local(param) is not param:
+    if grad_mult is not None and to_local(param) is not param:
         grad_mult = _rows_of_shard(param, grad_mult)
     setattr(param, _ATTRIBUTE, grad_mult)
 
@@ -187,8 +222,8 @@ def get_grad_mult(param: torch.Tensor) -> Optional[GradMult]:
     return getattr(param, _ATTRIBUTE, None)
 
 
-def local(x: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: the shard of a DTensor, any other tensor itself."""
+def to_local(x: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor that this process holds; any other tensor itself."""
     if type(x) in (torch.Tensor, torch.nn.Parameter):
         return x
     return x.to_local() if hasattr(x, 'to_local') else x
@@ -200,6 +235,6 @@ def _rows_of_shard(param: torch.Tensor, grad_mult: GradMult) -> GradMult:
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     if tuple(shape[1:]) != grad_mult.shape[1:]:
         raise ValueError(
-            f'A GradMult goes to a kernel that is sharded on dim 0, this one of shape {tuple(param.shape)} has the '
+            f'A GradMult needs a kernel that is sharded on dim 0; this one of shape {tuple(param.shape)} has the '
             f'placements {param.placements}.')
     return grad_mult.rows(offset[0], offset[0] + shape[0])

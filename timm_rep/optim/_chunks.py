@@ -1,17 +1,17 @@
-"""Cutting large parameters into pieces that stay in the cache, and updating a piece in one pass."""
-from typing import Iterator, Optional
+"""Pieces of large parameters that fit the cache of a CPU, and the layouts that torch's fused kernels need."""
+from typing import Iterator
 
 import torch
 
-__all__ = ['Scratch', 'flat', 'fused_of', 'is_dense', 'match_strides', 'row_chunks', 'use_fused']
+__all__ = ['Scratch', 'flat', 'is_dense', 'match_strides', 'row_chunks', 'use_fused']
 
 _CHUNK_BYTES = 4 << 20
 
 
 def row_chunks(param: torch.Tensor) -> Iterator[slice]:
-    """Slices of dim 0 that cover a parameter, of about 4 MB each on a CPU, whole on other devices.
+    """Slices of dim 0 that cover a parameter: of about 4 MB on a CPU, the whole parameter on other devices.
 
-    Those of a dense parameter are dense: it is one slice if its rows are not one after the other in memory.
+    The chunks of a dense parameter are dense: a parameter whose rows are not contiguous in memory is one chunk.
     """
     rows = param.shape[0]
     row_bytes = max(1, param[:1].numel() * param.element_size())
@@ -28,7 +28,7 @@ class Scratch:
         self._memory = {}
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
-        """An uninitialized tensor of the size and dtype of x, and of its strides where it is dense."""
+        """An uninitialized tensor of the shape, dtype and device of x, and of its strides if x is dense."""
         if not is_dense(x):
             return torch.empty_like(x)
         key = (x.device, x.dtype)
@@ -39,16 +39,16 @@ class Scratch:
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Whether the elements of x, in whatever order, fill its memory without gaps."""
+    """Whether the elements of x fill its memory without gaps, in any order of the dimensions."""
     if x.is_contiguous() or x.numel() == 0:
         return True
     return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1 == x.numel()
 
 
 def match_strides(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it with the strides of the parameter.
+    """x if it has the strides of a parameter or the parameter is not dense, else a copy of x with these strides.
 
-    A fused kernel on a CPU walks through the memory of all its tensors alike, and asks nobody for the strides.
+    Fused kernels index the memory of all their tensors alike, whatever the strides.
     """
     if x.stride() == param.stride():
         return x
@@ -57,24 +57,19 @@ def match_strides(param: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of its memory.
+    """A 1-dim view of a dense tensor in the order of its memory.
 
-    The fused kernels on a CPU make a contiguous copy of a gradient in channels-last, and then read the gradient.
+    torch's fused kernels on a CPU write a contiguous copy of a channels-last gradient and then read the original.
     """
     return x.as_strided((x.numel(),), (1,))
 
 
-def fused_of(group: dict) -> Optional[bool]:
-    """Whether a group asks for one kernel that does everything, None if it leaves that open."""
-    return None if group['fused'] is None and group['foreach'] is None else bool(group['fused'])
-
-
 def use_fused(param: torch.Tensor, group: dict) -> bool:
-    """torch's fused kernel wherever there is one, unless the group says otherwise: one pass over each chunk."""
+    """Whether torch's fused kernel updates a parameter: wherever there is one, unless its group says otherwise."""
     if not is_dense(param):
         return False
-    if fused_of(group) is not None:
-        return fused_of(group)
-    if param.device.type == 'cpu':  # with half precision on a CPU, that of torch 2.5 leaves parameters as they were
+    if group['fused'] is not None or group['foreach'] is not None:
+        return bool(group['fused'])
+    if param.device.type == 'cpu':  # the CPU kernel of torch 2.5 leaves parameters in half precision unchanged
         return param.dtype in (torch.float32, torch.float64)
     return param.device.type == 'cuda' and param.is_floating_point()

@@ -1,4 +1,4 @@
-"""timm's optimizer registry learns this package's optimizers."""
+"""Registration of RepSGD and RepAdamW with timm's optimizer factory."""
 from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 

@@ -116,7 +116,7 @@ def hyper_search(
             raise ValueError(
                 f"{name} cannot be built with structure='search', which RepOpt models can, and {model_args}: {e}"
             ) from e
-    if not any(isinstance(layer, CslaBlock) and layer.trainable_scales for layer in model.modules()):
+    if not any(isinstance(layer, CslaBlock) and layer.structure == 'search' for layer in model.modules()):
         raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
     for what, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
         if loader is not None and not len(loader):
