@@ -1,4 +1,4 @@
-"""A published model, small, and its files."""
+"""Small published models, and their files."""
 import shutil
 
 import timm
@@ -23,6 +23,12 @@ def trained(name, args, seed=0, classes=5, **kwargs):
             elif key.endswith('running_var'):
                 value.uniform_(.5, 2)
     return model.eval()
+
+
+def same(a, b):
+    """Whether two models have the same state dict."""
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
 
 
 def publish(folder, kind=REPA, seed=0, **kwargs):

@@ -1,6 +1,5 @@
 """create_model(pretrained=True): from a folder, from the Hub, and what is refused."""
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -12,9 +11,9 @@ import torch
 from timm.data import resolve_data_config
 
 import timm_rep
-from tests.hub.published import REPA, REPOPT, publish
+from tests.hub.published import REPA, REPOPT, publish, same
 from tests.reference.ffn import relative
-from timm_rep.hub import Published, local_tags, sha256
+from timm_rep.hub import read_repository, sha256
 from timm_rep.layers import csla_layers
 from timm_rep.scales import Scales
 
@@ -31,11 +30,6 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def images():
     return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def same(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
 
 
 @pytest.fixture
@@ -191,32 +185,6 @@ def test_damaged_configs(folder, tmp_path):
         path.write_text(text)
         with pytest.raises(RuntimeError, match=message):
             timm.create_model(NAME, pretrained=True)
-    path.write_text('{')
-    # and importing the package goes on, with the others
-    publish(folder / 'repa_deit_tiny.other')
-    publish(folder / 'repopt_vgg_a0.other', REPOPT)
-    code = """
-import timm, timm_rep
-print(timm.list_pretrained(['repa_deit_tiny*', 'repopt_vgg_a0*']))
-print([timm.get_pretrained_cfg(name).tag for name in ('repa_deit_tiny', 'repopt_vgg_a0')])
-"""
-    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    listed, tags = run.stdout.splitlines()
-    assert listed.split("'")[1::2] == ['repa_deit_tiny.in1k', 'repa_deit_tiny.other', 'repopt_vgg_a0.other']
-    # what is published for other data does not change the models as such
-    assert tags.split("'")[1::2] == ['in1k', 'untrained']
-    assert 'no config.json of a timm model' in run.stderr
-
-
-def test_local_tags(folder, caplog):
-    (folder / 'repa_deit_tiny.empty').mkdir(parents=True)
-    (folder / 'repa_deit_tiny.broken').mkdir()
-    (folder / 'repa_deit_tiny.broken' / 'config.json').write_text('?')
-    publish(folder / NAME)
-    with caplog.at_level(logging.WARNING):
-        assert [tag for tag, _ in local_tags('repa_deit_tiny')] == ['mine']
-    assert 'broken' in caplog.text
-    assert not list(local_tags('repa_deit'))
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------
@@ -231,7 +199,7 @@ def test_from_the_hub(hub, published, images, monkeypatch):
         images, indices=(1,), intermediates_only=True)[0])
     # from the cache
     assert hub.bytes_served(ORG, 'model.safetensors') == Path(
-        Published.on_hub(ORG).file('model.safetensors')).stat().st_size
+        read_repository(ORG).file('model.safetensors')).stat().st_size
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
     assert same(timm.create_model(NAME, pretrained=True), published)
 
@@ -351,7 +319,7 @@ def test_wrong_bytes_are_refused_and_named(hub, published):
 
 def test_files_of_one_commit(hub, published, tmp_path, monkeypatch):
     """A push between the two downloads."""
-    found = Published.on_hub(ORG)
+    found = read_repository(ORG)
     _, files = publish(tmp_path / NAME, seed=1)
     hub.add(ORG, files)
     assert sha256(found.file('model.safetensors')) == found.hashes['model.safetensors']

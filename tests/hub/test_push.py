@@ -2,8 +2,7 @@
 import pytest
 import timm
 
-from tests.hub.published import publish
-from tests.hub.test_load import same
+from tests.hub.published import publish, same
 from timm_rep.cli import main
 from timm_rep.hub import push_folder, write_hashes
 

@@ -1,8 +1,21 @@
+"""Published weights: finding and loading them, folders and model cards, the Hub."""
 from .card import CARD, TRAIN, card_text, write_card
-from .convert_released import convert_released
-from .files import CONFIG, SCALES, WEIGHTS, Published, sha256
-from .folder import check_folder, load_folder, split_name, write_folder, write_hashes
-from .load import build_model, published_cfgs, with_published
+from .folder import (
+    CONFIG,
+    SCALES,
+    WEIGHTS,
+    Published,
+    check_folder,
+    convert_released,
+    load_folder,
+    read_folder,
+    read_repository,
+    sha256,
+    split_name,
+    write_folder,
+    write_hashes,
+)
+from .load import build_model, find_weights, local_folder, organization, resolve_pretrained
 from .metrics import (
     METRICS,
     PREDICTIONS,
@@ -12,11 +25,8 @@ from .metrics import (
     read_predictions,
     write_predictions,
 )
-from .publish import prepare_folder, write_folded
-from .push import Change, push_folder
-from .release import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release
-from .released import load_released, register_released_keys
-from .sources import find_weights, local_tags, organization
+from .publish import Change, prepare_folder, push_folder, write_folded
+from .released import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release, load_released, register_released_keys
 
 __all__ = [
     'CARD',
@@ -39,19 +49,20 @@ __all__ = [
     'has_release',
     'load_folder',
     'load_released',
-    'local_tags',
+    'local_folder',
     'measure_accuracy',
     'measure_cost',
     'organization',
     'prepare_folder',
-    'published_cfgs',
     'push_folder',
+    'read_folder',
     'read_metrics',
     'read_predictions',
+    'read_repository',
     'register_released_keys',
+    'resolve_pretrained',
     'sha256',
     'split_name',
-    'with_published',
     'write_card',
     'write_folded',
     'write_folder',

@@ -14,7 +14,7 @@ from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, 
 from timm.models.vision_transformer import get_init_weights_vit
 
 from timm_rep.convert import ReparameterizeMixin
-from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
@@ -116,8 +116,8 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs) -> RePaSwinTransformer:
+    kwargs = resolve_pretrained(RePaSwinTransformer, variant, pretrained, kwargs)
     model_args = dict(model_cfgs[variant], **kwargs)
     out_indices = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
     return build_model(
@@ -142,7 +142,12 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
+default_cfgs = generate_default_cfgs({
+    # the authors', https://huggingface.co/Ackesnal/RePaViT
+    'repa_swin_tiny.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_tiny.in1k'),
+    'repa_swin_small.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_small.in1k'),
+    'repa_swin_base.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_base.in1k'),
+})
 
 
 @register_model

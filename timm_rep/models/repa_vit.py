@@ -15,7 +15,7 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch.jit import Final
 
 from timm_rep.convert import ReparameterizeMixin
-from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
@@ -178,8 +178,8 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs) -> RePaVisionTransformer:
+    kwargs = resolve_pretrained(RePaVisionTransformer, variant, pretrained, kwargs)
     model_args = dict(patch_size=16, pre_norm=True, **model_cfgs[variant])
     out_indices = kwargs.pop('out_indices', 3)
     return build_model(
@@ -204,7 +204,20 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
+default_cfgs = generate_default_cfgs({
+    # in1k: the authors', https://huggingface.co/Ackesnal/RePaViT
+    'repa_deit_tiny.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_tiny.in1k'),
+    'repa_deit_tiny.cifar10': _cfg(
+        hf_hub_id='timm-rep/repa_deit_tiny.cifar10',
+        num_classes=10, input_size=(3, 32, 32), crop_pct=1.,
+        mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
+    'repa_deit_small.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_small.in1k'),
+    'repa_deit_base.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_base.in1k'),
+    'repa_vit_small.untrained': _cfg(),
+    'repa_vit_base.untrained': _cfg(),
+    'repa_vit_large.in1k': _cfg(hf_hub_id='timm-rep/repa_vit_large.in1k'),
+    'repa_vit_huge.in1k': _cfg(hf_hub_id='timm-rep/repa_vit_huge.in1k'),
+})
 
 
 @register_model
