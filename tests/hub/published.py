@@ -5,7 +5,7 @@ import timm
 import torch
 
 from tests.reference.rep_optim import normal_scales
-from timm_rep.hub import write_folder, write_hashes
+from timm_rep.hub.folder import write_folder, write_hashes
 from timm_rep.scales import Scales
 
 REPA = ('repa_deit_tiny', dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3))

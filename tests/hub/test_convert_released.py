@@ -8,8 +8,8 @@ import torch
 import timm_rep
 from tests.hub.published import REPA, REPOPT, same, trained
 from timm_rep.cli import main
-from timm_rep.hub import check_folder, convert_released
 from timm_rep.hub import folder as hub_folder
+from timm_rep.hub.folder import check_folder, convert_released
 from timm_rep.scales import Scales
 
 

@@ -18,7 +18,8 @@ def add_parser(commands) -> None:
 def run(args) -> int:
     import timm
 
-    from timm_rep.hub import CONFIG, convert_released, split_name, write_hashes
+    from timm_rep.hub import CONFIG
+    from timm_rep.hub.folder import convert_released, split_name, write_hashes
     from timm_rep.utils.atomic import check_writable
 
     if not timm.is_model(args.model):

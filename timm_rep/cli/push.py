@@ -17,7 +17,8 @@ def run(args) -> int:
     import tempfile
     from pathlib import Path
 
-    from timm_rep.hub import organization, push_folder, write_folded
+    from timm_rep.hub import organization
+    from timm_rep.hub.publish import push_folder, write_folded
 
     org = args.org or organization()
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,71 +1,20 @@
-"""Published weights: finding and loading them, folders and model cards, the Hub."""
-from .card import CARD, TRAIN, card_text, write_card
-from .folder import (
-    CONFIG,
-    SCALES,
-    WEIGHTS,
-    Published,
-    check_folder,
-    convert_released,
-    load_folder,
-    read_folder,
-    read_repository,
-    sha256,
-    split_name,
-    write_folder,
-    write_hashes,
-)
-from .load import build_model, find_weights, local_folder, organization, resolve_pretrained
-from .metrics import (
-    METRICS,
-    PREDICTIONS,
-    measure_accuracy,
-    measure_cost,
-    read_metrics,
-    read_predictions,
-    write_predictions,
-)
-from .publish import Change, prepare_folder, push_folder, write_folded
-from .released import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release, load_released, register_released_keys
+"""Loading published weights; publishing is in ``folder``, ``card`` and ``publish``, which are not imported here."""
+from .load import build_model, find_weights, organization, resolve_pretrained
+from .published import CONFIG, SCALES, WEIGHTS, Published, read_folder, read_repository, sha256
+from .released import load_released, register_released_keys
 
 __all__ = [
-    'CARD',
     'CONFIG',
-    'DEFAULT_IDLE_RATIO',
-    'METRICS',
-    'PREDICTIONS',
-    'RELEASE',
     'SCALES',
-    'TRAIN',
     'WEIGHTS',
-    'Change',
     'Published',
     'build_model',
-    'card_text',
-    'check_folder',
-    'convert_released',
-    'fetch_released',
     'find_weights',
-    'has_release',
-    'load_folder',
     'load_released',
-    'local_folder',
-    'measure_accuracy',
-    'measure_cost',
     'organization',
-    'prepare_folder',
-    'push_folder',
     'read_folder',
-    'read_metrics',
-    'read_predictions',
     'read_repository',
     'register_released_keys',
     'resolve_pretrained',
     'sha256',
-    'split_name',
-    'write_card',
-    'write_folded',
-    'write_folder',
-    'write_hashes',
-    'write_predictions',
 ]

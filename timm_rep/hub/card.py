@@ -9,9 +9,10 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from timm_rep.utils.atomic import replacing_files
 
-from .folder import CONFIG, SCALES, WEIGHTS, read_folder, split_name
+from .folder import split_name
 from .load import organization
 from .metrics import METRICS, PREDICTIONS, read_metrics
+from .published import CONFIG, SCALES, WEIGHTS, read_folder
 
 __all__ = ['CARD', 'TRAIN', 'card_text', 'write_card']
 

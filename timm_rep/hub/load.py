@@ -20,7 +20,7 @@ from timm_rep.init import weight_select_init
 from timm_rep.scales import packaged_scales
 from timm_rep.utils.checkpoints import read_checkpoint
 
-from .folder import CONFIG, SCALES, WEIGHTS, Published, check_sha256, read_folder, read_repository
+from .published import CONFIG, SCALES, WEIGHTS, Published, check_sha256, read_folder, read_repository
 from .released import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release, rename_released
 
 __all__ = ['Weights', 'build_model', 'find_weights', 'local_folder', 'organization', 'resolve_pretrained']
@@ -169,7 +169,7 @@ def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwa
     overlay, cache_dir = dict(kwargs.get('pretrained_cfg_overlay') or {}), kwargs.get('cache_dir')
     tag, repository, path = cfg.get('tag'), None, None
     if cfg.get('source') in ('hf-hub', 'local-dir'):
-        repository = cfg.get('hf_hub_id')
+        repository = cfg['hf_hub_id'] if cfg['source'] == 'hf-hub' else None
         published = read_repository(repository, cache_dir) if repository else read_folder(cfg['file'])
         if pretrained:
             path = _path_if_there(published)

@@ -12,7 +12,7 @@ from timm.utils import reparameterize_model
 from timm_rep.utils.profiling import count_macs, count_params, machine, measure_throughput, model_input_size, versions
 from timm_rep.utils.training import evaluate
 
-from .folder import WEIGHTS, sha256
+from .published import WEIGHTS, sha256
 
 __all__ = [
     'METRICS',

@@ -20,18 +20,7 @@ from timm_rep.utils.network import hub_errors
 from timm_rep.utils.profiling import model_input_size
 
 from .card import TRAIN, write_card
-from .folder import (
-    CONFIG,
-    SCALES,
-    WEIGHTS,
-    check_folder,
-    load_folder,
-    read_folder,
-    sha256,
-    split_name,
-    write_folder,
-    write_hashes,
-)
+from .folder import check_folder, load_folder, split_name, write_folder, write_hashes
 from .load import organization
 from .metrics import (
     METRICS,
@@ -43,6 +32,7 @@ from .metrics import (
     write_metrics,
     write_predictions,
 )
+from .published import CONFIG, SCALES, WEIGHTS, read_folder, sha256
 
 __all__ = ['Change', 'prepare_folder', 'push_folder', 'write_folded']
 

@@ -6,7 +6,7 @@ from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Typ
 
 import torch
 import torch.nn as nn
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download
 
 from timm_rep.layers import holds_structure
 from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of
@@ -135,7 +135,8 @@ def fetch_released(
         raise
     except OSError as e:  # the Hub did not answer
         try:
-            folder = Path(snapshot_download(RELEASE, revision=revision, cache_dir=cache_dir, local_files_only=True))
+            folder = Path(HfApi().snapshot_download(
+                RELEASE, revision=revision, cache_dir=cache_dir, local_files_only=True))
             files = [path.relative_to(folder).as_posix() for path in folder.rglob('*') if path.is_file()]
             return os.fspath(folder / _choose(files, variant, idle_ratio, filename))
         except FileNotFoundError:
