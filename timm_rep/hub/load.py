@@ -83,7 +83,8 @@ def build_model(
         _check_idle_channels(cls, kwargs, weights.model_args)
         cfg = resolve_pretrained_cfg(
             variant, kwargs.pop('pretrained_cfg', None), kwargs.pop('pretrained_cfg_overlay', None)).to_dict()
-        load = functools.partial(_create_with_weights, cls, weights, cfg, pretrained_filter_fn)
+        strict = kwargs.get('pretrained_strict', True)
+        load = functools.partial(_create_with_weights, cls, weights, cfg, pretrained_filter_fn, strict)
         # it loads and folds before timm wraps the model of features_only=True
         model = build_model_with_cfg(load, variant, pretrained=False, pretrained_cfg=cfg, **kwargs)
     if weight_select is not None:
@@ -98,6 +99,7 @@ def _create_with_weights(
         weights: Weights,
         cfg: Dict[str, Any],
         filter_fn: Optional[FilterFn],
+        strict: bool,
         reparameterized: bool = False,
         **model_args,
 ) -> nn.Module:
@@ -117,6 +119,7 @@ def _create_with_weights(
         num_classes=model.num_classes,
         in_chans=model_args.get('in_chans', 3),
         filter_fn=filter_fn,
+        strict=strict,
     )
     return model.reparameterize() if fold else model
 
@@ -130,7 +133,7 @@ def _parameters(cls: Type[nn.Module]) -> Dict[str, Any]:
 
 
 def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_with: Mapping[str, Any]) -> None:
-    """No shape of the training structure depends on which channels are idle."""
+    # no shape of the training structure depends on which channels are idle
     defaults = _parameters(cls)
     for name in [name for name in ('idle_ratio', 'idle_schedule') if name in defaults]:
         value, trained = (mapping.get(name, defaults[name]) for mapping in (args, trained_with))
@@ -200,7 +203,7 @@ def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwa
     args = _model_args(cls, published)
     resolved = {**args, **kwargs, 'weights': Weights(path, args)}
     if SCALES in published.hashes and 'scales' not in kwargs:
-        resolved['scales'] = None if kwargs.get('reparameterized') else published.file(SCALES)
+        resolved['scales'] = published.file(SCALES)
     if path or not cfg.get('source'):
         on_hub = repository if cfg.get('source') else repository or f'{organization()}/{variant}.{tag}'
         resolved['pretrained_cfg'] = _pretrained_cfg(published, architecture=variant, tag=tag, hf_hub_id=on_hub)
