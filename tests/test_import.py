@@ -1,8 +1,10 @@
+"""import timm_rep: what it registers, and that it does nothing else."""
+import os
 import subprocess
 import sys
 
 SCRIPT = """
-import os, random, sys, warnings
+import builtins, glob, io, os, random, sys, warnings
 import timm, torch, numpy
 
 def state():
@@ -12,11 +14,27 @@ def state():
         torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),
     )
 
+# whatever opens a file or lists a folder, except Python's own import system
+read = []
+def counted(module, name):
+    function = getattr(module, name)
+    def call(*args, **kwargs):
+        if 'importlib' not in sys._getframe(1).f_code.co_filename:
+            read.append((name, args[:1]))
+        return function(*args, **kwargs)
+    setattr(module, name, call)
+    return lambda: setattr(module, name, function)
+
+restore = [counted(*function) for function in (
+    (builtins, 'open'), (io, 'open'), (os, 'open'), (os, 'listdir'), (os, 'scandir'), (glob, 'glob'), (glob, 'iglob'))]
 modules, before = set(sys.modules), state()
 models = set(timm.list_models())
 import timm_rep  # also makes timm.optim an attribute of timm, as users type it
+for function in restore:
+    function()
 timm.optim.create_optimizer_v2
 assert state() == before, 'global state changed'
+assert not read, read
 new = {m for m in sys.modules if m not in modules}
 # timm.optim is timm's own part that holds the registry of optimizers, and what it brings
 import timm.optim
@@ -26,12 +44,31 @@ ours = [set(timm.list_models(name)) for name in ('repa_*', 'repopt_*', 'lvvit_*'
 assert all(ours)
 assert set(timm.list_models()) - models == set.union(*ours)
 assert models <= set(timm.list_models())
+
+# the tags do not depend on a folder
+listed = timm.list_pretrained(['repa_*', 'repopt_*', 'lvvit_*'])
+released = [f'repa_{name}.in1k' for name in (
+    'deit_tiny', 'deit_small', 'deit_base', 'vit_large', 'vit_huge', 'swin_tiny', 'swin_small', 'swin_base')]
+assert set(listed) == {*released, 'repa_deit_tiny.cifar10', 'repopt_vgg_a0.cifar10'}, listed
+for name in set.union(*ours):
+    cfg = timm.get_pretrained_cfg(name)
+    assert cfg.num_classes == 1000 and cfg.tag == ('in1k' if f'{name}.in1k' in released else 'untrained'), name
+for name in listed:
+    assert timm.get_pretrained_cfg(name).hf_hub_id == f'timm-rep/{name}'
 """
 
 
-def test_import_registers_and_nothing_else():
-    """No print, no global state changed, and no module loaded that timm had not, so it costs next to nothing."""
-    run = subprocess.run([sys.executable, '-c', SCRIPT], capture_output=True, text=True)
+def test_import_registers_and_nothing_else(tmp_path):
+    """No print, no global state changed, no file read, no folder listed, and no module loaded that timm does not load.
+
+    Folders of published models do not change the tags and defaults, whatever they are called.
+    """
+    for name in ('repa_deit_tiny.', 'repa_deit_tiny.x*', 'repopt_vgg_a0.mine'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'config.json').write_text('{"architecture": "repa_deit_tiny", "num_classes": 3}')
+    run = subprocess.run(
+        [sys.executable, '-c', SCRIPT], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, 'TIMM_REP_HUB': str(tmp_path)})
     assert run.returncode == 0, run.stderr
     assert run.stdout == '[]\n'
     assert run.stderr == ''

@@ -1,11 +1,11 @@
-"""A published model, small, and its files."""
+"""Small published models, and their files."""
 import shutil
 
 import timm
 import torch
 
 from tests.reference.rep_optim import normal_scales
-from timm_rep.hub import write_folder, write_hashes
+from timm_rep.hub.folder import write_folder, write_hashes
 from timm_rep.scales import Scales
 
 REPA = ('repa_deit_tiny', dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3))
@@ -23,6 +23,12 @@ def trained(name, args, seed=0, classes=5, **kwargs):
             elif key.endswith('running_var'):
                 value.uniform_(.5, 2)
     return model.eval()
+
+
+def same(a, b):
+    """Whether two models have the same state dict."""
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
 
 
 def publish(folder, kind=REPA, seed=0, **kwargs):

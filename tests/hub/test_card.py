@@ -13,8 +13,10 @@ from tests.hub.published import REPA, REPOPT, trained
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import normal_scales
 from timm_rep.cli import main
-from timm_rep.hub import check_folder, load_folder, prepare_folder, read_predictions, sha256, write_folded
-from timm_rep.hub.folder import write_folder
+from timm_rep.hub import sha256
+from timm_rep.hub.folder import check_folder, load_folder, write_folder
+from timm_rep.hub.metrics import read_predictions
+from timm_rep.hub.publish import prepare_folder, write_folded
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import count_params
 
@@ -138,7 +140,8 @@ def test_scales(tmp_path):
     torch.save({'state_dict': trained(name, args, scales='none').state_dict()}, tmp_path / 'c.pth')
     prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'r.yaml')
     assert (folder / 'train.yaml').read_text() == (tmp_path / 'r.yaml').read_text()
-    assert json.loads((folder / 'config.json').read_text())['model_args']['scales'] == 'published'
+    args = json.loads((folder / 'config.json').read_text())['model_args']
+    assert not {'scales', 'num_classes'} & args.keys()  # which transformers would not take
     (tmp_path / 's.safetensors').unlink()
     model = load_folder(folder)
     expected = timm.create_model(name, **args, scales=scales)
@@ -233,6 +236,29 @@ def test_words_for_scales(tmp_path, word):
     else:
         expected = Scales.initial(timm.create_model(name, **args))
         assert Scales.load(folder / 'scales.safetensors') == expected
+
+
+def test_what_cannot_be_published(folder, checkpoint, tmp_path):
+    """Subfolders, and links out of the folder, are refused when the folder is written, not when it is pushed."""
+    prepare_folder(folder, checkpoint[2])
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    (tmp_path / 'secret').write_text('x')
+    for create in (
+            lambda path: path.mkdir(), lambda path: path.symlink_to(tmp_path / 'secret'),
+            lambda path: path.symlink_to(folder / 'nowhere')):
+        create(folder / 'stray')
+        with pytest.raises(ValueError, match="stray' cannot be published"):
+            prepare_folder(folder)
+        with pytest.raises(ValueError, match="stray' cannot be published"):
+            check_folder(folder)
+        if (folder / 'stray').is_symlink():
+            (folder / 'stray').unlink()
+        else:
+            (folder / 'stray').rmdir()
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    (folder / 'alias.md').symlink_to('README.md')
+    prepare_folder(folder)
+    assert 'alias.md' in check_folder(folder).hashes
 
 
 def test_what_programs_leave_behind(folder, checkpoint):

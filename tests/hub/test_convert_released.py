@@ -6,10 +6,10 @@ import timm
 import torch
 
 import timm_rep
-from tests.hub.published import REPA, REPOPT, trained
-from tests.hub.test_load import same
+from tests.hub.published import REPA, REPOPT, same, trained
 from timm_rep.cli import main
-from timm_rep.hub import check_folder, convert_released, release
+from timm_rep.hub import folder as hub_folder
+from timm_rep.hub.folder import check_folder, convert_released
 from timm_rep.scales import Scales
 
 
@@ -93,7 +93,7 @@ def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeyp
     folder = tmp_path / 'repopt_vgg_a0.in1k'
     convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    monkeypatch.setattr(release, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
+    monkeypatch.setattr(hub_folder, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
     with pytest.raises(RuntimeError, match='does not give the logits'):
         convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

@@ -1,9 +1,7 @@
 """create_model(pretrained=True): from a folder, from the Hub, and what is refused."""
 import json
-import logging
 import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,11 +9,12 @@ import timm
 import torch
 from timm.data import resolve_data_config
 
-import timm_rep
-from tests.hub.published import REPA, REPOPT, publish
+from tests.hub.published import REPA, REPOPT, publish, same
 from tests.reference.ffn import relative
-from timm_rep.hub import Published, local_tags, sha256
+from timm_rep.hub import read_repository, sha256
+from timm_rep.hub.publish import write_folded
 from timm_rep.layers import csla_layers
+from timm_rep.models import RePaVisionTransformer
 from timm_rep.scales import Scales
 
 NAME = 'repa_deit_tiny.mine'
@@ -31,11 +30,6 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def images():
     return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def same(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
 
 
 @pytest.fixture
@@ -101,14 +95,32 @@ def test_folded_when_loaded(folder, kind, name, kwargs):
         assert relative(ours, theirs) < 1e-5
 
 
+def test_one_model_is_built(folder, monkeypatch):
+    """Loaded in the training structure and folded in place."""
+    publish(folder / NAME)
+    built = []
+    init = RePaVisionTransformer.__init__
+
+    def counted(self, *args, **kwargs):
+        built.append(kwargs.get('reparameterized', False))
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(RePaVisionTransformer, '__init__', counted)
+    model = timm.create_model(NAME, pretrained=True, reparameterized=True)
+    assert model.reparameterized
+    assert built == [False]
+    assert model._model_args['reparameterized'] is True
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_folded_when_published(folder, images):
     model, _ = publish(folder / NAME)
-    timm_rep.hub.write_folded(folder / NAME, folder)
+    write_folded(folder / NAME, folder)
     folded = timm.create_model(f'{NAME}_folded', pretrained=True).eval()
     assert folded.reparameterized
     assert relative(folded(images), model(images)) < 1e-5
     with pytest.raises(ValueError, match='is folded already'):
-        timm_rep.hub.write_folded(folder / f'{NAME}_folded', folder)
+        write_folded(folder / f'{NAME}_folded', folder)
 
 
 def test_scales_come_along(folder):
@@ -148,6 +160,40 @@ def test_saved_again(folder, tmp_path):
             args = {**model._model_args}
             timm.models.save_for_hf(model, tmp_path / 'again', model_args=args, safe_serialization=True)
             assert same(timm.create_model(f'local-dir:{tmp_path / "again"}', pretrained=True), model)
+
+
+@pytest.mark.parametrize('change,message', [
+    (dict(model_args=dict(weight_select='OTHER')), 'not allowed: weight_select='),
+    (dict(model_args=dict(scales='someone/scales')), 'not allowed: scales='),
+    (dict(model_args=dict(checkpoint_path='OTHER', device='cpu')), 'not allowed: checkpoint_path=.*, device='),
+    (dict(sha256={'/etc/hostname': '0'}), "no name of a file in this folder"),
+    (dict(sha256={'../x': '0'}), 'no name of a file in this folder'),
+    (dict(pretrained_cfg=dict(source='hf-hub', hf_hub_id='someone/other')), ''),
+    (dict(pretrained_cfg=dict(file='OTHER', url='https://nowhere.invalid/x.pth', custom_load=True)), ''),
+], ids=str)
+def test_a_config_names_no_other_files(hub, folder, tmp_path, change, message):
+    """Neither instead of the verified weights nor after them."""
+    kind, name = (REPOPT, 'repopt_vgg_a0.mine') if 'scales' in change.get('model_args', {}) else (REPA, NAME)
+    model, _ = publish(folder / name, kind)
+    publish(tmp_path / NAME, seed=1)
+    path = folder / name / 'config.json'
+    config = json.loads(path.read_text())
+    for key, value in change.items():
+        value = {k: str(tmp_path / NAME / 'model.safetensors') if v == 'OTHER' else v for k, v in value.items()}
+        config[key] = {**config[key], **value}
+    path.write_text(json.dumps(config))
+    for source in (name, f'local-dir:{path.parent}'):
+        if 'model_args' in change:
+            with pytest.raises((RuntimeError, ValueError), match=f'{message}|weight_select is for models'):
+                timm.create_model(source, pretrained=True)
+            with pytest.raises(RuntimeError, match=message):
+                timm.create_model(source)
+        elif message:
+            with pytest.raises(RuntimeError, match=message):
+                timm.create_model(source, pretrained=True)
+        else:
+            assert same(timm.create_model(source, pretrained=True), model)
+    assert not hub.requests
 
 
 def test_the_vanilla_model(folder):
@@ -191,32 +237,19 @@ def test_damaged_configs(folder, tmp_path):
         path.write_text(text)
         with pytest.raises(RuntimeError, match=message):
             timm.create_model(NAME, pretrained=True)
-    path.write_text('{')
-    # and importing the package goes on, with the others
-    publish(folder / 'repa_deit_tiny.other')
-    publish(folder / 'repopt_vgg_a0.other', REPOPT)
-    code = """
-import timm, timm_rep
-print(timm.list_pretrained(['repa_deit_tiny*', 'repopt_vgg_a0*']))
-print([timm.get_pretrained_cfg(name).tag for name in ('repa_deit_tiny', 'repopt_vgg_a0')])
-"""
-    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    listed, tags = run.stdout.splitlines()
-    assert listed.split("'")[1::2] == ['repa_deit_tiny.in1k', 'repa_deit_tiny.other', 'repopt_vgg_a0.other']
-    # what is published for other data does not change the models as such
-    assert tags.split("'")[1::2] == ['in1k', 'untrained']
-    assert 'no config.json of a timm model' in run.stderr
 
 
-def test_local_tags(folder, caplog):
-    (folder / 'repa_deit_tiny.empty').mkdir(parents=True)
-    (folder / 'repa_deit_tiny.broken').mkdir()
-    (folder / 'repa_deit_tiny.broken' / 'config.json').write_text('?')
+def test_names_of_folders(folder, monkeypatch):
+    """None of them is the model without a tag; a folder that is not there is named in the error."""
     publish(folder / NAME)
-    with caplog.at_level(logging.WARNING):
-        assert [tag for tag, _ in local_tags('repa_deit_tiny')] == ['mine']
-    assert 'broken' in caplog.text
-    assert not list(local_tags('repa_deit'))
+    for name in ('repa_deit_tiny.', 'repa_deit_tiny.x*'):
+        (folder / NAME).rename(folder / name)
+        assert timm.create_model('repa_deit_tiny', device='meta').num_classes == 1000
+        (folder / name).rename(folder / NAME)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    monkeypatch.setenv('TIMM_REP_HUB', '~nouser/x')
+    with pytest.raises(RuntimeError, match=rf"1\. the folder '~nouser/x/{NAME}': no config\.json"):
+        timm.create_model(NAME, pretrained=True)
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------
@@ -231,7 +264,7 @@ def test_from_the_hub(hub, published, images, monkeypatch):
         images, indices=(1,), intermediates_only=True)[0])
     # from the cache
     assert hub.bytes_served(ORG, 'model.safetensors') == Path(
-        Published.on_hub(ORG).file('model.safetensors')).stat().st_size
+        read_repository(ORG).file('model.safetensors')).stat().st_size
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
     assert same(timm.create_model(NAME, pretrained=True), published)
 
@@ -351,7 +384,7 @@ def test_wrong_bytes_are_refused_and_named(hub, published):
 
 def test_files_of_one_commit(hub, published, tmp_path, monkeypatch):
     """A push between the two downloads."""
-    found = Published.on_hub(ORG)
+    found = read_repository(ORG)
     _, files = publish(tmp_path / NAME, seed=1)
     hub.add(ORG, files)
     assert sha256(found.file('model.safetensors')) == found.hashes['model.safetensors']
@@ -380,12 +413,12 @@ def test_pickled_code_is_not_run(hub, published, tmp_path):
     assert not (tmp_path / 'executed').exists()
 
 
-def test_two_processes_download_once(hub, published, tmp_path):
-    code = f"import timm, timm_rep; timm.create_model('{NAME}', pretrained=True)"
-    environment = {**os.environ, **hub.environment(tmp_path / 'home2'), 'OMP_NUM_THREADS': '1'}
+def test_two_at_a_time_download_once(hub, published):
     before = hub.bytes_served(ORG, 'model.safetensors')
-    runs = [subprocess.Popen([sys.executable, '-c', code], env=environment, cwd=tmp_path) for _ in range(2)]
-    assert [run.wait() for run in runs] == [0, 0]
+    with ThreadPoolExecutor(2) as pool:
+        models = list(pool.map(lambda name: timm.create_model(name, pretrained=True), [NAME] * 2))
+    assert same(models[0], published)
+    assert same(models[1], published)
     assert hub.bytes_served(ORG, 'model.safetensors') - before == len(hub.files(ORG)['model.safetensors'])
 
 

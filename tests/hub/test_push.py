@@ -2,10 +2,11 @@
 import pytest
 import timm
 
-from tests.hub.published import publish
-from tests.hub.test_load import same
+from tests.hub.published import publish, same
 from timm_rep.cli import main
-from timm_rep.hub import push_folder, write_hashes
+from timm_rep.hub import publish as publish_module
+from timm_rep.hub.folder import write_hashes
+from timm_rep.hub.publish import push_folder
 
 NAME = 'repa_deit_tiny.mine'
 REPO = f'we/{NAME}'
@@ -96,6 +97,24 @@ def test_a_new_branch_holds_what_the_folder_does(account, folder):
     assert whats(push_folder(folder, 'we', revision='next')) == expected
     assert 'notes.txt' not in account.files(REPO, 'next')
     assert 'notes.txt' in account.files(REPO)
+
+
+def test_a_commit_in_between(account, folder, monkeypatch):
+    """What somebody else pushed since the branch was looked at is not overwritten."""
+    publish(folder)
+    push_folder(folder, 'we')
+    publish(folder, seed=1)
+    look = publish_module._branch
+
+    def look_and_be_overtaken(*args):
+        found = look(*args)
+        account.add(REPO, {'notes.txt': b'theirs'})
+        return found
+
+    monkeypatch.setattr(publish_module, '_branch', look_and_be_overtaken)
+    with pytest.raises(OSError, match='412'):
+        push_folder(folder, 'we')
+    assert account.files(REPO)['notes.txt'] == b'theirs'
 
 
 def test_no_connection(account, folder, capsys):

@@ -7,10 +7,9 @@ import pytest
 import timm
 import torch
 
-from tests.hub.published import publish, trained
-from tests.hub.test_load import same
+from tests.hub.published import REPA, publish, same, trained
 from tests.reference.ffn import relative
-from timm_rep.hub.release import RELEASE, match_released
+from timm_rep.hub.released import RELEASE, fetch_released, match_released
 
 NAMES = {
     'repa_deit_tiny': ['RePaViT_Tiny.pth', 'RePaViT-Tiny_0.75.pth', 'repadeit_t_0_75.pth', 'RePaDeiT-Ti-r75.pt',
@@ -48,9 +47,12 @@ def test_ambiguous():
         match_released(files, 'repa_deit_base', .75)
 
 
-# as large as it is: the authors' configuration is fixed
+def create(name='repa_deit_tiny', **kwargs):
+    return timm.create_model(name, pretrained=True, **{**REPA[1], **kwargs})
+
+
 def released_file(path, seed, extra=None):
-    model = trained('repa_deit_tiny', {}, seed, classes=1000)
+    model = trained(*REPA, seed, classes=1000)
     names = {key: re.sub(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.', key) for key in model.state_dict()}
     state_dict = {names[key]: value for key, value in model.state_dict().items()}
     torch.save({'model': state_dict, 'epoch': 300, 'args': argparse.Namespace(lr=1), **(extra or {})}, path)
@@ -64,63 +66,66 @@ def release(hub, tmp_path):
     return model
 
 
-def test_converted_once_and_found_offline(hub, release, monkeypatch, tmp_path):
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True), release)
-    commit, = hub.commits(RELEASE)
-    converted, = (tmp_path / 'home').rglob('timm-rep/*.safetensors')
-    assert commit in converted.parts
+def test_found_offline(hub, release, monkeypatch):
+    """Downloaded once; other classes, features and the deploy structure from the same file."""
+    assert same(create(), release)
     size = len(hub.files(RELEASE)['RePaViT-Tiny.pth'])
+    assert hub.bytes_served(RELEASE, 'RePaViT-Tiny.pth') == size
     hub.clear_requests()
-    assert same(timm.create_model('repa_deit_tiny.in1k', pretrained=True), release)
+    assert same(create('repa_deit_tiny.in1k'), release)
     assert hub.bytes_served(RELEASE, 'RePaViT-Tiny.pth') == 0 < size
-    features = timm.create_model('repa_deit_tiny', pretrained=True, features_only=True, out_indices=(1,))
+    assert hub.requests  # the Hub was asked
+    features = create(features_only=True, out_indices=(1,))
     assert torch.equal(features.model.blocks[0].mlp.fc1.weight, release.blocks[0].mlp.fc1.weight)
-    folded = timm.create_model('repa_deit_tiny', pretrained=True, reparameterized=True, num_classes=3)
+    folded = create(reparameterized=True, num_classes=3)
     assert folded.reparameterized
     assert folded.num_classes == 3
+    assert torch.equal(folded.blocks[1].attn.qkv.weight, release.blocks[1].attn.qkv.weight)
+    without_head = create(num_classes=0)
+    assert torch.equal(without_head.norm.weight, release.norm.weight)
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True), release)
-    with pytest.raises(RuntimeError, match='none was converted before'):
-        timm.create_model('repa_deit_small', pretrained=True)
+    assert same(create(), release)
+    with pytest.raises(RuntimeError, match="is not in the Hub's cache"):
+        create('repa_deit_small')
 
 
 def test_a_new_release_and_a_pinned_one(hub, release, tmp_path):
     first, = hub.commits(RELEASE)
     model, data = released_file(tmp_path / 'new.pth', 1)
     hub.add(RELEASE, {'RePaViT-Tiny.pth': data})
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True), model)
+    assert same(create(), model)
     pinned = dict(hf_hub_id=f'{RELEASE}@{first}')
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=pinned), release)
+    assert same(create(pretrained_cfg_overlay=pinned), release)
 
 
 def test_the_argument_that_settles_it(hub, release, tmp_path):
     model, data = released_file(tmp_path / 'new.pth', 1)
     hub.add(RELEASE, {'new/repavit_tiny.pth': data})
     with pytest.raises(ValueError, match='several files'):
-        timm.create_model('repa_deit_tiny', pretrained=True)
+        create()
     overlay = dict(hf_hub_filename='new/repavit_tiny.pth')
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay), model)
+    assert same(create(pretrained_cfg_overlay=overlay), model)
     with pytest.raises(FileNotFoundError, match=r"has no 'nothing\.pth', it has .*RePaViT-Tiny\.pth"):
-        timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_filename='nothing.pth'))
+        create(pretrained_cfg_overlay=dict(hf_hub_filename='nothing.pth'))
 
 
 def test_other_ratios(hub, tmp_path):
     """Nothing of the file tells but its name; and where it is folded the ratio counts."""
     _, data = released_file(tmp_path / 'half.pth', 0)
     hub.add(RELEASE, {'RePaViT-Tiny-0.5.pth': data})
-    model = timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5).eval()
-    folded = timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, reparameterized=True).eval()
-    assert folded.blocks[0].mlp.fc_in.weight.shape == (384, 192)
-    x = torch.randn(1, 3, 224, 224)
+    model = create(idle_ratio=.5).eval()
+    folded = create(idle_ratio=.5, reparameterized=True).eval()
+    assert folded.blocks[0].mlp.fc_in.weight.shape == (48, 24)
+    x = torch.randn(1, 3, 32, 32)
     assert relative(folded(x), model(x)) < 1e-5
     with pytest.raises(RuntimeError, match=r'no weights of repa_deit_tiny with idle_ratio=0\.75'):
-        timm.create_model('repa_deit_tiny', pretrained=True)
+        create()
     named = dict(pretrained_cfg_overlay=dict(hf_hub_filename='RePaViT-Tiny-0.5.pth'))
     with pytest.raises(ValueError, match=r'says idle_ratio=0\.5, the model has 0\.75'):
-        timm.create_model('repa_deit_tiny', pretrained=True, **named)
+        create(**named)
     with pytest.raises(ValueError, match='trained with idle_schedule='):
-        timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, idle_schedule='linear')
-    timm.create_model('repa_deit_tiny', pretrained=True, idle_ratio=.5, **named)
+        create(idle_ratio=.5, idle_schedule='linear')
+    create(idle_ratio=.5, **named)
 
 
 def test_the_file_goes_before_ours(hub, release, tmp_path):
@@ -128,33 +133,33 @@ def test_the_file_goes_before_ours(hub, release, tmp_path):
     _, files = publish(tmp_path / 'repa_deit_tiny.in1k')
     hub.add('timm-rep/repa_deit_tiny.in1k', files)
     named = dict(pretrained_cfg_overlay=dict(hf_hub_filename='RePaViT-Tiny.pth'))
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True, **named), release)
+    assert same(create(**named), release)
 
 
 def test_outage(hub, release, tmp_path):
-    """What was converted before is used, as the Hub's client does; else the error is one of the connection."""
+    """The cached file of the revision is used, as the Hub's client does; else the error is one of the connection."""
     first, = hub.commits(RELEASE)
     new, data = released_file(tmp_path / 'new.pth', 1)
     hub.add(RELEASE, {'RePaViT-Tiny.pth': data})
     overlay = dict(hf_hub_id=RELEASE)
     pinned = dict(hf_hub_id=f'{RELEASE}@{first}')
-    timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay)
-    timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=pinned)
+    create(pretrained_cfg_overlay=overlay)
+    create(pretrained_cfg_overlay=pinned)
     hub.stop()
     # the one that the branch was, not the one that was asked for last
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay), new)
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=pinned), release)
-    with pytest.raises(OSError, match='none was converted before'):
-        timm.create_model('repa_deit_small', pretrained=True, pretrained_cfg_overlay=overlay)
-    converted = max((tmp_path / 'home').rglob('timm-rep/*.safetensors'), key=lambda path: first not in path.parts)
-    converted.write_bytes(converted.read_bytes()[:-1])
+    assert same(create(pretrained_cfg_overlay=overlay), new)
+    assert same(create(pretrained_cfg_overlay=pinned), release)
+    with pytest.raises(OSError, match="is not in the Hub's cache"):
+        create('repa_deit_small', pretrained_cfg_overlay=overlay)
+    path = Path(fetch_released('repa_deit_tiny')).resolve()
+    path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RuntimeError, match='expected sha256') as e:
-        timm.create_model('repa_deit_tiny', pretrained=True, pretrained_cfg_overlay=overlay)
-    assert str(converted) in str(e.value)
+        create(pretrained_cfg_overlay=overlay)
+    assert f'Delete {str(path)!r}' in str(e.value)
 
 
 def test_models_that_are_not_in_it(hub, release):
-    with pytest.raises(RuntimeError, match='has no weights of repa_mixer_b16'):
+    with pytest.raises(FileNotFoundError, match='has no weights of repa_mixer_b16'):
         timm.create_model('repa_mixer_b16', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_id=RELEASE))
     for name in ('RePaLV-ViT-S.pth', 'RePa-LV-ViT-S.pth', 'checkpoint_90.pth'):
         with pytest.raises(FileNotFoundError):
@@ -166,22 +171,20 @@ def test_models_that_are_not_in_it(hub, release):
 def test_ours_goes_before_theirs(hub, release, tmp_path):
     model, files = publish(tmp_path / 'repa_deit_tiny.in1k')
     hub.add('timm-rep/repa_deit_tiny.in1k', files)
-    assert same(timm.create_model('repa_deit_tiny', pretrained=True), model)
+    assert same(create(), model)
 
 
 def test_damaged(hub, release, tmp_path):
     hub.corrupt(RELEASE, 'RePaViT-Tiny.pth', lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(RuntimeError, match='expected sha256'):
-        timm.create_model('repa_deit_tiny', pretrained=True)
-    assert not list((tmp_path / 'home').rglob('timm-rep/*'))
+        create()
 
 
 def test_of_another_shape(hub, tmp_path):
     torch.save({'model': {'cls_token': torch.zeros(1)}}, tmp_path / 'x.pth')
     hub.add(RELEASE, {'RePaViT-Tiny.pth': (tmp_path / 'x.pth').read_bytes()})
     with pytest.raises(RuntimeError, match='does not fit RePaVisionTransformer'):
-        timm.create_model('repa_deit_tiny', pretrained=True)
-    assert not list(Path(tmp_path / 'home').rglob('timm-rep/*'))
+        create()
 
 
 def test_code_in_it_is_not_run(hub, tmp_path):
@@ -193,18 +196,21 @@ def test_code_in_it_is_not_run(hub, tmp_path):
     _, data = released_file(tmp_path / 'bad.pth', 0, extra={'code': Code()})
     hub.add(RELEASE, {'RePaViT-Tiny.pth': data})
     with pytest.raises(RuntimeError, match='weights_only'):
-        timm.create_model('repa_deit_tiny', pretrained=True)
+        create()
     assert not (tmp_path / 'executed').exists()
 
 
 def test_swin(hub, tmp_path):
-    """Built on 'meta' for the conversion, with names that the release does not have."""
-    torch.manual_seed(0)
-    model = timm.create_model('repa_swin_tiny')
+    """Other names than the release's, also of the classifier."""
+    args = dict(img_size=64, window_size=2, embed_dim=12, depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 3))
+    model = trained('repa_swin_tiny', args, classes=1000)
     state_dict = {}
     for key, value in model.state_dict().items():
         key = re.sub(r'^layers\.(\d+)\.downsample', lambda m: f'layers.{int(m[1]) - 1}.downsample', key)
         state_dict[key.replace('head.fc.', 'head.')] = value
     torch.save({'model': state_dict}, tmp_path / 'x.pth')
     hub.add(RELEASE, {'RePaSwin_Tiny.pth': (tmp_path / 'x.pth').read_bytes()})
-    assert same(timm.create_model('repa_swin_tiny', pretrained=True), model)
+    assert same(timm.create_model('repa_swin_tiny', pretrained=True, **args), model)
+    for classes in (0, 3):
+        other = timm.create_model('repa_swin_tiny', pretrained=True, num_classes=classes, **args)
+        assert torch.equal(other.layers[3].blocks[0].mlp.fc1.weight, model.layers[3].blocks[0].mlp.fc1.weight)

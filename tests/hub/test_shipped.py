@@ -1,8 +1,6 @@
 """What hub/ of this repository ships: it loads from a clone, offline, and does what its cards say."""
 import io
 import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -12,7 +10,10 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
-from timm_rep.hub import CARD, METRICS, PREDICTIONS, WEIGHTS, card_text, check_folder, read_metrics, read_predictions
+from timm_rep.hub import WEIGHTS
+from timm_rep.hub.card import CARD, card_text
+from timm_rep.hub.folder import check_folder
+from timm_rep.hub.metrics import METRICS, PREDICTIONS, read_metrics, read_predictions
 from timm_rep.utils.profiling import count_params
 
 HUB = Path(__file__).parents[2] / 'hub'
@@ -92,14 +93,3 @@ def test_predictions(images, name, folded):
     assert abs(accuracy - card['top1']) < 3 * deviation
     assert f'| {card["top1"]:.2f}% |' in (HUB / name / CARD).read_text()
     assert (HUB / name / METRICS).is_file()
-
-
-@pytest.mark.parametrize('name', FOLDERS[:1])
-def test_from_another_process(name, tmp_path):
-    """The registry has it, whatever the folder that Python is started in."""
-    code = f'import timm, timm_rep; print({name!r} in timm.list_pretrained())'
-    environment = {**os.environ, 'PYTHONPATH': str(HUB.parent)}
-    environment.pop('TIMM_REP_HUB', None)
-    run = subprocess.run(
-        [sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
-    assert run.stdout.strip() == 'True'

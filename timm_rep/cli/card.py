@@ -1,24 +1,30 @@
-"""``timm-rep card``: make a folder that can be published: weights, measured figures, model card, hashes."""
+"""``timm-rep card``: prepare a folder for publishing: weights, measured figures, model card, hashes."""
 
 
 def add_parser(commands) -> None:
-    parser = commands.add_parser('card', help='make a folder that can be published: weights, figures, card, hashes')
-    parser.add_argument('folder', metavar='DIR', help='named MODEL.TAG: hub/repa_deit_tiny.cifar10')
-    parser.add_argument('--checkpoint', metavar='FILE', help='of a training run (the weights of the folder stay)')
-    parser.add_argument('--recipe', metavar='FILE', help="train.py --config of that run (the folder's train.yaml)")
-    parser.add_argument('--use-ema', action='store_true', help='of the checkpoint take the moving average')
+    parser = commands.add_parser('card', help='prepare a folder for publishing: weights, figures, card, hashes')
+    parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_deit_tiny.cifar10')
+    parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of a training run (default: keep the weights)')
+    parser.add_argument(
+        '--recipe', metavar='FILE', help="file for train.py --config (default: train.yaml of the folder)")
+    parser.add_argument(
+        '--use-ema', action='store_true', help='use the moving average of the weights in the checkpoint')
     parser.add_argument('--half', action='store_true', help='write parameters as float16, in half the space')
-    parser.add_argument('--data-dir', metavar='DIR', help='measure the accuracy on these folders of images')
-    parser.add_argument('--val-split', default='val', metavar='NAME', help='the folder in it (%(default)s)')
-    parser.add_argument('--dataset', metavar='NAME', help='name of these images, for the card: CIFAR-10')
-    parser.add_argument('--device', default='cpu', help='to measure on (%(default)s)')
-    parser.add_argument('--batch-size', type=int, default=8, metavar='N', help='of the throughput (%(default)s)')
-    parser.add_argument('--measure', action='store_true', help='measure size and speed again, on this machine')
+    parser.add_argument('--data-dir', metavar='DIR', help='measure the accuracy on these images')
+    parser.add_argument(
+        '--val-split', default='val', metavar='NAME', help='name of their folder in DIR (default: %(default)s)')
+    parser.add_argument('--dataset', metavar='NAME', help='name of the data set, for the card, e.g. CIFAR-10')
+    parser.add_argument('--device', default='cpu', help='device to measure on (default: %(default)s)')
+    parser.add_argument(
+        '--batch-size', type=int, default=8, metavar='N', help='batch size of the throughput (default: %(default)s)')
+    parser.add_argument('--measure', action='store_true', help='measure size and speed even if they are known')
     parser.set_defaults(run=run)
 
 
 def run(args) -> int:
-    from timm_rep.hub import CARD, prepare_folder, split_name
+    from timm_rep.hub.card import CARD
+    from timm_rep.hub.folder import split_name
+    from timm_rep.hub.publish import prepare_folder
     from timm_rep.utils.atomic import check_writable
 
     split_name(args.folder)

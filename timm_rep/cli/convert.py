@@ -1,24 +1,25 @@
-"""``timm-rep convert``: a file that the papers' authors released, as a folder that loads and can be published."""
+"""``timm-rep convert``: convert a released checkpoint or file of scales into a folder that loads."""
 from timm.utils import ParseKwargs
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
-        'convert', help="make a released checkpoint, or file of scales, into a folder that loads and can be published")
-    parser.add_argument('file', metavar='FILE', help='of weights or of scales, as the authors released it')
-    parser.add_argument('--model', required=True, metavar='MODEL', help='what it is of, e.g. repopt_vgg_b1')
+        'convert', help='convert a released checkpoint or file of scales into a folder that loads')
+    parser.add_argument('file', metavar='FILE', help='released file of weights or scales')
+    parser.add_argument('--model', required=True, metavar='MODEL', help='name of its model, e.g. repopt_vgg_b1')
     parser.add_argument(
-        '-o', '--output', required=True, metavar='DIR', help='folder to write, named MODEL.TAG: repopt_vgg_b1.in1k')
+        '-o', '--output', required=True, metavar='DIR', help='folder to write, named MODEL.TAG, e.g. repopt_vgg_b1.in1k')
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
-        help='arguments of the model, such as idle_ratio=0.5')
+        help='arguments of create_model, e.g. idle_ratio=0.5')
     parser.set_defaults(run=run)
 
 
 def run(args) -> int:
     import timm
 
-    from timm_rep.hub import CONFIG, convert_released, split_name, write_hashes
+    from timm_rep.hub import CONFIG
+    from timm_rep.hub.folder import convert_released, split_name, write_hashes
     from timm_rep.utils.atomic import check_writable
 
     if not timm.is_model(args.model):
@@ -28,7 +29,7 @@ def run(args) -> int:
     written = convert_released(args.file, args.model, folder, args.model_kwargs)
     if (folder / CONFIG).is_file():
         write_hashes(folder)
-    print(f'{written}: as {args.file!r}, checked by loading it.')
+    print(f'{written}: converted from {args.file!r}, checked by loading it.')
     if written.name == 'model.safetensors':
         overlay = f'dict(file={str(written)!r})'
         print(f'  timm.create_model({args.model!r}, pretrained=True, pretrained_cfg_overlay={overlay})')

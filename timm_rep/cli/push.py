@@ -2,14 +2,14 @@
 
 
 def add_parser(commands) -> None:
-    parser = commands.add_parser('push', help='publish a folder on the Hub, as one commit of what has changed')
-    parser.add_argument('folder', metavar='DIR', help='as timm-rep card leaves it: hub/repa_deit_tiny.cifar10')
-    parser.add_argument('--org', metavar='NAME', help='whose repository (TIMM_REP_ORG, or timm-rep)')
-    parser.add_argument('--revision', default='main', metavar='BRANCH', help='branch to commit to (%(default)s)')
-    parser.add_argument('--private', action='store_true', help='of a repository that is not there yet')
+    parser = commands.add_parser('push', help='publish a folder on the Hub, in one commit')
+    parser.add_argument('folder', metavar='DIR', help='folder of timm-rep card, e.g. hub/repa_deit_tiny.cifar10')
+    parser.add_argument('--org', metavar='NAME', help='user or organization (default: TIMM_REP_ORG, or timm-rep)')
+    parser.add_argument('--revision', default='main', metavar='NAME', help='branch to commit to (default: %(default)s)')
+    parser.add_argument('--private', action='store_true', help='create the repository as private')
     parser.add_argument('--folded', action='store_true', help='publish the folded form instead, as DIR_folded')
     parser.add_argument('--dry-run', action='store_true', help='only print what would change')
-    parser.add_argument('--message', metavar='TEXT', help='of the commit')
+    parser.add_argument('--message', metavar='TEXT', help='message of the commit')
     parser.set_defaults(run=run)
 
 
@@ -17,7 +17,8 @@ def run(args) -> int:
     import tempfile
     from pathlib import Path
 
-    from timm_rep.hub import organization, push_folder, write_folded
+    from timm_rep.hub import organization
+    from timm_rep.hub.publish import push_folder, write_folded
 
     org = args.org or organization()
     with tempfile.TemporaryDirectory() as temporary:

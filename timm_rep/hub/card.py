@@ -1,18 +1,18 @@
-"""Model cards, written from what is in the folder: config.json, metrics.json, train.yaml."""
+"""Model cards, written from the files of a folder: config.json, metrics.json, train.yaml."""
 import inspect
 import os
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Tuple, Union
+from typing import Any, Mapping, Tuple, Union
 
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
 from timm_rep.utils.atomic import replacing_files
 
-from .files import CONFIG, SCALES, WEIGHTS, Published
 from .folder import split_name
+from .load import organization
 from .metrics import METRICS, PREDICTIONS, read_metrics
-from .sources import organization
+from .published import CONFIG, SCALES, WEIGHTS, read_folder
 
 __all__ = ['CARD', 'TRAIN', 'card_text', 'write_card']
 
@@ -51,14 +51,14 @@ _FILES = {
 
 
 def write_card(folder: Union[str, os.PathLike]) -> None:
-    """Write the README.md of a published model; see :func:`card_text`."""
+    """Write :func:`card_text` into README.md."""
     text = card_text(folder)
     with replacing_files(folder) as temporary:
         (temporary / CARD).write_text(text, encoding='utf-8')
 
 
 def card_text(folder: Union[str, os.PathLike]) -> str:
-    """A model card for the Hub. Every figure is from metrics.json, where it was measured or is cited.
+    """Model card for the Hub, with the measured and cited figures of metrics.json.
 
     Raises:
         FileNotFoundError, RuntimeError: There is no config.json, or a file cannot be read.
@@ -66,7 +66,10 @@ def card_text(folder: Union[str, os.PathLike]) -> str:
     """
     folder = Path(folder)
     variant, tag = split_name(folder)
-    config, metrics = Published.in_folder(folder).config, read_metrics(folder)
+    config, metrics = read_folder(folder).config, read_metrics(folder)
+    files = '\n'.join(f'- `{name}`: {what}' for name, what in _FILES.items() if (folder / name).is_file())
+    recipe = (folder / TRAIN).read_text(encoding='utf-8').strip() if (folder / TRAIN).is_file() else ''
+    _, bibtex = _family(variant)
     sections = [
         _front_matter(f'{variant}.{tag}', config, metrics),
         f'# {variant}.{tag}',
@@ -75,10 +78,10 @@ def card_text(folder: Union[str, os.PathLike]) -> str:
         _cost(metrics),
         _cited(metrics),
         _usage(f'{variant}.{tag}', config),
-        _files(folder),
-        _recipe(folder),
+        f'## Files\n\n{files}',
+        f'## Recipe\n\n```yaml\n{recipe}\n```' if recipe else '',
         f'## Licence\n\n{config["pretrained_cfg"].get("license", "unknown")}',
-        _citation(variant),
+        f'## Citation\n\n```bibtex\n{bibtex}\n```' if bibtex else '',
     ]
     return '\n\n'.join(section for section in sections if section) + '\n'
 
@@ -88,7 +91,7 @@ def _family(variant: str) -> Tuple[str, str]:
 
 
 def _front_matter(name: str, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    results: Optional[List[EvalResult]] = None
+    results = None
     accuracy, dataset = metrics.get('accuracy'), metrics.get('dataset')
     if accuracy and dataset:
         results = [EvalResult(
@@ -127,10 +130,10 @@ def _accuracy(metrics: Mapping[str, Any]) -> str:
     accuracy = metrics.get('accuracy')
     if not accuracy:
         return ''
-    of = ' of ' + metrics['dataset'] if metrics.get('dataset') else ''
+    dataset = f' of {metrics["dataset"]}' if metrics.get('dataset') else ''
     return (
         f'## Accuracy\n\nMeasured with the weights of {accuracy.get("of", "this folder")}, on the {accuracy["images"]} '
-        f'images in {accuracy["split"]!r}{of} ({accuracy["date"]}).\n\n'
+        f'images in {accuracy["split"]!r}{dataset} ({accuracy["date"]}).\n\n'
         f'| top-1 | top-5 |\n|---|---|\n| {accuracy["top1"]:.2f}% | {accuracy["top5"]:.2f}% |')
 
 
@@ -139,10 +142,10 @@ def _cost(metrics: Mapping[str, Any]) -> str:
     if not cost:
         return ''
     rows = [
-        f'| {form} | {of["params"] / 1e6:.2f} M | {of["gmacs"]:.3g} G | {of["images_per_second"]:g} |'
-        for form, of in cost['forms'].items()
+        f'| {form} | {figures["params"] / 1e6:.2f} M | {figures["gmacs"]:.3g} G | {figures["images_per_second"]:g} |'
+        for form, figures in cost['forms'].items()
     ]
-    throughput = [of['images_per_second'] for of in cost['forms'].values()]
+    throughput = [figures['images_per_second'] for figures in cost['forms'].values()]
     ratio = f' Folded it runs at {throughput[-1] / throughput[0]:.2f} times the speed.' if len(throughput) > 1 else ''
     return (
         '## Size and speed\n\n'
@@ -156,7 +159,7 @@ def _cited(metrics: Mapping[str, Any]) -> str:
     if not cited:
         return ''
     return '## Cited\n\nNot measured by us.\n\n' + '\n'.join(
-        f'- {of["what"]}: {of["value"]} ({of["source"]})' for of in cited)
+        f'- {figure["what"]}: {figure["value"]} ({figure["source"]})' for figure in cited)
 
 
 def _usage(name: str, config: Mapping[str, Any]) -> str:
@@ -176,21 +179,3 @@ probabilities = model(transform(image).unsqueeze(0)).softmax(-1)   # image: of P
 ```
 
 It is also `hf-hub:{organization()}/{name}`, where it is published there.'''
-
-
-def _files(folder: Path) -> str:
-    lines = [f'- `{name}`: {what}' for name, what in _FILES.items() if (folder / name).is_file()]
-    return '## Files\n\n' + '\n'.join(lines)
-
-
-def _recipe(folder: Path) -> str:
-    path = folder / TRAIN
-    if not path.is_file():
-        return ''
-    recipe = path.read_text(encoding='utf-8').strip()
-    return f'## Recipe\n\n```yaml\n{recipe}\n```'
-
-
-def _citation(variant: str) -> str:
-    _, bibtex = _family(variant)
-    return f'## Citation\n\n```bibtex\n{bibtex}\n```' if bibtex else ''

@@ -1,9 +1,8 @@
-"""Folders of published models: timm's config.json, the weights, and what belongs to them, each with its hash."""
-import contextlib
+"""Writing folders of published models: timm's config.json, with the sha256 of every other file."""
 import json
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -11,20 +10,22 @@ import torch.nn as nn
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
-from timm_rep.scales import Scales
-from timm_rep.utils.atomic import replacing_files
+from timm_rep.scales import Scales, attach_grad_mults
+from timm_rep.utils.atomic import replacing_files, replacing_folder
+from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of
 from timm_rep.utils.profiling import model_input_size
 
-from .files import CONFIG, SCALES, WEIGHTS, Published, sha256
+from .published import CONFIG, SCALES, WEIGHTS, PathLike, Published, read_folder, sha256
+from .released import load_released
 
-__all__ = ['check_folder', 'load_folder', 'split_name', 'staged_folder', 'write_folder', 'write_hashes']
+__all__ = ['check_folder', 'convert_released', 'load_folder', 'split_name', 'write_folder', 'write_hashes']
 
 
-def split_name(folder: Union[str, os.PathLike]) -> Tuple[str, str]:
-    """The model and the tag of a folder that is named after them, ``repa_deit_tiny.cifar10``.
+def split_name(folder: PathLike) -> Tuple[str, str]:
+    """Split the name of a folder, ``repa_deit_tiny.cifar10``, into model and tag.
 
     Raises:
-        ValueError: It is not, or there is no such model.
+        ValueError: It has no tag, or there is no such model.
     """
     variant, _, tag = Path(folder).resolve().name.partition('.')
     if not tag or not timm.is_model(variant):
@@ -34,37 +35,25 @@ def split_name(folder: Union[str, os.PathLike]) -> Tuple[str, str]:
     return variant, tag
 
 
-@contextlib.contextmanager
-def staged_folder(folder: Union[str, os.PathLike]) -> Iterator[Path]:
-    """An empty folder of the same name, whose files move into this one at the end; if the body raises, none does."""
-    with replacing_files(folder) as temporary:
-        draft = temporary / Path(folder).name
-        draft.mkdir()
-        yield draft
-        for path in draft.iterdir():
-            path.rename(temporary / path.name)
-        draft.rmdir()
-
-
 def write_folder(
-        folder: Union[str, os.PathLike],
+        folder: PathLike,
         model: nn.Module,
         model_args: Mapping[str, Any],
         scales: Optional[Scales] = None,
         half: bool = False,
         label_names: Optional[Sequence[str]] = None,
 ) -> None:
-    """Write what ``timm.create_model`` loads a model from: config.json, model.safetensors, and scales.safetensors.
+    """Write config.json, model.safetensors and scales.safetensors, from which ``timm.create_model`` loads the model.
 
-    Other files of the folder stay. The model's pretrained_cfg says what its images are like.
+    Other files of the folder stay.
 
     Args:
-        folder: Named after the model and the tag.
-        model: Of this package, or of timm.
-        model_args: What ``create_model`` was called with, as far as it makes the structure.
-        scales: What the model's GradMults are made of, for those who train it further.
+        folder: Folder, named MODEL.TAG.
+        model: Model of this package or of timm; its pretrained_cfg describes its images.
+        model_args: Arguments of ``create_model`` that determine the structure.
+        scales: Scales of the model's GradMults, for training it further; None for a model without.
         half: Write parameters as float16, in half the space; statistics of a BatchNorm stay float32.
-        label_names: Of the classes, by index.
+        label_names: Names of the classes, by index.
 
     Raises:
         OverflowError: A parameter is too large for float16; nothing is written.
@@ -75,8 +64,6 @@ def write_folder(
     if half:
         tensors.update(_halved(model))
     args = dict(model_args)
-    if scales is not None:
-        args['scales'] = 'published'
     if getattr(model, 'reparameterized', False):
         args['reparameterized'] = True
     for name, value in args.items():
@@ -84,20 +71,23 @@ def write_folder(
             json.dumps(value)
         except TypeError as e:
             raise ValueError(f'The argument {name}={value!r} cannot be written into config.json.') from e
-    with replacing_files(folder) as temporary:
+    with replacing_folder(folder) as draft:
         save_for_hf(
-            model, temporary, model_args=args, safe_serialization=True,
+            model, draft, model_args=args, safe_serialization=True,
             model_config={'label_names': list(label_names)} if label_names else None)
-        config = json.loads((temporary / CONFIG).read_text(encoding='utf-8'))
+        save_file(tensors, draft / WEIGHTS, metadata={'format': 'pt'})  # which transformers asks for
+        config = dict(read_folder(draft).config)
         config['pretrained_cfg'].update(tag=tag, input_size=list(model_input_size(model)))
-        config['model_args'] = {**config.get('model_args', {}), **args}
-        save_file(tensors, temporary / WEIGHTS, metadata={'format': 'pt'})
+        args = {**config.get('model_args', {}), **args}
+        args.pop('num_classes', None)  # beside model_args, where transformers looks for it
         written = [WEIGHTS]
         if scales is not None:
-            scales.save(temporary / SCALES)
+            args.pop('scales', None)
+            scales.save(draft / SCALES)
             written.append(SCALES)
-        config['sha256'] = {name: sha256(temporary / name) for name in written}
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+        config['model_args'] = args
+        config['sha256'] = {name: sha256(draft / name) for name in written}
+        _write_config(draft, config)
 
 
 def _halved(model: nn.Module) -> Dict[str, torch.Tensor]:
@@ -108,46 +98,106 @@ def _halved(model: nn.Module) -> Dict[str, torch.Tensor]:
     return halved
 
 
-def load_folder(folder: Union[str, os.PathLike], **kwargs) -> nn.Module:
-    """The model of a folder, with its weights, in eval mode.
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    with replacing_files(folder) as temporary:
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+
+
+def load_folder(folder: PathLike, **kwargs) -> nn.Module:
+    """Create the model of a folder with its weights, in eval mode.
 
     Args:
+        folder: Folder with config.json and weights.
         kwargs: Further arguments of ``timm.create_model``.
     """
     return timm.create_model(f'local-dir:{os.fspath(folder)}', pretrained=True, **kwargs).eval()
 
 
-def write_hashes(folder: Union[str, os.PathLike]) -> None:
-    """Write the sha256 of every file of the folder, but hidden ones, into its config.json."""
-    folder = Path(folder)
-    config = Published.in_folder(folder).config
-    config['sha256'] = {name: sha256(folder / name) for name in _files(folder)}
-    with replacing_files(folder) as temporary:
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+def write_hashes(folder: PathLike) -> None:
+    """Write the sha256 of every file of the folder, except hidden ones, into its config.json.
+
+    Raises:
+        FileNotFoundError, RuntimeError: There is no config.json, or it cannot be read.
+        ValueError: The folder has subfolders, or links to files elsewhere.
+    """
+    published = read_folder(folder)
+    hashes = {name: sha256(published.folder / name) for name in _files(published.folder)}
+    _write_config(published.folder, {**published.config, 'sha256': hashes})
 
 
 def _files(folder: Path) -> List[str]:
-    """What is published beside config.json: all but hidden files, which programs leave behind."""
-    names = (path.relative_to(folder) for path in sorted(folder.rglob('*')) if path.is_file())
-    return [name.as_posix() for name in names if name != Path(CONFIG) and not any(p[0] == '.' for p in name.parts)]
+    """Names of the files published beside config.json: all but hidden ones, which programs leave behind."""
+    paths = sorted(path for path in folder.iterdir() if path.name != CONFIG and not path.name.startswith('.'))
+    for path in paths:
+        if not path.is_file() or path.resolve().parent != folder.resolve():
+            raise ValueError(
+                f'{os.fspath(path)!r} cannot be published: a published folder holds files only, and no links to files '
+                'elsewhere. Remove it, or replace the link by the file.')
+    return [path.name for path in paths]
 
 
-def check_folder(folder: Union[str, os.PathLike]) -> Published:
-    """
+def check_folder(folder: PathLike) -> Published:
+    """Check that a folder is complete and unchanged since ``timm-rep card`` wrote it.
+
     Raises:
         FileNotFoundError: There is no config.json, or a file that it names is missing.
-        RuntimeError: A file is another than the config.json names, or is not named there.
-        ValueError: The folder is not named after the model in it.
+        RuntimeError: A file differs from its hash in config.json, or has none there.
+        ValueError: The folder is not named after the model in it, or has subfolders or links to files elsewhere.
     """
-    folder = Path(folder)
     variant, _ = split_name(folder)
-    published = Published.in_folder(folder)
+    published = read_folder(folder)
     if published.config['architecture'] != variant:
         raise ValueError(f'{os.fspath(folder)!r} holds a {published.config["architecture"]}, no {variant}.')
     for name in published.hashes:
         published.file(name)
-    strangers = [name for name in _files(folder) if name not in published.hashes]
-    if strangers:
+    missing = [name for name in _files(published.folder) if name not in published.hashes]
+    if missing:
         raise RuntimeError(
-            f'{CONFIG} in {os.fspath(folder)!r} has no sha256 of {", ".join(strangers)}: run timm-rep card on it.')
+            f'{CONFIG} in {os.fspath(folder)!r} has no sha256 of {", ".join(missing)}: run timm-rep card on it.')
     return published
+
+
+def convert_released(path: PathLike, model_name: str, folder: PathLike, model_args: Mapping[str, Any]) -> Path:
+    """Convert a released checkpoint or file of scales into a folder, and check what was written by loading it.
+
+    Args:
+        path: File of a layout that :func:`timm_rep.load_released` or :class:`timm_rep.Scales` reads; a pickled one is
+            read with ``weights_only=True``.
+        model_name: Name of the model, without a tag.
+        folder: Folder named MODEL.TAG, to write config.json and model.safetensors, or scales.safetensors, into.
+        model_args: Arguments of ``create_model`` that the released model was trained with.
+
+    Returns:
+        Path of the file of weights or scales.
+
+    Raises:
+        FileNotFoundError, RuntimeError, ValueError: The file is not there, cannot be read, or does not fit the model;
+            or the folder is not named after it. Nothing is written.
+    """
+    path, folder = os.fspath(path), Path(folder)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f'There is no file {path!r}.')
+    if split_name(folder)[0] != model_name:
+        raise ValueError(f'The folder of a {model_name} is named {model_name}.TAG, got {str(folder)!r}.')
+    plain_args = {**model_args, 'scales': None} if 'scales' in model_args else dict(model_args)
+    # a file of vectors and no kernels is one of scales
+    tensors = {} if path.endswith('.safetensors') else state_dict_of(read_checkpoint(path, use_ema=False))
+    if tensors and all(tensor.ndim < 2 for tensor in tensors.values()):
+        scales = Scales.load(path)
+        attach_grad_mults(timm.create_model(model_name, device='meta', **plain_args), scales)
+        scales = Scales(scales, {**scales.metadata, 'model': model_name}, scales.history)
+        with replacing_files(folder) as temporary:
+            scales.save(temporary / SCALES)
+            if Scales.load(temporary / SCALES) != scales:
+                raise RuntimeError('The scales that were written are not those that were read.')
+        return folder / SCALES
+    model = load_released(timm.create_model(model_name, **model_args), path).eval()
+    images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
+    with replacing_folder(folder) as draft:
+        write_folder(draft, model, plain_args)
+        with torch.inference_mode():
+            expected, found = model(images), load_folder(draft)(images)
+        if not torch.equal(expected, found):
+            raise RuntimeError(
+                f'What was written does not give the logits of {path!r}, by up to {(expected - found).abs().max():g}.')
+    return folder / WEIGHTS

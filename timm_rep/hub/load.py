@@ -1,236 +1,344 @@
-"""Building the models of this package, and loading what is published of them."""
+"""Finding published weights, checking them, and building models with them."""
 import functools
 import inspect
-from dataclasses import fields
-from typing import Any, Callable, Dict, Mapping, Optional, Set, Type, Union
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Type, Union
 
 import torch
 import torch.nn as nn
-from timm.models import PretrainedCfg, build_model_with_cfg
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, resolve_pretrained_cfg
 
 from timm_rep.init import weight_select_init
+from timm_rep.scales import packaged_scales
+from timm_rep.utils.checkpoints import read_checkpoint
 
-from .files import SCALES, WEIGHTS, Published
-from .release import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release
-from .sources import find_weights, local_tags, organization
+from .published import CONFIG, SCALES, WEIGHTS, Published, check_sha256, read_folder, read_repository
+from .released import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release, rename_released
 
-__all__ = ['build_model', 'published_cfgs', 'with_published']
+__all__ = ['Weights', 'build_model', 'find_weights', 'local_folder', 'organization', 'resolve_pretrained']
 
-StateDict = Dict[str, torch.Tensor]
+FilterFn = Callable[[Dict[str, torch.Tensor], nn.Module], Dict[str, torch.Tensor]]
 
-# the default tag of the released weights, and of what has no other
-_TAG = 'in1k'
-# the repositories of the registered tags, which nobody has named
-_REGISTERED: Set[str] = set()
+_ORGANIZATION = 'timm-rep'
+# tag of the weights to load where none is named
+_DEFAULT_TAG = 'in1k'
+# what a config.json may say about a model's images and classes: nothing about where weights are
+_CFG = (
+    'input_size', 'test_input_size', 'min_input_size', 'fixed_input_size', 'interpolation', 'crop_pct', 'test_crop_pct',
+    'crop_mode', 'mean', 'std', 'num_classes', 'label_names', 'label_descriptions', 'pool_size', 'test_pool_size',
+    'first_conv', 'classifier', 'tag', 'license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
+
+
+class Weights(NamedTuple):
+    """What a model was published with.
+
+    Attributes:
+        path: Checked file of weights; None if timm finds them, or none are asked for.
+        model_args: Arguments that the weights were trained with.
+        released: Whether the file has the layout of the authors' release.
+    """
+    path: Optional[str]
+    model_args: Mapping[str, Any]
+    released: bool = False
 
 
 def build_model(
         cls: Type[nn.Module],
         variant: str,
         pretrained: bool,
+        weights: Optional[Weights] = None,
         weight_select: Optional[Any] = None,
-        fold_pretrained: Optional[Callable[[StateDict], StateDict]] = None,
-        trained_with: Optional[Mapping[str, Any]] = None,
-        pretrained_filter_fn: Optional[Callable[[StateDict, nn.Module], StateDict]] = None,
+        pretrained_filter_fn: Optional[FilterFn] = None,
         **kwargs,
 ) -> nn.Module:
-    """timm's ``build_model_with_cfg``, and weight selection.
+    """timm's ``build_model_with_cfg``, with checked weights, folding, and weight selection.
+
+    With ``reparameterized=True`` and weights of the training structure, the model is built in the training structure,
+    loaded by timm's ``load_pretrained``, and folded in place.
 
     Args:
-        weight_select: A teacher of :func:`timm_rep.weight_select_init`; None for the model's own initialization.
-        fold_pretrained: Makes weights of the deploy structure of the pretrained ones, before the filter.
-        trained_with: The arguments of the model that the pretrained weights are of.
-        kwargs: Of build_model_with_cfg.
+        cls: Class of the model.
+        variant: Name of the model.
+        pretrained: Whether to load weights.
+        weights: File that :func:`resolve_pretrained` found; None if timm finds the weights.
+        weight_select: Teacher for :func:`timm_rep.weight_select_init`; None for the model's own initialization.
+        pretrained_filter_fn: timm's ``checkpoint_filter_fn`` of the family.
+        kwargs: Other arguments of ``build_model_with_cfg``, and those of the class.
 
     Raises:
-        ValueError: As :func:`timm_rep.weight_select_init` does; or the pretrained weights are of another idle ratio.
+        ValueError: As :func:`timm_rep.weight_select_init`; or the weights are of another idle ratio.
+        RuntimeError: The weights do not fit the model.
     """
-    if trained_with is not None:
-        _check_idle_channels(cls, kwargs, trained_with)
-
-    def folded_and_filtered(state_dict: StateDict, model: nn.Module) -> StateDict:
-        state_dict = fold_pretrained(state_dict)
-        return pretrained_filter_fn(state_dict, model) if pretrained_filter_fn else state_dict
-
-    model = build_model_with_cfg(
-        cls,
-        variant,
-        pretrained,
-        pretrained_filter_fn=folded_and_filtered if fold_pretrained else pretrained_filter_fn,
-        **kwargs,
-    )
+    if weights is None or weights.path is None:
+        model = build_model_with_cfg(cls, variant, pretrained, pretrained_filter_fn=pretrained_filter_fn, **kwargs)
+    else:
+        _check_idle_channels(cls, kwargs, weights.model_args)
+        cfg = resolve_pretrained_cfg(
+            variant, kwargs.pop('pretrained_cfg', None), kwargs.pop('pretrained_cfg_overlay', None)).to_dict()
+        strict = kwargs.get('pretrained_strict', True)
+        load = functools.partial(_create_with_weights, cls, weights, cfg, pretrained_filter_fn, strict)
+        # it loads and folds before timm wraps the model of features_only=True
+        model = build_model_with_cfg(load, variant, pretrained=False, pretrained_cfg=cfg, **kwargs)
     if weight_select is not None:
         weight_select_init(model, weight_select)
+    if weights is not None and not isinstance(model, nn.ModuleDict):  # of features_only timm records no arguments
+        model._model_args = {**weights.model_args, **getattr(model, '_model_args', {})}
     return model
 
 
-def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_with: Mapping[str, Any]) -> None:
-    """No shape of the training structure tells which channels are idle."""
-    defaults = {
+def _create_with_weights(
+        cls: Type[nn.Module],
+        weights: Weights,
+        cfg: Dict[str, Any],
+        filter_fn: Optional[FilterFn],
+        strict: bool,
+        reparameterized: bool = False,
+        **model_args,
+) -> nn.Module:
+    fold = reparameterized and not weights.model_args.get('reparameterized', False)
+    if reparameterized and not fold:
+        model_args['reparameterized'] = True
+    model = cls(**model_args)
+    if weights.released:
+        classifier = cfg['classifier']
+        state_dict = rename_released(
+            model, weights.path, (classifier,) if isinstance(classifier, str) else classifier)
+    else:
+        state_dict = read_checkpoint(weights.path)
+    load_pretrained(
+        model,
+        dict(cfg, source='', state_dict=state_dict),
+        num_classes=model.num_classes,
+        in_chans=model_args.get('in_chans', 3),
+        filter_fn=filter_fn,
+        strict=strict,
+    )
+    return model.reparameterize() if fold else model
+
+
+def _parameters(cls: Type[nn.Module]) -> Dict[str, Any]:
+    """Arguments of a class and its bases, with their defaults."""
+    return {
         name: parameter.default for base in reversed(cls.__mro__)
         for name, parameter in inspect.signature(base.__init__).parameters.items()
     }
+
+
+def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_with: Mapping[str, Any]) -> None:
+    # no shape of the training structure depends on which channels are idle
+    defaults = _parameters(cls)
     for name in [name for name in ('idle_ratio', 'idle_schedule') if name in defaults]:
-        ours, theirs = (of.get(name, defaults[name]) for of in (args, trained_with))
-        if ours != theirs:
+        value, trained = (mapping.get(name, defaults[name]) for mapping in (args, trained_with))
+        if value != trained:
             raise ValueError(
-                f'The weights were trained with {name}={theirs!r}, and compute something else with {name}={ours!r}: '
+                f'The weights were trained with {name}={trained!r}, and compute something else with {name}={value!r}: '
                 'leave it out, or start from them with timm_rep.weight_select_init(model, path).')
 
 
-def published_cfgs(variants: Mapping[str, Dict[str, Any]]) -> Dict[str, Dict[str, Any]]:
-    """What timm's ``generate_default_cfgs`` takes: for each model the tags that there are weights of.
+def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """Add to the arguments of a model those that it was published with, and its weights.
+
+    The model is that of 'hf-hub:' or 'local-dir:'; with ``pretrained=True``, that of :func:`find_weights`; else the one
+    in the local folder, if the name of the model has a tag.
 
     Args:
-        variants: The pretrained_cfg of the models as such.
-    """
-    cfgs = {}
-    for variant, cfg in variants.items():
-        for tag, published in local_tags(variant):
-            if tag != _TAG or not has_release(variant):
-                cfgs[f'{variant}.{tag}'] = dict(_cfg_of(published), hf_hub_id=_default_repository(variant, tag))
-        # last, and '*', make it the default: what is published for other data does not change the model as such
-        if has_release(variant):
-            cfgs[f'{variant}.{_TAG}*'] = dict(cfg, hf_hub_id=_default_repository(variant, _TAG))
-        else:
-            cfgs[f'{variant}.untrained*'] = cfg
-    return cfgs
+        cls: Class of the model.
+        variant: Name of the model.
+        pretrained: Whether weights are to be loaded.
+        kwargs: Arguments of ``create_model``, which go before the published ones.
 
-
-def _default_repository(variant: str, tag: str) -> str:
-    repository = f'{organization()}/{variant}.{tag}'
-    _REGISTERED.add(repository)
-    return repository
-
-
-def _cfg_of(published: Published) -> Dict[str, Any]:
-    """The pretrained_cfg of a published model, as timm reads it from a config.json."""
-    config = published.config
-    cfg = dict(config.get('pretrained_cfg', {}))
-    cfg.update({key: config[key] for key in ('num_classes', 'label_names', 'label_descriptions') if key in config})
-    known = {field.name for field in fields(PretrainedCfg)}  # a later timm may have written others
-    return {key: value for key, value in cfg.items() if key in known}
-
-
-def with_published(create: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Gives ``_create_family(variant, pretrained, **kwargs)`` the arguments and the weights of what is published.
+    Returns:
+        Arguments for :func:`build_model`.
 
     Raises:
-        RuntimeError: There are no weights, they are damaged, or are of another model.
-        ValueError: Several files of the release may be it; or weight_select is given for a model that has weights
-            already, or whose tensors have other names.
+        RuntimeError: There are no weights, they are damaged, or of another model.
+        ValueError: Several files of the authors' release match; or weight_select is given for a model that has weights.
     """
-
-    @functools.wraps(create)
-    def wrapper(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-        for name, given in (('pretrained', pretrained), ('features_only', kwargs.get('features_only'))):
-            if given and kwargs.get('weight_select') is not None:
-                raise ValueError(
-                    f'weight_select is for models that start from it, not with {name}=True: use '
-                    'timm_rep.weight_select_init(student, teacher).')
-        request = _Request(create, variant, pretrained, kwargs)
-        model = create(variant, pretrained=pretrained, **request.resolved())
-        if request.published_args and not isinstance(model, nn.ModuleDict):  # of a features_only model timm keeps none
-            # what timm writes into the config.json of the model, if it is saved again
-            model._model_args = {**request.published_args, **getattr(model, '_model_args', {})}
-        return model
-
-    return wrapper
-
-
-class _Request:
-    """What ``create_model`` was asked for."""
-
-    def __init__(self, create: Callable[..., nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]):
-        self.create, self.variant, self.pretrained, self.kwargs = create, variant, pretrained, kwargs
-        self.cache_dir = kwargs.get('cache_dir')
-        self.overlay = dict(kwargs.get('pretrained_cfg_overlay') or {})
-        # timm passes the tag of the name, its scripts the registered cfg of it, and of 'hf-hub:' and 'local-dir:' the
-        # cfg that was read
-        cfg: Union[str, Mapping[str, Any], PretrainedCfg, None] = kwargs.get('pretrained_cfg')
-        self.cfg = cfg.to_dict() if isinstance(cfg, PretrainedCfg) else dict(cfg) if isinstance(cfg, Mapping) else {}
-        self.tag = cfg if isinstance(cfg, str) else self.cfg.get('tag')
-        self.published_args: Dict[str, Any] = {}
-
-    def resolved(self) -> Dict[str, Any]:
-        """The arguments for ``create``."""
-        source = self.cfg.get('source')
-        if source in ('hf-hub', 'local-dir'):
-            if source == 'hf-hub':
-                published = Published.on_hub(self.cfg['hf_hub_id'], self.cache_dir)
-            else:
-                published = Published.in_folder(self.cfg['file'])
-            if self.pretrained and published.has(WEIGHTS):
-                return self._with(published, published.file(WEIGHTS), dict(self.cfg, source=None))
-            return self._with(published, None, {})  # timm knows what else to look for
-        if any(self.overlay.get(key) or self.cfg.get(key) for key in ('file', 'url', 'state_dict')):
-            return self.kwargs  # the caller says where the weights are
-        if not self.pretrained:
-            published = dict(local_tags(self.variant)).get(self.tag)
-            return self._with(published, None, self._cfg(published)) if published else self.kwargs
-        repository, _, revision = self._repository().partition('@')
-        file = self.overlay.get('hf_hub_filename')
-        if repository == RELEASE or (file and not repository and has_release(self.variant)):
-            return self._with(None, self._released(revision), {})
-        if file:
-            return self.kwargs  # timm loads what is no published model
-        tag = _TAG if self.tag in (None, '', 'untrained') else self.tag
-        found = find_weights(
-            f'{self.variant}.{tag}',
-            self._repository(),
-            self._released if tag == _TAG and has_release(self.variant) else None,
-            self.cache_dir,
-        )
-        return self._with(found.published, found.path, self._cfg(found.published, tag))
-
-    def _repository(self) -> str:
-        """The one on the Hub that the caller names, '' if none."""
-        of_cfg = self.cfg.get('hf_hub_id')
-        return self.overlay.get('hf_hub_id') or (of_cfg if of_cfg and of_cfg not in _REGISTERED else '')
-
-    def _released(self, revision: str = '') -> str:
-        ratio = self.kwargs.get('idle_ratio', DEFAULT_IDLE_RATIO)
-        if not has_release(self.variant):
-            raise RuntimeError(f'{RELEASE} has no weights of {self.variant}.')
-        model = self.create(self.variant, idle_ratio=ratio, device='meta')
-        return fetch_released(
-            model, self.variant, ratio, self.overlay.get('hf_hub_filename'), revision or None, self.cache_dir)
-
-    def _cfg(self, published: Optional[Published], tag: Optional[str] = None) -> Dict[str, Any]:
+    for name, given in (('pretrained', pretrained), ('features_only', kwargs.get('features_only'))):
+        if given and kwargs.get('weight_select') is not None:
+            raise ValueError(
+                f'weight_select is for models that start from it, not with {name}=True: use '
+                'timm_rep.weight_select_init(student, teacher).')
+    cfg = kwargs.get('pretrained_cfg')
+    cfg = {'tag': cfg} if isinstance(cfg, str) else cfg.to_dict() if isinstance(cfg, PretrainedCfg) else dict(cfg or {})
+    overlay, cache_dir = dict(kwargs.get('pretrained_cfg_overlay') or {}), kwargs.get('cache_dir')
+    tag, repository, path = cfg.get('tag'), None, None
+    if cfg.get('source') in ('hf-hub', 'local-dir'):
+        repository = cfg['hf_hub_id'] if cfg['source'] == 'hf-hub' else None
+        published = read_repository(repository, cache_dir) if repository else read_folder(cfg['file'])
+        if pretrained:
+            path = _path_if_there(published)
+    elif any(overlay.get(key) or cfg.get(key) for key in ('file', 'url', 'state_dict')):
+        return kwargs  # the caller says where the weights are
+    elif not pretrained:
+        folder = local_folder()
+        if not tag or not folder or not (folder / f'{variant}.{tag}' / CONFIG).is_file():
+            return kwargs
+        published = read_folder(folder / f'{variant}.{tag}')
+    else:
+        tag = _DEFAULT_TAG if tag in (None, 'untrained') else tag
+        repository = cfg.get('hf_hub_id')
+        if repository == f'{_ORGANIZATION}/{variant}.{tag}':  # of the registered cfg, as timm's scripts pass it
+            repository = None
+        repository, file = overlay.get('hf_hub_id') or repository, overlay.get('hf_hub_filename')
+        if file and not repository and has_release(variant):
+            repository = RELEASE
+        if file and (not repository or repository.partition('@')[0] != RELEASE):
+            return kwargs  # timm loads what is no published model
+        ratio = kwargs.get('idle_ratio', DEFAULT_IDLE_RATIO)
+        path, published = find_weights(variant, tag, repository, file, ratio, cache_dir)
         if published is None:
-            return {}
-        tag = tag or self.tag
-        return dict(
-            _cfg_of(published), architecture=self.variant, tag=tag,
-            hf_hub_id=self._repository() or _default_repository(self.variant, tag))
+            return {**kwargs, 'weights': Weights(path, {'idle_ratio': ratio}, released=True)}
 
-    def _with(self, published: Optional[Published], path: Optional[str], cfg: Dict[str, Any]) -> Dict[str, Any]:
-        """The arguments, with those of the published model where the caller gives no others.
+    if published.config['architecture'] != variant:
+        raise RuntimeError(f'{published.where} holds a {published.config["architecture"]}, no {variant}.')
+    args = _model_args(cls, published)
+    resolved = {**args, **kwargs, 'weights': Weights(path, args)}
+    if SCALES in published.hashes and 'scales' not in kwargs:
+        resolved['scales'] = published.file(SCALES)
+    if path or not cfg.get('source'):
+        on_hub = repository if cfg.get('source') else repository or f'{organization()}/{variant}.{tag}'
+        resolved['pretrained_cfg'] = _pretrained_cfg(published, architecture=variant, tag=tag, hf_hub_id=on_hub)
+    return resolved
 
-        Args:
-            path: Of the weights to load, None if timm shall look for them.
-            cfg: The pretrained_cfg; empty for the registered one.
-        """
-        if published and published.config['architecture'] != self.variant:
-            raise RuntimeError(f'{published.where} holds a {published.config["architecture"]}, no {self.variant}.')
-        if published:
-            args = self.published_args = dict(published.model_args)
-        else:  # of the release the file was chosen by it
-            args = {'idle_ratio': self.kwargs.get('idle_ratio', DEFAULT_IDLE_RATIO)}
-        kwargs = {**args, **self.kwargs}
-        if cfg:
-            kwargs['pretrained_cfg'] = cfg
-        if kwargs.get('scales') == 'published' and published:
-            kwargs['scales'] = 'none' if kwargs.get('reparameterized') else published.file(SCALES)
-        if path:
-            kwargs['pretrained_cfg_overlay'] = dict(self.overlay, file=path)
-            kwargs['trained_with'] = args
-            if kwargs.get('reparameterized') and not args.get('reparameterized'):
-                kwargs['fold_pretrained'] = functools.partial(self._folded, args, cfg)
-        return kwargs
 
-    def _folded(self, args: Mapping[str, Any], cfg: Dict[str, Any], state_dict: StateDict) -> StateDict:
-        args = {name: 'none' if name == 'scales' else value for name, value in args.items()}
-        model = self.create(self.variant, pretrained_cfg=cfg or self.tag, **args)
-        model.load_state_dict(state_dict)
-        return model.reparameterize().state_dict()
+def _path_if_there(published: Published) -> Optional[str]:
+    """Path of the checked weights; None if a model that this package did not publish has no such file."""
+    try:
+        return published.file(WEIGHTS)
+    except LocalEntryNotFoundError:  # the Hub cannot be reached
+        raise
+    except (FileNotFoundError, EntryNotFoundError):
+        if WEIGHTS in published.hashes:
+            raise
+        return None
+
+
+def _model_args(cls: Type[nn.Module], published: Published) -> Dict[str, Any]:
+    """Arguments of a config.json: those that make the structure, and none that read files.
+
+    Raises:
+        RuntimeError: There are others.
+    """
+    args = dict(published.model_args)
+    others = args.keys() - (_parameters(cls).keys() - {'self', 'args', 'kwargs', 'device', 'dtype'})
+    if args.get('scales') in (False, 'none'):
+        args['scales'] = None
+    if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):
+        others.add('scales')
+    if others:
+        raise RuntimeError(
+            f'{published.where}: the model_args of config.json are arguments of {cls.__name__} and name no file; not '
+            f'allowed: {", ".join(f"{name}={args[name]!r}" for name in sorted(others))}.')
+    return args
+
+
+def _pretrained_cfg(published: Published, **kwargs) -> Dict[str, Any]:
+    """pretrained_cfg of a config.json as timm reads it, without what says where weights are."""
+    config = {**published.config.get('pretrained_cfg', {}), **published.config}
+    cfg = {name: tuple(config[name]) if isinstance(config[name], list) else config[name]
+           for name in _CFG if name in config}
+    return {**cfg, **{name: value for name, value in kwargs.items() if value is not None}}
+
+
+def local_folder() -> Optional[Path]:
+    """The folder of published models on this machine: TIMM_REP_HUB, or ``hub/`` of a checkout of this package."""
+    if os.environ.get('TIMM_REP_HUB'):
+        return Path(os.path.expanduser(os.environ['TIMM_REP_HUB']))
+    checkout = Path(__file__).parents[2]
+    folder = checkout / 'hub'
+    return folder if folder.is_dir() and (checkout / 'pyproject.toml').is_file() else None
+
+
+def organization() -> str:
+    """The organization on the Hub that publishes the models: TIMM_REP_ORG, or this package's."""
+    return os.environ.get('TIMM_REP_ORG') or _ORGANIZATION
+
+
+def find_weights(
+        variant: str,
+        tag: str,
+        repository: Optional[str] = None,
+        file: Optional[str] = None,
+        idle_ratio: float = DEFAULT_IDLE_RATIO,
+        cache_dir: Optional[Union[str, os.PathLike]] = None,
+) -> Tuple[str, Optional[Published]]:
+    """Find published weights: in the local folder, on the Hub, in the authors' release, in this order.
+
+    Args:
+        variant: Name of the model.
+        tag: Tag of the weights.
+        repository: 'owner/name' or 'owner/name@revision' on the Hub, the only place to look in; None for all places.
+        file: Name of a file of the authors' release.
+        idle_ratio: Idle ratio of the authors' weights.
+        cache_dir: Folder of the Hub's cache; None for the default one.
+
+    Returns:
+        Path of the checked file, and what it was published with, None if it is of the authors' release.
+
+    Raises:
+        RuntimeError: There are no weights, or the Hub cannot be reached; the message has every place and its reason. Or
+            what was found is damaged.
+        ValueError: Several files of the release match.
+    """
+    name = f'{variant}.{tag}'
+    owner, _, revision = (repository or '').partition('@')
+    if owner == RELEASE:
+        return _find_released(variant, idle_ratio, file, revision, cache_dir), None
+
+    def in_folder() -> Published:
+        if folder is None:
+            raise FileNotFoundError('there is none')
+        return read_folder(folder / name)
+
+    folder = local_folder()
+    on_hub = repository or f'{organization()}/{name}'
+    places: List[Tuple[str, Callable[[], Optional[Published]]]] = [
+        (f'the folder {str(folder / name)!r}' if folder else "a 'hub' folder (TIMM_REP_HUB is not set)", in_folder),
+        (f'the Hub repository {on_hub}', lambda: read_repository(on_hub, cache_dir)),
+        (f"the authors' release, {RELEASE}", lambda: None),
+    ]
+    if repository:
+        places = places[1:2]
+    elif tag != _DEFAULT_TAG or not has_release(variant):
+        places = places[:2]
+    reasons: List[str] = []
+    out_of_reach = False
+    for where, read in places:
+        if out_of_reach:
+            # a short failure of the Hub must not lead to other weights than usual
+            reasons.append(f'{where}: not tried')
+            continue
+        try:
+            published = read()
+            path = published.file(WEIGHTS) if published else _find_released(
+                variant, idle_ratio, None, None, cache_dir)
+            return path, published
+        except OSError as e:
+            out_of_reach = not _is_absent(e)
+            reasons.append(f'{where}: {" ".join(str(e).split())}')
+    raise RuntimeError(
+        f'There are no weights of {name}:\n  ' + '\n  '.join(f'{i}. {reason}' for i, reason in enumerate(reasons, 1)))
+
+
+def _find_released(variant: str, idle_ratio: float, file: Optional[str], revision: Optional[str], cache_dir) -> str:
+    path = fetch_released(variant, idle_ratio, file, revision or None, cache_dir)
+    digest = Path(os.path.realpath(path)).name  # the Hub's cache names large files by their sha256
+    if len(digest) == 64:
+        check_sha256(path, digest, RELEASE)
+    return path
+
+
+def _is_absent(e: OSError) -> bool:
+    """Whether the error says that there is no such thing, and not that the Hub did not answer."""
+    if isinstance(e, LocalEntryNotFoundError):
+        return constants.HF_HUB_OFFLINE
+    return isinstance(e, (FileNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError))

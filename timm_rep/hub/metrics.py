@@ -1,4 +1,4 @@
-"""What a model card says was measured."""
+"""Measured figures of a model card: accuracy, size, speed."""
 import json
 from datetime import date
 from pathlib import Path
@@ -12,7 +12,7 @@ from timm.utils import reparameterize_model
 from timm_rep.utils.profiling import count_macs, count_params, machine, measure_throughput, model_input_size, versions
 from timm_rep.utils.training import evaluate
 
-from .files import WEIGHTS, sha256
+from .published import WEIGHTS, sha256
 
 __all__ = [
     'METRICS',
@@ -34,10 +34,10 @@ Prediction = Tuple[str, int, int]  # file, class, predicted class
 
 
 def read_metrics(folder: Path) -> Dict[str, Any]:
-    """The metrics of a folder, {} if it has none; without what was measured with other weights than are there now.
+    """metrics.json of a folder, without the figures of other weights than the present ones; {} if there is none.
 
     Raises:
-        RuntimeError: They cannot be read.
+        RuntimeError: The file cannot be read.
     """
     path = folder / METRICS
     if not path.is_file():
@@ -52,12 +52,12 @@ def read_metrics(folder: Path) -> Dict[str, Any]:
 
 
 def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
-    """As JSON."""
+    """Write metrics.json."""
     path.write_text(json.dumps(metrics, indent=2) + '\n', encoding='utf-8')
 
 
 def class_names(data_dir: str, split: str) -> List[str]:
-    """The classes of folders of images, in the order of their indices."""
+    """Names of the classes of folders of images, by index."""
     indices = create_dataset('', root=data_dir, split=split).reader.class_to_idx
     return sorted(indices, key=indices.get)
 
@@ -70,15 +70,21 @@ def measure_accuracy(
         batch_size: int = 256,
         every: int = 20,
 ) -> Tuple[Dict[str, Any], List[Prediction]]:
-    """Accuracy on folders of images, prepared as the model's pretrained_cfg says, and a sample of the predictions.
+    """Measure the accuracy on folders of images, preprocessed as the model's pretrained_cfg says.
 
     Args:
-        model: In eval mode.
-        data_dir: Holds ``split``, with a folder of images for every class.
-        every: Which of the images are in the sample: each n-th in the order of their paths.
+        model: Model in eval mode.
+        data_dir: Folder that holds ``split``, with a folder of images for every class.
+        split: Name of that folder.
+        device: Device to evaluate on.
+        batch_size: Images per batch.
+        every: Step of the sample of predictions, in the order of the images' paths.
+
+    Returns:
+        Figures for metrics.json, accuracies in percent; predictions of every ``every``-th image.
 
     Raises:
-        ValueError: There are more or fewer classes than the model has.
+        ValueError: The number of classes is not the model's.
     """
     dataset = create_dataset('', root=data_dir, split=split)
     classes = len(dataset.reader.class_to_idx)
@@ -102,16 +108,21 @@ def measure_accuracy(
 
 
 def measure_cost(model: nn.Module, device: torch.device, batch_size: int = 8) -> Dict[str, Any]:
-    """Parameters, multiply-accumulates and throughput of a model, as it is and folded, side by side.
+    """Measure parameters, multiply-accumulates and throughput of a model, unfolded and folded.
 
     Args:
-        model: In eval mode, in its training structure or folded.
+        model: Model in eval mode, in its training structure or folded.
+        device: Device to measure on.
+        batch_size: Images per batch.
+
+    Returns:
+        Figures for metrics.json.
     """
-    forms = {'unfolded': model.to(device)}
-    if not getattr(model, 'reparameterized', False):
-        forms['folded'] = reparameterize_model(model)
+    model = model.to(device)
+    if getattr(model, 'reparameterized', False):
+        forms = {'folded': model}
     else:
-        forms = {'folded': model.to(device)}
+        forms = {'unfolded': model, 'folded': reparameterize_model(model)}
     images = torch.randn(batch_size, *model_input_size(model), device=device)
     with torch.inference_mode():
         throughput = measure_throughput(forms, images)
@@ -127,13 +138,13 @@ def measure_cost(model: nn.Module, device: torch.device, batch_size: int = 8) ->
 
 
 def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
-    """As comma separated values, a line an image."""
+    """Write predictions as comma separated values, one image per line."""
     lines = ['file,class,predicted', *(f'{file},{target},{predicted}' for file, target, predicted in predictions)]
     path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
 
 
 def read_predictions(path: Path) -> Optional[List[Prediction]]:
-    """What write_predictions() wrote, None if there is no such file."""
+    """Read the file of write_predictions(); None if there is none."""
     if not path.is_file():
         return None
     lines = (line.rsplit(',', 2) for line in path.read_text(encoding='utf-8').splitlines()[1:])

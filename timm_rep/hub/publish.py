@@ -1,22 +1,27 @@
-"""From a checkpoint to a folder that can be published, and from that to its folded form."""
+"""From a checkpoint to a folder that can be published, to its folded form, and to the Hub."""
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import timm
 import torch
 import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils.sha import git_hash
 from timm.layers import get_spatial_dim
 from timm.models import load_checkpoint
 
 from timm_rep.scales import resolve_scales
-from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.atomic import replacing_folder
+from timm_rep.utils.network import hub_errors
 from timm_rep.utils.profiling import model_input_size
 
 from .card import TRAIN, write_card
-from .files import CONFIG, SCALES, WEIGHTS, Published, sha256
-from .folder import load_folder, split_name, staged_folder, write_folder, write_hashes
+from .folder import check_folder, load_folder, split_name, write_folder, write_hashes
+from .load import organization
 from .metrics import (
     METRICS,
     PREDICTIONS,
@@ -27,10 +32,11 @@ from .metrics import (
     write_metrics,
     write_predictions,
 )
+from .published import CONFIG, SCALES, WEIGHTS, read_folder, sha256
 
-__all__ = ['prepare_folder', 'write_folded']
+__all__ = ['Change', 'prepare_folder', 'push_folder', 'write_folded']
 
-# what a recipe says about the images that a model is for, in the words of timm's train.py and pretrained_cfg alike
+# settings of a recipe that are named alike in timm's train.py and pretrained_cfg
 _DATA = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'num_classes')
 
 
@@ -47,113 +53,61 @@ def prepare_folder(
         batch_size: int = 8,
         measure: bool = False,
 ) -> None:
-    """Bring a folder up to date: weights from a checkpoint, figures by measuring, the card and the hashes from those.
+    """Bring a folder up to date: weights from a checkpoint, measured figures, model card, hashes.
 
-    Without a checkpoint the weights stay; figures stay with the weights that they are of.
+    Figures stay as long as their weights do. Whatever is raised, the folder is as it was.
 
     Args:
-        folder: Named MODEL.TAG, for instance ``hub/repa_deit_tiny.cifar10``.
-        checkpoint: Of a training run with the recipe.
-        recipe: ``train.py --config`` of it; the folder's own train.yaml if None. The model is created with its
-            model_kwargs, num_classes, in_chans and img_size, and is for images as it says (input_size, mean, std,
-            interpolation, crop_pct).
-        data_dir: Measure the accuracy on these folders of images, and record a sample of the predictions.
-        split: The folder in it.
-        dataset: Its name, for the card.
+        folder: Folder named MODEL.TAG, for instance ``hub/repa_deit_tiny.cifar10``.
+        checkpoint: Checkpoint of a training run with the recipe; None to keep the weights of the folder.
+        recipe: File for ``train.py --config``; None for train.yaml of the folder. The model is created with its
+            model_kwargs, num_classes, in_chans and img_size, and its pretrained_cfg gets input_size, mean, std,
+            interpolation and crop_pct.
+        data_dir: Folder of images to measure the accuracy on, with a sample of the predictions; None to keep both.
+        split: Name of the folder in it.
+        dataset: Name of the images, for the card.
         half: Write parameters as float16.
-        use_ema: Of the checkpoint take the moving average.
-        device: To measure on.
-        batch_size: To measure the throughput with.
-        measure: Measure size and speed again, on this machine.
+        use_ema: Use the moving average of the weights in the checkpoint.
+        device: Device to measure on.
+        batch_size: Batch size of the throughput.
+        measure: Measure size and speed even if they are known.
 
     Raises:
         FileNotFoundError: There are no weights, no recipe, or no such checkpoint.
         RuntimeError: The checkpoint does not fit the recipe, or a file cannot be read.
         ValueError: The folder is not named after a model, the recipe is of another one, or the images are of other
-            classes. Whatever is raised, the folder is as it was.
+            classes.
+        BlockingIOError: Another process is writing to the folder.
     """
     folder, device = Path(folder).resolve(), torch.device(device)
     variant, _ = split_name(folder)
     recipe = Path(recipe) if recipe is not None else folder / TRAIN
-    # all of it is made beside the folder, and moves there when nothing can fail any more
-    with staged_folder(folder) as draft:
-        for path in folder.iterdir():
-            if path.is_file():
-                shutil.copyfile(path, draft / path.name)
+    with replacing_folder(folder) as draft:
         if recipe.is_file() and recipe.resolve() != (folder / TRAIN).resolve():
             shutil.copyfile(recipe, draft / TRAIN)
         if checkpoint is not None:
-            names = class_names(data_dir, split) if data_dir is not None else _names_before(folder, recipe)
-            _write_trained(draft, variant, _read_recipe(recipe, variant), checkpoint, names, half, use_ema)
+            classes = class_names(data_dir, split) if data_dir is not None else _previous_classes(folder, recipe)
+            _write_trained(draft, variant, _read_recipe(recipe, variant), checkpoint, classes, half, use_ema)
         if not (draft / CONFIG).is_file():
             raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')
-        _measure(draft, data_dir, split, dataset, device, batch_size, measure)
+        metrics = read_metrics(draft)
+        if dataset is not None:
+            metrics['dataset'] = dataset
+        if (draft / WEIGHTS).is_file():
+            model, weights = load_folder(draft), {'weights': sha256(draft / WEIGHTS)}
+            if data_dir is not None:
+                accuracy, predictions = measure_accuracy(model, data_dir, split, device)
+                metrics['accuracy'] = {**accuracy, **weights}
+                write_predictions(draft / PREDICTIONS, predictions)
+            if measure or 'cost' not in metrics:
+                metrics['cost'] = {**measure_cost(model, device, batch_size), **weights}
+        elif data_dir is not None:
+            raise FileNotFoundError(f'There is no {WEIGHTS} to measure: give a checkpoint.')
+        if 'accuracy' not in metrics:
+            (draft / PREDICTIONS).unlink(missing_ok=True)
+        write_metrics(draft / METRICS, metrics)
         write_card(draft)
         write_hashes(draft)
-    published = Published.in_folder(folder).hashes
-    for name in (SCALES, PREDICTIONS):  # what belonged to the weights before
-        if name not in published:
-            (folder / name).unlink(missing_ok=True)
-
-
-def _measure(
-        folder: Path,
-        data_dir: Optional[str],
-        split: str,
-        dataset: Optional[str],
-        device: torch.device,
-        batch_size: int,
-        measure: bool,
-) -> None:
-    metrics = read_metrics(folder)
-    if dataset is not None:
-        metrics['dataset'] = dataset
-    if (folder / WEIGHTS).is_file():
-        model, of = load_folder(folder), {'weights': sha256(folder / WEIGHTS)}
-        if data_dir is not None:
-            accuracy, predictions = measure_accuracy(model, data_dir, split, device)
-            metrics['accuracy'] = {**accuracy, **of}
-            write_predictions(folder / PREDICTIONS, predictions)
-        if measure or 'cost' not in metrics:
-            metrics['cost'] = {**measure_cost(model, device, batch_size), **of}
-    elif data_dir is not None:
-        raise FileNotFoundError(f'There is no {WEIGHTS} to measure: give a checkpoint.')
-    if 'accuracy' not in metrics:
-        (folder / PREDICTIONS).unlink(missing_ok=True)
-    write_metrics(folder / METRICS, metrics)
-
-
-def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike]) -> Path:
-    """Write the folded form of a published model into ``parent/<name of the folder>_folded``, and return that.
-
-    It is smaller, and for those who do not train the model further.
-
-    Raises:
-        FileNotFoundError, RuntimeError: There is no published model, or a file is damaged.
-        ValueError: It is folded already, or the folder is not named after a model.
-    """
-    folder = Path(folder).resolve()
-    split_name(folder)
-    published = Published.in_folder(folder)
-    if published.model_args.get('reparameterized'):
-        raise ValueError(f'{str(folder)!r} is folded already.')
-    model = load_folder(folder, reparameterized=True)
-    target = Path(parent) / f'{folder.name}_folded'
-    write_folder(
-        target, model, {k: v for k, v in published.model_args.items() if k != 'scales'},
-        label_names=published.config.get('label_names'))
-    metrics, of = read_metrics(folder), {'weights': sha256(target / WEIGHTS)}
-    if 'accuracy' in metrics:
-        metrics['accuracy'].update(of, of=f'{folder.name}, which computes the same')
-    if 'cost' in metrics:
-        metrics['cost'].update(of, forms={'folded': metrics['cost']['forms']['folded']})
-    with replacing_files(target) as temporary:
-        write_metrics(temporary / METRICS, metrics)
-        if (folder / TRAIN).is_file():
-            shutil.copyfile(folder / TRAIN, temporary / TRAIN)
-    write_card(target)
-    write_hashes(target)
-    return target
 
 
 def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
@@ -168,14 +122,14 @@ def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     return settings
 
 
-def _names_before(folder: Path, recipe: Path) -> Optional[List[str]]:
-    """Of the classes, if the recipe is the one that the folder has: another one may be of other classes."""
+def _previous_classes(folder: Path, recipe: Path) -> Optional[List[str]]:
+    """Names of the classes, if the recipe is the one that the folder has: another one may be of other classes."""
     own = folder / TRAIN
     if not (own.is_file() and recipe.is_file() and recipe.read_bytes() == own.read_bytes()):
         return None
     try:
-        return Published.in_folder(folder).config.get('label_names')
-    except (FileNotFoundError, RuntimeError):  # which is what is to be written anew
+        return read_folder(folder).config.get('label_names')
+    except (FileNotFoundError, RuntimeError):  # it is about to be written anew
         return None
 
 
@@ -203,17 +157,141 @@ def _write_trained(
         raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
     load_checkpoint(model, os.fspath(checkpoint), use_ema=use_ema)
     _set_pool_size(model)
+    (folder / SCALES).unlink(missing_ok=True)  # of the previous weights
     scales = resolve_scales(model, getattr(model, 'scales_source', None))
-    if scales is None:
-        (folder / SCALES).unlink(missing_ok=True)  # of the weights before
     write_folder(folder, model, model_args, scales=scales, half=half, label_names=classes)
 
 
 @torch.no_grad()
 def _set_pool_size(model: torch.nn.Module) -> None:
-    """Make the cfg of a model that has one say what is pooled of images of its size: that depends on the arguments."""
+    """Set pool_size of the pretrained_cfg, where it has one: the features' size, which depends on the arguments."""
     cfg = model.pretrained_cfg
     if cfg.get('pool_size') is not None:
         features = model.eval().forward_features(torch.zeros(1, *model_input_size(model)))
         dims = get_spatial_dim(getattr(model, 'output_fmt', 'NCHW'))
         cfg['pool_size'] = tuple(features.shape[dim] for dim in dims)
+
+
+def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike]) -> Path:
+    """Write the folded form of a published model, which is smaller and cannot be trained further.
+
+    Args:
+        folder: Folder of the published model.
+        parent: Folder to write ``<name of the folder>_folded`` into.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        FileNotFoundError, RuntimeError: There is no published model, or a file is damaged.
+        ValueError: It is folded already, or the folder is not named after a model.
+    """
+    folder = Path(folder).resolve()
+    split_name(folder)
+    published = read_folder(folder)
+    if published.model_args.get('reparameterized'):
+        raise ValueError(f'{str(folder)!r} is folded already.')
+    model = load_folder(folder, reparameterized=True)
+    target = Path(parent) / f'{folder.name}_folded'
+    with replacing_folder(target) as draft:
+        args = {name: value for name, value in published.model_args.items() if name != 'scales'}
+        write_folder(draft, model, args, label_names=published.config.get('label_names'))
+        metrics, weights = read_metrics(folder), {'weights': sha256(draft / WEIGHTS)}
+        if 'accuracy' in metrics:
+            metrics['accuracy'].update(weights, of=f'{folder.name}, which computes the same')
+        if 'cost' in metrics:
+            metrics['cost'].update(weights, forms={'folded': metrics['cost']['forms']['folded']})
+        write_metrics(draft / METRICS, metrics)
+        if (folder / TRAIN).is_file():
+            shutil.copyfile(folder / TRAIN, draft / TRAIN)
+        write_card(draft)
+        write_hashes(draft)
+    return target
+
+
+class Change(NamedTuple):
+    """What a push does to a file of the repository.
+
+    Attributes:
+        file: Name of the file.
+        what: 'add', 'change', 'delete' or 'same'.
+        size: Size in bytes of what is published; 0 for a deleted file.
+    """
+    file: str
+    what: str
+    size: int
+
+
+def push_folder(
+        folder: Union[str, os.PathLike],
+        org: Optional[str] = None,
+        revision: str = 'main',
+        private: bool = False,
+        dry_run: bool = False,
+        token: Optional[str] = None,
+        message: Optional[str] = None,
+) -> List[Change]:
+    """Make the repository ``<org>/<name of the folder>`` on the Hub equal to the folder, in one commit.
+
+    Unchanged files are not sent again; if none has changed there is no commit. A commit by someone else in the meantime
+    is not overwritten: the push fails.
+
+    Args:
+        folder: Folder written by ``timm-rep card``: config.json has the sha256 of every file.
+        org: User or organization on the Hub; None for TIMM_REP_ORG or 'timm-rep'.
+        revision: Branch to commit to.
+        private: Make the repository private if it does not exist yet.
+        dry_run: Only return what would change.
+        token: Access token; None for the one of ``hf auth login`` or HF_TOKEN.
+        message: Message of the commit.
+
+    Returns:
+        The change of every file.
+
+    Raises:
+        FileNotFoundError, RuntimeError: A file is missing, or is not the one of config.json; nothing is sent.
+        ValueError: The folder is not named after the model in it, or has subfolders or links to files elsewhere.
+        OSError: The Hub cannot be reached, or refuses.
+    """
+    folder = Path(folder).resolve()
+    names = sorted({CONFIG, *check_folder(folder).hashes})
+    repository = f'{org or organization()}/{folder.name}'
+    api = HfApi(token=token)
+    with hub_errors():
+        info, is_new = _branch(api, repository, revision)
+    published = {file.rfilename: file for file in info.siblings} if info else {}
+    changes = [_change(folder / name, name, published.get(name)) for name in names]
+    changes += [Change(name, 'delete', 0) for name in sorted(published) if name not in [*names, '.gitattributes']]
+    # upload_folder() may split its work into several commits
+    operations = [
+        CommitOperationDelete(change.file) if change.what == 'delete' else
+        CommitOperationAdd(change.file, folder / change.file)
+        for change in changes if change.what != 'same'
+    ]
+    if operations and not dry_run:
+        with hub_errors():
+            api.create_repo(repository, private=private, exist_ok=True)
+            if is_new and revision != 'main':
+                api.create_branch(repository, branch=revision, exist_ok=True)
+            api.create_commit(
+                repository, operations, commit_message=message or f'{folder.name}, by timm-rep', revision=revision,
+                parent_commit=info.sha if info else None)
+    return changes
+
+
+def _branch(api: HfApi, repository: str, revision: str) -> Tuple[Optional[ModelInfo], bool]:
+    """What a branch holds, or would start with, and whether it is new; None if there is no repository."""
+    try:
+        return api.model_info(repository, revision=revision, files_metadata=True), False
+    except RepositoryNotFoundError:
+        return None, True
+    except RevisionNotFoundError:
+        return api.model_info(repository, files_metadata=True), True
+
+
+def _change(path: Path, name: str, published: Optional[RepoSibling]) -> Change:
+    if published is None:
+        return Change(name, 'add', path.stat().st_size)
+    same = (published.lfs.sha256 == sha256(path) if published.lfs else
+            published.blob_id == git_hash(path.read_bytes()))
+    return Change(name, 'same' if same else 'change', path.stat().st_size)

@@ -15,7 +15,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch.jit import Final
 
-from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 
 from .repa_vit import RePaVisionTransformer
@@ -199,11 +199,12 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_lvvit(variant: str, pretrained: bool = False, **kwargs) -> TokenLabelMixin:
+    cls = RePaLvVit if variant.startswith('repa_') else LvVit
+    kwargs = resolve_pretrained(cls, variant, pretrained, kwargs)
     out_indices = kwargs.pop('out_indices', 3)
     return build_model(
-        RePaLvVit if variant.startswith('repa_') else LvVit,
+        cls,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
@@ -224,12 +225,12 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({
-    'lvvit_s': _cfg(),
-    'lvvit_m': _cfg(crop_pct=1.),
-    'repa_lvvit_s': _cfg(),
-    'repa_lvvit_m': _cfg(crop_pct=1.),
-}))
+default_cfgs = generate_default_cfgs({
+    'lvvit_s.untrained': _cfg(),
+    'lvvit_m.untrained': _cfg(crop_pct=1.),
+    'repa_lvvit_s.untrained': _cfg(),
+    'repa_lvvit_m.untrained': _cfg(crop_pct=1.),
+})
 
 
 @register_model

@@ -9,7 +9,8 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
 from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
-from timm_rep.hub import build_model, published_cfgs, register_released_keys, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
+from timm_rep.hub.released import register_released_keys
 
 __all__ = ['RePaMlpMixer']
 
@@ -75,8 +76,8 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs) -> RePaMlpMixer:
+    kwargs = resolve_pretrained(RePaMlpMixer, variant, pretrained, kwargs)
     out_indices = kwargs.pop('out_indices', 3)
     return build_model(
         RePaMlpMixer,
@@ -99,7 +100,7 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
+default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
 
 
 @register_model

@@ -13,7 +13,8 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, Pooling
 
 from timm_rep.convert import ReparameterizeMixin, take_layer_scale, use_repa_ffns
-from timm_rep.hub import build_model, published_cfgs, register_released_keys, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
+from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size
 
 __all__ = ['RePaPoolFormer']
@@ -126,8 +127,8 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs) -> RePaPoolFormer:
+    kwargs = resolve_pretrained(RePaPoolFormer, variant, pretrained, kwargs)
     model_args = dict(model_cfgs[variant], **kwargs)
     out_indices: Tuple[int, ...] = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
     return build_model(
@@ -151,13 +152,13 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({
-    'repa_poolformer_s12': _cfg(),
-    'repa_poolformer_s24': _cfg(),
-    'repa_poolformer_s36': _cfg(),
-    'repa_poolformer_m36': _cfg(crop_pct=.95),
-    'repa_poolformer_m48': _cfg(crop_pct=.95),
-}))
+default_cfgs = generate_default_cfgs({
+    'repa_poolformer_s12.untrained': _cfg(),
+    'repa_poolformer_s24.untrained': _cfg(),
+    'repa_poolformer_s36.untrained': _cfg(),
+    'repa_poolformer_m36.untrained': _cfg(crop_pct=.95),
+    'repa_poolformer_m48.untrained': _cfg(crop_pct=.95),
+})
 
 
 @register_model

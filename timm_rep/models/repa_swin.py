@@ -7,7 +7,8 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
 
 from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
-from timm_rep.hub import build_model, published_cfgs, register_released_keys, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
+from timm_rep.hub.released import register_released_keys
 
 __all__ = ['RePaSwinTransformer']
 
@@ -58,8 +59,8 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs) -> RePaSwinTransformer:
+    kwargs = resolve_pretrained(RePaSwinTransformer, variant, pretrained, kwargs)
     model_args = dict(model_cfgs[variant], **kwargs)
     out_indices = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
     return build_model(
@@ -84,7 +85,12 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
+default_cfgs = generate_default_cfgs({
+    # the authors', https://huggingface.co/Ackesnal/RePaViT
+    'repa_swin_tiny.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_tiny.in1k'),
+    'repa_swin_small.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_small.in1k'),
+    'repa_swin_base.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_base.in1k'),
+})
 
 
 @register_model

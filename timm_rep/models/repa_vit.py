@@ -12,7 +12,8 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
-from timm_rep.hub import build_model, published_cfgs, register_released_keys, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
+from timm_rep.hub.released import register_released_keys
 
 __all__ = ['RePaVisionTransformer']
 
@@ -74,8 +75,8 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs) -> RePaVisionTransformer:
+    kwargs = resolve_pretrained(RePaVisionTransformer, variant, pretrained, kwargs)
     model_args = dict(patch_size=16, pre_norm=True, **model_cfgs[variant])
     out_indices = kwargs.pop('out_indices', 3)
     return build_model(
@@ -100,7 +101,20 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
+default_cfgs = generate_default_cfgs({
+    # in1k: the authors', https://huggingface.co/Ackesnal/RePaViT
+    'repa_deit_tiny.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_tiny.in1k'),
+    'repa_deit_tiny.cifar10': _cfg(
+        hf_hub_id='timm-rep/repa_deit_tiny.cifar10',
+        num_classes=10, input_size=(3, 32, 32), crop_pct=1.,
+        mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
+    'repa_deit_small.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_small.in1k'),
+    'repa_deit_base.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_base.in1k'),
+    'repa_vit_small.untrained': _cfg(),
+    'repa_vit_base.untrained': _cfg(),
+    'repa_vit_large.in1k': _cfg(hf_hub_id='timm-rep/repa_vit_large.in1k'),
+    'repa_vit_huge.in1k': _cfg(hf_hub_id='timm-rep/repa_vit_huge.in1k'),
+})
 
 
 @register_model

@@ -10,7 +10,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.repghost import RepGhostNet
 
-from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
@@ -173,8 +173,8 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs) -> RepOptGhostNet:
+    kwargs = resolve_pretrained(RepOptGhostNet, variant, pretrained, kwargs)
     architecture = dict(cfgs=_CFGS, **model_cfgs[variant])
     scales = choose_scales(variant, kwargs, architecture)
     return build_model(
@@ -198,7 +198,7 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
+default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
 
 
 @register_model

@@ -13,7 +13,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models._manipulate import named_apply
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
-from timm_rep.hub.load import build_model, published_cfgs, with_published
+from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.scales import ScalesLike
@@ -315,8 +315,8 @@ model_cfgs = {
 }
 
 
-@with_published
 def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepOptVgg:
+    kwargs = resolve_pretrained(RepOptVgg, variant, pretrained, kwargs)
     architecture = dict(_ARCHITECTURE, **model_cfgs[variant])
     model_args = {**architecture, **kwargs, 'scales': choose_scales(variant, kwargs, architecture)}
     # a feature map for each resolution: a stage of stride 1 adds none
@@ -343,7 +343,14 @@ def _cfg(url: str = '', **kwargs):
     }
 
 
-default_cfgs = generate_default_cfgs(published_cfgs({variant: _cfg() for variant in model_cfgs}))
+default_cfgs = generate_default_cfgs({
+    'repopt_vgg_a0.cifar10': _cfg(
+        hf_hub_id='timm-rep/repopt_vgg_a0.cifar10',
+        num_classes=10, input_size=(3, 32, 32), pool_size=(2, 2), crop_pct=1.,
+        mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
+    # last, and '*', so that it is the default
+    **{f'{variant}.untrained*': _cfg() for variant in model_cfgs},
+})
 
 
 @register_model

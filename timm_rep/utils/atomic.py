@@ -1,16 +1,26 @@
-"""Writing files so that a failure leaves the old ones intact."""
+"""Writing files and folders so that a failure, or the end of the process, leaves the old ones intact."""
 import contextlib
+import ctypes
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Iterator, Union
 
-__all__ = ['check_writable', 'replacing_files']
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+__all__ = ['check_writable', 'replacing_files', 'replacing_folder']
+
+_PREFIX = '.writing-'
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # fcntl.h
 
 
 def check_writable(folder: Union[str, os.PathLike]) -> Path:
-    """Create a folder if need be and make sure that files can be written there, before any long work.
+    """Create a folder if it does not exist, and check that files can be written there, before any long work.
 
     Raises:
         OSError: They cannot; the message names the folder and why.
@@ -29,20 +39,114 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
 def replacing_files(folder: Union[str, os.PathLike]) -> Iterator[Path]:
     """A temporary folder whose files move into ``folder`` at the end, each in one step, replacing those of its name.
 
-    They are for whom a file that is opened here is for: safetensors writes for the owner alone. If the body raises,
+    They get the permissions of a file that is opened here: safetensors writes for the owner alone. If the body raises,
     nothing moves.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix='.writing-', dir=folder))
+    with _temporary_folder(folder, _PREFIX) as temporary:
+        yield temporary
+        _set_modes(temporary)
+        for path in sorted(temporary.iterdir()):
+            os.replace(path, folder / path.name)
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Union[str, os.PathLike]) -> Iterator[Path]:
+    """A copy of ``folder`` to write to, of the same name, which takes its place at the end, in one step.
+
+    If the body raises, the folder is as it was. If the process is killed, it is the old one or the new one; where the
+    file system cannot exchange two folders (outside Linux) it may be missing, until the next call puts it back.
+
+    Raises:
+        BlockingIOError: Another process is replacing the folder.
+    """
+    folder = Path(folder).resolve()
+    prefix = f'{_PREFIX}{folder.name}-'
+    _restore(folder, prefix)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = _lock(folder)
+    except BlockingIOError as e:
+        raise BlockingIOError(f'Another process is writing to {str(folder)!r}: try again when it is done.') from e
+    try:
+        with _temporary_folder(folder.parent, prefix) as temporary:
+            draft = temporary / folder.name
+            shutil.copytree(folder, draft, symlinks=True, ignore=shutil.ignore_patterns(f'{_PREFIX}*'))
+            yield draft
+            _set_modes(draft)
+            _exchange(draft, folder)
+    finally:
+        _unlock(lock)
+
+
+def _restore(folder: Path, prefix: str) -> None:
+    """Put a folder back that was moved away by a process that was killed before it moved the new one there."""
+    for old in sorted(folder.parent.glob(f'{prefix}*/{folder.name}.old')) if not folder.exists() else ():
+        old.rename(folder)
+        return
+
+
+def _exchange(new: Path, old: Path) -> None:
+    exchange = getattr(ctypes.CDLL(None), 'renameat2', None) if os.name == 'posix' else None
+    if not exchange or exchange(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE):
+        old.rename(new.with_name(f'{new.name}.old'))
+        new.rename(old)
+
+
+@contextlib.contextmanager
+def _temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder, locked while it is in use; those that no process has locked, because it was killed, are removed."""
+    for leftover in parent.glob(f'{prefix}*') if fcntl else ():
+        with contextlib.suppress(OSError):
+            lock = _lock(leftover)
+            if lock >= 0:
+                shutil.rmtree(leftover, ignore_errors=True)
+            _unlock(lock)
+    lock = None
+    while lock is None:
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # just taken for a leftover
+            lock = _lock(temporary)
     try:
         yield temporary
-        paths = sorted(temporary.iterdir())
-        with open(temporary / '.mode', 'w') as file:
-            mode = os.fstat(file.fileno()).st_mode & 0o777
-        for path in paths:
-            if path.is_file():
-                path.chmod(mode)
-            os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        _unlock(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder until :func:`_unlock`, or until the process ends; -1 where the file system has no locks.
+
+    Raises:
+        BlockingIOError: It is locked, or was replaced in the meantime.
+    """
+    if fcntl is None:
+        return -1
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
+            raise BlockingIOError(f'{str(folder)!r} was replaced')
+    except OSError as e:
+        os.close(lock)
+        if isinstance(e, (BlockingIOError, FileNotFoundError)):
+            raise
+        return -1
+    return lock
+
+
+def _unlock(lock: int) -> None:
+    if lock >= 0:
+        os.close(lock)
+
+
+def _set_modes(folder: Path) -> None:
+    """Give the files of a folder the permissions of a new file."""
+    paths = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    probe = folder / '.mode'
+    with open(probe, 'w') as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o777
+    probe.unlink()
+    for path in paths:
+        path.chmod(mode)

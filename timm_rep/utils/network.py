@@ -6,15 +6,16 @@ from huggingface_hub.errors import HfHubHTTPError
 
 __all__ = ['hub_errors']
 
-# of the client's HTTP library, which has changed before; what is no answer of the Hub is this and no OSError
+# base error of the client's HTTP library (requests, then httpx); a failed connection raises it, and no OSError
 _HTTP_ERROR = HfHubHTTPError.__bases__[0]
 
 
 @contextlib.contextmanager
 def hub_errors() -> Iterator[None]:
-    """
+    """Raise every error of the connection to the Hub, or of its answer, as an OSError.
+
     Raises:
-        OSError: Whatever is wrong with the connection, or with the answer.
+        OSError: The Hub cannot be reached, or answers with an error.
     """
     try:
         yield
