@@ -5,7 +5,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from tests.fresh_environment import ROOT
+from tests.helpers import ROOT
 from tests.reference.ffn import relative
 from timm_rep.layers import CslaBlock
 

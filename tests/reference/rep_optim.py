@@ -1,7 +1,7 @@
 """RepOptimizers, equation 3 and appendix A, entry by entry."""
 import torch
 
-from timm_rep.scales import Scales
+from tests.helpers import normal_scales  # noqa: F401, TODO imported from here by tests
 
 
 def grad_mult(shape, branches, scales, power):
@@ -18,10 +18,3 @@ def grad_mult(shape, branches, scales, power):
                     if abs(p - shape[2] // 2) <= size[0] // 2 and abs(q - shape[3] // 2) <= size[1] // 2:
                         mult[c, :, p, q] += scale ** 2 if power == 2 else abs(scale)
     return mult
-
-
-def normal_scales(model, seed):
-    """Scales for a model, of both signs as the released ones."""
-    g = torch.Generator().manual_seed(seed)
-    return Scales({name: {branch: torch.randn(len(scale), generator=g) for branch, scale in branches.items()}
-                   for name, branches in Scales.ones(model).items()})
