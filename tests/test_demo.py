@@ -10,7 +10,7 @@ from timm_rep.cli import main
 from timm_rep.demo import repa, repopt, run_demo
 from timm_rep.demo.training import load_split
 
-STEPS = 20  # of the comparison with the CSLA net
+STEPS = 8  # of the comparison with the CSLA net
 
 
 @pytest.fixture(scope='module')
