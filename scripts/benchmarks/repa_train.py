@@ -6,14 +6,14 @@ import timm
 import torch
 import torch.nn as nn
 
-from timm_rep.layers import RePaMlp, set_fused_idle, use_fused_idle
+from timm_rep.layers import ChannelIdle, RePaMlp, set_fused_idle, use_fused_idle
 from timm_rep.layers.fused_idle import fused_idle_is_faster
 from timm_rep.paper import VANILLA
 from timm_rep.utils.profiling import throughput
 
 from .timing import memory_use, speedup, time_calls, timing_columns
 
-__all__ = ['ReleasedForm', 'TrainingStep', 'VanillaFfn', 'ffn_train', 'repa_train']
+__all__ = ['TrainingStep', 'VanillaFfn', 'ffn_train', 'in_released_form', 'repa_train']
 
 
 class VanillaFfn(nn.Module):
@@ -27,34 +27,26 @@ class VanillaFfn(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class ReleasedForm(nn.Module):
-    """A RePaMlp as the released code computes equations 3 and 4: all channels activated, then selected by a mask."""
+class MaskedActivation(nn.Module):
+    """Channel idling as in the released code (eq. 3): all channels activated, then selected by a mask."""
 
-    def __init__(self, mlp: RePaMlp):
+    def __init__(self, idle: ChannelIdle, device: torch.device):
         super().__init__()
-        self.mlp = mlp
-        weight = mlp.fc1.weight
-        mask = (torch.arange(mlp.act.channels, device=weight.device) < mlp.act.active_channels).to(weight.dtype)
-        self.register_buffer('mask', mask.view(-1, 1, 1) if mlp.use_conv else mask)
+        self.act = idle.act
+        mask = (torch.arange(idle.channels, device=device) < idle.active_channels).float()
+        self.register_buffer('mask', mask.view(-1, 1, 1) if idle.dim == 1 else mask)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mlp = self.mlp
-        y = mlp.norm1(x if mlp.use_conv else x.reshape(-1, x.shape[-1]))
-        y = mlp.fc1(y)
-        mask = self.mask.to(y.dtype)
-        y = mask * mlp.act.act(y) + (1 - mask) * y
-        y = mlp.fc2(mlp.norm2(y)).view(x.shape)
-        y = mlp.drop_path(mlp.ls(y))
-        return torch.add(x, y, alpha=mlp.residual_scale) if mlp.shortcut else y * mlp.residual_scale
+        mask = self.mask.to(x.dtype)
+        return mask * self.act(x) + (1 - mask) * x
 
 
 def in_released_form(model: nn.Module) -> nn.Module:
-    """A copy of a model with each RePaMlp as :class:`ReleasedForm`."""
+    """A copy of a model with each RePaMlp in the released form, which is never computed as one matrix."""
     model = copy.deepcopy(model)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, RePaMlp):
-                setattr(module, name, ReleasedForm(child))
+    for module in model.modules():
+        if isinstance(module, RePaMlp):
+            module.act = MaskedActivation(module.act, module.fc1.weight.device)
     return model
 
 
@@ -148,7 +140,7 @@ def ffn_steps(dim: int, x: torch.Tensor, args) -> Dict[str, TrainingStep]:
     always = copy.deepcopy(mlp)
     always._can_fuse_idle = lambda x: use_fused_idle()
     ffns = {
-        'vanilla': VanillaFfn(dim).to(args.device, args.dtype), 'released': ReleasedForm(copy.deepcopy(mlp)),
+        'vanilla': VanillaFfn(dim).to(args.device, args.dtype), 'released': in_released_form(mlp),
         'layers': mlp, 'matrix': always}
     return {k: TrainingStep(ffn, x, fused_idle=k == 'matrix', amp=args.amp) for k, ffn in ffns.items()}
 
