@@ -1,19 +1,40 @@
+"""Fixtures of several folders, and how many processes run the tests."""
 import importlib
 import os
 import sys
 from pathlib import Path
 
+# before torch is imported, here and in subprocesses: processes of one thread each are faster than one of several
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+
 import pytest
+import torch
 
-SCRIPTS = Path(__file__).parents[1] / 'scripts'
+from tests.helpers import SCRIPTS
 
-# where the recorded outputs of the released implementations are, if they are here
+torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
+
+# folder of the recorded outputs of the released implementations
 _REFERENCE = Path(os.environ.get('TIMM_REP_REFERENCE', Path(__file__).parents[2] / 'shared' / 'ref'))
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Number of processes for ``-n auto``, which pyproject.toml sets: up to four for the default tests of folders.
+
+    None for single files, -k and other markers, such as slow and gpu: starting processes takes longer, or the tests
+    need the whole machine.
+    """
+    paths = [Path(arg.split('::')[0]) for arg in config.args]
+    is_default = config.option.markexpr.startswith('not slow') and not config.option.keyword
+    if not is_default or not all(path.is_dir() for path in paths):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    return min(cores, 4)
 
 
 @pytest.fixture
 def recorded():
-    """Reads a recorded fixture by name: (tensors, configuration)."""
+    """Reads a recorded fixture by name: (tensors, configuration). Skips if it does not exist."""
     import json
 
     from safetensors import safe_open
@@ -21,7 +42,7 @@ def recorded():
     def read(name):
         path = _REFERENCE / 'fixtures' / f'{name}.safetensors'
         if not path.is_file():
-            pytest.skip(f'the recorded outputs of the released implementation are not here: {path}')
+            pytest.skip(f'no recorded outputs of the released implementation: {path}')
         with safe_open(path, 'pt') as f:
             return {key: f.get_tensor(key) for key in f.keys()}, json.loads(f.metadata()['config'])
 
@@ -30,12 +51,12 @@ def recorded():
 
 @pytest.fixture
 def released_scales():
-    """The path of a file of scales that the authors of RepOptimizers released."""
+    """Path of a file of scales released by the authors of RepOptimizers, by name. Skips if it does not exist."""
 
     def find(name):
         path = _REFERENCE / 'scales' / name
         if not path.is_file():
-            pytest.skip(f'the released scales are not here: {path}')
+            pytest.skip(f'no released scales: {path}')
         return path
 
     return find
@@ -43,7 +64,7 @@ def released_scales():
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hugging Face Hub on loopback, for the clients in this process, with an empty cache; no folder of our own."""
+    """A Hugging Face Hub on loopback for the clients in this process, with an empty cache and no local folder."""
     from tests.hub_server import HubServer
 
     monkeypatch.setenv('TIMM_REP_HUB', str(tmp_path / 'no-folder'))
@@ -56,7 +77,6 @@ def hub(monkeypatch, tmp_path):
 @pytest.fixture(scope='session')
 def images(tmp_path_factory):
     """Folders of 40 x 40 images, four classes: train/CLASS/IMAGE.png, validation/CLASS/IMAGE.png."""
-    import torch
     from PIL import Image
 
     root = tmp_path_factory.mktemp('images')
@@ -72,15 +92,28 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture
-def script(monkeypatch, tmp_path):
-    """Runs a script by its path in scripts/, without the suffix; what it reports goes to a temporary folder."""
+def load_script(monkeypatch, tmp_path):
+    """Imports a script by its path in scripts/, without the suffix; its results go to a temporary folder."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    monkeypatch.setattr(importlib.import_module('_report'), 'RESULTS', tmp_path / 'results')
+    monkeypatch.setattr(importlib.import_module('report'), 'RESULTS', tmp_path / 'results')
+
+    def load(name):
+        folder, _, stem = name.rpartition('/')
+        if folder in ('benchmarks', 'tools'):  # packages
+            return importlib.import_module(f'{folder}.{stem}')
+        monkeypatch.syspath_prepend(SCRIPTS / folder)
+        return importlib.import_module(stem)
+
+    return load
+
+
+@pytest.fixture
+def script(load_script, monkeypatch):
+    """Runs main() of a script, by its path in scripts/ without the suffix, with arguments of the command line."""
 
     def run(name, *args):
-        path = SCRIPTS / f'{name}.py'
-        monkeypatch.syspath_prepend(path.parent)
-        monkeypatch.setattr(sys, 'argv', [str(path), *map(str, args)])
-        return importlib.import_module(path.stem).main()
+        module = load_script(name)
+        monkeypatch.setattr(sys, 'argv', [str(SCRIPTS / f'{name}.py'), *map(str, args)])
+        return module.main()
 
     return run

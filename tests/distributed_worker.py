@@ -1,10 +1,4 @@
-"""Run by torchrun from test_distributed.py: trains with timm's task, optimizer factory and loader, saves the weights.
-
-Arguments: where to save, the optimizer, the way to parallelize ('ddp' or 'fsdp'), and images in all processes' batches.
-"""
-import sys
-
-import timm
+"""Training in a process group with timm's task, optimizer factory and loader, for test_distributed.py."""
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -15,11 +9,9 @@ from timm.task import ClassificationTask
 from torch.utils.data import Dataset
 
 import timm_rep
-from tests.reference.rep_optim import normal_scales
+from tests.helpers import normal_scales, tiny
 from timm_rep.layers import csla_layers
 from timm_rep.optim import get_grad_mult
-
-TINY = dict(depths=(1, 2, 1, 1), widths=(8, 16, 16, 24), stem_width=8, num_classes=4)
 
 
 class Images(Dataset):
@@ -27,7 +19,7 @@ class Images(Dataset):
         g = torch.Generator().manual_seed(0)
         self.images = torch.randn(n, 3, 32, 32, generator=g)
         self.targets = torch.randint(0, 4, (n,), generator=g).tolist()
-        self.transform = None  # timm's loader sets it, for PIL images
+        self.transform = None  # set by timm's loader, for PIL images
 
     def __len__(self):
         return len(self.images)
@@ -45,13 +37,19 @@ def shard(model):
     fully_shard(model, mesh=mesh)
 
 
-def main(path, opt, parallel, batch_size):
-    dist.init_process_group('gloo')
-    torch.manual_seed(0)
-    model = timm.create_model('repopt_vgg_a0', dtype=torch.float64, **TINY)
+def train(path, opt, parallel, batch_size):
+    """Save the weights after two epochs to <path>.<rank>.
+
+    Args:
+        path: Prefix of the files.
+        opt: Name of the optimizer.
+        parallel: 'ddp' or 'fsdp'.
+        batch_size: Images in a batch, of all processes together.
+    """
+    model = tiny('repopt_vgg_a0', num_classes=4, dtype=torch.float64)
     scales = normal_scales(model, seed=1)
     timm_rep.attach_grad_mults(model, scales)
-    model = freeze_batch_norm_2d(model)  # torch's SyncBatchNorm is for accelerators only
+    model = freeze_batch_norm_2d(model)  # torch's SyncBatchNorm requires an accelerator
     loader = create_loader(
         Images(64), (3, 32, 32), batch_size // dist.get_world_size(), is_training=True, num_workers=0, distributed=True,
         use_prefetcher=False, persistent_workers=False)
@@ -78,8 +76,3 @@ def main(path, opt, parallel, batch_size):
         for name, value in model.state_dict().items()
     }
     torch.save(state, f'{path}.{dist.get_rank()}')
-    dist.destroy_process_group()
-
-
-if __name__ == '__main__':
-    main(*sys.argv[1:4], int(sys.argv[4]))

@@ -14,7 +14,7 @@ from timm.utils import reparameterize_model
 from torchvision import tv_tensors
 
 from tests.conftest import SCRIPTS
-from tests.reference.ffn import relative, wild_
+from tests.helpers import relative, wild_
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
 TINY = dict(embed_dim=16, depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8), drop_path_rate=0.)

@@ -5,8 +5,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from tests.fresh_environment import ROOT
-from tests.reference.ffn import relative
+from tests.helpers import ROOT, relative
 from timm_rep.layers import CslaBlock
 
 

@@ -1,6 +1,6 @@
-"""The scripts of scripts/, on next to nothing."""
+"""The scripts of scripts/ at the smallest sizes."""
 import copy
-import importlib
+import io
 import itertools
 import json
 import os
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,16 +18,15 @@ import timm
 import torch
 import yaml
 
-import timm_rep.layers.repa_mlp as channel_idle
+import timm_rep.layers.repa_mlp as repa_mlp
 import timm_rep.scales.packaged as packaged
-from tests.reference.ffn import relative
-from tests.reference.rep_optim import normal_scales
+from tests.helpers import ROOT, SCRIPTS, TINY, normal_scales, relative, run, tiny
+from timm_rep.cli import main as cli_main
 from timm_rep.init.weight_select import CHOICES
 from timm_rep.layers import RePaMlp, use_fused_idle
+from timm_rep.paper import SPEEDUPS
 from timm_rep.scales import Scales, packaged_scales
 from timm_rep.utils.profiling import throughput
-
-SCRIPTS = Path(__file__).parents[1] / 'scripts'
 
 
 def reported(tmp_path, section):
@@ -34,18 +34,16 @@ def reported(tmp_path, section):
     return json.loads(path.read_text())
 
 
-TINY = 'depths=(1,2,1,1) widths=(8,8,16,16) stem_width=8'.split()
-
-
-def test_ablations(script, images, tmp_path, capsys, monkeypatch):
-    """What each row starts from and trains with is what its row of table 4 says."""
-    tiny = dict(depths=(1, 2, 1, 1), widths=(8, 8, 16, 16), stem_width=8)
-    scales = normal_scales(timm.create_model('repopt_vgg_a0', **tiny), seed=0)
+def test_ablations(script, load_script, images, tmp_path, capsys, monkeypatch):
+    """Each row of table 4 starts from and trains with what its name says."""
+    tiny_args = dict(depths=(1, 2, 1, 1), widths=(8, 8, 16, 16), stem_width=8)
+    scales = normal_scales(timm.create_model('repopt_vgg_a0', **tiny_args))
     scales.save(tmp_path / 's.safetensors')
     args = [
-        '--model', 'repopt_vgg_a0', '--model-kwargs', *TINY, '--scales', tmp_path / 's.safetensors', '--dataset', '',
-        '--data-dir', images, '--batch-size', 5, '--epochs', 2, '--search-epochs', 1, '-j', 0]
-    module = importlib.import_module('ablations')
+        '--model', 'repopt_vgg_a0', '--model-kwargs', *(f'{k}={v}' for k, v in tiny_args.items()), '--scales',
+        tmp_path / 's.safetensors', '--dataset', '', '--data-dir', images, '--batch-size', 5, '--epochs', 2,
+        '--search-epochs', 1, '-j', 0]
+    module = load_script('experiments/ablations')
     started = {}
 
     def fit(model, optimizer, *args, description, **kwargs):
@@ -55,8 +53,8 @@ def test_ablations(script, images, tmp_path, capsys, monkeypatch):
     training_fit = module.fit
     monkeypatch.setattr(module, 'fit', fit)
     rows = [row for row in module.ROWS if not row.startswith('strides')]
-    script('ablations', *rows[:3], *args)
-    script('ablations', *rows[3:], 'strides-22121', *args)  # one command or several, one file
+    script('experiments/ablations', *rows[:3], *args)
+    script('experiments/ablations', *rows[3:], 'strides-22121', *args)  # several commands, one file
     result = reported(tmp_path, 'ablations-repopt_vgg_a0')
     assert [row['row'] for row in result['rows']] == [*rows, 'strides-22121']
     assert all(0 <= row['accuracy'] <= 100 for row in result['rows'])
@@ -70,14 +68,14 @@ def test_ablations(script, images, tmp_path, capsys, monkeypatch):
     }
     for row in rows:
         kernel, model, optimizer = started[row]
-        of, optimizer_name = expected[row]
-        of = of(model) if callable(of) else of
+        row_scales, optimizer_name = expected[row]
+        row_scales = row_scales(model) if callable(row_scales) else row_scales
         assert type(optimizer).__name__ == optimizer_name
         found = model.stages[1][1].conv.grad_mult
-        if of is None:
+        if row_scales is None:
             assert found is None
         else:
-            mult = model.stages[1][1].conv.csla.grad_mult(of[name])
+            mult = model.stages[1][1].conv.csla.grad_mult(row_scales[name])
             assert torch.equal(found.dense('squared'), mult.dense('squared'))
         # by the rule of initialization the diagonal starts around 1
         diagonal = kernel[:, :, 1, 1].diagonal()
@@ -93,24 +91,30 @@ def test_ablations(script, images, tmp_path, capsys, monkeypatch):
         ('strides-22121', ['--model', 'repopt_ghostnet_050'], 'no strides to change'),
     ]:
         with pytest.raises(SystemExit):
-            script('ablations', name, *more)
+            script('experiments/ablations', name, *more)
         assert message in capsys.readouterr().err
 
 
 def test_compare_scales(script, tmp_path):
-    """Pairs of one family; the correlations are those of the layers' means, of what was searched only."""
+    """Pairs of one family; correlations of layer means over the layers that both searches changed."""
     start = Scales.from_model(timm.create_model('repopt_vgg_a0', structure='search', scales='init'))
     g = torch.Generator().manual_seed(0)
-    a = Scales({n: {b: s + torch.randn(len(s), generator=g) for b, s in of.items()} for n, of in start.items()})
-    b = Scales({n: {k: 2 * s - start[n][k] for k, s in of.items()} for n, of in a.items()})  # twice as far, same way
-    unsearched = {n: dict(of) for n, of in b.items()}
+
+    def changed(scales, fn):
+        return Scales({n: {b: fn(n, b, s) for b, s in branches.items()} for n, branches in scales.items()})
+
+    def noise(n, b, s):
+        return s + torch.randn(len(s), generator=g)
+
+    a = changed(start, noise)
+    b = changed(a, lambda n, b, s: 2 * s - start[n][b])  # twice the changes
+    unsearched = {n: dict(branches) for n, branches in b.items()}
     unsearched['stages.2.9.conv']['conv3x3'] = torch.full((192,), 99.)
     a.save(tmp_path / 'a.safetensors')
     Scales(unsearched).save(tmp_path / 'b.safetensors')
     ghost = Scales.from_model(timm.create_model('repopt_ghostnet_050', structure='search', scales='init'))
-    Scales({n: {b: torch.randn(len(s), generator=g) for b, s in of.items()} for n, of in ghost.items()}).save(
-        tmp_path / 'ghost.safetensors')
-    script('compare_scales', *(f'repopt_vgg_a0={tmp_path / x}.safetensors={x}' for x in 'ab'),
+    changed(ghost, noise).save(tmp_path / 'ghost.safetensors')
+    script('experiments/compare_scales', *(f'repopt_vgg_a0={tmp_path / x}.safetensors={x}' for x in 'ab'),
            f'repopt_ghostnet_050={tmp_path / "ghost.safetensors"}=ghost')
     rows = {row['branch']: row for row in reported(tmp_path, 'scales')['rows']}
     assert rows.keys() == {'conv3x3', 'conv1x1', 'identity'}
@@ -126,36 +130,9 @@ def test_compare_scales(script, tmp_path):
             assert row['start_with_other'] == pytest.approx(torch.corrcoef(means)[1, 2].item(), abs=1e-3)
 
 
-def test_gpu_hyper_search(images, tmp_path):
-    """Stopped before it began, then run to its end, then nothing left to do; on a CPU, for it has no other way."""
-    command = [
-        sys.executable, SCRIPTS / 'gpu' / 'hyper_search.py', '--output', tmp_path, '--models', 'repopt_ghostnet_050',
-        '--data-dir', images, '--val-split', 'validation', '--epochs', 1, '--warmup-epochs', 0, '--batch-size', 10,
-        '--workers', 0, '--device', 'cpu', '--minutes']
-
-    def run(minutes):
-        done = subprocess.run([str(c) for c in (*command, minutes)], capture_output=True, text=True)
-        assert done.returncode == (0 if 'nothing is left' in done.stdout else 75), done.stderr
-        return done.stdout
-
-    assert 'left: repopt_ghostnet_050; run this again' in run(0)
-    assert 'nothing is left' in run(5)
-    path = tmp_path / 'repopt_ghostnet_050.safetensors'
-    before = path.stat().st_mtime_ns
-    assert "epochs='1'" in run(5)
-    assert path.stat().st_mtime_ns == before
-    command[command.index('--output') + 1] = tmp_path / 'other'
-    command[command.index('--data-dir') + 1] = tmp_path / 'nothing'
-    failed = subprocess.run([str(c) for c in (*command, 5)], capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert 'failed: repopt_ghostnet_050' in failed.stderr
-    assert 'Cannot open the split' in failed.stdout
-    assert timm.create_model('repopt_ghostnet_050', scales=str(path))
-
-
-def test_package_scales(script, tmp_path, monkeypatch, capsys):
+def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
     """The file of the package has the layers in the model's order, the card a row for it."""
-    module = importlib.import_module('package_scales')
+    module = load_script('tools/package_scales')
     card = tmp_path / 'packaged' / 'README.md'
     card.parent.mkdir()
     card.write_text(module.CARD.read_text())
@@ -170,11 +147,11 @@ def test_package_scales(script, tmp_path, monkeypatch, capsys):
     shuffled.save(tmp_path / 's.safetensors')
     Scales(found, {'model': 'repopt_vgg_a0', 'date': '2020-01-01'}).save(tmp_path / 'unknown.safetensors')
     before = card.read_text()
-    with pytest.raises(ValueError, match=r'does not say its dataset, epochs, batch_size, accuracy, timm_rep: pass'):
-        script('package_scales', tmp_path / 's.safetensors', tmp_path / 'unknown.safetensors')
+    with pytest.raises(ValueError, match=r'has no metadata for dataset, epochs, batch_size, accuracy, timm_rep: pass'):
+        script('tools/package_scales', tmp_path / 's.safetensors', tmp_path / 'unknown.safetensors')
     assert packaged_scales() == []
     assert card.read_text() == before
-    script('package_scales', tmp_path / 's.safetensors', '--metadata', 'dataset=Noise')
+    script('tools/package_scales', tmp_path / 's.safetensors', '--metadata', 'dataset=Noise')
     again = Scales.load('repopt_vgg_a0')
     assert again == found
     assert list(again) == list(found)
@@ -188,9 +165,9 @@ def test_package_scales(script, tmp_path, monkeypatch, capsys):
         layer.grad_mult.dense('squared'), layer.csla.grad_mult(found['stages.2.5.conv']).dense('squared'))
 
 
-def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
-    """Every row starts as it says; all train on, and the first is always there to be compared with."""
-    module = importlib.import_module('weight_selection')
+def test_weight_selection(script, load_script, images, tmp_path, capsys, monkeypatch):
+    """Every row starts as its name says; random initialization is always among the rows."""
+    module = load_script('experiments/weight_selection')
     starts, teachers, train = {}, [], module.train
 
     def spied(model, loaders, epochs, seed, args, description):
@@ -212,8 +189,8 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, 'weight_select_init', select)
     rows = [row for row in module.ROWS if row != 'random']
     script(
-        'weight_selection', *rows, '--data-dir', images, '--val-split', 'validation', '--num-classes', 4, '-j', 0,
-        '--student', 'patch_size=16', 'depth=1', 'embed_dim=16', 'num_heads=2',
+        'experiments/weight_selection', *rows, '--data-dir', images, '--val-split', 'validation', '--num-classes', 4,
+        '-j', 0, '--student', 'patch_size=16', 'depth=1', 'embed_dim=16', 'num_heads=2',
         '--teacher', 'patch_size=16', 'depth=3', 'embed_dim=24', 'num_heads=3',
         '--batch-size', 10, '--epochs', 2, '--teacher-epochs', 1, '--warmup-epochs', 0, '--seeds', 0, 1)
     result = reported(tmp_path, 'weight-selection-folders')
@@ -222,12 +199,13 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
     assert result['rows'][0]['epochs_to_random'] <= 2
     assert sorted({*chosen['element']}) == sorted(set(CHOICES) - {'uniform'})
     assert sorted({*chosen['depth']}) == ['last', 'mid', 'uniform']
-    # the head, and all of it in one case, is that of the seed
+    # the head is initialized from the seed in all rows
     first, small = starts['random, seed 0'], [row for row in module.ROWS if not row.startswith('repa-')]
     assert all(torch.equal(starts[f'{row}, seed 0']['head.weight'], first['head.weight']) for row in small)
     assert not torch.equal(starts['random, seed 1']['head.weight'], first['head.weight'])
     qkv = {row: starts[f'{row}, seed 0']['blocks.0.attn.qkv.weight'].flatten().tolist() for row in small}
-    assert len({tuple(of) for of in qkv.values()}) == len(small) - 1  # of one block the first is evenly spaced
+    # uniform and first layers are the same for one block
+    assert len({tuple(weight) for weight in qkv.values()}) == len(small) - 1
     # a RePaFormer of the teacher's size has all of its weights
     repa = starts['repa-plain, seed 0']
     assert repa['blocks.2.mlp.norm1.running_var'].std() > 0
@@ -235,12 +213,20 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
         assert torch.equal(repa[name], teachers[0][name])
         assert not torch.equal(starts['repa-random, seed 0'][name], repa[name])
     with pytest.raises(SystemExit):
-        script('weight_selection', 'randum')
+        script('experiments/weight_selection', 'randum')
     assert 'there are no rows randum' in capsys.readouterr().err
 
 
-def test_bench_of_inference(script, tmp_path, monkeypatch, capsys):
-    args = ['repa-infer', 'parts', '--models', 'repa_deit_tiny', '--rounds', 3, '--batch-size', 1]
+def small_deit(monkeypatch, depth=2):
+    """Gives the DeiTs that are created few blocks; returns how many."""
+    create_model = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create_model(name, depth=depth, **kwargs))
+    return depth
+
+
+def test_bench_inference(script, load_script, tmp_path, monkeypatch, capsys):
+    args = ['repa-infer', 'parts', '--models', 'repa_deit_tiny', '--rounds', 2, '--batch-size', 1]
+    depth = small_deit(monkeypatch)
     script('bench', *args)
     result = reported(tmp_path, 'repa-infer')
     row, = result['rows']
@@ -249,10 +235,11 @@ def test_bench_of_inference(script, tmp_path, monkeypatch, capsys):
     assert all(row[side] > 0 for side in row['spread (%)'])
     row, = reported(tmp_path, 'parts')['rows']
     for form in ('vanilla', 'folded'):
-        assert row[f'FFNs, {form}'] > row[f'head, {form}'] > 0
+        assert row[f'FFNs, {form}'] > 0
+        assert row[f'head, {form}'] > 0
     tokens, dim = 197, 192
-    rest = 196 * 3 * 16 ** 2 * dim + 1000 * dim + 12 * 2 * tokens ** 2 * dim  # patches, classifier, attention
-    vanilla, folded = (12 * matrices * tokens * dim ** 2 + rest for matrices in (12, 7))
+    rest = 196 * 3 * 16 ** 2 * dim + 1000 * dim + depth * 2 * tokens ** 2 * dim  # patches, classifier, attention
+    vanilla, folded = (depth * matrices * tokens * dim ** 2 + rest for matrices in (12, 7))
     assert row['arithmetic'] == round(vanilla / folded, 2)
     before = {path: path.read_bytes() for path in (tmp_path / 'results').glob('*/*')}
     capsys.readouterr()
@@ -260,27 +247,24 @@ def test_bench_of_inference(script, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.split('\n') == [
         '', 'repa-infer: nothing is left to measure', '', 'parts: nothing is left to measure', '']
     assert {path: path.read_bytes() for path in before} == before
-    monkeypatch.setattr(importlib.import_module('bench'), 'use_fused_attn', lambda experimental: experimental)
+    monkeypatch.setattr(load_script('benchmarks/inference'), 'use_fused_attn', lambda experimental: experimental)
     script('bench', *args, '--resume')
     assert [row['mode'] for row in reported(tmp_path, 'repa-infer')['rows']] == ['eager', 'eager, TIMM_FUSED_ATTN=2']
-    script('bench', 'parts', *args[2:], '--rounds', 1, '--resume')  # of other settings
+    script('bench', 'parts', *args[2:], '--rounds', 1, '--resume')  # other settings
     assert reported(tmp_path, 'parts')['rounds'] == 1
 
 
-def test_a_stopped_bench_goes_on(script, tmp_path, monkeypatch, capsys):
-    """What is measured is kept, row by row, and not measured again."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    module = importlib.import_module('bench')
+def test_bench_resumes(script, load_script, tmp_path, monkeypatch, capsys):
+    """Rows are saved as they are measured; --resume skips those of the file."""
+    module = load_script('bench')
     stop = True
 
     def section(args):
         """What."""
-        for name in 'ab':
-            if args.measured(model=name):
-                continue
-            if stop and name == 'b':
+        for row in args.pending(model='ab'):
+            if stop and row['model'] == 'b':
                 raise KeyboardInterrupt
-            yield {'model': name, 'stopped': stop}
+            yield {**row, 'stopped': stop}
 
     monkeypatch.setitem(module.SECTIONS, 'parts', section)
     with pytest.raises(KeyboardInterrupt):
@@ -294,83 +278,146 @@ def test_a_stopped_bench_goes_on(script, tmp_path, monkeypatch, capsys):
     assert 'nothing is left' not in capsys.readouterr().out
 
 
+def test_bench_batch_sizes(script, load_script, tmp_path, monkeypatch):
+    module = load_script('bench')
+    for section in ('parts', 'search-step', 'dense'):
+        monkeypatch.setitem(module.SECTIONS, section, lambda args: iter([{'batch': args.batch_size}]))
+        monkeypatch.setattr(module.SECTIONS[section], '__doc__', 'What.')
+    for given, expected in (([], [8, 128, 1]), (['--batch-size', 2], [2, 2, 1])):
+        script('bench', 'parts', 'search-step', 'dense', *given)
+        results = [reported(tmp_path, section) for section in ('parts', 'search-step', 'dense')]
+        assert [result['batch_size'] for result in results] == [row['batch'] for r in results for row in r['rows']]
+        assert [result['batch_size'] for result in results] == expected
+        assert [result.get('img_size') for result in results] == [None, None, [512, 512]]
+
+
 @pytest.mark.parametrize('name', ['repa_deit_tiny', 'repa_poolformer_s12', 'repa_lvvit_s'])
-def test_bench_training(script, name, monkeypatch):
-    """The released form computes what ours does, and the sides of the comparison are what they say."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_train')
-    torch.manual_seed(0)
-    size = dict(img_size=32, patch_size=16) if name != 'repa_poolformer_s12' else {}
-    if name == 'repa_deit_tiny':
-        size.update(patch_size=4)
-    model = timm.create_model(name, num_classes=3, drop_path_rate=0., **size).train()
+def test_bench_training(load_script, name, monkeypatch):
+    """The released form computes the same gradients as ours; each side of the comparison is what its name says."""
+    bench = load_script('benchmarks/repa_train')
+    many_tokens = name == 'repa_deit_tiny'
+    model = tiny(name, drop_path_rate=0., **(dict(patch_size=4, embed_dim=192) if many_tokens else {})).train()
     released = bench.in_released_form(model)
-    assert sum(isinstance(m, bench.ReleasedForm) for m in released.modules()) == sum(
+    assert sum(isinstance(m, bench.MaskedActivation) for m in released.modules()) == sum(
         isinstance(m, RePaMlp) for m in model.modules()) > 0
-    x = torch.randn(32 if name == 'repa_deit_tiny' else 4, 3, 32, 32)
+    x = torch.randn(16 if many_tokens else 4, 3, *[32 if many_tokens else 64] * 2)
     before = use_fused_idle()
     seen = []
-    pays = channel_idle.fused_idle_is_faster
-    monkeypatch.setattr(channel_idle, 'fused_idle_is_faster', lambda *sizes: seen.append(pays(*sizes)) or True)
-    times, peaks = bench.time_training({
-        'released': (released, False), 'layers': (copy.deepcopy(model), False), 'matrix': (model, True)}, x, 1)
+    pays = repa_mlp.fused_idle_is_faster
+    monkeypatch.setattr(repa_mlp, 'fused_idle_is_faster', lambda *sizes: seen.append(pays(*sizes)) or True)
+    steps = {
+        'released': bench.TrainingStep(released, x, fused_idle=False),
+        'layers': bench.TrainingStep(copy.deepcopy(model), x, fused_idle=False),
+        'matrix': bench.TrainingStep(model, x)}
+    times, peaks = bench.time_steps(steps, 1)
     assert seen
     assert use_fused_idle() == before
     assert times.keys() == peaks.keys() == {'released', 'layers', 'matrix'}
     assert peaks['layers'] <= peaks['released']
-    if all(seen):
+    if many_tokens:
+        assert all(seen)
         assert peaks['matrix'] < peaks['layers']
-    grads = [next(m for m in of.modules() if isinstance(m, RePaMlp)).fc1.weight.grad for of in (released, model)]
+    grads = [next(m for m in net.modules() if isinstance(m, RePaMlp)).fc1.weight.grad for net in (released, model)]
     assert relative(grads[0], grads[1]) < 1e-4
-    assert bench.ReleasedForm(RePaMlp(8, 32).to('meta')).mask.is_meta  # wherever the layers are
+    assert bench.in_released_form(RePaMlp(8, 32).to('meta')).act.mask.is_meta  # on the device of the layers
 
 
-def test_peak_memory(monkeypatch):
-    """At its highest, what was given back by then not counted; nor gradients of before."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_train')
-    model = torch.nn.Linear(1000, 1000, bias=False)
+def test_memory_use(load_script):
+    """Memory freed before the peak does not count; memory held before the call neither."""
+    memory_use = load_script('benchmarks/timing').memory_use
+    held = []
 
     def step(x):
-        model.zero_grad()
         first = x.repeat(3)
         del first
         second, third = x.repeat(2), x.repeat(2)
         assert len(second) == len(third)
         del second, third
-        model.weight.grad = torch.zeros(1000, 1000)
+        held.append(torch.zeros(1000, 1000))
 
-    step.model = model
     for _ in range(2):
-        assert bench.peak_memory(step, torch.ones(10 ** 6)) == pytest.approx(16, rel=1e-3)
-    assert bench.peak_memory(step, torch.ones(10)) == pytest.approx(4, rel=1e-3)
+        x = torch.ones(10 ** 6)
+        assert memory_use(lambda: step(x), x.device) == pytest.approx((4, 16), rel=1e-3)  # noqa: B023
+    assert memory_use(lambda: step(torch.ones(10)), x.device) == pytest.approx((4, 4), rel=1e-3)
 
 
-def test_parts_of_a_training_step(monkeypatch):
-    """Each operator counts once, and the optimizer's to the optimizer."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_repopt')
-    args = SimpleNamespace(models=['repopt_vgg_a0'], device=torch.device('cpu'), dtype=torch.float32, batch_size=2,
-                           rounds=1, amp=False, measured=lambda **names: False)
-    step, x = bench._vgg_step('repopt_vgg_a0', 'RepOpt-VGG', args), torch.randn(2, 3, 32, 32)
-    step(x)
+def arguments(**more):
+    """What bench.py passes to a section."""
+    def pending(**columns):
+        return [dict(zip(columns, values)) for values in itertools.product(*columns.values())]
+
+    return SimpleNamespace(**{**dict(
+        device=torch.device('cpu'), dtype=torch.float32, batch_size=2, rounds=1, amp=False, pending=pending), **more})
+
+
+def test_bench_optim(load_script, monkeypatch):
+    """All forms of the step are timed, from the same weights; extra memory is that of the multipliers at least."""
+    bench = load_script('benchmarks/optim')
+    create = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create(
+        name, depths=(1, 2, 1, 1), widths=(8, 16, 16, 24), stem_width=8, **kwargs))
+    monkeypatch.setattr(torch, 'compile', lambda step: step)
+    rows = list(bench.optim(arguments(models=['repopt_vgg_a0'])))
+    forms = [
+        'torch, fused', 'torch, foreach', 'torch, one at a time', 'torch, compiled', 'released', 'ours', 'ours, fused']
+    assert [(row['optimizer'], row['form']) for row in rows] == [
+        (family, form) for family in ('SGD', 'AdamW') for form in forms]
+    assert all(row['ms per step'] > 0 and row['over torch, fused'] > 0 for row in rows)
+    for family in (rows[:7], rows[7:]):
+        assert len({row['state (MB)'] for row in family}) == 1
+        extra = {row['form']: row['extra (MB)'] for row in family}
+        assert extra['released'] >= extra['torch, one at a time']
+    model = bench.build('repopt_vgg_a0', 'cpu')
+    step = bench.Released(torch.optim.SGD, 'squared', list(model.parameters()), lr=.1)
+    conv = model.stages[1][1].conv
+    before, grad = conv.weight.detach().clone(), conv.weight.grad.clone()
+    step.step()
+    torch.testing.assert_close(before - conv.weight, .1 * conv.grad_mult.dense('squared') * grad)
+
+
+def test_bench_search_step(load_script, monkeypatch):
+    """Both forms of the search block are the same function of the same weights."""
+    bench = load_script('benchmarks/search_step')
+    create = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda name, structure, num_classes: create(
+        name, structure=structure, **TINY['_'.join(name.split('_')[:2])]))
+    steps, time_calls = [], bench.time_calls
+    monkeypatch.setattr(bench, 'time_calls', lambda sides, *args, **kwargs: steps.append(sides) or time_calls(
+        sides, *args, **kwargs))
+    rows = list(bench.search_step(arguments(models=['repopt_vgg_a0', 'repopt_ghostnet_050'])))
+    assert [(row['model'], row['memory']) for row in rows] == [
+        ('repopt_vgg_a0', 'contiguous'), ('repopt_ghostnet_050', 'contiguous'),
+        ('repopt_ghostnet_050', 'channels-last')]
+    assert all(row['ratio'] > 0 for row in rows)
+    kernels, maps = (step.model.eval()(step.x) for step in steps[0].values())
+    assert relative(kernels, maps) < 1e-3
+    blocks = [{type(m).__name__ for m in step.model.modules()} for step in steps[0].values()]
+    assert ['FeatureMaps' in names for names in blocks] == [False, True]
+
+
+def test_parts_of_a_training_step(load_script, monkeypatch):
+    """Each operator counts once; those of the optimizer count as the optimizer."""
+    bench = load_script('benchmarks/repopt_train')
+    args = arguments(models=['repopt_vgg_a0'])
+    args.pending = lambda model, img_size: [{'model': model[0], 'img_size': img_size[0]}]
+    step = bench._vgg_step('repopt_vgg_a0', 'RepOpt-VGG', args)(torch.randn(2, 3, 32, 32))
+    step()
     start = time.perf_counter()
-    parts = bench.parts_of_step(step, x)
+    parts = bench.parts_of_step(step)
     assert 0 < sum(parts.values()) < 1e3 * (time.perf_counter() - start)
     assert all(ms > 0 for ms in parts.values())
     assert parts['convolutions'] > parts['norms']
     assert not step.optimizer._optimizer_step_pre_hooks
-    rows = list(bench.bench_repopt_parts(args))
+    rows = list(bench.repopt_parts(args))
     assert [(row['form'], row['img_size']) for row in rows] == [
-        (side, size) for size in (32, 160) for side in ('RepVGG', 'RepOpt-VGG', 'RepOpt-VGG, channels-last')]
-    # 3 x 3 beside 1 x 1, but for the classifier
-    assert rows[3]['GMACs'] / rows[4]['GMACs'] == pytest.approx(10 / 9, rel=1e-2)
+        (side, 32) for side in ('RepVGG', 'RepOpt-VGG', 'RepOpt-VGG, channels-last')]
+    # 3 x 3 and 1 x 1 over 3 x 3, except for the classifier
+    assert rows[0]['GMACs'] / rows[1]['GMACs'] == pytest.approx(10 / 9, rel=2e-2)
 
 
-def test_what_a_report_keeps(monkeypatch, tmp_path, capsys):
-    """Rows of other names with the commands that measured them, if they depend on the same."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    module = importlib.import_module('_report')
+def test_rows_kept_in_a_file(load_script, monkeypatch, tmp_path, capsys):
+    """Rows with other keys and their commands are kept if versions and settings are the same."""
+    module = load_script('report')
     monkeypatch.setattr(module, 'RESULTS', tmp_path)
     for name in module._SWITCHES:
         monkeypatch.delenv(name, raising=False)
@@ -386,16 +433,15 @@ def test_what_a_report_keeps(monkeypatch, tmp_path, capsys):
     assert report('q', 2, rounds=3) == ({'p': 1, 'q': 2}, both)
     assert report('q', 3, rounds=3) == ({'p': 1, 'q': 3}, both)
     assert '`python bench.py p`, `python bench.py q`; ' in (tmp_path / 'README.md').read_text()
-    assert 'no longer there' not in capsys.readouterr().out
+    assert 'Removed' not in capsys.readouterr().out
     monkeypatch.setenv('TIMM_FUSED_ATTN', '2')
     assert report('q', 4, rounds=5) == ({'q': 4}, ['TIMM_FUSED_ATTN=2 python bench.py q'])
-    assert '1 rows of' in capsys.readouterr().out
+    assert 'Removed 1 rows of' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100, 1000])
-def test_largest_batch_by_bisection(monkeypatch, most):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_repopt')
+def test_largest_batch_by_bisection(load_script, most):
+    bench = load_script('benchmarks/repopt_train')
     tried = []
     found, best = bench.largest(lambda n: tried.append(n) or n <= most, 500), min(most, 500)
     assert best * 63 / 64 <= found <= best
@@ -406,33 +452,30 @@ def test_largest_batch_by_bisection(monkeypatch, most):
 
 
 @pytest.mark.parametrize('name', ['RepVGG', 'RepOpt-VGG'])
-def test_largest_batch_of_a_training(monkeypatch, name):
-    """Of the steps that are measured, on a machine whose memory holds three images."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_repopt')
-    args = SimpleNamespace(device=torch.device('cpu'), dtype=torch.float32, amp=False)
-    train, tried, limits = bench._vgg_step('repopt_vgg_a0', name, args), [], []
+def test_largest_batch_of_a_training(load_script, monkeypatch, name):
+    """Largest batch of a measured step, with memory for three images."""
+    bench = load_script('benchmarks/repopt_train')
+    create_step, tried, limits = bench._vgg_step('repopt_vgg_a0', name, arguments()), [], []
 
-    def step(x):
+    def limited(x):
         tried.append(len(x))
         if len(x) > 3:
             raise torch.OutOfMemoryError
-        train(x)
+        return create_step(x)
 
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(total_memory=2 ** 34))
     monkeypatch.setattr(
         torch.cuda, 'set_per_process_memory_fraction', lambda fraction, device: limits.append(fraction))
-    assert bench.largest_batch(step, 32, 8, args.device) == 3
+    assert bench.largest_batch(limited, 32, 8, torch.device('cpu')) == 3
     assert (tried, limits) == ([2, 4, 3], [.5, 1.])
     assert not torch.backends.cudnn.benchmark
     with pytest.raises(ValueError, match='more than 1 value per channel'):  # why one image is not tried
-        train(torch.randn(1, 3, 32, 32))
+        create_step(torch.randn(1, 3, 32, 32))()
 
 
-def test_words_for_too_little_memory(monkeypatch):
-    """A library that fails even with one image has another reason."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    bench = importlib.import_module('_bench_repopt')
+def test_errors_that_mean_too_little_memory(load_script):
+    """An error of cuDNN counts only if fewer images fit before."""
+    bench = load_script('benchmarks/repopt_train')
     cudnn = RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED')
     assert bench.out_of_memory(torch.OutOfMemoryError(), False)
     assert bench.out_of_memory(cudnn, True)
@@ -440,29 +483,27 @@ def test_words_for_too_little_memory(monkeypatch):
     assert not bench.out_of_memory(RuntimeError('size mismatch'), True)
 
 
-def test_numbers_out_of_times(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    timing = importlib.import_module('_timing')
-    # from round to round the machine grows slower, more than one side is faster than the other
+def test_medians_and_spread(load_script):
+    timing = load_script('benchmarks/timing')
+    # the machine slows down from round to round by more than the sides differ
     times = {'fast': [1., 2., 4., 8., 16.], 'slow': [1.5, 3., 6., 12.8, 20.]}
     assert throughput(8, times) == {'fast': 2., 'slow': 8 / 6}
     assert timing.milliseconds(times) == {'fast': 4000., 'slow': 6000.}
     assert timing.speedup(times['fast'], times['slow']) == 1.5
     assert timing.speedup(times['slow'], times['fast']) == .67
-    assert timing.spreads({**times, 'once': [3.]}) == {'fast': 75., 'slow': 81.7, 'once': None}
+    assert timing.timing_columns({**times, 'once': [3.]}) == {
+        'ms': {'fast': 4000., 'slow': 6000., 'once': 3000.}, 'spread (%)': {'fast': 75., 'slow': 81.7, 'once': None}}
 
 
-def test_exponent_of_a_growth(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    scaling = importlib.import_module('_bench_scaling')
+def test_exponent(load_script):
+    exponent = load_script('benchmarks/scaling').exponent
     for b in (-1., 0., .5, 2.):
-        assert abs(scaling.exponent([2, 5, 7, 100], [3 * n ** b for n in (2, 5, 7, 100)]) - b) < 1e-9
+        assert abs(exponent([2, 5, 7, 100], [3 * n ** b for n in (2, 5, 7, 100)]) - b) < 1e-9
 
 
-def test_tables_of_the_results(monkeypatch, tmp_path):
-    """The committed tables are those of the committed files; nothing in them is typed."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    tables = importlib.import_module('tables')
+def test_tables_of_the_results(load_script, tmp_path):
+    """The committed tables are generated from the committed files."""
+    tables = load_script('tools/tables')
     results = SCRIPTS / 'results'
     assert (results / 'README.md').read_text() == tables.tables(results)
     content = dict(
@@ -488,10 +529,9 @@ What it is.
 """)
 
 
-def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
-    """Nothing of a failed or stopped job is taken for done, and what is done is not repeated."""
-    monkeypatch.syspath_prepend(SCRIPTS / 'gpu')
-    module = importlib.import_module('run')
+def test_gpu_jobs(script, load_script, tmp_path, monkeypatch, capsys):
+    """Finished jobs are not repeated; failed and stopped ones do not count as finished, and come last."""
+    module = load_script('gpu/run')
     code = {
         'good': "import os; open(os.environ['TIMM_REP_RESULTS'] + '.txt', 'a').write('x')",
         'long': 'import time; time.sleep(60)', 'bad': 'raise SystemExit(3)', 'unfinished': 'raise SystemExit(75)',
@@ -501,19 +541,19 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
         module, 'JOBS', {name: lambda options, deadline, line=line: ['-c', line] for name, line in code.items()})
     out = tmp_path / 'out'
 
-    def run(seconds, *jobs):
+    def start(seconds, *jobs):
         status = script('gpu/run', '--device', 'cpu', '--seconds', seconds, '--output', out, '--jobs', *jobs)
         return status, capsys.readouterr().out.splitlines()
 
-    assert run(0, 'good') == (75, ['good: not begun', 'left: good; run this again'])
-    assert run(1, 'long') == (75, ['long: stopped', 'left: long; run this again'])
-    # what takes too long does not stand before the others for ever
-    assert run(9, 'long', 'good', 'bad', 'unfinished') == (1, [
+    assert start(0, 'good') == (75, ['good: not begun', 'left: good; run this again'])
+    assert start(1, 'long') == (75, ['long: stopped', 'left: long; run this again'])
+    # a job that takes too long comes after the others
+    assert start(4, 'long', 'good', 'bad', 'unfinished') == (1, [
         'good: finished', f'bad: failed, see {out / "bad"}.log', 'unfinished: stopped', 'long: stopped',
         'left: unfinished, long; run this again'])
     assert {path.name: path.stat().st_size for path in (out / 'tried').iterdir()} == {'long': 2, 'bad': 1}
-    assert run(9, 'good', 'uninstalled') == (0, ['good: finished before', 'uninstalled: finished', 'nothing is left'])
-    assert run(9, 'good', 'bad')[1][-1] == 'nothing is left but what failed: bad'
+    assert start(9, 'good', 'uninstalled') == (0, ['good: finished before', 'uninstalled: finished', 'nothing is left'])
+    assert start(9, 'good', 'bad')[1][-1] == 'nothing is left but what failed: bad'
     assert (out / 'results.txt').read_text() == 'x'
     monkeypatch.undo()
     none, half = tmp_path / 'none.tar.gz', tmp_path / 'half.tar.gz'
@@ -522,7 +562,8 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
         archive.add(SCRIPTS, 'train')
     half.write_bytes(half.read_bytes()[:half.stat().st_size // 2])
     for archive, message in (
-            ('cifar10.tar.gz', 'and no archive cifar10.tar.gz'), (none, 'not a gzip file'), (half, 'half.tar.gz: ')):
+            ('cifar10.tar.gz', 'nor the archive cifar10.tar.gz exist'), (none, 'not a gzip file'),
+            (half, 'half.tar.gz: ')):
         assert script('gpu/run', '--device', 'cpu', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir',
                       tmp_path / 'no', '--archive', archive) == 1
         assert message in capsys.readouterr().err
@@ -530,30 +571,45 @@ def test_gpu_jobs(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     with pytest.raises(SystemExit):
         script('gpu/run', '--seconds', 9, '--output', tmp_path / 'none')
-    assert 'torch finds no GPU here' in capsys.readouterr().err
+    assert 'torch finds no GPU' in capsys.readouterr().err
     assert not (tmp_path / 'none').exists()
 
 
-def test_gpu_jobs_without_an_installation(tmp_path):
-    """The checkout is enough: -S leaves out what an editable installation adds to the path."""
-    packages = os.pathsep.join(path for path in sys.path if path.endswith('-packages'))
-    run = subprocess.run(
-        [sys.executable, '-S', SCRIPTS / 'gpu' / 'run.py', '--device', 'cpu', '--seconds', '0', '--output', tmp_path],
-        cwd=tmp_path,
-        env={**os.environ, 'PYTHONPATH': packages}, capture_output=True, text=True)
-    assert run.returncode == 75, run.stderr
-    assert 'optim: not begun' in run.stdout
+def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
+    """The command lines of the benchmarks are accepted by bench.py, at full and at toy size."""
+    module, bench = load_script('gpu/run'), load_script('bench')
+    called = []
+
+    def section(args):
+        """What."""
+        called.append((args.batch_size, args.rounds, args.models))
+        return iter(())
+
+    for name in bench.SECTIONS:
+        monkeypatch.setitem(bench.SECTIONS, name, section)
+    for toy in (None, 'repa_deit_tiny'):
+        options = SimpleNamespace(toy=toy, device='cpu')
+        for name, job in module.JOBS.items():
+            if name not in ('search', 'train'):
+                path, *args = job(options, 0.)
+                assert Path(path) == SCRIPTS / 'bench.py'
+                script('bench', *args)
+                assert not toy or called[-1] == (2, 1, [toy])
+    assert len(called) == 2 * (len(module.JOBS) - 2)
+    assert called[8] == (128, 11, list(SPEEDUPS))
 
 
-def test_gpu_job_is_killed_with_the_script(tmp_path):
-    """Nothing runs on when whoever lent the machine ends the script."""
+def test_gpu_job_without_an_installation_is_killed_with_the_script(tmp_path):
+    """The checkout is enough: -S leaves out an editable installation. Ending the script ends its job."""
     log = tmp_path / 'out' / 'import.log'
-    code = (SCRIPTS / 'gpu' / 'run.py').read_text().replace("__file__", repr(str(SCRIPTS / 'gpu' / 'run.py')))
+    path = SCRIPTS / 'gpu' / 'run.py'
+    code = path.read_text().replace('__file__', repr(str(path)))
     main = code.index("if __name__ == '__main__'")
     job = "JOBS['import'] = lambda options, deadline: ['-uc', 'import os, time; print(os.getpid()); time.sleep(60)']\n"
+    packages = os.pathsep.join(path for path in sys.path if path.endswith('-packages'))
     process = subprocess.Popen([
-        sys.executable, '-c', code[:main] + job + code[main:], '--device', 'cpu', '--seconds', '60', '--output',
-        tmp_path / 'out', '--jobs', 'import'])
+        sys.executable, '-S', '-c', code[:main] + job + code[main:], '--device', 'cpu', '--seconds', '60', '--output',
+        tmp_path / 'out', '--jobs', 'import'], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': packages})
     try:
         while not (log.exists() and log.read_text().endswith('\n')):
             assert process.poll() is None
@@ -566,14 +622,59 @@ def test_gpu_job_is_killed_with_the_script(tmp_path):
         os.kill(int(log.read_text()), 0)
 
 
-def test_gpu_training(script, tmp_path, monkeypatch, capsys, images):
-    """Stopped after every epoch it ends as it does at once, and what it followed is said."""
-    monkeypatch.syspath_prepend(SCRIPTS / 'gpu')
-    module = importlib.import_module('train')
+class InProcess:
+    """Replaces subprocess.Popen: runs a command of timm-rep in this process, its output into the log."""
+
+    def __init__(self, command, stdout, stderr):
+        assert command[:3] == [sys.executable, '-m', 'timm_rep.cli']
+        output = io.StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            self.returncode = cli_main(command[3:])
+        stdout.write(output.getvalue())
+        stdout.close()
+
+    def poll(self):
+        return self.returncode
+
+
+def test_gpu_hyper_search(script, load_script, images, tmp_path, monkeypatch, capsys):
+    """Stopped before the search, run to the end, nothing left to do; then with missing images."""
+    module = load_script('gpu/hyper_search')
+    monkeypatch.setattr(module.subprocess, 'Popen', InProcess)
+    small = 'repopt_ghostnet_050'
+
+    def search(minutes, output=tmp_path, data=images):
+        status = script(
+            'gpu/hyper_search', '--output', output, '--models', small, '--data-dir', data, '--val-split', 'validation',
+            '--epochs', 1, '--warmup-epochs', 0, '--batch-size', 10, '--workers', 0, '--device', 'cpu', '--minutes',
+            minutes)
+        return status, capsys.readouterr()
+
+    status, printed = search(0)
+    assert status == 75
+    assert f'left: {small}; run this again' in printed.out
+    path = tmp_path / f'{small}.safetensors'
+    for _ in range(2):
+        status, printed = search(5)
+        assert status == 0
+        assert 'nothing is left' in printed.out
+        assert "epochs='1'" in printed.out
+        time_written = path.stat().st_mtime_ns
+    assert path.stat().st_mtime_ns == time_written
+    status, printed = search(5, tmp_path / 'other', tmp_path / 'nothing')
+    assert status == 1
+    assert f'failed: {small}' in printed.err
+    assert 'Cannot open the split' in printed.out
+    assert timm.create_model(small, scales=str(path))
+
+
+def test_gpu_training(script, load_script, tmp_path, monkeypatch, capsys, images):
+    """Stopped after every epoch, a training ends with the same weights; the recipe is saved with its changes."""
+    module = load_script('gpu/train')
     monkeypatch.setattr(module, 'HUB', tmp_path / 'hub')
     folder = tmp_path / 'hub' / 'repa_deit_tiny.test'
     folder.mkdir(parents=True)
-    recipe = yaml.safe_load((SCRIPTS.parent / 'hub' / 'repa_deit_tiny.cifar10' / 'train.yaml').read_text())
+    recipe = yaml.safe_load((ROOT / 'hub' / 'repa_deit_tiny.cifar10' / 'train.yaml').read_text())
     recipe['model_kwargs'] |= dict(embed_dim=24, depth=2)
     (folder / 'train.yaml').write_text(yaml.safe_dump(dict(recipe, num_classes=4)))
     args = [
@@ -581,7 +682,7 @@ def test_gpu_training(script, tmp_path, monkeypatch, capsys, images):
         '--batch-size', 10]
     assert script('gpu/train', '--output', tmp_path / 'once', *args) == 0
     for left in (2, 1, 0):
-        # a second passes from look to look: the deadline comes between the first look and that after an epoch
+        # the clock advances one second per call: the deadline is between the start and the end of an epoch
         monkeypatch.setattr(module, 'time', SimpleNamespace(monotonic=itertools.count().__next__))
         status = script('gpu/train', '--output', tmp_path / 'often', *args, '--minutes', 1.5 / 60)
         assert status == (75 if left else 0)
@@ -596,16 +697,10 @@ def test_gpu_training(script, tmp_path, monkeypatch, capsys, images):
     assert float((tmp_path / 'often' / folder.name / 'accuracy.txt').read_text()) <= 100
 
 
-def run_on_cpu(*args):
-    command = [sys.executable, SCRIPTS / 'gpu' / 'run.py', '--device', 'cpu', *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_gpu_job(images, tmp_path):
-    """At toy size, the images from an archive."""
+    """All jobs in processes of their own at toy size, with images from an archive."""
     with tarfile.open(tmp_path / 'images.tar.gz', 'w:gz') as archive:
         for split in ('train', 'validation'):
             archive.add(images / split, split)
@@ -615,9 +710,9 @@ def test_every_gpu_job(images, tmp_path):
                 'repa-infer', 'repa-train', 'ffn-train', 'deploy-ffn', 'scaling', 'repa-infer-all', 'parts', 'search',
                 'train']),
             ('repopt_vgg_a0', ['optim', 'repopt-train', 'repopt-parts'])):
-        status, out = run_on_cpu(
-            '--seconds', 900, *args, '--toy', toy, '--val-split', 'validation', '--jobs', *jobs)
-        assert status == 0, out
+        out = run([
+            sys.executable, SCRIPTS / 'gpu' / 'run.py', '--device', 'cpu', '--seconds', 900, *args, '--toy', toy,
+            '--val-split', 'validation', '--jobs', *jobs])
         assert 'nothing is left' in out
     out = tmp_path / 'out' / 'toy'
     assert {path.stem for path in (out / 'results').glob('*/*.json')} == {

@@ -6,9 +6,9 @@ import tarfile
 import pytest
 import timm
 
-from tests.fresh_environment import run
+from tests.helpers import run
 
-# For models with a 4-D output. timm leaves its own token models out by their names, and gives them another test.
+# for models with a 4-D output; timm excludes its own token models by name and tests them otherwise
 CONV_CONFIGS = 'test_model_default_cfgs and (repa_deit or repa_vit or lvvit_)'
 TOKEN_CONFIGS = """
 import timm, timm_rep
@@ -34,7 +34,7 @@ def test_models(tmp_path):
     out = run(
         [
             sys.executable, '-m', 'pytest', 'tests/test_models.py', '-q',
-            # those of pretrained weights download them
+            # without tests that download pretrained weights
             '-k', f'(repa_ or repopt_ or lvvit_) and not _pretrained and not ({CONV_CONFIGS})',
         ],
         cwd=suite,

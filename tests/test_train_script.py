@@ -20,8 +20,7 @@ from timm.task import ClassificationTask
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, ParseKwargs
 
 import timm_rep
-from tests.reference.ffn import relative
-from tests.reference.rep_optim import normal_scales
+from tests.helpers import normal_scales, relative
 from timm_rep.cli import main
 from timm_rep.layers import csla_layers
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """Hyper-Search of the models whose scales this package ships, on one GPU, in runs of a few minutes.
 
-Run it again until it says that nothing is left: every search goes on from its last epoch, and one that is finished is
-not repeated. Searches run side by side, since a net on 32 x 32 images keeps no GPU busy by itself; images are held on
-the device, matrices multiplied in bfloat16. The finished scales, SEARCHES/<model>.safetensors, are packaged by
-scripts/package_scales.py.
+Run it again until it reports that nothing is left: searches resume from their last epoch, finished ones are skipped.
+Several run at the same time, since a network on 32 x 32 images does not fill a GPU. Images are kept on the device,
+autocast is to bfloat16. OUTPUT/<model>.safetensors are packaged by scripts/tools/package_scales.py.
 """
 import argparse
 import shutil
@@ -55,9 +54,9 @@ def main() -> int:
     parser.add_argument('--epochs', type=int, default=240, help='(%(default)s)')
     parser.add_argument('--warmup-epochs', type=int, default=5, help='(%(default)s)')
     parser.add_argument('--batch-size', type=int, default=256, help='(%(default)s)')
-    parser.add_argument('--minutes', type=float, default=8, help='of this run (%(default)s)')
-    parser.add_argument('--jobs', type=int, default=4, help='searches side by side (%(default)s)')
-    parser.add_argument('--workers', type=int, default=4, help='processes of each that read images (%(default)s)')
+    parser.add_argument('--minutes', type=float, default=8, help='time limit of this run (%(default)s)')
+    parser.add_argument('--jobs', type=int, default=4, help='searches at the same time (%(default)s)')
+    parser.add_argument('--workers', type=int, default=4, help='data loading processes of each (%(default)s)')
     parser.add_argument('--device', default='cuda', help='(%(default)s)')
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -76,11 +75,11 @@ def main() -> int:
                         failed.append(model)
             time.sleep(.2)
     finally:
-        for process in running.values():  # at any moment: what they wrote last goes on from its epoch
+        for process in running.values():  # safe at any time: checkpoints are written atomically
             process.kill()
             process.wait()
-        for litter in args.output.glob('.writing-*'):  # of one that was killed as it wrote
-            shutil.rmtree(litter, ignore_errors=True)
+        for temporary in args.output.glob('.writing-*'):  # left by a process killed while writing
+            shutil.rmtree(temporary, ignore_errors=True)
     for model in args.models:
         done = output(model, args).is_file()
         log = args.output / f'{model}.log'

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The jobs that wait for a GPU, one after the other, within a time limit.
+"""Run the jobs that need a GPU one after the other within a time limit.
 
-Run it again until it says that nothing is left: a job that is finished is not repeated, one that was stopped goes on.
-One that failed, or was stopped though it had most of the time of a run, comes after those that did so less often. It
-needs this checkout, installed or not, torch, timm and, to search and to train, CIFAR-10 as folders of images or the
-archive of them. Everything is written under --output: the folder of the machine in results/ belongs into
-scripts/results, search/ is for scripts/package_scales.py, train/ for timm-rep card.
+Run it again until it reports that nothing is left: finished jobs are skipped, stopped ones are resumed. Jobs that
+failed, or were stopped after most of the time of a run, come last. Requires this checkout (installed or not), torch,
+timm, and for searches and trainings CIFAR-10 as folders of images or as an archive of them. Everything is written to
+--output: copy the folder of the machine in results/ to scripts/results, pass search/ to
+scripts/tools/package_scales.py and train/ to timm-rep card.
 """
 import argparse
 import os
@@ -23,16 +23,15 @@ GPU = Path(__file__).resolve().parent
 CHECKOUT = GPU.parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-_START = time.monotonic()  # importing takes its time, too
+_START = time.monotonic()  # before the imports, which take seconds
 
 import torch  # noqa: E402
 
 from timm_rep.paper import SPEEDUPS  # noqa: E402
 
-UNFINISHED = 75  # a job's exit status that says so (EX_TEMPFAIL)
+UNFINISHED = 75  # exit status of a job to resume (EX_TEMPFAIL)
 
-
-# the arguments for Python, by the options and the deadline
+# returns the arguments of Python for the options and the deadline
 Job = Callable[[argparse.Namespace, float], List[str]]
 
 
@@ -46,11 +45,9 @@ def bench(*args: str) -> Job:
     return command
 
 
-def on_images(
-        script: str, folder: str, toy: List[str], full: Sequence[str] = (),
-) -> Job:
+def on_images(script: str, folder: str, toy: List[str], full: Sequence[str] = ()) -> Job:
     def command(options: argparse.Namespace, deadline: float) -> List[str]:
-        data = data_folder(options)  # before the time is taken, for an archive needs some
+        data = data_folder(options)  # before the remaining time is computed: unpacking takes some
         return [
             str(GPU / f'{script}.py'), '--output', str(options.output / folder), '--device', options.device,
             '--data-dir', str(data), '--val-split', options.val_split,
@@ -68,7 +65,7 @@ def infer(*models: str) -> Job:
     return bench('repa-infer', *_BF16, '--modes', 'eager', 'compile', '--models', *models)
 
 
-# first those that a claim depends on
+# by importance
 JOBS: Dict[str, Job] = {
     'optim': bench('optim', '--rounds', '51'),
     'repa-infer': infer(
@@ -92,32 +89,32 @@ JOBS: Dict[str, Job] = {
 
 
 def data_folder(options: argparse.Namespace) -> Path:
-    """The folders of images; unpacked from the archive if they are not there.
+    """Path of the folders of images, unpacked from the archive if --data-dir does not exist.
 
     Raises:
-        FileNotFoundError: There is no archive either.
-        tarfile.TarError: It is none, or broken.
+        FileNotFoundError: Neither the folders nor the archive exist.
+        tarfile.TarError: The archive is invalid.
     """
     if options.data_dir.is_dir():
         return options.data_dir
     folder = options.output / 'data'
     if not folder.is_dir():
         if not options.archive.is_file():
-            raise FileNotFoundError(f'there are no images in {options.data_dir}, and no archive {options.archive}')
+            raise FileNotFoundError(f'neither the images {options.data_dir} nor the archive {options.archive} exist')
         with tempfile.TemporaryDirectory(dir=options.output) as temporary:
             try:
                 with tarfile.open(options.archive) as archive:
-                    # not in every Python 3.10 and 3.11
+                    # missing in early releases of Python 3.10 and 3.11
                     archive.extraction_filter = getattr(tarfile, 'data_filter', lambda member, path: member)
                     archive.extractall(f'{temporary}/data')
             except (EOFError, zlib.error) as e:
                 raise tarfile.ReadError(f'{options.archive}: {e}') from e
-            Path(temporary, 'data').rename(folder)  # a run that is stopped leaves no part of it
+            Path(temporary, 'data').rename(folder)  # atomic: a stopped run leaves no partial folder
     return folder
 
 
 def run(name: str, options: argparse.Namespace, deadline: float) -> int:
-    """Run a job until the deadline at most, and return its exit status, UNFINISHED if it was stopped."""
+    """Run a job until the deadline at most; returns its exit status, UNFINISHED if it was stopped."""
     path = [str(CHECKOUT), *filter(None, [os.environ.get('PYTHONPATH')])]
     environment = {
         **os.environ, 'TIMM_REP_RESULTS': str(options.output / 'results'), 'PYTHONPATH': os.pathsep.join(path)}
@@ -138,21 +135,20 @@ def run(name: str, options: argparse.Namespace, deadline: float) -> int:
 def main(start: Optional[float] = None) -> int:
     start = time.monotonic() if start is None else start
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--seconds', type=float, required=True, help='of this run')
+    parser.add_argument('--seconds', type=float, required=True, help='time limit of this run')
     parser.add_argument('--output', type=Path, default=Path('output/gpu'), help='folder (%(default)s)')
     parser.add_argument('--jobs', nargs='+', default=list(JOBS), choices=list(JOBS), metavar='JOB', help='(all)')
     parser.add_argument('--device', default='cuda', help='(%(default)s)')
     parser.add_argument('--data-dir', type=Path, default=Path('data/cifar10'), help='(%(default)s)')
-    parser.add_argument('--archive', type=Path, default=Path('cifar10.tar.gz'), help='of the same (%(default)s)')
+    parser.add_argument('--archive', type=Path, default=Path('cifar10.tar.gz'), help='archive of them (%(default)s)')
     parser.add_argument('--val-split', default='val', help='(%(default)s)')
-    parser.add_argument('--toy', metavar='MODEL', help='benchmarks of this model only, next to nothing of each job')
+    parser.add_argument('--toy', metavar='MODEL', help='benchmarks of this model only, every job at minimal size')
     options = parser.parse_args()
     if options.device.startswith('cuda') and not torch.cuda.is_available():
-        parser.error('torch finds no GPU here; --device cpu --toy MODEL tries the jobs without one')
+        parser.error('torch finds no GPU; --device cpu --toy MODEL tries the jobs without one')
     deadline = start + options.seconds
-    # nothing of next to nothing is a result
     options.output = (options.output / 'toy' if options.toy else options.output).resolve()
-    finished, tried = options.output / 'done', options.output / 'tried'  # a file a job
+    finished, tried = options.output / 'done', options.output / 'tried'  # one file for each job
     for folder in (finished, tried):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -192,5 +188,5 @@ def main(start: Optional[float] = None) -> int:
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the job goes, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # kills the job, too
     sys.exit(main(_START))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Train by the recipes of hub/ on one GPU, in runs of a few minutes; longer than they say, if told so.
+"""Train with the recipes of hub/ on one GPU, in runs of a few minutes.
 
-The parts of timm's train.py that the recipes use, for a machine that has timm from PyPI only. Run it again until it
-says that nothing is left: a training goes on from its last epoch, and one that is finished is not repeated. Of each,
-OUTPUT/<recipe>/ has last.pth and train.yaml, the recipe as it was followed, for
+Implements the parts of timm's train.py that the recipes use, for machines with timm from PyPI only. Run it again until
+it reports that nothing is left: trainings resume from their last epoch, finished ones are skipped. OUTPUT/<recipe>/ has
+last.pth and train.yaml, the recipe with the changes of the command line, for
 
     timm-rep card hub/<recipe> --checkpoint OUTPUT/<recipe>/last.pth --recipe OUTPUT/<recipe>/train.yaml ...
 """
@@ -27,7 +27,7 @@ from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.training import evaluate, fit
 
 HUB = Path(__file__).parents[2] / 'hub'
-# of train.py, where a recipe says nothing
+# defaults of train.py
 DEFAULTS = dict(
     model_kwargs={}, val_split='val', cooldown_epochs=0, momentum=0.9, clip_grad=None,
     channels_last=False, color_jitter=0.4, crop_pct=None, ratio=None, train_interpolation='random', amp=False,
@@ -40,25 +40,25 @@ class OutOfTime(Exception):
 
 
 def loaders(recipe: Dict[str, Any], args):
-    """timm's own, for training and validation."""
-    of_images = dict(
+    """Loaders of timm for training and validation."""
+    common = dict(
         input_size=tuple(recipe['input_size']), batch_size=recipe['batch_size'], mean=recipe['mean'],
         std=recipe['std'], num_workers=args.workers, persistent_workers=args.workers > 0, device=args.device)
     dataset = partial(create_dataset, '', root=args.data_dir)
     train = create_loader(
         dataset(split='train', is_training=True), is_training=True, scale=recipe['scale'], ratio=recipe['ratio'],
-        color_jitter=recipe['color_jitter'], interpolation=recipe['train_interpolation'], **of_images)
+        color_jitter=recipe['color_jitter'], interpolation=recipe['train_interpolation'], **common)
     val = create_loader(
         dataset(split=recipe['val_split']), is_training=False, crop_pct=recipe['crop_pct'],
-        interpolation=recipe['interpolation'], **of_images)
+        interpolation=recipe['interpolation'], **common)
     return train, val
 
 
 def train(recipe: Dict[str, Any], folder: Path, args, deadline: float) -> float:
-    """Train to the end, and return the accuracy.
+    """Train to the end, from the last checkpoint in the folder if there is one; returns the accuracy in percent.
 
     Raises:
-        OutOfTime: The deadline came first; the checkpoint goes on from the last epoch.
+        OutOfTime: The deadline has passed; the checkpoint is of the last epoch.
     """
     train_loader, val_loader = loaders(recipe, args)
     random_seed(recipe['seed'])
@@ -96,14 +96,14 @@ def train(recipe: Dict[str, Any], folder: Path, args, deadline: float) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('recipes', nargs='*', metavar='RECIPE', help='folders of hub/ (all that have one)')
+    parser.add_argument('recipes', nargs='*', metavar='RECIPE', help='folders of hub/ (all with a recipe)')
     parser.add_argument('--output', type=Path, default=Path('output/train'), help='folder (%(default)s)')
     parser.add_argument('--data-dir', default='data/cifar10', metavar='DIR', help='(%(default)s)')
-    parser.add_argument('--val-split', help='(as the recipe says)')
-    parser.add_argument('--epochs', type=int, help='(as the recipe says)')
-    parser.add_argument('--batch-size', type=int, help='(as the recipe says)')
-    parser.add_argument('--minutes', type=float, default=8, help='of this run (%(default)s)')
-    parser.add_argument('--workers', type=int, default=12, help='processes that read images (%(default)s)')
+    parser.add_argument('--val-split', help='(from the recipe)')
+    parser.add_argument('--epochs', type=int, help='(from the recipe)')
+    parser.add_argument('--batch-size', type=int, help='(from the recipe)')
+    parser.add_argument('--minutes', type=float, default=8, help='time limit of this run (%(default)s)')
+    parser.add_argument('--workers', type=int, default=12, help='data loading processes (%(default)s)')
     parser.add_argument('--device', type=torch.device, default=torch.device('cuda'), help='(%(default)s)')
     parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
     args = parser.parse_args()

@@ -12,8 +12,8 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
+from tests.helpers import relative, wild_
 from tests.models import contract
-from tests.reference.ffn import relative, wild_
 from timm_rep.convert import is_reparameterized
 from timm_rep.convert.ffn import _BLOCKS, find_ffns
 from timm_rep.layers import RePaMlp, RePaMlpDeploy

@@ -4,7 +4,7 @@ import shutil
 import timm
 import torch
 
-from tests.reference.rep_optim import normal_scales
+from tests.helpers import normal_scales
 from timm_rep.hub.folder import write_folder, write_hashes
 from timm_rep.scales import Scales
 

@@ -9,9 +9,8 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from tests.helpers import normal_scales, relative
 from tests.hub.published import REPA, REPOPT, trained
-from tests.reference.ffn import relative
-from tests.reference.rep_optim import normal_scales
 from timm_rep.cli import main
 from timm_rep.hub import sha256
 from timm_rep.hub.folder import check_folder, load_folder, write_folder

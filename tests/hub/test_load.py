@@ -9,8 +9,8 @@ import timm
 import torch
 from timm.data import resolve_data_config
 
+from tests.helpers import relative
 from tests.hub.published import REPA, REPOPT, publish, same
-from tests.reference.ffn import relative
 from timm_rep.hub import read_repository, sha256
 from timm_rep.hub.publish import write_folded
 from timm_rep.layers import csla_layers

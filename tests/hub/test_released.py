@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import timm_rep
-from tests.reference.ffn import relative
+from tests.helpers import relative
 
 NAMES = ['repa_vit_theta50', 'repa_vit_theta75', 'repa_vit_theta100', 'repa_vit_linear_schedule']
 TINY = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)

@@ -7,8 +7,8 @@ import pytest
 import timm
 import torch
 
+from tests.helpers import relative
 from tests.hub.published import REPA, publish, same, trained
-from tests.reference.ffn import relative
 from timm_rep.hub.released import RELEASE, fetch_released, match_released
 
 NAMES = {

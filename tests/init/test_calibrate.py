@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 import timm_rep
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from timm_rep.layers import RePaMlp
 
 TINY = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)

@@ -7,7 +7,7 @@ import torch.nn as nn
 from timm.layers import resample_abs_pos_embed
 
 import timm_rep
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from timm_rep.init import evenly_spaced
 
 VIT = dict(img_size=32, patch_size=8, num_classes=5)

@@ -5,7 +5,7 @@ import timm
 import torch
 
 import timm_rep
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from timm_rep.init import attention_products
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5)

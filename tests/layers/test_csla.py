@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from tests.reference.rep_optim import grad_mult
 from timm_rep.layers import ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock
 from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, set_grad_mult

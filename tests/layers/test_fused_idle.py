@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.ops import FrozenBatchNorm2d
 
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from timm_rep.layers import RePaMlp, fused_idle, repa_mlp, set_fused_idle, use_fused_idle
 from timm_rep.layers.fused_idle import fused_idle_is_faster
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from timm.utils import reparameterize_model
 
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from tests.reference.pooling import pooling
 from timm_rep.layers import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d
 

@@ -7,7 +7,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.utils import reparameterize_model
 
-from tests.reference.ffn import ffn, relative, wild_
+from tests.helpers import relative, wild_
+from tests.reference.ffn import ffn
 from timm_rep.layers import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 
 ACTS = {nn.GELU: F.gelu, nn.SiLU: F.silu, nn.ReLU: F.relu}

@@ -13,7 +13,7 @@ from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from timm_rep.layers import CslaBlock, RePaMlp, RePaMlpDeploy, RePaPooling
 
 

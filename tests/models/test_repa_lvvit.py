@@ -10,9 +10,10 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
+from tests.helpers import relative, wild_
 from tests.models import contract
 from tests.models.contract import Contract, randomize_
-from tests.reference.ffn import ffn, relative, wild_
+from tests.reference.ffn import ffn
 
 TINY = dict(img_size=64, embed_dim=48, depth=3, num_heads=3, num_classes=5)
 

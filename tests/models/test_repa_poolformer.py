@@ -10,9 +10,10 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
+from tests.helpers import relative, wild_
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.ffn import ffn, relative, wild_
+from tests.reference.ffn import ffn
 from tests.reference.pooling import pooling
 from timm_rep.layers import RePaPoolingDeploy
 

@@ -11,9 +11,10 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
+from tests.helpers import relative, wild_
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.ffn import ffn, relative, wild_
+from tests.reference.ffn import ffn
 
 VARIANTS = ['repa_swin_base', 'repa_swin_small', 'repa_swin_tiny']
 # two stages of two blocks, the second of each stage shifted where the map is larger than the window

@@ -14,7 +14,7 @@ from timm.optim import create_optimizer_v2, list_optimizers
 
 import timm_rep
 import timm_rep.optim._chunks as chunks
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from tests.reference.rep_optim import sgd
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch
 from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, get_grad_mult, set_grad_mult

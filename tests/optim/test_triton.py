@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 
 import timm_rep.optim
 import timm_rep.optim._triton as triton_launch
-from tests.reference.ffn import relative
+from tests.helpers import relative
 from tests.reference.rep_optim import sgd
 from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, get_grad_mult, rep_adamw, rep_sgd, set_grad_mult
 

@@ -1,5 +1,7 @@
-"""RePaFormer equations 3 and 4 as plain loops over channels, in float64, and weights to try them on."""
+"""RePaFormer equations 3 and 4 as plain loops over channels, in float64."""
 import torch
+
+from tests.helpers import relative, wild_  # noqa: F401, TODO imported from here by tests
 
 
 def batch_norm(x, mean, var, gamma, beta, eps):
@@ -31,22 +33,3 @@ def ffn(x, weights, act, active, training=False, eps=1e-5):
     hidden = torch.stack([act(h) if c < active else h for c, h in enumerate(hidden.T)], dim=1)
     branch = linear('fc2', norm('norm2', hidden))
     return branch * weights.get('ls.gamma', 1.)
-
-
-def wild_(mlp, seed=0, log_var=(-8, 8)):
-    """Give a RePaMlp weights and statistics that no initialization has: negative gammas, tiny and huge variances."""
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in mlp.named_parameters():
-            scale = 1. if 'norm' in name or 'ls' in name else p[0].numel() ** -0.5 if p.dim() > 1 else len(p) ** -0.5
-            p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) * scale)
-        for norm in (mlp.norm1, mlp.norm2):
-            shape = norm.running_mean.shape
-            norm.running_mean.copy_(torch.randn(shape, generator=g) * 3)
-            norm.running_var.copy_(10 ** torch.empty(shape).uniform_(*log_var, generator=g))
-    return mlp
-
-
-def relative(x, y):
-    """Largest difference, relative to the largest value of y."""
-    return ((x - y).abs().max() / y.abs().max()).item()

@@ -1,8 +1,6 @@
 """RepOptimizers, equation 3 and appendix A, entry by entry."""
 import torch
 
-from timm_rep.scales import Scales
-
 
 def grad_mult(shape, branches, scales, power):
     """The dense multiplier. branches: (name, kernel size or None for an identity); power of a scale: 2, or abs."""
@@ -29,10 +27,3 @@ def sgd(params, grads, buffers, mults, lr, momentum=0., dampening=0., weight_dec
             buffers[i] = d.clone() if buffers[i] is None else momentum * buffers[i] + (1 - dampening) * d
             d = d + momentum * buffers[i] if nesterov else buffers[i]
         p -= lr * d
-
-
-def normal_scales(model, seed):
-    """Normally distributed scales for a model, of both signs like the released ones."""
-    g = torch.Generator().manual_seed(seed)
-    return Scales({name: {branch: torch.randn(len(scale), generator=g) for branch, scale in branches.items()}
-                   for name, branches in Scales.ones(model).items()})

@@ -1,7 +1,4 @@
-"""Run by torchrun from test_distributed.py: searches, and saves what every process found.
-
-Arguments: where to save, images in all processes' batches, epochs to be killed after (0 for none).
-"""
+"""Hyper-Search in a process group, for test_distributed.py."""
 import sys
 
 import timm
@@ -16,7 +13,7 @@ TINY = dict(depths=(1, 2, 1, 1), widths=(8, 8, 16, 16), stem_width=8, num_classe
 
 
 class Killed:
-    """A loader that ends the process in an epoch."""
+    """A loader that ends the process after some epochs."""
 
     def __init__(self, loader, epochs):
         self.loader, self.epochs, self.sampler = loader, epochs, loader.sampler
@@ -26,17 +23,23 @@ class Killed:
 
     def __iter__(self):
         if self.epochs == 0:
-            dist.barrier()  # the checkpoint of the epoch before is written
+            dist.barrier()  # until the checkpoint of the previous epoch is written
             sys.exit(0)
         self.epochs -= 1
         return iter(self.loader)
 
 
-def main(path, batch_size, killed_after):
-    dist.init_process_group('gloo')
+def search(path, batch_size, killed_after):
+    """Save the scales of each process to <path>.<rank>.safetensors.
+
+    Args:
+        path: Prefix of the files.
+        batch_size: Images in a batch, of all processes together.
+        killed_after: Epochs after which the processes exit; 0 for none.
+    """
     torch.manual_seed(0)
     model = timm.create_model('repopt_vgg_a0', structure='search', dtype=torch.float64, **TINY)
-    model = freeze_batch_norm_2d(model)  # statistics of half a batch are others
+    model = freeze_batch_norm_2d(model)  # else the statistics would be those of half a batch
     g = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(48, 3, 32, 32, generator=g, dtype=torch.float64), torch.arange(48) % 4)
     loader = DataLoader(data, batch_size // dist.get_world_size(), sampler=DistributedSampler(data))
@@ -45,8 +48,3 @@ def main(path, batch_size, killed_after):
     scales = timm_rep.hyper_search(
         model, loader, lr=1., epochs=3, warmup_epochs=1, checkpoint=f'{path}.checkpoint', resume=True, progress=False)
     scales.save(f'{path}.{dist.get_rank()}.safetensors')
-    dist.destroy_process_group()
-
-
-if __name__ == '__main__':
-    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessRaisedException
 
-from tests.torchrun import torchrun
+from tests.helpers import in_processes, torchrun
+from tests.search.distributed_worker import search
 from timm_rep.scales import Scales
 
-WORKER = Path(__file__).with_name('distributed_worker.py')
 
-
-@pytest.mark.parametrize('killed', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('killed', [False, True])
 def test_two_processes_are_one_with_the_doubled_batch(tmp_path, killed):
     """BatchNorm is frozen. Killed after an epoch and resumed, they come to the same scales."""
-    torchrun(1, WORKER, tmp_path / 'one', 16, 0)
+    in_processes(1, search, tmp_path / 'one', 16, 0)
     expected = Scales.load(tmp_path / 'one.0.safetensors')
     if killed:
-        torchrun(2, WORKER, tmp_path / 'two', 16, 1)
+        in_processes(2, search, tmp_path / 'two', 16, 1)
         assert not (tmp_path / 'two.0.safetensors').exists()
-    torchrun(2, WORKER, tmp_path / 'two', 16, 0)
+    in_processes(2, search, tmp_path / 'two', 16, 0)
     found = [Scales.load(tmp_path / f'two.{rank}.safetensors') for rank in range(2)]
     assert found[0] == found[1]
     assert found[0].keys() == expected.keys()
@@ -28,8 +28,8 @@ def test_two_processes_are_one_with_the_doubled_batch(tmp_path, killed):
             torch.testing.assert_close(found[0][layer][branch], scale, rtol=1e-6, atol=1e-6)
             assert scale.std() > 1e-4  # they have moved
     if killed:
-        with pytest.raises(AssertionError, match='processes is 1 there and 2 here'):
-            torchrun(2, WORKER, tmp_path / 'one', 16, 0)
+        with pytest.raises(ProcessRaisedException, match='processes is 1 there and 2 here'):
+            in_processes(2, search, tmp_path / 'one', 16, 0)
 
 
 def test_command(images, tmp_path):

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""The ablations of the RepOptimizers paper, tables 4 and 6, one row a word.
+"""Ablations of the RepOptimizers paper, tables 4 and 6.
 
-Every row trains the same net from the same seed on the same batches; only what the row names is different. Rows of
-table 6 search their own scales first, with the strides of the row, and train the net with its own strides.
+All rows train the same network from the same seed on the same batches and differ only as named. Rows of table 6 search
+scales with the strides of the row first, and train the network with its own strides.
 """
 import argparse
+import sys
 from pathlib import Path
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import timm
 import torch
-from _report import report
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ParseKwargs, random_seed
@@ -20,16 +20,19 @@ from timm_rep.scales import Scales, packaged_scales
 from timm_rep.search import DeviceLoader, count_classes, create_search_dataset
 from timm_rep.utils.training import evaluate, fit
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import report
+
 
 class Row(NamedTuple):
     """
     Attributes:
         what: The row of the paper's table.
         paper: Its accuracy on ImageNet, RepOpt-VGG-B1.
-        opt: Optimizer of timm's factory.
+        opt: Name of an optimizer for timm's factory.
         scales: 'searched', 'ones', 'init', 'mean' or 'none'.
-        reinit: Whether the rule of initialization holds.
-        strides: Of the net that is searched, its own if None.
+        reinit: Whether to start by the rule of initialization.
+        strides: Strides of the searched network, those of the model if None.
     """
     what: str
     paper: Optional[float]
@@ -56,7 +59,7 @@ ROWS = {
 
 
 def searched(row: Row, args, loaders, model_args: Dict[str, Any]) -> Scales:
-    """The scales of a row: its own search, or those of the arguments."""
+    """Scales of a row: searched with its strides, or those of the command line."""
     if row.strides is None:
         return Scales.load(args.scales or args.model)
     return hyper_search(

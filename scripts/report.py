@@ -1,4 +1,4 @@
-"""How the scripts of this folder print what they measured and keep it."""
+"""Results of the benchmarks and experiments: printed as tables and kept as JSON, one file a section and machine."""
 import json
 import os
 import re
@@ -9,31 +9,30 @@ from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import torch
-from tables import RESULTS, write_tables
+from tools.tables import RESULTS, write_tables
 
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.profiling import machine, versions
 
-# variables of timm and of this package that a measurement depends on
+# environment variables of timm and of this package that change what is measured
 _SWITCHES = ('TIMM_FUSED_ATTN', 'TIMM_REP_FUSED_IDLE')
 
-__all__ = ['measured', 'print_table', 'report', 'save']
+__all__ = ['print_table', 'report', 'rows_measured', 'save']
 
 
 def _path(section: str, device: torch.device) -> Path:
     return RESULTS / re.sub(r'[^a-z0-9]+', '-', machine(device).lower()).strip('-') / f'{section}.json'
 
 
-def _depends_on(content: Dict[str, Any], settings: Dict[str, Any]) -> bool:
-    """Whether these versions and settings are what a file was measured with."""
+def _same_conditions(content: Dict[str, Any], settings: Dict[str, Any]) -> bool:
     return content['versions'] == versions() and all(content.get(k) == v for k, v in settings.items())
 
 
-def measured(section: str, device: torch.device, settings: Dict[str, Any]) -> List[Dict[str, Any]]:
-    """The rows of the file of a section, if these versions and settings measured them."""
+def rows_measured(section: str, device: torch.device, settings: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """Rows in the file of a section if its versions and settings are the current ones, else an empty list."""
     path = _path(section, device)
     content = json.loads(path.read_text()) if path.is_file() else None
-    return content['rows'] if content and _depends_on(content, settings) else []
+    return content['rows'] if content and _same_conditions(content, settings) else []
 
 
 def save(
@@ -44,33 +43,33 @@ def save(
         settings: Dict[str, Any],
         keys: Sequence[str] = (),
 ) -> Path:
-    """Write results/<machine>/<section>.json, and the tables of all of them.
+    """Write results/<machine>/<section>.json and regenerate results/README.md.
 
     Args:
-        section: Name of the measurement.
-        what: What the rows say.
-        rows: The results.
-        device: Where they were measured.
-        settings: What they depend on besides the versions and the commands, which are kept too.
-        keys: Columns that name a row: rows of the file with other names stay, if they depend on the same. Without any
-            the file is replaced.
+        section: Name of the section.
+        what: Description of the rows.
+        rows: Results, one dict for each row of the table.
+        device: Device they were measured on.
+        settings: Other conditions of the measurement. Versions and the command are added.
+        keys: Columns that identify a row. Rows of the existing file with other values in these columns are kept if
+            they were measured with the same versions and settings. The file is replaced if empty.
 
     Returns:
-        The path of the file.
+        Path of the file.
     """
     path = _path(section, device)
     switches = [f'{name}={os.environ[name]}' for name in _SWITCHES if name in os.environ]
     commands = [shlex.join([*switches, 'python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])]
     if keys and path.is_file():
         old = json.loads(path.read_text())
-        before, now = ({tuple(row.get(k) for k in keys): row for row in of} for of in (old['rows'], rows))
+        before, now = ({tuple(row.get(k) for k in keys): row for row in part} for part in (old['rows'], rows))
         others = len(before.keys() - now.keys())
-        if _depends_on(old, settings):
+        if _same_conditions(old, settings):
             rows = list({**before, **now}.values())
-            if others:  # measured by what was run before
+            if others:
                 commands = list(dict.fromkeys([*old['commands'], *commands]))
         elif others:
-            print(f'\n{others} rows of {path}, measured with other settings or versions, are no longer there')
+            print(f'\nRemoved {others} rows of {path}: they were measured with other settings or versions.')
     content = {
         'section': section,
         'what': what,
@@ -96,6 +95,6 @@ def print_table(rows: List[Dict[str, Any]]) -> None:
 
 
 def report(section: str, what: str, rows: List[Dict[str, Any]], *args, **kwargs) -> None:
-    """Print rows as a table, and :func:`save` them."""
+    """Print rows as a table and :func:`save` them."""
     print_table(rows)
     print(f'\n{save(section, what, rows, *args, **kwargs)}')

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Put searched scales into the package, and bring its card, timm_rep/scales/packaged/README.md, up to date."""
+"""Copy searched scales into the package and update their card, timm_rep/scales/packaged/README.md."""
 import argparse
 import sys
 from pathlib import Path
@@ -19,13 +19,13 @@ NEEDED = ('model', 'dataset', 'epochs', 'batch_size', 'accuracy', 'date', 'timm_
 
 
 def layers_searched(scales: Scales) -> str:
-    """Where the channels, which start alike, have come apart: elsewhere no gradient has reached the convolutions."""
+    """Number of layers whose channels no longer have the same value: those that a gradient has reached."""
     moved = sum(branches['conv3x3'].std() > 1e-3 for branches in scales.values())
     return f'{moved} of {len(scales)}'
 
 
 def card() -> str:
-    """The card, its table brought up to date."""
+    """Text of the card with an up-to-date table."""
     head, separator, _ = CARD.read_text().partition('|---|---|---|---|---|---|---|---|\n')
     rows = []
     for name in packaged_scales():
@@ -36,19 +36,23 @@ def card() -> str:
 
 
 def checked(path: Path, metadata: Dict[str, str]) -> Scales:
-    """Scales with their layers and branches in the order of the model.
+    """Load scales and order their layers and branches as in the model.
+
+    Args:
+        path: File of scales.
+        metadata: Entries to set or to add.
 
     Raises:
-        ValueError: They are not those of a RepOpt model, or do not say where they are from.
+        ValueError: The layers are not those of the model, or metadata is missing.
     """
     scales = Scales.load(path)
     metadata = {**scales.metadata, **metadata}
     missing = [key for key in NEEDED if key not in metadata]
     if missing:
-        raise ValueError(f'{path} does not say its {", ".join(missing)}: pass --metadata.')
+        raise ValueError(f'{path} has no metadata for {", ".join(missing)}: pass --metadata.')
     layers = csla_layers(timm.create_model(metadata['model'], structure='search', device='meta'))
     if scales.keys() != layers.keys():
-        raise ValueError(f'{path} does not hold the scales of {metadata["model"]}.')
+        raise ValueError(f'The layers of {path} are not those of {metadata["model"]}.')
     for name, layer in layers.items():
         layer.csla.check_scales(scales[name])
     ordered = {name: {b.name: scales[name][b.name] for b in layer.csla.branches} for name, layer in layers.items()}
@@ -57,7 +61,7 @@ def checked(path: Path, metadata: Dict[str, str]) -> Scales:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('scales', nargs='*', type=Path, help='files that timm-rep hyper-search wrote')
+    parser.add_argument('scales', nargs='*', type=Path, help='files written by timm-rep hyper-search')
     parser.add_argument('--metadata', nargs='*', default={}, action=ParseKwargs, metavar='K=V', help='to set or to add')
     args = parser.parse_args()
     metadata = {key: str(value) for key, value in args.metadata.items()}

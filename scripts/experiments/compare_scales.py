@@ -1,24 +1,27 @@
 #!/usr/bin/env python3
-"""Compare searched scales with others, by branch and depth, as figures 6 and 7 of the RepOptimizers paper do.
+"""Compare searched scales by branch and depth, as figures 6 and 7 of the RepOptimizers paper.
 
-Every pair is compared over the layers that both have (of RepOpt-VGG: by stage and place in it) and both searched: where
-the channels, which start alike, are still alike, no gradient has reached a branch. Much of any agreement is that of the
-values both searches started from, so the correlations are there for those too, and for what the searches changed: the
-mean of each layer minus where it started.
+Pairs are compared over the layers that both searches have and changed. All channels of a branch start with the same
+value; where they still have it, no gradient has reached the branch. The start values agree between searches, so
+correlations are also given for them, and for the changes: layer means minus start values.
 """
 import argparse
+import sys
 from itertools import combinations
+from pathlib import Path
 from typing import Dict, Optional, Tuple
 
 import timm
 import torch
-from _report import report
 
 from timm_rep.scales import Scales
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import report
+
 
 def read(argument: str) -> Tuple[str, Scales, Scales]:
-    """A name, the scales and what their search started from, of MODEL or MODEL=SOURCE[=NAME]."""
+    """Parse MODEL[=SOURCE[=NAME]]: the name, the scales, and the values their search started from."""
     model, _, source = argument.partition('=')
     source, _, name = source.partition('=')
     scales = Scales.load(source or model)
@@ -33,12 +36,12 @@ def changes(scales: Scales, start: Scales) -> Scales:
     return Scales({n: {b: s - start[n][b] for b, s in branches.items()} for n, branches in scales.items()})
 
 
-def same_parts(scales: Scales, of: Scales) -> Scales:
-    return Scales({n: {b: scales[n][b] for b in branches} for n, branches in of.items()})
+def same_parts(scales: Scales, other: Scales) -> Scales:
+    return Scales({n: {b: scales[n][b] for b in branches} for n, branches in other.items()})
 
 
 def spread(scales: Scales, branch: str) -> float:
-    """Mean over the layers of the standard deviation over the channels."""
+    """Standard deviation over the channels, mean over the layers."""
     found = [b[branch].std(correction=0) for b in scales.values() if branch in b]
     return torch.stack(found).mean().item() if found else float('nan')
 
@@ -58,7 +61,7 @@ def compare(a: Tuple[str, Scales, Scales], b: Tuple[str, Scales, Scales]) -> lis
         rows.append({
             'scales': a[0], 'other': b[0], 'branch': branch,
             'layers': sum(branch in a[1][n] and branch in b[1].get(n, {}) for n in a[1]),
-            **{what: rounded(of[branch].correlation) for what, of in comparisons.items()},
+            **{what: rounded(found[branch].correlation) for what, found in comparisons.items()},
             'spread': rounded(spread(a[1], branch)), 'other_spread': rounded(spread(b[1], branch)),
             'stage_means': {
                 stage: [round(mean, 3) for mean in means] for stage, means in comparison.stage_means.items()},
@@ -75,9 +78,9 @@ def main() -> None:
     found = [read(argument) for argument in args.scales]
     report(
         'scales',
-        "Pearson's correlation of the layers' mean scales over depth: of the searched values, of the values the first "
-        "search started from with the other's searched ones, and of what the two searches changed. spread: standard "
-        'deviation over the channels, mean over the layers. stage_means: of the one and of the other.',
+        "Pearson's correlation of layer means over depth: searched values; start values of the first with searched "
+        'values of the other; changes of both. spread: standard deviation over the channels, mean over the layers. '
+        'stage_means: first and other.',
         [row for a, b in combinations(found, 2) if a[1].keys() & b[1].keys() for row in compare(a, b)],
         torch.device('cpu'),
         {'searches': {name: scales.metadata for name, scales, _ in found}},

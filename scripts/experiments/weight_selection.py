@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Ways to initialize a small Vision Transformer, each trained from several seeds: the ablations of weight selection.
+"""Ablations of weight selection: initializations of a small Vision Transformer, each trained from several seeds.
 
-A larger one is trained first, on the same images, and is the teacher. Without --data-dir on scikit-learn's digits, a
-quarter of an hour of one CPU core; with it on folders of images, CIFAR-10 for one.
+The teacher is a larger model trained first on the same images: scikit-learn's digits (a quarter of an hour on one CPU
+core), or with --data-dir folders of images such as CIFAR-10.
 """
 import argparse
 import statistics
+import sys
+from pathlib import Path
 from typing import Any, Dict, Iterable, List, Tuple
 
 import timm
 import torch
 import torch.nn as nn
-from _report import report
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ParseKwargs, random_seed
@@ -21,7 +22,10 @@ from timm_rep.demo.training import DATA, create_loader_for, load_split
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.utils.training import evaluate, fit
 
-# what the paper calls a row, and what it selects
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import report
+
+# name of a row in the paper, and arguments of weight_select_init
 SELECTIONS = {
     'uniform': ('uniform, first N layers', dict()),
     'consecutive': ('consecutive', dict(element='consecutive')),
