@@ -59,7 +59,7 @@ def test_folder(folder, images):
 
 
 def test_adaptation(folder, images):
-    """As for timm's own models."""
+    """Other classes, channels, image sizes and features, as for timm's own models."""
     model, _ = publish(folder / NAME)
     other = timm.create_model(NAME, pretrained=True, num_classes=7, in_chans=1)
     assert other(images[:, :1]).shape == (3, 7)
@@ -76,7 +76,7 @@ def test_adaptation(folder, images):
 @pytest.mark.parametrize('kwargs', [{}, dict(num_classes=7, in_chans=1, img_size=64)], ids=str)
 @pytest.mark.parametrize('kind,name', [(REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine')])
 def test_folded_when_loaded(folder, kind, name, kwargs):
-    """reparameterized=True of what was published unfolded."""
+    """reparameterized=True with weights of the training structure."""
     if kind is REPOPT:
         kwargs = {k: v for k, v in kwargs.items() if k != 'img_size'}
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def test_scales_come_along(folder):
 
 
 def test_another_idle_ratio_is_refused(folder):
-    """No shape tells, and the function is another one."""
+    """It is another function with tensors of the same shapes."""
     publish(folder / NAME)
     for kwargs in (dict(idle_ratio=.5), dict(idle_schedule='linear')):
         with pytest.raises(ValueError, match=r'trained with idle_\w+='):
@@ -152,7 +152,7 @@ def test_another_idle_ratio_is_refused(folder):
 
 
 def test_saved_again(folder, tmp_path):
-    """With the arguments that came with the weights."""
+    """save_for_hf() records the arguments of the published model."""
     for kind, name in ((REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine')):
         publish(folder / name, kind)
         for kwargs in ({}, dict(reparameterized=True)):
@@ -172,7 +172,7 @@ def test_saved_again(folder, tmp_path):
     (dict(pretrained_cfg=dict(file='OTHER', url='https://nowhere.invalid/x.pth', custom_load=True)), ''),
 ], ids=str)
 def test_a_config_names_no_other_files(hub, folder, tmp_path, change, message):
-    """Neither instead of the verified weights nor after them."""
+    """Neither instead of the verified weights nor in addition."""
     kind, name = (REPOPT, 'repopt_vgg_a0.mine') if 'scales' in change.get('model_args', {}) else (REPA, NAME)
     model, _ = publish(folder / name, kind)
     publish(tmp_path / NAME, seed=1)
@@ -197,7 +197,7 @@ def test_a_config_names_no_other_files(hub, folder, tmp_path, change, message):
 
 
 def test_the_vanilla_model(folder):
-    """LV-ViT, which timm has not."""
+    """LV-ViT without RePa FFNs, which is not in timm."""
     model, _ = publish(folder / 'lvvit_s.mine', ('lvvit_s', REPA[1]))
     assert same(timm.create_model('lvvit_s.mine', pretrained=True), model)
 
@@ -240,7 +240,7 @@ def test_damaged_configs(folder, tmp_path):
 
 
 def test_names_of_folders(folder, monkeypatch):
-    """None of them is the model without a tag; a folder that is not there is named in the error."""
+    """No folder changes the model without a tag; a folder that cannot exist is named in the error."""
     publish(folder / NAME)
     for name in ('repa_deit_tiny.', 'repa_deit_tiny.x*'):
         (folder / NAME).rename(folder / name)
@@ -323,7 +323,7 @@ def test_private(hub, tmp_path, monkeypatch):
 
 
 def test_every_place_is_in_the_error(hub, folder, monkeypatch):
-    """Of a model that the authors have released, too."""
+    """Also for a model that the authors released."""
     folder.mkdir()
     with pytest.raises(RuntimeError) as e:
         timm.create_model('repa_deit_tiny', pretrained=True)
@@ -344,7 +344,7 @@ def test_every_place_is_in_the_error(hub, folder, monkeypatch):
 
 
 def test_server_errors(hub, published):
-    """Other weights than usual, because the Hub failed for a moment, would be a surprise."""
+    """A short failure of the Hub does not lead to other weights than usual."""
     hub.add('timm-rep/repa_deit_tiny.in1k', {'config.json': b'{}'})
     hub.fail(r'timm-rep/repa_deit_tiny\.in1k', status=500, times=20)
     with pytest.raises(RuntimeError, match=r"3\. the authors' release, Ackesnal/RePaViT: not tried"):
@@ -370,7 +370,7 @@ def test_an_interruption_for_good_leaves_nothing(hub, published, tmp_path):
 
 
 def test_wrong_bytes_are_refused_and_named(hub, published):
-    """The client does not look."""
+    """The client does not compare hashes."""
     hub.corrupt(ORG, 'model.safetensors', lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     for source in (NAME, f'hf-hub:{ORG}'):
         with pytest.raises(RuntimeError, match='expected sha256') as e:
@@ -423,7 +423,7 @@ def test_two_at_a_time_download_once(hub, published):
 
 
 def test_the_caller_says_where(hub, folder, published, tmp_path):
-    """A file, as timm takes it; nobody is asked."""
+    """A file, as in timm; no other place is looked at."""
     publish(folder / NAME, seed=1)
     publish(tmp_path / 'elsewhere' / NAME)
     path = str(tmp_path / 'elsewhere' / NAME / 'model.safetensors')

@@ -1,4 +1,4 @@
-"""The RePaFormer authors' repository, whose file names are theirs."""
+"""Weights of the RePaFormer authors' repository on the Hub."""
 import argparse
 import re
 from pathlib import Path

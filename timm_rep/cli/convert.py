@@ -8,7 +8,8 @@ def add_parser(commands) -> None:
     parser.add_argument('file', metavar='FILE', help='released file of weights or scales')
     parser.add_argument('--model', required=True, metavar='MODEL', help='name of its model, e.g. repopt_vgg_b1')
     parser.add_argument(
-        '-o', '--output', required=True, metavar='DIR', help='folder to write, named MODEL.TAG (repopt_vgg_b1.in1k)')
+        '-o', '--output', required=True, metavar='DIR',
+        help='folder to write, named MODEL.TAG, e.g. repopt_vgg_b1.in1k')
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
         help='arguments of create_model, e.g. idle_ratio=0.5')
