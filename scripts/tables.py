@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write results/README.md: what the scripts of this folder measured, as tables, made of the JSON files beside it."""
+"""Write the tables of results/README.md from the JSON files beside it, which the benchmark scripts write."""
 import argparse
 import json
 import os
@@ -10,14 +10,9 @@ from timm_rep.utils.atomic import replacing_files
 
 RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parent / 'results')
 
-_HEAD = """# What was measured
-
-Made by `python scripts/tables.py` of the JSON files beside it, which a script writes when it has measured something;
-every number is from one of them. The sides of a comparison took turns in one process, and medians count: how many times
-as fast one side is as another is the median over the rounds, not the quotient of the medians. Spread: half of what lies
-between the quartiles of a side's rounds, in percent of its median.
-"""
-# of the machine and the run; what else a file has are settings, and belong to the table
+# README.md is written by hand up to this line, and by this script below it
+_GENERATED = '<!-- Below this line: written by tables.py from the JSON files in this folder. -->'
+# keys of a file with a place of their own; all others are settings
 _KNOWN = ('section', 'what', 'machine', 'date', 'commands', 'versions', 'rows', 'settings')
 
 
@@ -52,8 +47,14 @@ def _section(content: Dict[str, Any]) -> str:
 
 
 def tables(results: Path) -> str:
-    """The text, of a folder with one folder a machine."""
-    parts = [_HEAD.strip()]
+    """The new text of README.md: its part written by hand, then one table per JSON file, by machine.
+
+    Args:
+        results: Folder with one subfolder per machine.
+    """
+    readme = results / 'README.md'
+    head = readme.read_text().partition(_GENERATED)[0].strip() if readme.is_file() else '# Results'
+    parts = [head, _GENERATED]
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
         contents = [json.loads(path.read_text()) for path in sorted(folder.glob('*.json'))]
         if contents:
@@ -62,7 +63,7 @@ def tables(results: Path) -> str:
 
 
 def write_tables(results: Path) -> None:
-    """Write them into README.md of that folder."""
+    """Bring README.md in the folder up to date with the JSON files of its subfolders."""
     text = tables(results)
     with replacing_files(results) as temporary:
         (temporary / 'README.md').write_text(text)
