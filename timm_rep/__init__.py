@@ -1,8 +1,9 @@
 """Structural and gradient re-parameterization for timm.
 
-Importing this package registers its models with timm and does nothing else.
+Importing this package registers its models and optimizers with timm and does nothing else.
 """
 from . import models as models
+from . import optim as optim
 from .convert import convert_to_repa
 from .hub import load_released
 from .init import calibrate_batchnorm, mimetic_init_, weight_select_init
