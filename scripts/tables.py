@@ -11,7 +11,7 @@ from timm_rep.utils.atomic import replacing_files
 RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parent / 'results')
 
 # README.md is written by hand up to this line, and by this script below it
-_GENERATED = '<!-- Below this line: written by tables.py from the JSON files in this folder. -->'
+_GENERATED = '<!-- Below this line: written by scripts/tools/tables.py from the JSON files in this folder. -->'
 # keys of a file with a place of their own; all others are settings
 _KNOWN = ('section', 'what', 'machine', 'date', 'commands', 'versions', 'rows', 'settings')
 
