@@ -8,9 +8,9 @@ from timm_rep.utils.profiling import Macs
 
 @pytest.mark.parametrize('row', PAPER_ROWS, ids=lambda row: f'{row.paper}-{row.table}-{row.label}-{row.folded}')
 def test_every_row(row):
-    """Parameters within 0.1 M, and one of the two counts of MACs within 3% or equal at the printed decimal.
+    """Parameters agree within 0.1 M, and MACs with one of the two counts: within 3%, or when rounded.
 
-    Or there is a note.
+    Rows with other MACs have a note.
     """
     count = count_row(row)
     assert abs(count.params / 1e6 - row.params) <= 0.1
@@ -25,7 +25,7 @@ def test_every_row(row):
 
 
 def test_tables_are_covered():
-    """Every row, counted in the papers."""
+    """The numbers of rows are those of the papers' tables."""
     tables = {
         paper: Counter(row.table for row in PAPER_ROWS if row.paper == paper)
         for paper in {row.paper for row in PAPER_ROWS}

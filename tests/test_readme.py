@@ -1,24 +1,123 @@
-"""The code in README.md does what it says."""
+"""The documentation: its Python blocks run, its commands parse, its numbers are those of the committed results."""
+import argparse
+import functools
+import importlib.util
 import json
+import os
 import re
+import shlex
+import sys
+from pathlib import Path
 
+import pytest
+import timm
 import torch
+import torch.distributed.run
 import torch.nn.functional as F
+from timm.models import save_for_hf
+from timm.optim import list_optimizers
 
-from tests.helpers import ROOT, relative
+from timm_rep import cli
 from timm_rep.layers import CslaBlock
+from timm_rep.paper import PAPER_ROWS
+from timm_rep.utils.profiling import count_params
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / 'scripts' / 'results'
+DOCUMENTS = ['README.md', 'hub/README.md', *(
+    f'scripts/{folder}/README.md' for folder in ('examples', 'gpu', 'recipes', 'results'))]
+
+# Arguments that make a documented model small; the entry points of these names get them, their own arguments still win
+_VIT = dict(img_size=32, embed_dim=48, depth=2, num_heads=4)
+_SMALL = {
+    'deit3_base_patch16_224': _VIT,
+    'deit_base_patch16_224': _VIT,
+    'repa_deit_base': _VIT,
+    'repa_swin_tiny': dict(embed_dim=24, depths=(1, 1, 1, 1)),
+    'repopt_vgg_b1': dict(depths=(1, 1, 1, 1), widths=(8, 8, 16, 16), stem_width=8),
+    'vit_small_patch16_224': _VIT,
+    'vit_tiny_patch16_224': dict(_VIT, embed_dim=24),
+}
 
 
-def example(containing):
-    blocks = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
-    names = {}
-    exec(next(block for block in blocks if containing in block), names)
-    return names
+def read(document):
+    return (ROOT / document).read_text()
 
 
-def test_asymmetric_block():
-    """The target operator of the worked example trains as its 1x3 + 3x1 + 3x3 block does."""
-    names = example('Csla(64')
+def blocks(document, language):
+    """The code blocks of a document, after as many empty lines as there are lines before them."""
+    text = read(document)
+    return [
+        '\n' * text.count('\n', 0, match.start(1)) + match[1]
+        for match in re.finditer(rf'^```{language}\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
+    ]
+
+
+def _small(name, entry_point):
+    @functools.wraps(entry_point)
+    def create(pretrained=False, **kwargs):
+        # weights of timm's own models would be downloaded; its check of the tag does not depend on `pretrained`
+        return entry_point(pretrained=pretrained and name.startswith('rep'), **{**_SMALL[name], **kwargs})
+
+    return create
+
+
+def run_blocks(document, folder):
+    """Run the Python blocks of a document one after the other, in one namespace.
+
+    Real code except for: small models, initial weights in place of timm's pretrained ones, a local folder in place of
+    the Hub, and a file in place of a released checkpoint.
+
+    Returns:
+        For each block its code and a copy of the namespace after it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / 'hub').symlink_to(ROOT / 'hub')
+        published = folder / 'published'
+        published.mkdir()
+        (published / 'repa_deit_tiny.cifar10').symlink_to(ROOT / 'hub' / 'repa_deit_tiny.cifar10')
+        patch.setenv('TIMM_REP_HUB', str(published))
+        patch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+        entry_points = timm.models._registry._model_entrypoints
+        for name in _SMALL:
+            patch.setitem(entry_points, name, _small(name, entry_points[name]))
+        model = timm.create_model('repa_deit_base')
+        save_for_hf(model, published / 'repa_deit_base.in1k', model_args=_VIT, safe_serialization=True)
+        torch.save({
+            re.sub(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.', key): value
+            for key, value in model.state_dict().items()
+        }, 'RePaViT_Base.pth')
+        names = dict(loader=[torch.randn(4, 3, 32, 32)] * 2, device='cpu')
+        states = []
+        for code in blocks(document, 'python'):
+            exec(compile(code, document, 'exec'), names)
+            states.append((code, dict(names)))
+    return states
+
+
+@pytest.mark.parametrize('document', DOCUMENTS[1:])
+def test_python_blocks(document, tmp_path):
+    run_blocks(document, tmp_path)
+
+
+@pytest.fixture(scope='module')
+def readme(tmp_path_factory):
+    """The namespace after the block of README.md that contains a text."""
+    states = run_blocks('README.md', tmp_path_factory.mktemp('readme'))
+    return lambda containing: next(names for code, names in states if containing in code)
+
+
+def test_readme_folds(readme):
+    names = readme('reparameterize_model')
+    assert names['deploy'].reparameterized
+    assert names['model'].reparameterized
+    assert readme("pretrained=True, reparameterized=True")['model'].reparameterized
+
+
+def test_readme_asymmetric_block(readme):
+    """The target operator trains as its 1x3 + 3x1 + 3x3 block does."""
+    names = readme('Csla(64')
     block = CslaBlock(names['csla'], names['scales'])
     conv = names['conv']
     with torch.no_grad():
@@ -30,16 +129,13 @@ def test_asymmetric_block():
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-    assert relative(conv.weight, block.equivalent_kernel()) < 1e-5
+    kernel = block.equivalent_kernel()
+    torch.testing.assert_close(conv.weight.detach(), kernel, rtol=0., atol=1e-5 * kernel.abs().max().item())
 
 
-def test_folding():
-    example('timm.create_model(\'repa_deit_base\')             # train')
-
-
-def test_repopt():
-    """What the example attaches last is what the optimizer, made before, multiplies by."""
-    names = example("'repopt_vgg_a0', num_classes=10")
+def test_readme_repopt(readme):
+    """The optimizer, made first, multiplies by what is attached last."""
+    names = readme("'repopt_vgg_a0', num_classes=10")
     model, conv = names['model'], names['model'].stages[2][1].conv
     assert conv.grad_mult.dense('squared')[0, :2, 1, 1].tolist() == [3., 2.]
     before = conv.weight.detach().clone()
@@ -50,49 +146,247 @@ def test_repopt():
     torch.testing.assert_close(conv.weight.detach(), before - step)
 
 
-def _results(section, machine='amd-epyc'):
-    path, = (ROOT / 'scripts' / 'results').glob(f'{machine}*-2-threads/{section}.json')
+class _Parsed(Exception):
+    pass
+
+
+def _check_model(name):
+    assert timm.is_model(name), f'{name!r} is not a model'
+    if '.' in name:
+        timm.get_pretrained_cfg(name, allow_unregistered=False)
+
+
+def _load_script(path, monkeypatch):
+    monkeypatch.syspath_prepend(path.parent)
+    spec = importlib.util.spec_from_file_location(f'documented_{path.stem}', path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_script(path, args, monkeypatch):
+    """Parse the arguments of one of this repository's scripts with its own parser."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser, *args):
+        raise _Parsed(real(parser, *args))
+
+    with monkeypatch.context() as patch:
+        module = _load_script(ROOT / path, patch)
+        patch.setattr(argparse.ArgumentParser, 'parse_args', parse_args)
+        patch.setattr(sys, 'argv', [path, *args])
+        with pytest.raises(_Parsed) as parsed:
+            module.main()
+    for name in ('model', 'backbone'):
+        value = getattr(parsed.value.args[0], name, None)
+        if value not in (None, 'retinanet', 'mask_rcnn'):
+            _check_model(value)
+
+
+def _check_timm_script(script, args, monkeypatch):
+    """Look up what a command for one of timm's scripts names; with TIMM_CHECKOUT, also parse it with timm's parser."""
+    assert script in ('train.py', 'validate.py', 'benchmark.py', 'onnx_export.py')
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument('--model', type=_check_model)
+    parser.add_argument('--opt', choices=list_optimizers())
+    parser.add_argument('--device-modules', choices=['timm_rep'])
+    parser.add_argument('--config')
+    options, _ = parser.parse_known_args(args)
+    if options.config:
+        assert (ROOT / options.config).is_file()
+    if os.environ.get('TIMM_CHECKOUT'):
+        with monkeypatch.context() as patch:
+            module = _load_script(Path(os.environ['TIMM_CHECKOUT']) / script, patch)
+            patch.chdir(ROOT)
+            patch.setattr(sys, 'argv', [script, *args])
+            getattr(module, '_parse_args', module.parser.parse_args)()  # train.py's reads --config first
+
+
+def _check_timm_rep(args, monkeypatch):
+    """Parse a `timm-rep` command with its own parser."""
+    parsed = []
+    with monkeypatch.context() as patch:
+        for command in cli._COMMANDS:
+            patch.setattr(command, 'run', parsed.append)
+        assert cli.main(args) == 0
+    options = vars(parsed[0])
+    for value in (options.get(name) or [] for name in ('model', 'models', 'student', 'teacher')):
+        for model in [value] if isinstance(value, str) else value:
+            _check_model(model)
+    if args[0] == 'run':
+        _check_timm_script(options['script'], options['args'], monkeypatch)
+
+
+def _check_command(command, monkeypatch):
+    program, *args = command
+    if program == 'pip':
+        assert args[:2] == ['install', '-e']
+        extras = re.findall(r'^(\w+) = \[', read('pyproject.toml').split('optional-dependencies]')[1], re.MULTILINE)
+        assert re.fullmatch(r'\.\[(\w+)\]', args[2])[1] in extras
+    elif program == 'timm-rep':
+        _check_timm_rep(args, monkeypatch)
+    elif program == 'torchrun':
+        options = torch.distributed.run.get_args_parser().parse_args(args)
+        inner = [options.training_script, *options.training_script_args]
+        _check_command(inner if options.no_python else ['python', *inner], monkeypatch)
+    elif program == 'python':
+        check = _check_script if '/' in args[0] else _check_timm_script
+        check(args[0], args[1:], monkeypatch)
+    else:
+        assert command == ['pytest']
+
+
+@pytest.mark.parametrize('document', DOCUMENTS)
+def test_commands(document, monkeypatch):
+    for block in blocks(document, 'sh'):
+        for line in block.strip().replace('\\\n', ' ').splitlines():
+            for command in line.split('&&'):
+                words = shlex.split(command, comments=True)
+                try:
+                    _check_command(words, monkeypatch)
+                except SystemExit:
+                    pytest.fail(f'{document}: {line!r} does not parse')
+
+
+@pytest.mark.parametrize('document', [*DOCUMENTS, 'CHANGELOG.md', 'timm_rep/scales/packaged/README.md'])
+def test_paths(document):
+    """Every code block is Python or a command, and every file or folder of the repository that is named exists."""
+    text = read(document)
+    assert set(re.findall(r'^ *```(.+)$', text, re.MULTILINE)) <= {'python', 'sh'}
+    text = text.partition('<!-- Below this line')[0]  # commands as they were when something was measured
+    for path in re.findall(r'(?<![\w./])((?:docs|hub|scripts|tests|timm_rep)/[a-z0-9_./*-]*[a-z0-9_/])', text):
+        if not path.startswith(('hub/repa_deit_tiny.mine', 'hub/repopt_vgg_b1.in1k')):
+            assert list(ROOT.glob(path)), f'{document}: there is no {path}'
+
+
+def test_readme_on_the_package_index():
+    """README.md is short, and has no relative links, which break there, except for the picture."""
+    text = read('README.md')
+    assert len(text.splitlines()) <= 220
+    links = re.findall(r'\]\((?!https://)(.*?)\)', text)
+    assert links == ['docs/demo.png']
+    assert (ROOT / links[0]).stat().st_size < 150_000
+    for command in ("pip install -e '.[demo]' && timm-rep demo", "pip install -e '.[test]' && pytest"):
+        assert command in text.splitlines()
+
+
+def tables(document, heading):
+    """The tables of a section, as lists of rows of cells, without their heads."""
+    section = re.search(rf'^## {heading}\n(.*?)(?=^#+ |\Z)', read(document), re.DOTALL | re.MULTILINE)[1]
+    return [[
+        [cell.strip() for cell in line.strip('|').split('|')] for line in table.splitlines()[2:]
+    ] for table in re.findall(r'(?:^\|.*\|$\n?)+', section, re.MULTILINE)]
+
+
+def test_models():
+    """The table has all models, and their parameters: counted, or as in the papers, which test_paper compares."""
+    published = {
+        (row.model, row.folded): row.params for row in PAPER_ROWS
+        if row.table == 1 and not row.model_args}
+    rows, = tables('README.md', 'Models')
+    listed = []
+    for names, *cells in rows:
+        names = re.findall(r'`(\w+)`', names)
+        prefix = re.match(r'(.*_)?', names[0])[1]
+        names = [prefix + name[1:] if name.startswith('_') else name for name in names]
+        listed += names
+        for folded, numbers in enumerate(cells):
+            if numbers in ('', 'the same'):
+                continue
+            expected = []
+            for name in names:
+                args = dict(reparameterized=True) if folded else {}
+                params = published.get((name, bool(folded)))
+                if params is None:
+                    params = count_params(timm.create_model(name, device='meta', **args)) / 1e6
+                expected.append(f'{params:.1f}')
+            assert numbers.split(', ') == expected, names
+    ours = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith('timm_rep.')]
+    assert sorted(listed) == sorted(ours)
+    less = 1 - published['repa_deit_base', True] / published['repa_deit_base', False]
+    assert f'{less:.0%} fewer parameters' in read('README.md')
+
+
+def _rows(section, machine):
+    path, = RESULTS.glob(f'{machine}*-2-threads/{section}.json')
     return json.loads(path.read_text())['rows']
 
 
-def test_speed():
-    """Every number of its tables is one of the committed results."""
-    section = re.search(r'\n## Speed\n(.*?)\n## ', (ROOT / 'README.md').read_text(), re.DOTALL)[1]
-    tables = [[
-        [cell.strip('` ') for cell in line.strip('|').split('|')] for line in table.splitlines()[2:]
-    ] for table in re.findall(r'(?:^\|.*\|$\n?)+', section, re.MULTILINE)]
-    inference, training, repopt = tables
-    machines = 'amd-epyc', 'intel'
-    epyc, xeon = (
-        {(row['model'], row['mode']): str(row['folded / vanilla']) for row in _results('repa-infer', machine)}
-        for machine in machines)
-    paper = {row['model']: str(row['paper']) for row in _results('repa-infer')}
-    assert inference == [
-        [model, epyc[model, 'eager'], epyc[model, 'compile'], xeon[model, 'eager'], paper[model]] for model in paper]
-    fused = [xeon[f'repa_swin_{size}', 'eager, TIMM_FUSED_ATTN=2'] for size in ('tiny', 'small', 'base')]
-    text = ' '.join(section.split())
-    assert '{}, {} and {} for T, S and B'.format(*fused) in text
+MACHINES = 'amd-epyc', 'intel'
 
-    def compared(name, columns, ours, theirs):
-        both = zip(*(_results(name, machine) for machine in machines))
-        return [[
-            *(str(row[k]) for k in ('model', 'img_size') if k in row),
-            *(str(of[column]) for of in (row, other) for column in columns),
+
+def _inference():
+    """The speedups of folded models by (model, mode), on both machines."""
+    return [
+        {(row['model'], row['mode']): str(row['folded / vanilla']) for row in _rows('repa-infer', machine)}
+        for machine in MACHINES]
+
+
+def _training(section, columns, ours, theirs):
+    """By model and image size: both machines' columns, and the ratio of the peak memories on the first one."""
+    return {
+        tuple(str(row[k]) for k in ('model', 'img_size') if k in row): [
+            *(str(each[column]) for each in (row, other) for column in columns),
             str(round(row[f'{ours}, peak (MB)'] / row[f'{theirs}, peak (MB)'], 2)),
-        ] for row, other in both]
+        ] for row, other in zip(*(_rows(section, machine) for machine in MACHINES), strict=True)
+    }
 
-    assert training == compared('repa-train', ('matrix', 'matrix / vanilla'), 'matrix', 'released')
-    assert repopt == compared(
-        'repopt-train', ('RepOpt-VGG', 'RepOpt-VGG, channels-last'), 'RepOpt-VGG', 'RepVGG')
+
+def test_headline_speeds():
+    rows, = tables('README.md', 'Speed')
+    epyc, xeon = _inference()
+    paper = {row['model']: str(row['paper']) for row in _rows('repa-infer', 'amd-epyc')}
+    repa = _training('repa-train', ['matrix'], 'matrix', 'released')
+    repopt = _training('repopt-train', ['RepOpt-VGG'], 'RepOpt-VGG', 'RepVGG')
+    for what, *numbers in rows:
+        model, = re.findall(r'`(\w+)`', what)
+        if what.startswith('folded'):
+            assert numbers == [epyc[model, 'eager'], xeon[model, 'eager'], paper[model]]
+            continue
+        *speeds, memory = repa[model,] if model.startswith('repa') else repopt[model, '160']
+        assert numbers[:2] == speeds
+        assert f'({memory} of its memory)' in what
+
+
+def test_speeds_in_the_results():
+    """Every number in the tables and in the text above the generated ones."""
+    document = 'scripts/results/README.md'
+    text = ' '.join(read(document).partition('<!-- Below this line')[0].split())
+    epyc, xeon = _inference()
+    models = [row for row in _rows('repa-infer', 'amd-epyc') if row['mode'] == 'eager']
+    assert tables(document, 'Inference') == [[
+        [f'`{name}`', epyc[name, 'eager'], epyc[name, 'compile'], xeon[name, 'eager'], str(row['paper'])]
+        for row in models for name in [row['model']]]]
+    fused = [xeon[f'repa_swin_{size}', 'eager, TIMM_FUSED_ATTN=2'] for size in ('tiny', 'small', 'base')]
+    assert '{}, {} and {} for Swin-T, S and B'.format(*fused) in text
+    less = {row['model']: row['arithmetic'] for row in _rows('parts', 'amd-epyc')}
+    names = 'repa_deit_base', 'repa_vit_huge', 'repa_lvvit_s', 'repa_lvvit_m'
+    assert '{} times less for DeiT-Base, {} for ViT-Huge, {} and {} for LV-ViT-S and M'.format(
+        *(less[name] for name in names)) in text
+
+    for heading, compared in (
+            ('Training steps of RePaFormers',
+             _training('repa-train', ['matrix', 'matrix / vanilla'], 'matrix', 'released')),
+            ('Training steps of RepOpt-VGG',
+             _training('repopt-train', ['RepOpt-VGG', 'RepOpt-VGG, channels-last'], 'RepOpt-VGG', 'RepVGG'))):
+        assert tables(document, heading) == [[
+            [f'`{model}`', *size, *numbers] for (model, *size), numbers in compared.items()]]
     shares = []
-    for machine in machines:
+    for machine in MACHINES:
         step, = (
-            row for row in _results('repopt-parts', machine)
+            row for row in _rows('repopt-parts', machine)
             if (row['form'], row['img_size']) == ('RepOpt-VGG', 160))
         parts = [step[part] for part in ('convolutions', 'norms', 'optimizer', 'rest')]
         shares.append(f'{100 * parts[0] / sum(parts):.0f}%')
     assert "{} of B1's step at 160 pixels are convolutions on the EPYC, {} on the Xeon".format(*shares) in text
-    less = {row['model']: row['arithmetic'] for row in _results('parts')}
-    names = 'repa_deit_base', 'repa_vit_huge', 'repa_lvvit_s', 'repa_lvvit_m'
-    assert '{} times less for DeiT-Base, {} for ViT-Huge, {} and {} for LV-ViT-S and M'.format(
-        *(less[name] for name in names)) in text
+
+    path, = RESULTS.glob('*/weight-selection-digits.json')
+    digits = {row['row']: row for row in json.loads(path.read_text())['rows']}
+    accuracy = [f'{digits[row]["accuracy"] + 1e-9:.1f}%' for row in ('random', 'mimetic', 'uniform')]
+    assert '{} from random initialization, {} from mimetic initialization and {} from `uniform`'.format(
+        *accuracy) in text
+    assert f'needs {digits["uniform"]["epochs_to_random"]} epochs' in text
+    plain, random = digits['repa-plain'], digits['repa-random']
+    assert (
+        f'reaches {plain["first_epoch"]:.1f}% after one epoch and ends at {plain["accuracy"]:.1f}%; from random '
+        f'initialization it ends at {random["accuracy"]:.1f}%') in text

@@ -1,4 +1,4 @@
-"""The parameters and complexities that the papers publish, and what this package's models count to beside them."""
+"""Parameters and complexities published in the papers, and the counts of this package's models."""
 from functools import cache
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
@@ -10,18 +10,18 @@ __all__ = ['PAPER_ROWS', 'SPEEDUPS', 'VANILLA', 'Count', 'PaperRow', 'count_row'
 
 
 class PaperRow(NamedTuple):
-    """One row of a paper's table, and the model it is about.
+    """One row of a table of the papers.
 
     Attributes:
         table: Number of the table.
-        label: The row's name there.
-        model: Name of the timm model, of this package or the vanilla backbone.
-        params: Published parameters, millions.
-        gmacs: Published complexity, 1e9 multiply-accumulates.
-        folded: Whether the figures are those of the deploy structure.
-        model_args: Arguments of create_model.
-        paper: 'RePaFormer' or 'RepOptimizers'.
-        note: Why the complexity agrees with neither count, where it does not.
+        label: Name of the row.
+        model: Name of the model in timm: one of this package, or a vanilla backbone.
+        params: Published parameters, in millions.
+        gmacs: Published complexity, in 1e9 multiply-accumulates.
+        folded: Whether the row is about the deploy structure. Default: False.
+        model_args: Further arguments of ``create_model``.
+        paper: 'RePaFormer' (the default) or 'RepOptimizers'.
+        note: Reason for a complexity that agrees with neither count; empty if it agrees with one.
     """
     table: int
     label: str
@@ -29,17 +29,17 @@ class PaperRow(NamedTuple):
     params: float
     gmacs: float
     folded: bool = False
-    model_args: Dict[str, Any] = {}  # noqa: RUF012, a default that nothing changes
+    model_args: Dict[str, Any] = {}  # noqa: RUF012, never modified
     paper: str = 'RePaFormer'
     note: str = ''
 
 
-# timm's ViT-Huge has patch size 14 and, by its first pretrained tag, no classifier
+# timm's ViT-Huge has patch size 14 and, by the default of its first tag, no classifier
 _VIT_HUGE_16 = dict(patch_size=16, num_classes=1000)
 _HEADLESS = dict(num_classes=0)
 _POOLFORMER_S12 = 'table 1 has 1.8 for RePa-PoolFormer-s12 before folding, which has the same layers'
 
-# The vanilla backbone of a RePaFormer and its arguments of create_model, as table 2 has them side by side
+# For each RePaFormer, the vanilla backbone that table 2 compares it with, and arguments of create_model
 VANILLA: Dict[str, Tuple[str, Dict[str, Any]]] = {
     **{f'repa_deit_{size}': (f'deit_{size}_patch16_224', {}) for size in ('tiny', 'small', 'base')},
     **{f'repa_vit_{size}': (f'vit_{size}_patch16_224', {}) for size in ('small', 'base', 'large')},
@@ -50,7 +50,7 @@ VANILLA: Dict[str, Tuple[str, Dict[str, Any]]] = {
     **{f'repa_mixer_{size}': (f'mixer_{size}_224', {}) for size in ('s32', 's16', 'b32', 'b16', 'l32', 'l16')},
 }
 
-# Throughput gains of folded models over their vanilla backbones, of table 2
+# Throughput gain of folded models over their vanilla backbones (table 2)
 SPEEDUPS: Dict[str, float] = {
     'repa_deit_tiny': 0.326,
     'repa_deit_small': 0.544,
@@ -170,14 +170,14 @@ PAPER_ROWS = (
 
 
 class Count(NamedTuple):
-    """What a model counts to, against its row of the paper.
+    """Counted parameters and multiply-accumulates of the model of a row.
 
     Attributes:
-        params: Parameters.
-        macs: Multiply-accumulates for one image.
-        agrees: Which of the two counts the published complexity agrees with: 'without attention' or 'with attention'
-            (within 3%; the nearer one), the same followed by ', rounded' (off by more, equal at the one decimal that
-            the paper prints), or None.
+        params: Number of parameters.
+        macs: Multiply-accumulates per image.
+        agrees: The count that the published complexity agrees with: 'without attention' or 'with attention' (the
+            nearer one, within 3%), the same followed by ', rounded' (further off, but equal when rounded to the
+            paper's one decimal), or None.
     """
     params: int
     macs: Macs

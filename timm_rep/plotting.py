@@ -1,4 +1,4 @@
-"""Figures of the papers: scales, kernels, latency by part, and the weights of attention."""
+"""Figures of the papers: scales, kernels, latency by part, and products of attention weights."""
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -19,7 +19,7 @@ def _figure(columns: int, rows: int):
 
 
 def tidy(axes, title: str, x: str = '', y: str = '') -> None:
-    """Give matplotlib axes their title and labels, and no frame."""
+    """Set the title and labels of matplotlib axes and hide the upper and right spines."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)
@@ -28,18 +28,18 @@ def tidy(axes, title: str, x: str = '', y: str = '') -> None:
 
 
 def plot_scales(scales: Mapping[str, Scales]):
-    """Draw scales: their means by block (figure 7), and in the course of the search where that is known (figure 6).
+    """Draw the mean scales by block, and by epoch of the search if known (RepOptimizers, figures 7 and 6).
 
-    A line a branch, broken between stages; a column a set of scales, all with the same axes.
+    One column per set of scales with shared axes, one line per branch, interrupted between stages.
 
     Args:
-        scales: Scales by what to call them.
+        scales: Scales by title.
 
     Returns:
         A matplotlib Figure.
 
     Raises:
-        ValueError: There are none.
+        ValueError: ``scales`` is empty.
     """
     from matplotlib.lines import Line2D
 
@@ -56,7 +56,7 @@ def plot_scales(scales: Mapping[str, Scales]):
         tidy(column[0], name, 'block', 'mean of the scales')
         if rows > 1:
             layer = _draw_course(column[1], each, colors)
-            tidy(column[1], layer or f'{name}: the course of the search is not in the file', 'epoch',
+            tidy(column[1], layer or f'{name}: the history of the search is not in the file', 'epoch',
                  'mean of the scales')
     handles = [Line2D([], [], color=color, marker='.', label=branch) for branch, color in colors.items()]
     grid[0, 0].legend(handles=handles, frameon=False, fontsize=8)
@@ -74,7 +74,7 @@ def _draw_depth(axes, scales: Scales, colors: Mapping[str, str]) -> None:
 
 
 def _draw_course(axes, scales: Scales, colors: Mapping[str, str]) -> Optional[str]:
-    """Draw the last layer of the longest stage, and return its name."""
+    """Draw the history of the last layer of the longest stage; return its name, or None without a history."""
     longest = max(scales.stages().values(), key=len)[-1]
     if longest not in scales.history:
         return None
@@ -84,13 +84,16 @@ def _draw_course(axes, scales: Scales, colors: Mapping[str, str]) -> Optional[st
 
 
 def kernel_layer(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """The layer that the paper looks at: in the middle of the stage with the most kernels (the 8th of 16 in B1).
+    """The layer that the paper draws: the middle one in the stage with the most 3 x 3 kernels (8th of 16 in B1).
 
     Args:
-        state_dict: Of a model with kernels of 3 x 3.
+        state_dict: State dict of a model with 3 x 3 kernels.
+
+    Returns:
+        Name of the kernel in the state dict.
 
     Raises:
-        ValueError: It has none.
+        ValueError: There is no 3 x 3 kernel.
     """
     stages: Dict[Tuple[str, ...], List[str]] = {}
     for name, value in state_dict.items():
@@ -107,19 +110,19 @@ def _is_kernel(value: torch.Tensor) -> bool:
 
 
 def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: Optional[Sequence[str]] = None):
-    """Draw how the entries of a 3 x 3 kernel are distributed, the centre against its surroundings (figures 3 and 5).
+    """Draw the distribution of the entries of a 3 x 3 kernel, centre and surroundings (RepOptimizers, figures 3, 5).
 
-    A column a checkpoint; the standard deviations, as table 11 has them, are in the legends.
+    One column per checkpoint. The legends show the standard deviations (table 11).
 
     Args:
-        state_dicts: State dicts by what to call them.
-        layers: Names of the kernels, one for each state dict; what kernel_layer() chooses if None.
+        state_dicts: State dicts by title.
+        layers: Names of the kernels, one for each state dict. Default: :func:`kernel_layer` of each.
 
     Returns:
         A matplotlib Figure.
 
     Raises:
-        ValueError: A state dict has no such kernel.
+        ValueError: ``state_dicts`` is empty, or one has no such kernel.
     """
     if not state_dicts:
         raise ValueError('There are no checkpoints to draw.')
@@ -144,16 +147,16 @@ def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: 
 
 
 def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
-    """Draw where the time of a pass goes, a stacked bar a model (RePaFormer, figure 3).
+    """Draw the latency of the parts of models as stacked bars (RePaFormer, figure 3).
 
     Args:
-        profiles: For each group of bars what to call it, and in it milliseconds by part, by the name of a bar.
+        profiles: By title of a group of bars and by label of a bar: milliseconds by part.
 
     Returns:
         A matplotlib Figure.
 
     Raises:
-        ValueError: There are none.
+        ValueError: ``profiles`` is empty.
     """
     if not profiles:
         raise ValueError('There are no latencies to draw.')
@@ -175,7 +178,7 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
 
 
 def diagonal(product: torch.Tensor) -> float:
-    """The mean on the diagonal of a square matrix, by the standard deviation beside it."""
+    """Strength of the diagonal of a square matrix: its mean, divided by the standard deviation of the other entries."""
     on = torch.eye(len(product), dtype=torch.bool)
     return (product[on].mean() / product[~on].std()).item()
 
@@ -183,19 +186,19 @@ def diagonal(product: torch.Tensor) -> float:
 def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 64):
     """Draw the products of attention weights of models (weight selection, figure 5).
 
-    Above ``W_q W_k^T``, the mean over heads, below ``W_v W_proj``; a column a model. In pretrained models the first
-    often has a positive diagonal and the second a negative one; above each is how strong it is, see :func:`diagonal`.
+    One column per model, ``W_q W_k^T`` (mean over heads) above ``W_v W_proj``. In pretrained models the first often has
+    a positive diagonal and the second a negative one; the titles show their strength, see :func:`diagonal`.
 
     Args:
-        models: timm models with ``qkv`` attention, by what to call them.
-        block: Which of their attentions, counted from 0.
-        clip: Draw so many channels at most.
+        models: timm models with ``qkv`` attention, by title.
+        block: Index of the attention in each model, from 0.
+        clip: Largest number of channels to draw.
 
     Returns:
         A matplotlib Figure.
 
     Raises:
-        ValueError: There are no models, or one has no such attention.
+        ValueError: ``models`` is empty, or a model has no such attention.
     """
     if not models:
         raise ValueError('There are no models to draw.')

@@ -26,9 +26,16 @@ _COMMANDS = (
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Run ``timm-rep`` with these arguments, the process's own if None, and return its exit status."""
+    """Run ``timm-rep``.
+
+    Args:
+        argv: Command-line arguments. Default: those of the process.
+
+    Returns:
+        Exit status.
+    """
     parser = argparse.ArgumentParser(
-        prog='timm-rep', description='Structural and gradient re-parameterization for timm.')
+        prog='timm-rep', description='Structural and gradient re-parameterization for timm models.')
     parser.add_argument('--version', action='version', version=f'timm-rep {__version__}')
     commands = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
     for command in _COMMANDS:

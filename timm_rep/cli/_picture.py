@@ -1,16 +1,23 @@
-"""Pictures that commands write."""
+"""The ``--output`` of commands that draw."""
 from pathlib import Path
 
 from timm_rep.utils.atomic import check_writable, replacing_files
 
 
 def check_picture(output: str, command: str) -> Path:
-    """The path of ``--output``, if a picture can be written there; before the work whose picture it is.
+    """Check, before any work is done, that a picture can be written to ``--output``.
+
+    Args:
+        output: Value of ``--output``.
+        command: Name of the command, for the error message.
+
+    Returns:
+        The path.
 
     Raises:
-        ValueError: It is no name of a picture.
-        ModuleNotFoundError: There is no matplotlib.
-        OSError: Its folder cannot be written.
+        ValueError: ``output`` is not the name of a .png, .svg or .pdf file.
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: The folder is not writable.
     """
     path = Path(output)
     if path.suffix not in ('.png', '.svg', '.pdf') or path.is_dir():
@@ -24,6 +31,7 @@ def check_picture(output: str, command: str) -> Path:
 
 
 def save_picture(figure, path: Path) -> None:
+    """Write a matplotlib Figure to a file and print its path."""
     with replacing_files(path.parent) as temporary:
         figure.savefig(temporary / path.name, dpi=150)
     print(f'Picture: {path}')

@@ -1,14 +1,14 @@
-"""``timm-rep demo``: train a small RePaFormer, fold it, compare; train a plain net with RepSGD and with SGD."""
+"""``timm-rep demo``: train and fold a small RePaFormer; train a plain net with RepSGD and with SGD."""
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('demo', help='train a small RePaFormer and a small RepOpt-VGG on handwritten digits')
     parser.add_argument('--output', default='timm-rep-demo', metavar='DIR', help='folder for the results (%(default)s)')
-    parser.add_argument('--device', default='cpu', help='device to train and measure on (%(default)s)')
-    parser.add_argument('--seed', type=int, default=0, help='seed of everything random (%(default)s)')
+    parser.add_argument('--device', default='cpu', help='device for training and measurements (%(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='random seed (%(default)s)')
     parser.add_argument(
         '--epochs', type=int, default=12,
-        help='passes over the training images, half as many in the second part (%(default)s)')
+        help='training epochs of the first part; the second part trains half as many (%(default)s)')
     parser.set_defaults(run=run)
 
 
@@ -29,13 +29,13 @@ def run(args) -> int:
         ))
     rates = [row['throughput'] for row in result.rows.values()]
     print(
-        f'\nFolded, the RePa-DeiT is {rates[2] / rates[1]:.2f}x as fast as before and {rates[2] / rates[0]:.2f}x as '
-        f'fast as the plain ViT.\nIts logits differ by {result.logits_difference:.1e} of the largest one.')
+        f'\nThroughput of the folded RePa-DeiT: {rates[2] / rates[1]:.2f}x that of the unfolded one, '
+        f'{rates[2] / rates[0]:.2f}x that of the plain ViT.\n'
+        f'Largest relative difference of the logits after folding: {result.logits_difference:.1e}.')
     accuracy, difference = result.repopt.accuracy, result.repopt.csla_difference
     print(
         f'\nOne stack of 28 plain convolutions: {accuracy["RepSGD"]:.1f}% with RepSGD, {accuracy["SGD"]:.1f}% with SGD.'
-        f'\nFrom one start, {len(difference["SGD"])} steps later, the logits differ from the multi-branch (CSLA) '
-        f"net's\nby {difference['RepSGD'][-1]:.1e} of the largest with RepSGD, by {difference['SGD'][-1]:.1e} with SGD "
-        '(float64).')
+        f'\nRelative difference to the logits of the multi-branch (CSLA) net after {len(difference["SGD"])} steps in '
+        f"float64:\n{difference['RepSGD'][-1]:.1e} with RepSGD, {difference['SGD'][-1]:.1e} with SGD.")
     print(f'\nPicture: {result.picture}\nModel:   {result.model_folder}\n\nLoad and use it:\n\n{result.usage}')
     return 0

@@ -1,19 +1,19 @@
-"""``timm-rep models``: every model of the papers' tables, counted beside the published figures."""
+"""``timm-rep models``: counted and published parameters and MACs of the models in the papers' tables."""
 import fnmatch
 
 from timm_rep.paper import PAPER_ROWS, count_row
 
 _NOTES = """
-MACs of one image, counted by torch.utils.flop_counter: 'layers' are linear layers and convolutions, 'all' adds the
-products of attention (q k^T and its product with v). The papers' column mixes the two; '=' marks the count that it
-agrees with, within 3%. '~' marks one that is further off but the same when rounded to the one decimal that the paper
-prints, '!' a row that agrees with neither.
+MACs per image, counted by torch.utils.flop_counter. 'layers': linear layers and convolutions; 'all': also the matrix
+products of attention (q k^T and its product with v). The papers use both counts. '=' marks the one that a published
+value agrees with within 3%, '~' one that is further off but equal when rounded to the paper's one decimal, and '!' a
+published value that agrees with neither.
 """
 
 
 def add_parser(commands) -> None:
-    parser = commands.add_parser('models', help='count parameters and MACs beside the papers\' figures')
-    parser.add_argument('filter', nargs='?', default='*', help='only models whose name matches, e.g. "repa_deit_*"')
+    parser = commands.add_parser('models', help='print parameters and MACs beside those in the papers')
+    parser.add_argument('filter', nargs='?', default='*', help='pattern of model names, e.g. "repa_deit_*" (all)')
     parser.set_defaults(run=run)
 
 

@@ -1,24 +1,24 @@
-"""``timm-rep profile``: where the time of a model goes: vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
+"""``timm-rep profile``: latency by part, vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
 
 from timm.utils import ParseKwargs
 
 
 def add_parser(commands) -> None:
-    parser = commands.add_parser('profile', help='where the time of a model goes: vanilla, RePa and folded')
+    parser = commands.add_parser('profile', help='time the parts of a model: vanilla, RePa and folded')
     parser.add_argument(
         'models', nargs='+', metavar='MODEL',
-        help="models of this package's RePaFormers, or of timm's that convert_to_repa() takes")
+        help='RePa models, or other timm models that convert_to_repa() converts')
     parser.add_argument('-o', '--output', default='profile.png', metavar='FILE', help='picture to write (%(default)s)')
-    parser.add_argument('--device', default='cpu', help='(%(default)s)')
-    parser.add_argument('--batch-size', type=int, default=1, metavar='N', help='images a pass (%(default)s)')
-    parser.add_argument('--img-size', type=int, metavar='N', help="side of the images (the models' own)")
+    parser.add_argument('--device', default='cpu', help='device (%(default)s)')
+    parser.add_argument('--batch-size', type=int, default=1, metavar='N', help='batch size (%(default)s)')
+    parser.add_argument('--img-size', type=int, metavar='N', help="image size in pixels (the model's own)")
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
-        help='arguments of the RePa models, such as idle_ratio=0.5')
+        help='arguments of the RePa models, e.g. idle_ratio=0.5')
     parser.add_argument(
-        '--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32', help='of weights (%(default)s)')
-    parser.add_argument('--channels-last', action='store_true', help='memory format of the images')
-    parser.add_argument('--rounds', type=int, default=15, metavar='N', help='timed passes, medians count (%(default)s)')
+        '--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32', help='dtype (%(default)s)')
+    parser.add_argument('--channels-last', action='store_true', help='use channels-last memory')
+    parser.add_argument('--rounds', type=int, default=15, metavar='N', help='timed passes (%(default)s)')
     parser.set_defaults(run=run)
 
 
@@ -33,7 +33,7 @@ def run(args) -> int:
 
     output = check_picture(args.output, 'profile')
     if min(args.batch_size, args.rounds) < 1:
-        raise ValueError('--batch-size and --rounds are 1 or more.')
+        raise ValueError('--batch-size and --rounds must be at least 1.')
     profiles = {}
     for name in args.models:
         torch.manual_seed(0)
@@ -51,7 +51,7 @@ def run(args) -> int:
 
 
 def _build(name: str, args):
-    """The vanilla model of timm's and its RePa form, both as just initialized."""
+    """The vanilla timm model and its RePa form, both with initial weights."""
     import timm
     import torch
 

@@ -1,4 +1,4 @@
-"""The package's two main jobs at the size of a coffee break, on real images."""
+"""``timm-rep demo``: a RePaFormer and a RepOpt-VGG, trained on small real images within minutes."""
 import os
 from pathlib import Path
 from typing import Dict, NamedTuple, Union
@@ -21,16 +21,17 @@ print(model(create_transform(**resolve_model_data_config(model))(Image.open({dig
 
 
 class DemoResult(NamedTuple):
-    """What the demo measured.
+    """Results of :func:`run_demo`.
 
     Attributes:
-        rows: For each of the plain ViT, the RePa model and the folded RePa model: accuracy (percent of the validation
-            images), params, macs (of one image), throughput (images per second).
-        logits_difference: Largest difference between the logits before and after folding, relative to the largest.
-        repopt: What the second part measured, RepSGD against SGD.
-        model_folder: The folded model, model.safetensors and config.json.
-        picture: The picture of all this.
-        usage: Three lines of Python that load and use the folded model.
+        rows: For the plain ViT, the RePa model and the folded RePa model, by label: ``accuracy`` (percent of the
+            validation images), ``params``, ``macs`` (per image) and ``throughput`` (images per second).
+        logits_difference: Largest difference between the logits before and after folding, relative to the largest
+            logit.
+        repopt: Results of the second part, RepSGD against SGD.
+        model_folder: Folder with the model.safetensors and config.json of the folded model.
+        picture: Path of the picture of the results.
+        usage: Three lines of Python that load and run the folded model.
     """
     rows: Dict[str, Dict[str, float]]
     logits_difference: float
@@ -44,7 +45,7 @@ def _usable(device: Union[str, torch.device]) -> torch.device:
     try:
         device = torch.device(device)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as e:  # torch builds without CUDA assert
+    except (RuntimeError, AssertionError) as e:  # torch without CUDA raises AssertionError
         raise RuntimeError(f'cannot use the device {str(device)!r}: {str(e).splitlines()[0]}') from e
     return device
 
@@ -65,36 +66,40 @@ def run_demo(
         seed: int = 0,
         epochs: int = 12,
 ) -> DemoResult:
-    """Train a small RePa-DeiT and the plain ViT of its size on handwritten digits, fold the former, compare.
+    """Train, fold and compare small models on handwritten digits.
 
-    Then train a deep stack of plain convolutions with RepSGD and with SGD.
+    The first part trains a RePa-DeiT and the plain ViT of its size, folds the RePa-DeiT and compares the three. The
+    second part trains a deep stack of plain convolutions with RepSGD and with SGD.
 
-    Writes demo.png, digit.png (a validation image) and the folded model into the output folder. Seeds the random
-    number generators of Python, NumPy and torch; the same seed, machine and thread count give the same weights.
+    Writes demo.png, digit.png (a validation image) and the folded model to the output folder. Seeds the random number
+    generators of Python, NumPy and torch; the same seed, machine and number of threads give the same weights.
 
     Args:
-        output: Folder to write to, created if need be.
-        device: Device to train and measure on.
-        seed: Seed of the split, the initialization and the augmentation.
-        epochs: Epochs of training of the first part; the second takes half as many.
+        output: Folder to write to, created if it does not exist.
+        device: Device for training and measurements.
+        seed: Seed for the split, the initialization and the augmentation, 0 to 2 ** 32 - 1.
+        epochs: Training epochs of the first part, at least 1; the second part trains half as many.
+
+    Returns:
+        The results and the paths of the files.
 
     Raises:
-        OSError: The output folder cannot be written.
-        ModuleNotFoundError: scikit-learn or matplotlib is missing.
-        RuntimeError: The device cannot be used.
-        ValueError: The number of epochs or the seed is out of range.
+        OSError: The output folder is not writable.
+        ModuleNotFoundError: scikit-learn or matplotlib is not installed.
+        RuntimeError: The device is not usable.
+        ValueError: ``epochs`` or ``seed`` is out of range.
     """
     if epochs < 1:
-        raise ValueError(f'epochs is the number of passes over the training images, at least 1, got {epochs}.')
+        raise ValueError(f'epochs must be at least 1, got {epochs}.')
     if not 0 <= seed < 2 ** 32:
-        raise ValueError(f'seed is a number from 0 to 2 ** 32 - 1, got {seed}.')
+        raise ValueError(f'seed must be from 0 to 2 ** 32 - 1, got {seed}.')
     device = _usable(device)
     try:
         import matplotlib  # noqa: F401
 
         train_set, val_set = load_split(seed)
     except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"{e.name} is missing, the demo needs it: pip install 'timm-rep[demo]'.") from e
+        raise ModuleNotFoundError(f"The demo needs {e.name}: pip install 'timm-rep[demo]'.") from e
     output = _usable_output(output)
 
     repa = run_repa(train_set, val_set, device, seed, epochs)

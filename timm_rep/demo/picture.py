@@ -1,4 +1,4 @@
-"""The picture that the demo draws."""
+"""The picture of the demo's results."""
 from pathlib import Path
 from typing import List
 
@@ -17,13 +17,13 @@ _PANELS = (
 
 
 def draw(result, samples: Images, predictions: List[int], path: Path) -> None:
-    """Draw a DemoResult.
+    """Draw the results of the demo.
 
     Args:
-        result: What the demo measured.
+        result: A DemoResult.
         samples: Validation images.
-        predictions: What the folded model reads in the first of them.
-        path: Where to write the picture.
+        predictions: Classes that the folded model predicts for the first validation images.
+        path: PNG file to write.
     """
     from matplotlib.figure import Figure
 
@@ -46,7 +46,7 @@ def _bars(axes, values, form: str, title: str) -> None:
 def _draw_repa(figure, result) -> None:
     figure.suptitle(
         'RePaFormer: train, then fold '
-        f'(logits differ by {result.logits_difference:.1e} of the largest, before against after folding)', fontsize=11)
+        f'(largest relative difference of the logits: {result.logits_difference:.1e})', fontsize=11)
     for axes, (key, title, unit, form) in zip(figure.subplots(1, len(_PANELS)), _PANELS):
         _bars(axes, {label: row[key] * unit for label, row in result.rows.items()}, form, title)
 
@@ -60,7 +60,7 @@ def _draw_repopt(figure, repopt) -> None:
     losses.legend(frameon=False, fontsize=8)
     tidy(losses, 'training loss', x='step')
     for label, color in zip(repopt.accuracy, _COLORS[-2:]):
-        # what agrees exactly has no place on a logarithmic axis
+        # a logarithmic axis cannot show 0
         difference.semilogy([max(d, 1e-17) for d in repopt.csla_difference[label]], label=label, color=color)
     difference.legend(frameon=False, fontsize=8)
     tidy(
@@ -68,7 +68,7 @@ def _draw_repopt(figure, repopt) -> None:
 
 
 def _draw_samples(figure, samples: Images, predictions: List[int]) -> None:
-    figure.suptitle('Validation images, and what the folded model reads', fontsize=11)
+    figure.suptitle('Validation images and predictions of the folded model', fontsize=11)
     for axes, image, target, prediction in zip(
             figure.subplots(1, len(predictions)), samples.images, samples.targets, predictions):
         axes.imshow(image, cmap='gray_r')

@@ -1,4 +1,4 @@
-"""The first part of the demo: a RePa-DeiT, folded, and the plain ViT of its size."""
+"""First part of the demo: a RePa-DeiT, its folded form and the plain ViT of its size."""
 from pathlib import Path
 from typing import Dict, NamedTuple
 
@@ -13,19 +13,18 @@ from timm_rep.utils.training import evaluate
 
 from . import training
 
-# a ViT that two CPU cores train in a minute; the mean over all tokens learns faster on so few images than a class token
+# trains within a minute on two CPU cores; average pooling learns faster than a class token on this few images
 _MODEL_ARGS = dict(patch_size=4, embed_dim=128, depth=4, num_heads=4, global_pool='avg', img_size=16)
 
 
 class RePaResult(NamedTuple):
-    """What the first part measured.
+    """Results of the first part.
 
     Attributes:
-        rows: For each of the plain ViT, the RePa model and the folded RePa model: accuracy (percent of the validation
-            images), params, macs (of one image), throughput (images per second).
-        logits_difference: Largest difference between the logits before and after folding, relative to the largest.
+        rows: See :class:`timm_rep.demo.DemoResult`.
+        logits_difference: See :class:`timm_rep.demo.DemoResult`.
         folded: The folded model.
-        predictions: What it reads in the validation images.
+        predictions: Its predicted classes for the validation images, (images,).
     """
     rows: Dict[str, Dict[str, float]]
     logits_difference: float
@@ -40,7 +39,7 @@ def run_repa(
         seed: int,
         epochs: int,
 ) -> RePaResult:
-    """Train both models, fold one, measure all three."""
+    """Train the plain ViT and the RePa-DeiT, fold the latter, and measure all three models."""
     models = {}
     for label, name in (('plain ViT', 'deit_tiny_patch16_224'), ('RePa-DeiT', 'repa_deit_tiny')):
         models[label] = model = training.create_model(name, seed, device, **_MODEL_ARGS)
@@ -63,7 +62,8 @@ def run_repa(
 
 
 def save_folded(model: nn.Module, folder: Path) -> None:
-    # named here, though newer timm finds them by itself
+    """Write model.safetensors and config.json of the folded model to a folder."""
+    # timm before 1.0.31 does not record them
     model_args = dict(_MODEL_ARGS, in_chans=1, reparameterized=True)
     with replacing_files(folder) as temporary:
         save_for_hf(model.cpu(), str(temporary), model_args=model_args, safe_serialization=True)

@@ -1,4 +1,4 @@
-"""The second part of the demo: a plain stack of convolutions as deep as RepOpt-VGG-B1, with RepSGD and with SGD."""
+"""Second part of the demo: plain convolutions, as many as in RepOpt-VGG-B1, trained with RepSGD and with SGD."""
 from typing import Dict, List, NamedTuple
 
 import torch
@@ -13,22 +13,22 @@ from timm_rep.utils.training import evaluate
 
 from . import training
 
-# 28 convolutions in a row, narrow enough for two CPU cores
+# 28 convolutions, narrow enough for two CPU cores
 _MODEL_ARGS = dict(depths=(4, 6, 16, 1), widths=(16, 24, 32, 64), stem_width=16, strides=(1, 1, 2, 2, 2))
-_OPTIMIZER_ARGS = dict(lr=0.1, momentum=0.9, weight_decay=4e-5)  # those of the paper
-# float64 on a net of six blocks and a stem
+_OPTIMIZER_ARGS = dict(lr=0.1, momentum=0.9, weight_decay=4e-5)  # as in the paper
+# a stem and six blocks, for training in float64
 _SMALL_ARGS = dict(_MODEL_ARGS, depths=(1, 2, 2, 1), strides=(2, 1, 2, 1, 2))
 _STEPS = 50
 
 
 class RepOptResult(NamedTuple):
-    """What the second part measured.
+    """Results of the second part, by optimizer: 'SGD' and 'RepSGD'.
 
     Attributes:
-        accuracy: Percent of the validation images, by optimizer: 'SGD', 'RepSGD'.
-        losses: Training loss of every step, by optimizer.
-        csla_difference: For 50 steps, by the optimizer of the plain net: the difference between its logits and those
-            of the CSLA net that torch's SGD trains beside it, relative to the largest.
+        accuracy: Accuracy in percent of the validation images.
+        losses: Training loss of every step.
+        csla_difference: For each of 50 steps, the largest difference between the logits of the plain net and those of
+            the CSLA net, which torch's SGD trains on the same batches, relative to the largest logit.
     """
     accuracy: Dict[str, float]
     losses: Dict[str, List[float]]
@@ -42,7 +42,7 @@ def run_repopt(
         seed: int,
         epochs: int,
 ) -> RepOptResult:
-    """Train the same net twice, and one in three forms in step."""
+    """Train one net with SGD and with RepSGD, and compare both with the CSLA net step by step."""
     accuracy, losses = {}, {}
     for label, opt, scales in (('SGD', 'sgd', 'none'), ('RepSGD', 'repsgd', 'init')):
         model = training.create_model('repopt_vgg_b1', seed, device, scales=scales, **_MODEL_ARGS)

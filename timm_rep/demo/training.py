@@ -1,4 +1,4 @@
-"""The demo's images, 1,797 handwritten digits of 8 x 8 pixels which come with scikit-learn, and training on them."""
+"""Data and training of the demo: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
 from typing import List, Tuple
 
 import timm
@@ -19,10 +19,12 @@ _TRAIN_BATCH_SIZE = 32
 
 
 class Images(Dataset):
+    """Grayscale images and their classes."""
+
     def __init__(self, images, targets):
         self.images = [Image.fromarray(image) for image in images]
         self.targets = targets
-        self.transform = None  # timm's loader sets it
+        self.transform = None  # set by timm's create_loader
 
     def __len__(self) -> int:
         return len(self.images)
@@ -32,7 +34,7 @@ class Images(Dataset):
 
 
 def load_split(seed: int) -> Tuple[Images, Images]:
-    """The images to train on and those to validate on."""
+    """Training and validation images: 80% and 20% of each class."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -43,6 +45,7 @@ def load_split(seed: int) -> Tuple[Images, Images]:
 
 
 def create_loader_for(dataset: Images, model: nn.Module, is_training: bool) -> DataLoader:
+    """timm's loader for the input size and normalization of a model, with mild augmentation for training."""
     augmentation = dict(hflip=0., color_jitter=0., scale=(0.85, 1.), ratio=(0.9, 1.1)) if is_training else {}
     data_config = resolve_model_data_config(model)
     return create_loader(
@@ -62,6 +65,7 @@ def create_loader_for(dataset: Images, model: nn.Module, is_training: bool) -> D
 
 
 def create_model(name: str, seed: int, device: torch.device, **kwargs) -> nn.Module:
+    """A timm model for the digits, initialized with a seed."""
     random_seed(seed)
     return timm.create_model(name, pretrained_cfg_overlay=DATA, in_chans=1, **kwargs).to(device)
 
@@ -74,10 +78,10 @@ def train(
         device: torch.device,
         **optimizer_args,
 ) -> List[float]:
-    """Train a model in place.
+    """Train a model in place, with a cosine schedule and one warm-up epoch.
 
     Returns:
-        The loss of every step.
+        Training loss of every step.
     """
     optimizer = create_optimizer_v2(model, **optimizer_args)
     scheduler, _ = create_scheduler_v2(
