@@ -360,6 +360,7 @@ def test_state_of_another_dtype(interpreted, launches):
 @pytest.mark.parametrize('rep', REPS)
 def test_a_compiled_step(interpreted, launches, rep):
     """It uses torch's own parts, which the compiler sees through."""
+    torch.compiler.reset()
     sides = make(), make()
     for params, compiled in zip(sides, (False, True)):
         optimizer = rep(params, lr=.01, fused=True)

@@ -223,7 +223,7 @@ def test_attach_where_the_weight_is_no_parameter():
     ):
         model = tiny(scales='none')
         change(model.stages[1][1].conv)
-        with pytest.raises(ValueError, match=r'stages.1.1.conv: The weight is no parameter.*weight_norm'):
+        with pytest.raises(ValueError, match=r'stages.1.1.conv: The weight is not a parameter.*weight_norm'):
             timm_rep.attach_grad_mults(model, 'ones')
         assert all(get_grad_mult(p) is None for p in model.parameters())
 

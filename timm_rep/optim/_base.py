@@ -20,7 +20,6 @@ class RepOptimizerMixin:
     - ``_plain_update(params, group)``: torch's own update of a list of parameters without a GradMult.
     - ``_multiplied_update(param, group, scratch)``: the update of one parameter with a GradMult.
     """
-    grad_scale = found_inf = None  # GradScaler sets them for the time of a step
 
     def __init__(self, params, lr=1e-3, *args, strict: bool = True, **kwargs):
         """
@@ -93,7 +92,7 @@ class RepOptimizerMixin:
         for _, params in groups:
             for param in params:
                 self._check(param)
-        if self.found_inf is not None:
+        if self._scalers['found_inf'] is not None:
             # GradScaler sums over devices, but torch's fused kernels skip a step only for exactly 1
             self.found_inf = (self.found_inf != 0).to(torch.float32)
         scratch = Scratch()
@@ -108,7 +107,13 @@ class RepOptimizerMixin:
                 self._plain_update(plain, group)
         return loss
 
+    @property
+    def _scalers(self) -> Dict[str, Optional[torch.Tensor]]:
+        """``grad_scale`` and ``found_inf``: attributes that GradScaler sets for the time of a step, None otherwise."""
+        return {name: getattr(self, name, None) for name in ('grad_scale', 'found_inf')}
+
     def _check(self, param: torch.Tensor) -> None:
+        """Raise what step() documents if a parameter cannot be updated."""
         grad_mult = get_grad_mult(param)
         if grad_mult is None:
             if param.grad.is_sparse and not self._plain_takes_sparse:

@@ -74,8 +74,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             beta1=group['betas'][0],
             beta2=group['betas'][1],
             has_complex=any(p.is_complex() for p in params),
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
+            **self._scalers,
             **{name: group[name] for name in names},
         )
 
@@ -92,7 +91,8 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             step.add_(self._steps_taken(step.device))
             launch(
                 'adamw_kernel', param, grad, [step.to(param.device), *averages, *[None] * (3 - len(averages))],
-                grad_mult.table(self._rule, param.device), grad_mult.row_offset, group, self.grad_scale, self.found_inf,
+                grad_mult.table(self._rule, param.device), grad_mult.row_offset, group,
+                **self._scalers,
                 new_weight1=1 - group['betas'][0],
                 new_weight2=1 - group['betas'][1],
                 eps=group['eps'],
@@ -115,4 +115,5 @@ class RepAdamW(RepOptimizerMixin, AdamW):
 
     def _steps_taken(self, device: torch.device):
         """1, or 0 as a tensor where GradScaler leaves it to a fused kernel to skip a step."""
-        return 1 if self.found_inf is None else 1 - self.found_inf.to(device)
+        found_inf = self._scalers['found_inf']
+        return 1 if found_inf is None else 1 - found_inf.to(device)

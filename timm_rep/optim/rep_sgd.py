@@ -37,7 +37,7 @@ class RepSGD(RepOptimizerMixin, SGD):
 
     def _plain_update(self, params: List[torch.Tensor], group: dict) -> None:
         buffers = [self.state[p].get('momentum_buffer') for p in params]
-        if self.found_inf is not None and group['momentum'] != 0 and any(b is None for b in buffers):
+        if self._scalers['found_inf'] is not None and group['momentum'] != 0 and any(b is None for b in buffers):
             # torch's fused kernel, where it skips its first step, leaves a new buffer uninitialized for the second one
             group = {**group, 'dampening': 0} if all(b is None for b in buffers) else group
             buffers = [torch.zeros_like(p) if b is None else b for p, b in zip(params, buffers)]
@@ -53,8 +53,7 @@ class RepSGD(RepOptimizerMixin, SGD):
             grads,
             buffers,
             has_sparse_grad=any(g.is_sparse for g in grads),
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
+            **self._scalers,
             **{name: group[name] for name in names},
         )
 
@@ -71,7 +70,8 @@ class RepSGD(RepOptimizerMixin, SGD):
         if use_triton(param, [grad] if buffer is None else [grad, buffer], group):
             launch(
                 'sgd_kernel', param, grad, [buffer], grad_mult.table(self._rule, param.device), grad_mult.row_offset,
-                group, self.grad_scale, self.found_inf,
+                group,
+                **self._scalers,
                 momentum=group['momentum'],
                 new_weight=1 - group['dampening'],
                 NESTEROV=group['nesterov'],
