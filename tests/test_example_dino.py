@@ -1,8 +1,6 @@
-"""The example of self-supervision, on next to nothing."""
-import importlib
+"""The example of self-supervision, at the smallest sizes."""
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import timm
@@ -16,15 +14,14 @@ pytest.importorskip('lightly', reason='the example needs lightly')
 
 SHORT = ['--batch-size', 16, '--epochs', 2, '--warmup-epochs', 0, '-j', 0]
 TINY_HEAD = ['--head-kwargs', 'hidden_dim=32', 'bottleneck_dim=16', 'output_dim=32']
-TINY_MODEL = ['--model-kwargs', 'embed_dim=32', 'num_heads=2']  # further ones may follow
+TINY_MODEL = ['--model-kwargs', 'embed_dim=32', 'num_heads=2']  # last, others may follow
 TINY = [*SHORT, *TINY_HEAD, *TINY_MODEL]
 
 
 @pytest.fixture
-def dino(monkeypatch):
-    """The module, its digits fewer; ``run`` is its command."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / 'scripts' / 'examples')
-    module = importlib.import_module('dino')
+def dino(load_script, monkeypatch):
+    """The module with fewer digits; ``run`` is its command."""
+    module = load_script('examples/dino')
 
     def few(seed):
         train_set, val_set = load_split(seed)
@@ -44,7 +41,7 @@ def dino(monkeypatch):
 
 @pytest.fixture
 def spied(dino, monkeypatch):
-    """The arguments and result of every call of a function of the module, by its name."""
+    """Records arguments and result of every call of a function of the module, by name."""
 
     def spy(name):
         calls, function = [], getattr(dino, name)
@@ -60,7 +57,7 @@ def spied(dino, monkeypatch):
 
 
 def test_digits(dino, spied, tmp_path, capsys):
-    """Trained, evaluated, folded, saved: the folded backbone is the same classifier."""
+    """The backbone is trained, evaluated, folded and saved; the folded one predicts the same."""
     networks, trained, predictions = spied('create_networks'), spied('train'), spied('predict_knn')
     evaluated = spied('evaluate')
     path = tmp_path / 'new folder' / 'backbone.safetensors'
@@ -79,7 +76,7 @@ def test_digits(dino, spied, tmp_path, capsys):
     assert (evaluated[0][0], evaluated[1][1], evaluated[2][1].reparameterized) == ('untrained', teacher.backbone, True)
     assert not torch.equal(evaluated[0][-1], evaluated[1][-1])
 
-    # what it prints at last loads what it has written, which folds
+    # the line printed last loads the file, and the model folds
     backbone = eval(out.splitlines()[-1], {'timm': timm}).eval()
     images = torch.randn(3, 3, 16, 16)
     with torch.no_grad():
@@ -98,19 +95,19 @@ def test_seed(dino, spied):
 
 
 def test_data_dir(dino, spied, images, capsys):
-    """Folders of images, at the size and patches that the arguments say; a model that is no ViT."""
+    """Folders of images, at the size of the arguments; a model other than a ViT."""
     networks, trained = spied('create_networks'), spied('train')
     args = ['--data-dir', images, *SHORT, *TINY_HEAD, '--knn-k', 3, '--transform-kwargs', 'n_local_views=1']
     dino.run(*args, *TINY_MODEL, 'img_size=16', 'patch_size=8', 'depth=1')
     assert 'repa_vit_small, 16 x 16 pixels: 20 images to train on, 8 to validate on' in capsys.readouterr().out
     assert networks[0][-1][0].backbone.patch_embed.grid_size == (2, 2)
-    dino.run(*args, '--model', 'test_resnet', '--model-kwargs', 'dynamic_img_size=None')
+    dino.run(*args, '--epochs', 1, '--model', 'test_resnet', '--model-kwargs', 'dynamic_img_size=None')
     assert 'test_resnet, 160 x 160 pixels' in capsys.readouterr().out
-    assert torch.tensor([of[-1] for of in trained]).isfinite().all()
+    assert all(torch.tensor(call[-1]).isfinite().all() for call in trained)
 
 
 def test_teacher_is_ema(dino, spied, monkeypatch):
-    """The teacher moves by the EMA only, with lightly's momentum, and has no gradients and drops nothing."""
+    """The teacher changes by the EMA only, with lightly's momentum; it has no gradients and no dropout."""
     networks = spied('create_networks')
     update = dino.update_momentum
     momenta, seen = [], {}
@@ -119,12 +116,12 @@ def test_teacher_is_ema(dino, spied, monkeypatch):
         return [p.detach().clone() for p in network.parameters()]
 
     def checked(student, teacher, m):
-        before, of_student = parameters(teacher), parameters(student)
+        before, now = parameters(teacher), parameters(student)
         assert all(torch.equal(*pair) for pair in zip(before, seen.get('teacher', before)))
-        assert not all(torch.equal(*pair) for pair in zip(of_student, seen.get('student', before)))
+        assert not all(torch.equal(*pair) for pair in zip(now, seen.get('student', before)))
         update(student, teacher, m)
-        seen.update(teacher=parameters(teacher), student=of_student)
-        for p, old, new in zip(seen['teacher'], before, of_student):
+        seen.update(teacher=parameters(teacher), student=now)
+        for p, old, new in zip(seen['teacher'], before, now):
             torch.testing.assert_close(p, m * old + (1 - m) * new)
         assert all(p.grad is None and not p.requires_grad for p in teacher.parameters())
         assert all(p.grad is not None for name, p in student.named_parameters() if '.last_layer.' not in name)
@@ -132,7 +129,7 @@ def test_teacher_is_ema(dino, spied, monkeypatch):
 
     monkeypatch.setattr(dino, 'update_momentum', checked)
     dino.run(*TINY, 'drop_path_rate=0.5', 'proj_drop_rate=0.2', '--momentum', 0.9)
-    (student, teacher), = (of[-1] for of in networks)
+    (student, teacher), = (call[-1] for call in networks)
     # 2 epochs of 4 steps
     expected = 1 - 0.1 * (1 + torch.cos(torch.arange(8) / 7 * torch.pi)) / 2
     torch.testing.assert_close(torch.tensor(momenta), expected)
@@ -141,7 +138,7 @@ def test_teacher_is_ema(dino, spied, monkeypatch):
 
 
 def test_teacher_statistics(dino, monkeypatch):
-    """The running statistics of the teacher's BatchNorms are of the global views that it saw, and of nothing else."""
+    """Running statistics of the teacher's BatchNorms are those of the global views only."""
     seen, create = [], dino.create_networks
 
     def hooked(*args):
@@ -168,17 +165,17 @@ def test_teacher_statistics(dino, monkeypatch):
 
 
 def test_student_learns(dino, spied):
-    """What a teacher that stays as it is says of every image."""
+    """The student learns the outputs of a constant teacher."""
     trained = spied('train')
-    # whole images, all in a batch
+    # one batch of whole images
     views = ['--transform-kwargs', 'n_local_views=0', 'global_crop_scale=(1.,1.)']
     dino.run(*TINY, *views, '--momentum', 1, '--batch-size', 64, '--epochs', 30)
     losses = trained[0][-1]
-    assert losses[-1] < 0.5 * max(losses)  # it starts as the teacher, but the center of the outputs moves away
+    assert losses[-1] < 0.5 * max(losses)  # it starts as the teacher, then the center of the outputs moves
 
 
 def test_knn(dino):
-    """The classes weighted by exp(cosine / 0.07) of the k nearest."""
+    """Votes of the k nearest neighbors are weighted by exp(cosine / 0.07)."""
     g = torch.Generator().manual_seed(0)
     features, bank = torch.randn(300, 8, generator=g), torch.randn(60, 8, generator=g)
     targets = torch.randint(0, 4, (60,), generator=g)

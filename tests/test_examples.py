@@ -1,4 +1,4 @@
-"""The examples of dense prediction, and the measurement of what folding is worth in them, on next to nothing."""
+"""The examples of dense prediction and their benchmark, at the smallest sizes."""
 import importlib
 import json
 from statistics import mean
@@ -13,40 +13,23 @@ from safetensors.torch import load_file, save_file
 from timm.utils import reparameterize_model
 from torchvision import tv_tensors
 
-from tests.conftest import SCRIPTS
-from tests.helpers import relative, wild_
+from tests.helpers import randomize_, relative, same_weights
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
 TINY = dict(embed_dim=16, depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8), drop_path_rate=0.)
-WORDS = [f'{k}={v}' for k, v in TINY.items()]
+TINY_OPTIONS = [f'{k}={v}' for k, v in TINY.items()]
 DETECTORS = ['retinanet', 'mask_rcnn']
 
 
 @pytest.fixture
-def example(monkeypatch):
-    """Imports an example by name."""
-    monkeypatch.syspath_prepend(SCRIPTS / 'examples')
-    return importlib.import_module
-
-
-@pytest.fixture
-def segmentation(example):
+def segmentation(load_script):
     pytest.importorskip('segmentation_models_pytorch', reason='its UPerNet is the head')
-    return example('segmentation')
+    return load_script('examples/segmentation')
 
 
 @pytest.fixture
-def detection(example):
-    return example('detection')
-
-
-def wild(model):
-    """Gives the FFNs weights and statistics of no initialization; eval mode."""
-    mlps = [m for m in model.modules() if isinstance(m, RePaMlp)]
-    assert len(mlps) == sum(TINY['depths'])
-    for i, mlp in enumerate(mlps):
-        wild_(mlp, i, log_var=(-1, 1))
-    return model.eval()
+def detection(load_script):
+    return load_script('examples/detection')
 
 
 def folded_ffns(model):
@@ -56,9 +39,9 @@ def folded_ffns(model):
 
 @torch.no_grad()
 def test_segmentation_folds(segmentation, tmp_path):
-    """At a size that is neither that of the windows nor square; all of it is kept and loaded by smp's own means."""
+    """Folding keeps the logits, on images that are neither square nor a multiple of the windows."""
     torch.manual_seed(0)
-    model = wild(segmentation.build_model('repa_swin_tiny', 5, decoder_channels=16, **TINY))
+    model = randomize_(segmentation.build_model('repa_swin_tiny', 5, decoder_channels=16, **TINY))
     x = torch.randn(2, 3, 96, 160)
     features = model.encoder(x)
     assert [tuple(f.shape[1:]) for f in features] == [
@@ -79,14 +62,14 @@ def test_segmentation_folds(segmentation, tmp_path):
 @pytest.mark.parametrize('name', DETECTORS)
 @torch.no_grad()
 def test_detector_folds(detection, name):
-    """Images of two sizes; in float64, where what is detected does not hang on the last digit."""
+    """Folding keeps the detections, on images of two sizes; in float64, where rounding changes no detection."""
     torch.manual_seed(0)
     kwargs = dict(fpn_channels=16, min_size=64, max_size=128)
     if name == 'retinanet':
         kwargs.update(score_thresh=.01)
     else:
         kwargs.update(rpn_post_nms_top_n_test=30, box_detections_per_img=4)
-    model = wild(detection.build_model(name, 'repa_swin_tiny', 4, TINY, **kwargs))
+    model = randomize_(detection.build_model(name, 'repa_swin_tiny', 4, TINY, **kwargs))
     images = [torch.rand(3, 64, 100), torch.rand(3, 80, 60)]
     folded = reparameterize_model(model)
     assert folded_ffns(folded) == 5
@@ -112,10 +95,11 @@ def test_detector_folds(detection, name):
 @torch.no_grad()
 @pytest.mark.parametrize('name', ['segmentation', *DETECTORS])
 def test_starts_from_a_classifier(request, name, tmp_path):
-    """Whatever its classes; not from one of the other structure."""
+    """The backbone starts from a classifier with any number of classes, of the same structure only."""
     torch.manual_seed(0)
-    # its windows shift as those of the models do
-    classifier = wild(timm.create_model('repa_swin_tiny', num_classes=7, img_size=64, always_partition=True, **TINY))
+    # always_partition as in the models: the same windows are shifted
+    classifier = randomize_(
+        timm.create_model('repa_swin_tiny', num_classes=7, img_size=64, always_partition=True, **TINY))
     path = tmp_path / 'classifier.safetensors'
     save_file(classifier.state_dict(), path)
     module = request.getfixturevalue('segmentation' if name == 'segmentation' else 'detection')
@@ -139,7 +123,7 @@ def test_segmentation(script, segmentation, tmp_path, capsys):
     checkpoint = tmp_path / 'classifier.safetensors'
     save_file(timm.create_model('repa_swin_tiny', **TINY).state_dict(), checkpoint)
     result = script(
-        'examples/segmentation', '--backbone-kwargs', *WORDS, '--img-size', 64, '--decoder-channels', 16,
+        'examples/segmentation', '--backbone-kwargs', *TINY_OPTIONS, '--img-size', 64, '--decoder-channels', 16,
         '--steps', 20, '--lr', 2e-3, '--val-shapes', 5, '--checkpoint', checkpoint, '--output', tmp_path / 'folded')
     assert mean(result['losses'][-5:]) < .9 * mean(result['losses'][:5])
     assert result['difference'] < 1e-5
@@ -155,7 +139,7 @@ def test_segmentation(script, segmentation, tmp_path, capsys):
 
 @pytest.fixture
 def folders(tmp_path):
-    """Six images of a size each, an object in each corner; one mask has other pixels than 0, 1 and 2."""
+    """Six images of different sizes with two objects each; one mask has a pixel other than 0, 1 and 2."""
     for folder in ('images', 'masks'):
         (tmp_path / folder).mkdir()
     for i in range(6):
@@ -177,9 +161,9 @@ def test_detection(script, detection, folders, capsys, name):
             'box_batch_size_per_image=16', 'rpn_post_nms_top_n_train=30', 'rpn_post_nms_top_n_test=20',
             'box_detections_per_img=4']
     result = script(
-        'examples/detection', '--model', name, '--backbone-kwargs', *WORDS, '--fpn-channels', 16, '--img-size', 64,
-        '--images', folders / 'images', '--masks', folders / 'masks', '--steps', 14, '--lr', 1.5e-3, '--batch-size', 2,
-        '--output', folders / 'folded.safetensors', '--model-kwargs', *kwargs)
+        'examples/detection', '--model', name, '--backbone-kwargs', *TINY_OPTIONS, '--fpn-channels', 16, '--img-size',
+        64, '--images', folders / 'images', '--masks', folders / 'masks', '--steps', 14, '--lr', 1.5e-3,
+        '--batch-size', 2, '--output', folders / 'folded.safetensors', '--model-kwargs', *kwargs)
     assert mean(result['losses'][-3:]) < .9 * mean(result['losses'][:3])
     assert result['found']['folded'] == pytest.approx(result['found']['as trained'], abs=30)
     assert result['shared'] > 90
@@ -189,8 +173,8 @@ def test_detection(script, detection, folders, capsys, name):
 
 
 def test_other_data(script, segmentation, folders):
-    """That of the other test of each example."""
-    args = ['--img-size', 64, '--steps', 2, '--backbone-kwargs', *WORDS]
+    """Segmentation on folders and detection on shapes, the reverse of the other tests."""
+    args = ['--img-size', 64, '--steps', 2, '--backbone-kwargs', *TINY_OPTIONS]
     result = script(
         'examples/segmentation', *args, '--images', folders / 'images', '--masks', folders / 'masks',
         '--num-classes', 3, '--decoder-channels', 16)
@@ -201,12 +185,12 @@ def test_other_data(script, segmentation, folders):
         script('examples/detection', *args, '--images', folders / 'images')
 
 
-def test_folders(example, folders):
-    shared = example('_dense')
+def test_folders(load_script, folders):
+    shared = load_script('examples/_dense')
     data = shared.Folder(folders / 'images', folders / 'masks')
     image, mask, labels = data[1]
     assert (image.shape, mask.shape, labels) == ((3, 65, 72), (1, 65, 72), None)
-    _, (target,) = example('detection').collate([data[1]])
+    _, (target,) = load_script('examples/detection').collate([data[1]])
     assert target['boxes'].tolist() == [[0, 0, 30, 30], [30, 30, 72, 65]]
     assert target['labels'].tolist() == [1, 1]
     Image.new('RGB', (72, 65)).save(folders / 'masks' / '1_mask.png')
@@ -220,11 +204,11 @@ def test_folders(example, folders):
         shared.Folder(folders / 'none', folders / 'masks')
 
 
-def test_shapes(example):
-    """Reproducible; objects of their sizes and classes, none of whose boxes is larger than it."""
-    shapes = example('_dense').Shapes(20, 64, seed=3)
-    again = example('_dense').Shapes(20, 64, seed=3)
-    other = example('_dense').Shapes(20, 64, seed=4)
+def test_shapes(load_script):
+    """Shapes are reproducible; their boxes are tight, their colors those of their classes."""
+    shapes = load_script('examples/_dense').Shapes(20, 64, seed=3)
+    again = load_script('examples/_dense').Shapes(20, 64, seed=3)
+    other = load_script('examples/_dense').Shapes(20, 64, seed=4)
     seen = set()
     for i in range(20):
         image, numbers, labels = shapes[i]
@@ -233,7 +217,7 @@ def test_shapes(example):
         assert all(64 <= side <= 96 for side in image.shape[1:])
         assert image.shape[1:] == numbers.shape[1:]
         assert 1 <= len(labels) <= 5
-        _, (target,) = example('detection').collate([shapes[i]])
+        _, (target,) = load_script('examples/detection').collate([shapes[i]])
         assert len(target['labels']) == len(target['boxes']) == len(target['masks']) == len(numbers.unique()) - 1
         for label, box, mask in zip(target['labels'], target['boxes'].int().tolist(), target['masks']):
             left, top, right, bottom = box
@@ -254,7 +238,7 @@ def test_classes_of_pixels(segmentation):
 
 
 class Recorded(nn.Module):
-    """Gives the outputs it is made with, one at a time."""
+    """Returns recorded outputs one after the other."""
 
     def __init__(self, *outputs):
         super().__init__()
@@ -265,12 +249,12 @@ class Recorded(nn.Module):
 
 
 def test_miou(segmentation):
-    """Of all pixels together, those of the ignored index left out; a class that is nowhere does not count."""
+    """mIoU is over all pixels but those of the ignored index, and over the classes that occur."""
     targets = [torch.tensor([[[0, 0, 1, 255]]]), torch.tensor([[[1, 1, 1, 0]]])]
     answers = [torch.tensor([[[0, 1, 1, 2]]]), torch.tensor([[[1, 1, 0, 0]]])]
 
-    def logits(of):
-        return [torch.nn.functional.one_hot(x, 4).permute(0, 3, 1, 2).float() for x in of]
+    def logits(classes):
+        return [torch.nn.functional.one_hot(x, 4).permute(0, 3, 1, 2).float() for x in classes]
 
     images = [torch.zeros(1, 3, 1, 4)] * 2
     right = [t.where(t < 255, 0) for t in targets]
@@ -283,7 +267,7 @@ def test_miou(segmentation):
 
 
 def test_found_objects(detection):
-    """Among as many of the first detections as there are objects, by masks where there are some."""
+    """Objects are found among as many first detections as there are objects, by masks if there are any."""
     masks = torch.zeros(2, 8, 8, dtype=torch.uint8)
     masks[0, :4, :4] = 1
     masks[1, 4:, 4:] = 1
@@ -300,7 +284,7 @@ def test_found_objects(detection):
 
     assert evaluate(a=detections([1, 0], [2, 1]), b=detections([0, 1], [1, 2])) == ({'a': 100, 'b': 100}, 100)
     assert evaluate(a=detections([1, 0], [2, 2]), b=detections([1], [2], 3.)) == ({'a': 50, 'b': 0}, 0)
-    # the third comes too late; a wrong label; one of three is shared
+    # the third detection does not count; a wrong label; one of three is shared
     assert evaluate(a=detections([1, 1, 0], [2, 1, 1]), b=detections([1], [2])) == ({'a': 50, 'b': 50}, 100 / 3)
     soft = masks[:, None].float() * .9
     found, _ = evaluate(a=detections([0, 1], [1, 2], masks=soft.flip(0)), b=detections([0, 1], [1, 2], masks=soft))
@@ -309,55 +293,58 @@ def test_found_objects(detection):
     assert evaluate(a=[[empty]], b=[[empty]]) == ({'a': 0, 'b': 0}, 100)
 
 
-def bench(script, tmp_path, *networks):
-    script(
-        'bench_dense', '--backbones', 'swin_small', '--img-size', 64, 96, '--rounds', 1, '--proposals', 12,
-        '--detections', 3, '--backbone-kwargs', *WORDS, '--networks', *networks)
-    path, = (tmp_path / 'results').glob('*/dense.json')
-    return json.loads(path.read_text())
+@pytest.fixture
+def bench(script, load_script, tmp_path, monkeypatch):
+    """Runs the benchmark on tiny networks; returns its module and the results."""
+    module = load_script('benchmarks/dense')
+    monkeypatch.setattr(module, 'BACKBONE_ARGS', dict(module.BACKBONE_ARGS, **TINY))
+    monkeypatch.setattr(module, 'PROPOSALS', 12)
+    monkeypatch.setattr(module, 'DETECTIONS', 3)
+
+    def run(*networks):
+        script('bench', 'dense', '--models', 'swin_small', '--img-size', 64, 96, '--rounds', 1, '--networks', *networks)
+        path, = (tmp_path / 'results').glob('*/dense.json')
+        return json.loads(path.read_text())
+
+    run.module = module
+    return run
 
 
-def test_bench_dense(script, tmp_path, capsys):
-    bench(script, tmp_path, 'backbone')
-    result = bench(script, tmp_path, 'retinanet')  # one command or several, one file
+def test_bench_dense(bench, script, capsys):
+    bench('backbone')
+    result = bench('retinanet')  # several commands, one file
     assert [row['network'] for row in result['rows']] == ['backbone', 'retinanet']
     assert [row['paper'] for row in result['rows']] == [None, 1.15]
-    assert all(row['ratio'] > 0 and row['folded_ms'] > 0 for row in result['rows'])
-    assert result['img_size'] == [64, 96]
+    assert all(row['ratio'] > 0 and row['ms']['folded'] > 0 for row in result['rows'])
+    assert (result['img_size'], result['batch_size']) == ([64, 96], 1)
     with pytest.raises(SystemExit):
-        script('bench_dense', '--img-size', 800, 1333)
+        script('bench', 'dense', '--img-size', 800, 1333)
     assert 'multiples of 32, got [800, 1333]' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('network,paper', [('retinanet', 1.15), ('mask_rcnn', 1.16), ('upernet', 1.13)])
 @torch.no_grad()
-def test_bench_dense_compares_backbones(script, request, monkeypatch, tmp_path, network, paper):
-    """Only they differ, the third model is the second one folded, and the detections are as many as asked for."""
+def test_bench_dense_compares_backbones(bench, request, monkeypatch, network, paper):
+    """The networks differ in the backbone only, and the detectors in nothing that takes time."""
     if network == 'upernet':
         request.getfixturevalue('segmentation')
-    module = importlib.import_module('bench_dense')
-    built, timed = [], []
-
-    def build(*args):
-        built.append(module_build(*args))
-        return built[-1]
+    module, built, timed = bench.module, [], []
+    build = module.build
 
     def time_passes(runs, images, **kwargs):
         timed.append({side: run(images) for side, run in runs.items()})
         return dict(vanilla=[1., 1., 1.2], unfolded=[.5, .5, .5], folded=[.25, .2, .25])
 
-    module_build = module.build
-    monkeypatch.setattr(module, 'build', build)
+    monkeypatch.setattr(module, 'build', lambda *args: built.append(build(*args)) or built[-1])
     monkeypatch.setattr(module, 'time_passes', time_passes)
-    row, = bench(script, tmp_path, network)['rows']
-    assert row == dict(
-        backbone='swin_small', network=network, vanilla_ms=1000., unfolded_ms=500., folded_ms=250., ratio=4.8,
-        paper=paper, **{'spread (%)': dict(vanilla=5., unfolded=0., folded=5.)})
+    row, = bench(network)['rows']
+    assert row == {
+        'backbone': 'swin_small', 'network': network, 'ratio': 4.8, 'paper': paper,
+        'ms': dict(vanilla=1000., unfolded=500., folded=250.), 'spread (%)': dict(vanilla=5., unfolded=0., folded=5.)}
     vanilla, repa = ({
         k: v for k, v in model.state_dict().items() if not k.startswith(module.NETWORKS[network])} for model in built)
-    assert vanilla.keys() == repa.keys()
     assert len(vanilla) > 20
-    assert all(torch.equal(v, repa[k]) for k, v in vanilla.items())
+    assert same_weights(vanilla, repa)
     outputs, = timed
     if network != 'upernet':
         assert {len(y['boxes']) for (y,) in outputs.values()} == {3}

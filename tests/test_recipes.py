@@ -1,9 +1,8 @@
-"""The recipes of scripts/recipes: what the papers say, in the words of timm's train.py."""
+"""The recipes of scripts/recipes: settings of the papers as arguments of timm's train.py."""
 import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.layers import DropPath
 from timm.optim import list_optimizers
 
-import timm_rep  # noqa: F401  registers the models and optimizers
+from tests.helpers import SCRIPTS, run
 
-RECIPES = Path(__file__).parents[1] / 'scripts' / 'recipes'
+RECIPES = SCRIPTS / 'recipes'
 
 # RePaFormer, table 7; LV-ViT-S's drop path is that of the published version (RePaViT)
 TABLE_7 = {  # batch size, base learning rate, min learning rate, weight decay, drop path rate
@@ -56,7 +55,7 @@ def test_one_for_each_model():
 
 @pytest.mark.parametrize('model', MODELS)
 def test_model_and_optimizer(model):
-    """They are there, and the model takes the recipe's drop path."""
+    """Both are registered, and the model has the drop path of the recipe."""
     recipe = read(model)
     assert recipe['model'] == model
     assert recipe['device_modules'] == ['timm_rep']
@@ -68,7 +67,7 @@ def test_model_and_optimizer(model):
 
 @pytest.mark.parametrize('model', MODELS)
 def test_batch(model):
-    """The command at the top makes the paper's batch of the recipe's."""
+    """Processes of the command at the top times the batch size are the images a step of the paper."""
     processes, name = re.search(
         r'torchrun --nproc-per-node (\d+) train\.py --config (\S+) --data-dir IMAGES',
         (RECIPES / f'{model}.yaml').read_text()).groups()
@@ -89,7 +88,7 @@ def test_repa(model):
         train_interpolation='bicubic')
     released = dict(sched_on_updates=True, opt_eps=1e-8, amp=True, crop_pct=.875, interpolation='bicubic')
     if 'lvvit' in model:
-        del released['crop_pct']  # of the other models' code
+        del released['crop_pct']  # LV-ViT is not in that code
     expected = {**table, **section_5_1, **deit, **released}
     assert recipe == {**expected, **{key: recipe[key] for key in ('model', 'device_modules', 'batch_size')}}
 
@@ -111,14 +110,14 @@ def test_repopt(model):
         augment = rand_augment_transform(recipe['aa'], {})
         assert augment.num_layers == 2
         assert all((op.prob, op.magnitude, op.magnitude_max) == (1., 14, 14) for op in augment.ops)
-        assert all(op.magnitude_std == float('inf') for op in augment.ops)  # uniform from 0
+        assert all(op.magnitude_std == float('inf') for op in augment.ops)  # drawn uniformly
     expected = {**paper, **released, 'min_lr': 0., 'sched_on_updates': True}
     assert recipe == {**expected, **{key: recipe[key] for key in ('model', 'device_modules', 'batch_size')}}
 
 
 _CHECKOUT = os.environ.get('TIMM_CHECKOUT')
 
-# every recipe as a command line: what train.py's parser makes of it
+# parses every recipe as a command line with the parser of train.py
 _PARSE = '''
 import json, sys
 import train
@@ -135,39 +134,36 @@ def command_line(recipe):
     return command
 
 
-@pytest.mark.skipif(not _CHECKOUT, reason='TIMM_CHECKOUT names no checkout of timm with a train.py')
+@pytest.mark.skipif(not _CHECKOUT, reason='TIMM_CHECKOUT is not set to a checkout of timm')
 @pytest.mark.timeout(1800)
 class TestTrainScript:
 
     def test_every_key_is_an_argument(self):
-        """A recipe is its command line: train.py ignores a key that it does not know, and takes a value as it is."""
-        result = subprocess.run(
-            [sys.executable, '-c', _PARSE], input=json.dumps({model: command_line(read(model)) for model in MODELS}),
-            capture_output=True, text=True, cwd=_CHECKOUT)
-        assert result.returncode == 0, result.stderr[-3000:]
-        parsed = json.loads(result.stdout)
+        """Keys and types of a recipe are those of its command line: from a file, train.py checks neither."""
+        commands = {model: command_line(read(model)) for model in MODELS}
+        out = run([sys.executable, '-c', _PARSE], input=json.dumps(commands), cwd=_CHECKOUT)
+        parsed = json.loads(out.splitlines()[-1])
         for model in MODELS:
             for key, value in read(model).items():
                 assert (parsed[model][key], type(parsed[model][key])) == (value, type(value)), f'{model}: {key}'
 
     @pytest.mark.parametrize('model,more', [
-        # timm's train.py trains in several processes on GPUs only, and repeats augmentations only there
+        # train.py runs in several processes, which repeated augmentations require, on GPUs only
         ('repa_deit_tiny', ['--amp-dtype', 'bfloat16', '--aug-repeats', '0', '--model-kwargs', 'img_size=32']),
         ('repopt_ghostnet_050', []),
     ])
     def test_trains(self, images, tmp_path, model, more):
-        """An epoch of one step, on tiny images; the rest is the recipe's."""
+        """One step on tiny images, with all other settings of the recipe."""
         command = [
             sys.executable, Path(_CHECKOUT) / 'train.py', '--config', RECIPES / f'{model}.yaml', '--data-dir', images,
             '--output', tmp_path, '--experiment', model, '--device', 'cpu', '--num-classes', '4', '--img-size', '32',
             '--batch-size', '16', '--epochs', '1', '--warmup-epochs', '0', '-j', '1', *more]
-        result = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=_CHECKOUT)
-        assert result.returncode == 0, result.stderr[-3000:]
+        run(command, cwd=_CHECKOUT)
         recipe = read(model)
         args = yaml.safe_load((tmp_path / model / 'args.yaml').read_text())
         assert {k: args[k] for k in recipe if args[k] != recipe[k]}.keys() <= {
             'batch_size', 'epochs', 'warmup_epochs', 'amp_dtype', 'aug_repeats'}
-        with torch.serialization.safe_globals([argparse.Namespace]):  # its arguments
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of train.py
             last = torch.load(tmp_path / model / 'last.pth.tar', weights_only=True)
         rate = recipe.get('lr') or recipe['lr_base'] * 16 / recipe['lr_base_size']
         assert all(group['initial_lr'] == rate for group in last['optimizer']['param_groups'])
