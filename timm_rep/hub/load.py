@@ -230,7 +230,7 @@ def _model_args(cls: Type[nn.Module], published: Published) -> Dict[str, Any]:
     """
     args = dict(published.model_args)
     others = args.keys() - (_parameters(cls).keys() - {'self', 'args', 'kwargs', 'device', 'dtype'})
-    if args.get('scales') in (False, 'none'):
+    if args.get('scales') is False:
         args['scales'] = None
     if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):
         others.add('scales')
