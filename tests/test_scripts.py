@@ -21,7 +21,7 @@ import timm_rep.layers.repa_mlp as channel_idle
 import timm_rep.scales.packaged as packaged
 from tests.reference.ffn import relative
 from tests.reference.rep_optim import normal_scales
-from timm_rep.init.weight_select import CHOICES
+from timm_rep.init.weight_select import ELEMENT_CHOICES
 from timm_rep.layers import RePaMlp, use_fused_idle
 from timm_rep.scales import Scales, packaged_scales
 from timm_rep.utils.profiling import throughput
@@ -201,7 +201,7 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
         return courses
 
     monkeypatch.setattr(module, 'train', spied)
-    chosen = {'element': [], 'depth': []}
+    chosen = {'element_selection': [], 'layer_selection': []}
     init = module.weight_select_init
 
     def select(student, teacher, **kwargs):
@@ -220,8 +220,8 @@ def test_weight_selection(script, images, tmp_path, capsys, monkeypatch):
     assert [row['row'] for row in result['rows']] == list(module.ROWS)
     assert all(0 <= row['accuracy'] <= 100 for row in result['rows'])
     assert result['rows'][0]['epochs_to_random'] <= 2
-    assert sorted({*chosen['element']}) == sorted(set(CHOICES) - {'uniform'})
-    assert sorted({*chosen['depth']}) == ['last', 'mid', 'uniform']
+    assert sorted({*chosen['element_selection']}) == sorted(set(ELEMENT_CHOICES) - {'uniform'})
+    assert sorted({*chosen['layer_selection']}) == ['last', 'mid', 'uniform']
     # the head, and all of it in one case, is that of the seed
     first, small = starts['random, seed 0'], [row for row in module.ROWS if not row.startswith('repa-')]
     assert all(torch.equal(starts[f'{row}, seed 0']['head.weight'], first['head.weight']) for row in small)
