@@ -67,7 +67,7 @@ def test_chain(teacher, tmp_path, monkeypatch):
 @pytest.mark.parametrize('args,message', [
     (['-o', 'x.pth'], "a .safetensors file to write, got 'x.pth'"),
     (['-o', 'x.safetensors', '--student', 'vit_tinny'], "There is no model 'vit_tinny'"),
-    (['-o', 'x.safetensors', '--teacher', 'nothing'], "neither a file nor a timm model 'nothing'"),
+    (['-o', 'x.safetensors', '--teacher', 'nothing'], "The teacher 'nothing' is neither a file nor a timm model"),
     (['-o', 'x.safetensors', '--student', 'vit_base_patch16_224'], 'smaller'),
     (['-o', 'x.safetensors', '--model-kwargs', 'bogus=1'], "argument 'bogus'; is it a --model-kwargs?"),
 ])

@@ -18,12 +18,11 @@ def add_parser(commands) -> None:
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file to write')
     parser.add_argument('--num-classes', type=int, metavar='N', help="classes of the student (the model's default)")
     parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V', help='arguments of the student, such as depth=6')
+        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V', help='arguments of the student')
     parser.add_argument(
         '--element-selection', choices=ELEMENT_CHOICES, default='uniform', help='elements of a tensor (%(default)s)')
     parser.add_argument(
-        '--heads', choices=HEADS, default='whole', help='for uniform_heads: whole heads, or channels within all of them '
-        'together (%(default)s)')
+        '--heads', choices=HEADS, default='whole', help='for uniform_heads (%(default)s)')
     parser.add_argument(
         '--layer-selection', choices=LAYER_SELECTIONS, default='first', help='blocks of a stage (%(default)s)')
     parser.add_argument('--include', nargs='+', metavar='PART', help='components or patterns of names to select (all)')
@@ -32,7 +31,8 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--no-strict', dest='strict', action='store_false',
         help='keep the own initialization of tensors without counterpart in the teacher, instead of an error')
-    parser.add_argument('--seed', type=int, default=0, help='seed of the initialization and of random selections (%(default)s)')
+    parser.add_argument(
+        '--seed', type=int, default=0, help='seed of the initialization and of random selections (%(default)s)')
     parser.add_argument('-v', '--verbose', action='store_true', help='print the origin of every tensor')
     parser.set_defaults(run=run)
 

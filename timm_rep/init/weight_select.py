@@ -13,8 +13,17 @@ from timm.utils import unwrap_model
 from .elements import ELEMENT_SELECTIONS, Indices, index_axes, select_elements
 from .head_aware import HEADS, ModelLayout, head_aware_indices, interpolate_positions
 from .matching import (
-    COMPONENTS, Shape, absent_in_plain, classifier_names, component_of, fused_parts, map_names, matches, select_blocks,
-    with_ones_of, without_ones,
+    COMPONENTS,
+    Shape,
+    absent_in_plain,
+    classifier_names,
+    component_of,
+    fused_parts,
+    map_names,
+    matches,
+    select_blocks,
+    with_ones_of,
+    without_ones,
 )
 from .teachers import TeacherSource, open_teacher
 
