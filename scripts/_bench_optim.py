@@ -20,7 +20,7 @@ __all__ = ['bench_optim']
 def build(name, device):
     """The model with some searched-looking scales, negative ones among them, and gradients."""
     torch.manual_seed(0)
-    model = timm.create_model(name, scales='none', reinit=False)
+    model = timm.create_model(name, scales=False, reinit=False)
     scales = {n: {b: torch.randn_like(s) for b, s in branches.items()} for n, branches in Scales.ones(model).items()}
     model = timm_rep.attach_grad_mults(model, scales).to(device).train()
     for param in model.parameters():

@@ -183,7 +183,7 @@ def test_refusals():
         (dict(structure='train'), ValueError, r"'target', 'search' or 'csla', got 'train'"),
         (dict(width=0), ValueError, 'width: expected a number over 0, got 0'),
         (dict(reparam=True), TypeError, 'reparam: not for RepOpt-GhostNet'),
-        (dict(structure='search', scales='none'), ValueError, 'search structure has scales'),
+        (dict(structure='search', scales=False), ValueError, 'search structure has scales'),
         (dict(scales=normal_scales(tiny(width=2.), 0)), ValueError, r'(?s)do not fit RepOptGhostNet.*ghost1.*24'),
         (dict(not_an_argument=1), TypeError, 'not_an_argument'),
     ]:

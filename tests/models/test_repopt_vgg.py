@@ -178,19 +178,18 @@ def test_forms_of_scales(tmp_path):
     assert dense('ones')[0, :2, 1, 1].tolist() == [3., 2.]
     mean = scales[name]['conv3x3'].mean().square().item()
     torch.testing.assert_close(dense(scales.mean_over_channels())[:, :, 0, 0], torch.full((24, 24), mean))
-    for nothing in ('none', 'None'):
-        plain = tiny(scales=nothing)
-        assert all(get_grad_mult(p) is None for p in plain.parameters())
-        with pytest.raises(ValueError, match='no parameter with a GradMult'):
-            create_optimizer_v2(plain, opt='repsgd', lr=.1)
-        assert create_optimizer_v2(plain, opt='repsgd', lr=.1, strict=False)
+    plain = tiny(scales=False)
+    assert all(get_grad_mult(p) is None for p in plain.parameters())
+    with pytest.raises(ValueError, match='no parameter with a GradMult'):
+        create_optimizer_v2(plain, opt='repsgd', lr=.1)
+    assert create_optimizer_v2(plain, opt='repsgd', lr=.1, strict=False)
     assert all(get_grad_mult(p) is None for p in RepOptVgg(**TINY, scales=None).parameters())
 
 
 def test_refusals(tmp_path):
     for kwargs, match in [
         (dict(structure='train'), r"'target', 'search' or 'csla', got 'train'"),
-        (dict(structure='csla', scales='none'), 'csla structure has scales'),
+        (dict(structure='csla', scales=False), 'csla structure has scales'),
         (dict(drop_path_rate=.1), 'no shortcut to drop'),
         (dict(strides=(2, 2, 2, 2)), 'five numbers'),
         (dict(strides=2), 'strides: expected five numbers.*got 2'),
@@ -501,7 +500,7 @@ def test_recorded_training(recorded, rule):
     kernels and the classifier, then from the same seed the 1 x 1 kernels; the recorded first loss confirms it.
     """
     tensors, config = recorded(f'repopt_vgg_train_{rule}')
-    model = released_size(scales='none')
+    model = released_size(scales=False)
     layers = csla_layers(model)
     scales = {}
     for i, name in enumerate(layers):

@@ -70,7 +70,7 @@ def _scales_in(path: str) -> Optional[Scales]:
 
 
 def _convert_scales(scales: Scales, model_name: str, folder: Path, model_args: Mapping[str, Any]) -> Path:
-    attach_grad_mults(timm.create_model(model_name, device='meta', **{**model_args, 'scales': 'none'}), scales)
+    attach_grad_mults(timm.create_model(model_name, device='meta', **{**model_args, 'scales': False}), scales)
     scales = Scales(scales, {**scales.metadata, 'model': model_name}, scales.history)
     with replacing_files(folder) as temporary:
         scales.save(temporary / SCALES)
@@ -81,4 +81,4 @@ def _convert_scales(scales: Scales, model_name: str, folder: Path, model_args: M
 
 def _plain(model_args: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without the scales of the training, which the weights do not need."""
-    return {**model_args, 'scales': 'none'} if 'scales' in model_args else model_args
+    return {**model_args, 'scales': False} if 'scales' in model_args else model_args

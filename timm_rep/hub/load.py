@@ -221,7 +221,7 @@ class _Request:
         if cfg:
             kwargs['pretrained_cfg'] = cfg
         if kwargs.get('scales') == 'published' and published:
-            kwargs['scales'] = 'none' if kwargs.get('reparameterized') else published.file(SCALES)
+            kwargs['scales'] = False if kwargs.get('reparameterized') else published.file(SCALES)
         if path:
             kwargs['pretrained_cfg_overlay'] = dict(self.overlay, file=path)
             kwargs['trained_with'] = args
@@ -230,7 +230,7 @@ class _Request:
         return kwargs
 
     def _folded(self, args: Mapping[str, Any], cfg: Dict[str, Any], state_dict: StateDict) -> StateDict:
-        args = {name: 'none' if name == 'scales' else value for name, value in args.items()}
+        args = {name: False if name == 'scales' else value for name, value in args.items()}
         model = self.create(self.variant, pretrained_cfg=cfg or self.tag, **args)
         model.load_state_dict(state_dict)
         return model.reparameterize().state_dict()

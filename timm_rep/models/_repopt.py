@@ -105,5 +105,5 @@ class RepOptMixin(ReparameterizeMixin):
         if args.get('scales', 'default') == 'default' and not self.reparameterized:
             args['scales'] = self.scales_source
         if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):
-            args['scales'] = 'none'
+            args['scales'] = False
         ReparameterizeMixin._model_args.fset(self, args)

@@ -104,7 +104,7 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
             scales: Constants of the branches: Scales, a path, a Hub repository, the name of a model whose searched
                 scales come with this package, 'ones', or 'init', the values that the search structure starts from. A
                 target net gets its GradMults and its initial kernels from them, the other structures their scales.
-                'none' (or None, which timm's create_model drops): a plain net, for plain optimizers. Of create_model,
+                False (or None, which timm's create_model drops): a plain net, for plain optimizers. Of create_model,
                 also 'default': the searched scales of the variant, or 'init' where there are none.
             reinit: Initialize the kernels of a target net by the rule of initialization.
             reparameterized: Build the deploy structure, for checkpoints of a folded model.

@@ -200,7 +200,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
             scales: Constants of the branches: Scales, a path, a Hub repository, the name of a model whose searched
                 scales come with this package, 'ones', or 'init', the values that the search structure starts from. A
                 target net gets its GradMults and its initial kernels from them, the other structures their scales.
-                'none' (or None, which timm's create_model drops): a plain net, for plain optimizers. Of create_model,
+                False (or None, which timm's create_model drops): a plain net, for plain optimizers. Of create_model,
                 also 'default': the searched scales of the variant, or 'init' where there are none.
             reinit: Initialize the kernels of a target net by the rule of initialization. If False they start as those
                 of a plain net do, a row of table 4.
