@@ -196,7 +196,7 @@ def test_plot_attention_weights(tmp_path, capsys, monkeypatch):
     assert output.read_bytes().startswith(b'\x89PNG')
     save_file({'blocks.0.attn.qkv.weight': torch.zeros(3, 3)}, path)
     for args, message in [
-        ([sources[1]], r'is no checkpoint of vit_tiny_patch16_224: it has no blocks.0.attn.qkv.weight of the same'),
+        ([sources[1]], r'is not a checkpoint of vit_tiny_patch16_224: it has no blocks.0.attn.qkv.weight of the same'),
         (['vit_tinny'], "There is no model 'vit_tinny'"), ([sources[0]] * 2, 'given twice'),
         ([sources[0], '--block', '9'], 'none numbered 9'),
     ]:

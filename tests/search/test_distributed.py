@@ -1,3 +1,4 @@
+import ast
 import os
 import sys
 from pathlib import Path
@@ -5,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.search.distributed_worker import search
 from tests.torchrun import torchrun
 from timm_rep.scales import Scales
 
@@ -14,14 +16,15 @@ WORKER = Path(__file__).with_name('distributed_worker.py')
 @pytest.mark.parametrize('killed', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_processes_are_one_with_the_doubled_batch(tmp_path, killed):
     """BatchNorm is frozen. Killed after an epoch and resumed, they come to the same scales."""
-    torchrun(1, WORKER, tmp_path / 'one', 16, 0)
-    expected = Scales.load(tmp_path / 'one.0.safetensors')
+    expected = search(tmp_path / 'one', 16)
     if killed:
         torchrun(2, WORKER, tmp_path / 'two', 16, 1)
         assert not (tmp_path / 'two.0.safetensors').exists()
     torchrun(2, WORKER, tmp_path / 'two', 16, 0)
     found = [Scales.load(tmp_path / f'two.{rank}.safetensors') for rank in range(2)]
     assert found[0] == found[1]
+    seeds = [ast.literal_eval(scales.metadata['seeds']) for scales in found]
+    assert len({*seeds[0], *seeds[1]}) == (4 if killed else 6)  # each epoch of each process draws other crops
     assert found[0].keys() == expected.keys()
     for layer, branches in expected.items():
         for branch, scale in branches.items():
