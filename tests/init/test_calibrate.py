@@ -91,9 +91,16 @@ def test_refusals():
         timm_rep.calibrate_batchnorm(model, batches(), identity_norms=['*.norm3', '*.norm2'])
     with pytest.raises(AssertionError, match='height'):  # timm's, of the second batch
         timm_rep.calibrate_batchnorm(model, [batches()[0], torch.zeros(2, 3, 8, 8)])
+    with pytest.raises(ValueError, match=r'statistics of blocks\.0\.mlp\.norm1 are not finite'):
+        timm_rep.calibrate_batchnorm(model, [batches()[0], torch.full((2, 3, 32, 32), float('nan'))])
+    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module, got 'repa_deit_tiny'"):
+        timm_rep.calibrate_batchnorm('repa_deit_tiny', batches())
+    with pytest.raises(TypeError, match=r"A batch is a tensor of images .* got 'd'"):
+        timm_rep.calibrate_batchnorm(model, 'data')
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.training
     assert model.blocks[0].mlp.norm1.momentum == .1
     loader = iter(batches(5))
     timm_rep.calibrate_batchnorm(model, loader, batches=2, identity_norms='*.mlp.norm2')
     assert len(list(loader)) == 3
+    assert not any(m._forward_hooks for m in model.modules())

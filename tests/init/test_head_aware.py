@@ -138,6 +138,9 @@ def test_active_and_idle_channels_are_apart():
     idle = build(1, 'repa_deit_tiny', embed_dim=32, idle_ratio=1., **args)
     with pytest.raises(ValueError, match=r'the student has 16 activated hidden channels, the teacher 0'):
         init(student, idle)
+    active = build(1, 'repa_deit_tiny', embed_dim=32, idle_ratio=.25, **args)
+    with pytest.raises(ValueError, match=r'the student has 48 idle hidden channels, the teacher 32'):
+        init(student, active)
 
 
 def test_what_cannot_be_selected_is_listed():

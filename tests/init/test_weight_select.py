@@ -222,8 +222,21 @@ def test_chain(student, teacher):
     timm_rep.weight_select_init(middle, teacher, element_selection='random', seed=4)
     timm_rep.weight_select_init(expected, middle, element_selection='random', seed=4)
     assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
+    timm_rep.weight_select_init(student, [teacher, middle], include_head=True)
+    assert torch.equal(student.head.weight, selected(selected(teacher.head.weight, (5, 36)), (5, 24)))
     with pytest.raises(ValueError, match='all but the first are models or names of timm models'):
         timm_rep.weight_select_init(student, [teacher, middle.state_dict()])
+
+
+def test_seed_and_fused_projections(student, teacher):
+    """Another seed takes other rows; queries, keys and values take different ones where nothing is consistent."""
+    def rows(seed):
+        report = timm_rep.weight_select_init(student, teacher, element_selection='random_inconsistent', seed=seed)
+        qkv = next(s for s in report.selections if s.name == 'blocks.0.attn.qkv.weight')
+        return [tuple((part - i * 48).tolist()) for i, part in enumerate(qkv.indices[0].chunk(3))]
+
+    assert len({*rows(0), *rows(1)}) == 6
+    assert rows(0) == rows(0)
 
 
 @pytest.mark.parametrize('element', ELEMENT_CHOICES)
