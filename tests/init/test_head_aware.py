@@ -29,15 +29,15 @@ def init(student, teacher, **kwargs):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('of', ['model', 'state dict'])
-def test_whole_heads(of):
+@pytest.mark.parametrize('source', ['model', 'state dict'])
+def test_whole_heads(source):
     """Head by head, entry by entry: queries only from queries, of the head, and its values into the same channels."""
     student, teacher = build(0, **dict(STUDENT, num_heads=2)), build(1, **dict(TEACHER, embed_dim=60, num_heads=5))
-    if of == 'model':  # heads may be wider there
+    if source == 'model':  # heads may be wider there
         teacher = build(1, **TEACHER)
-    init(student, teacher if of == 'model' else teacher.state_dict())
+    init(student, teacher if source == 'model' else teacher.state_dict())
     ours, theirs = student.blocks[0].attn, teacher.blocks[0].attn
-    assert (ours.head_dim, theirs.head_dim) == (12, 16 if of == 'model' else 12)
+    assert (ours.head_dim, theirs.head_dim) == (12, 16 if source == 'model' else 12)
     width, heads, channels = theirs.qkv.in_features, evenly_spaced(5, 2), evenly_spaced(theirs.head_dim, 12)
     inputs = evenly_spaced(width, 24)
     for part in range(3):
