@@ -125,7 +125,7 @@ def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('args,message', [
     (['{tmp}/nothing.safetensors'], 'No scales at'),
-    (['nothing'], 'whose searched scales come with this package'),
+    (['nothing'], 'a model with packaged scales'),
     (['--kernels', '{tmp}/nothing.pth'], 'No checkpoint at'),
     (['--kernels', __file__], 'as a checkpoint'),
     (['--kernels', '{tmp}/s.safetensors'], 'no kernel of 3 x 3'),
