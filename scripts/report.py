@@ -12,7 +12,7 @@ import torch
 from tools.tables import RESULTS, write_tables
 
 from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.profiling import machine, versions
+from timm_rep.utils.profiling import device_name, versions
 
 # environment variables of timm and of this package that change what is measured
 _SWITCHES = ('TIMM_FUSED_ATTN', 'TIMM_REP_FUSED_IDLE')
@@ -21,7 +21,7 @@ __all__ = ['print_table', 'report', 'rows_measured', 'save']
 
 
 def _path(section: str, device: torch.device) -> Path:
-    return RESULTS / re.sub(r'[^a-z0-9]+', '-', machine(device).lower()).strip('-') / f'{section}.json'
+    return RESULTS / re.sub(r'[^a-z0-9]+', '-', device_name(device).lower()).strip('-') / f'{section}.json'
 
 
 def _same_conditions(content: Dict[str, Any], settings: Dict[str, Any]) -> bool:
@@ -73,7 +73,7 @@ def save(
     content = {
         'section': section,
         'what': what,
-        'machine': machine(device),
+        'machine': device_name(device),
         'date': date.today().isoformat(),
         'commands': commands,
         'versions': versions(),

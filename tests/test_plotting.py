@@ -121,7 +121,7 @@ def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('args,message', [
     (['{tmp}/nothing.safetensors'], 'No scales at'),
-    (['nothing'], 'whose searched scales come with this package'),
+    (['nothing'], 'a model with packaged scales'),
     (['--kernels', '{tmp}/nothing.pth'], 'No checkpoint at'),
     (['--kernels', __file__], 'as a checkpoint'),
     (['--kernels', '{tmp}/s.safetensors'], 'no kernel of 3 x 3'),
@@ -192,7 +192,7 @@ def test_plot_attention_weights(tmp_path, capsys, monkeypatch):
     assert output.read_bytes().startswith(b'\x89PNG')
     save_file({'blocks.0.attn.qkv.weight': torch.zeros(3, 3)}, path)
     for args, message in [
-        ([sources[1]], r'is no checkpoint of vit_tiny_patch16_224: it has no blocks.0.attn.qkv.weight of the same'),
+        ([sources[1]], r'is not a checkpoint of vit_tiny_patch16_224: it has no blocks.0.attn.qkv.weight of the same'),
         (['vit_tinny'], "There is no model 'vit_tinny'"), ([sources[0]] * 2, 'given twice'),
         ([sources[0], '--block', '9'], 'none numbered 9'),
     ]:

@@ -22,7 +22,7 @@ import timm_rep.layers.repa_mlp as repa_mlp
 import timm_rep.scales.packaged as packaged
 from tests.helpers import ROOT, SCRIPTS, TINY, normal_scales, relative, run, tiny
 from timm_rep.cli import main as cli_main
-from timm_rep.init.weight_select import CHOICES
+from timm_rep.init.weight_select import ELEMENT_CHOICES
 from timm_rep.layers import RePaMlp, use_fused_idle
 from timm_rep.paper import SPEEDUPS
 from timm_rep.scales import Scales, packaged_scales
@@ -178,7 +178,7 @@ def test_weight_selection(script, load_script, images, tmp_path, capsys, monkeyp
         return courses
 
     monkeypatch.setattr(module, 'train', spied)
-    chosen = {'element': [], 'depth': []}
+    chosen = {'element_selection': [], 'layer_selection': []}
     init = module.weight_select_init
 
     def select(student, teacher, **kwargs):
@@ -197,8 +197,8 @@ def test_weight_selection(script, load_script, images, tmp_path, capsys, monkeyp
     assert [row['row'] for row in result['rows']] == list(module.ROWS)
     assert all(0 <= row['accuracy'] <= 100 for row in result['rows'])
     assert result['rows'][0]['epochs_to_random'] <= 2
-    assert sorted({*chosen['element']}) == sorted(set(CHOICES) - {'uniform'})
-    assert sorted({*chosen['depth']}) == ['last', 'mid', 'uniform']
+    assert sorted({*chosen['element_selection']}) == sorted(set(ELEMENT_CHOICES) - {'uniform'})
+    assert sorted({*chosen['layer_selection']}) == ['last', 'mid', 'uniform']
     # the head is initialized from the seed in all rows
     first, small = starts['random, seed 0'], [row for row in module.ROWS if not row.startswith('repa-')]
     assert all(torch.equal(starts[f'{row}, seed 0']['head.weight'], first['head.weight']) for row in small)

@@ -17,7 +17,7 @@ __all__ = ['optim']
 def build(name: str, device: torch.device) -> torch.nn.Module:
     """A RepOpt model with normally distributed scales, as searched ones some of them negative, and random gradients."""
     torch.manual_seed(0)
-    model = timm.create_model(name, scales='none', reinit=False)
+    model = timm.create_model(name, scales=False, reinit=False)
     scales = {n: {b: torch.randn_like(s) for b, s in branches.items()} for n, branches in Scales.ones(model).items()}
     model = timm_rep.attach_grad_mults(model, scales).to(device).train()
     for param in model.parameters():

@@ -30,7 +30,7 @@ class Row(NamedTuple):
         what: The row of the paper's table.
         paper: Its accuracy on ImageNet, RepOpt-VGG-B1.
         opt: Name of an optimizer for timm's factory.
-        scales: 'searched', 'ones', 'init', 'mean' or 'none'.
+        scales: 'searched', 'ones', 'init', 'mean', or False for no scales.
         reinit: Whether to start by the rule of initialization.
         strides: Strides of the searched network, those of the model if None.
     """
@@ -43,8 +43,8 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    'sgd': Row('table 4: SGD', 76.91, opt='sgd', scales='none'),
-    'adamw': Row('table 4: AdamW', 75.03, opt='adamw', scales='none'),
+    'sgd': Row('table 4: SGD', 76.91, opt='sgd', scales=False),
+    'adamw': Row('table 4: AdamW', 75.03, opt='adamw', scales=False),
     'repsgd': Row('table 4: Hyper-Search, initialization and gradients', 78.47),
     'no-init': Row('table 4: Hyper-Search, gradients only', 77.42, reinit=False),
     'no-gradients': Row('table 4: Hyper-Search, initialization only', 77.07, opt='sgd'),

@@ -28,15 +28,15 @@ from report import report
 # name of a row in the paper, and arguments of weight_select_init
 SELECTIONS = {
     'uniform': ('uniform, first N layers', dict()),
-    'consecutive': ('consecutive', dict(element='consecutive')),
-    'random-consistent': ('random with consistency', dict(element='random')),
-    'random-inconsistent': ('random without consistency', dict(element='random_inconsistent')),
-    'uniform-heads': ('uniform, heads and projections apart', dict(element='uniform_heads')),
-    'l1': ('L1 pruning', dict(element='l1')),
-    'magnitude': ('magnitude pruning', dict(element='magnitude')),
-    'uniform-layers': ('uniform layers', dict(depth='uniform')),
-    'mid-layers': ('mid N layers', dict(depth='mid')),
-    'last-layers': ('last N layers', dict(depth='last')),
+    'consecutive': ('consecutive', dict(element_selection='consecutive')),
+    'random-consistent': ('random with consistency', dict(element_selection='random')),
+    'random-inconsistent': ('random without consistency', dict(element_selection='random_inconsistent')),
+    'uniform-heads': ('uniform, heads and projections apart', dict(element_selection='uniform_heads')),
+    'l1': ('L1 pruning', dict(element_selection='l1')),
+    'magnitude': ('magnitude pruning', dict(element_selection='magnitude')),
+    'uniform-layers': ('uniform layers', dict(layer_selection='uniform')),
+    'mid-layers': ('mid N layers', dict(layer_selection='mid')),
+    'last-layers': ('last N layers', dict(layer_selection='last')),
 }
 ROWS = {
     'random': 'random initialization, timm default',
@@ -57,7 +57,7 @@ def initialize(row: str, student: nn.Module, teacher: nn.Module, loader: Iterabl
         weight_select_init(student, teacher, seed=seed, **SELECTIONS[row][1])
     elif row == 'repa-plain':
         weight_select_init(student, teacher, include_head=True)
-        calibrate_batchnorm(student, loader, neutral=['*.mlp.norm2'])
+        calibrate_batchnorm(student, loader, identity_norms=['*.mlp.norm2'])
 
 
 def build(args, size: Dict[str, Any], seed: int) -> nn.Module:

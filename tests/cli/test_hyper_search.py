@@ -16,8 +16,8 @@ def command(images, output, *more):
 
 
 def test_command(images, tmp_path, capsys):
-    """Finds scales; the same seed and a resumed search give the same ones, another seed others."""
-    outputs = {name: tmp_path / name / 's.safetensors' for name in ('a', 'b', 'other')}
+    """Finds scales; a search that is resumed from its end gives the same ones, another seed others."""
+    outputs = {name: tmp_path / name / 's.safetensors' for name in ('a', 'other')}
     assert main(command(images, outputs['a'])) == 0
     out = capsys.readouterr().out
     assert 'stages.3.0.conv' in out
@@ -25,9 +25,11 @@ def test_command(images, tmp_path, capsys):
     scales = Scales.load(outputs['a'])
     assert (scales.metadata['dataset'], scales.metadata['epochs']) == (images.name, '2')
     assert 0 <= float(scales.metadata['accuracy']) <= 100
-    assert main(command(images, outputs['b'], '--resume')) == 0
-    assert main(command(images, outputs['b'], '--resume')) == 0  # from its end
-    assert Scales.load(outputs['b']) == scales
+    assert main(command(images, outputs['a'])) == 1
+    assert '(--resume) continues it, overwrite=True (--overwrite)' in capsys.readouterr().err
+    outputs['a'].unlink()
+    assert main(command(images, outputs['a'], '--resume')) == 0
+    assert Scales.load(outputs['a']) == scales
     faster = ['--preload', '--channels-last']
     assert main(command(images, outputs['other'], '--seed', '1', '--val-split', '', *faster)) == 0
     other = Scales.load(outputs['other'])
@@ -49,6 +51,7 @@ def test_command(images, tmp_path, capsys):
         ['--device', 'cuda'], "cannot use the device 'cuda'",
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU here')),
     (['--epochs', '0'], 'warmup_epochs is less than epochs'),
+    (['--lr', 'nan'], 'lr is greater than 0, got nan'),
 ], ids=str)
 def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, message):
     (tmp_path / 'file').write_text('old')

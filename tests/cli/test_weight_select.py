@@ -22,11 +22,11 @@ def test_weight_select(teacher, tmp_path, capsys):
     output = tmp_path / 'new' / 'init.safetensors'
     assert main([
         'weight-select', *STUDENT, '--teacher', str(tmp_path / 'teacher.safetensors'), '-o', str(output), '--seed', '3',
-        '--element', 'random', '--depth', 'last', '--exclude', 'norm', 'cls_token']) == 0
+        '--element-selection', 'random', '--layer-selection', 'last', '--exclude', 'norm', 'cls_token']) == 0
     torch.manual_seed(3)
     expected = timm.create_model('vit_tiny_patch16_224', **KWARGS)
     report = timm_rep.weight_select_init(
-        expected, teacher, element='random', depth='last', exclude=['norm', 'cls_token'], seed=3)
+        expected, teacher, element_selection='random', layer_selection='last', exclude=['norm', 'cls_token'], seed=3)
     written = load_file(output)
     assert written.keys() == expected.state_dict().keys()
     assert all(torch.equal(v, written[k]) for k, v in expected.state_dict().items())
@@ -39,9 +39,9 @@ def test_weight_select(teacher, tmp_path, capsys):
     assert all(torch.equal(v, written[k]) for k, v in started.state_dict().items())
 
 
-def test_plan(teacher, tmp_path, capsys):
+def test_verbose(teacher, tmp_path, capsys):
     path = str(tmp_path / 'teacher.safetensors')
-    assert main(['weight-select', *STUDENT, '--teacher', path, '-o', str(tmp_path / 'x.safetensors'), '--plan']) == 0
+    assert main(['weight-select', *STUDENT, '--teacher', path, '-o', str(tmp_path / 'x.safetensors'), '--verbose']) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, value in timm.create_model('vit_tiny_patch16_224', **KWARGS).state_dict().items():
         assert any(line.startswith(f'{name} {tuple(value.shape)}') for line in lines)
@@ -54,20 +54,20 @@ def test_chain(teacher, tmp_path, monkeypatch):
         timm.models._registry._model_entrypoints, 'vit_xsmall',
         lambda **kwargs: timm.models.VisionTransformer(embed_dim=288, depth=2, num_heads=6, img_size=32))
     path, output = str(tmp_path / 'teacher.safetensors'), tmp_path / 'x.safetensors'
-    args = ['--include', 'blocks.0.mlp.*', '--element', 'random', '-o', str(output)]
+    args = ['--include', 'blocks.0.mlp.*', '--element-selection', 'random', '-o', str(output)]
     assert main(['weight-select', *STUDENT, '--teacher', path, 'vit_xsmall', *args]) == 0
     middle = timm.create_model('vit_xsmall')
-    timm_rep.weight_select_init(middle, teacher, include='blocks.0.mlp.*', element='random')
+    timm_rep.weight_select_init(middle, teacher, include='blocks.0.mlp.*', element_selection='random')
     assert middle.blocks[0].mlp.fc2.weight.shape == (288, 1152)
     expected = timm.create_model('vit_tiny_patch16_224', **KWARGS)
-    timm_rep.weight_select_init(expected, middle, include='blocks.0.mlp.*', element='random')
+    timm_rep.weight_select_init(expected, middle, include='blocks.0.mlp.*', element_selection='random')
     assert torch.equal(load_file(output)['blocks.0.mlp.fc2.weight'], expected.blocks[0].mlp.fc2.weight)
 
 
 @pytest.mark.parametrize('args,message', [
     (['-o', 'x.pth'], "a .safetensors file to write, got 'x.pth'"),
     (['-o', 'x.safetensors', '--student', 'vit_tinny'], "There is no model 'vit_tinny'"),
-    (['-o', 'x.safetensors', '--teacher', 'nothing'], "neither a file nor a timm model 'nothing'"),
+    (['-o', 'x.safetensors', '--teacher', 'nothing'], "The teacher 'nothing' is neither a file nor a timm model"),
     (['-o', 'x.safetensors', '--student', 'vit_base_patch16_224'], 'smaller'),
     (['-o', 'x.safetensors', '--model-kwargs', 'bogus=1'], "argument 'bogus'; is it a --model-kwargs?"),
 ])

@@ -36,7 +36,7 @@ def publish(folder, kind=REPA, seed=0, **kwargs):
     name, args = kind
     scales = None
     if kind is REPOPT:
-        kwargs['scales'] = 'none'
+        kwargs['scales'] = False
         scales = Scales(normal_scales(timm.create_model(name, **args), seed=1))
     model = trained(name, args, seed, **kwargs)
     shutil.rmtree(folder, ignore_errors=True)

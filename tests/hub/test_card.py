@@ -136,7 +136,7 @@ def test_scales(tmp_path):
     recipe = dict(model=name, model_kwargs={**args, 'scales': str(tmp_path / 's.safetensors')}, num_classes=5)
     recipe['model_kwargs'] = {k: list(v) if isinstance(v, tuple) else v for k, v in recipe['model_kwargs'].items()}
     (tmp_path / 'r.yaml').write_text(yaml.safe_dump(recipe))
-    torch.save({'state_dict': trained(name, args, scales='none').state_dict()}, tmp_path / 'c.pth')
+    torch.save({'state_dict': trained(name, args, scales=False).state_dict()}, tmp_path / 'c.pth')
     prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'r.yaml')
     assert (folder / 'train.yaml').read_text() == (tmp_path / 'r.yaml').read_text()
     args = json.loads((folder / 'config.json').read_text())['model_args']
@@ -217,19 +217,20 @@ def test_names_of_classes_in_their_order(folder, tmp_path):
         tmp_path / f'{NAME}_folded' / 'README.md').read_text()
 
 
-@pytest.mark.parametrize('word', ['init', 'none', None])
+@pytest.mark.parametrize('word', ['init', False, None])
 def test_words_for_scales(tmp_path, word):
     folder = tmp_path / 'repopt_vgg_a0.mine'
     folder.mkdir()
     name, args = REPOPT
     args = {k: list(v) if isinstance(v, tuple) else v for k, v in args.items()}
-    recipe = dict(model=name, model_kwargs={**args, **({'scales': word} if word else {})}, img_size=64, num_classes=5)
+    given = {} if word is None else {'scales': word}
+    recipe = dict(model=name, model_kwargs={**args, **given}, img_size=64, num_classes=5)
     (folder / 'train.yaml').write_text(yaml.safe_dump(recipe))
-    torch.save({'state_dict': trained(name, args, scales='none').state_dict()}, tmp_path / 'c.pth')
+    torch.save({'state_dict': trained(name, args, scales=False).state_dict()}, tmp_path / 'c.pth')
     (folder / 'scales.safetensors').write_bytes(b'of before')
     prepare_folder(folder, tmp_path / 'c.pth')
     assert tuple(load_folder(folder).pretrained_cfg['input_size']) == (3, 64, 64)
-    if word == 'none':
+    if word is False:
         assert not (folder / 'scales.safetensors').exists()
         assert load_folder(folder).stem.conv.grad_mult is None
     else:

@@ -20,7 +20,7 @@ def arguments(args):
 @pytest.fixture
 def released_vgg(tmp_path):
     name, args = REPOPT
-    model = trained(name, args, classes=1000, scales='none')
+    model = trained(name, args, classes=1000, scales=False)
     state_dict = {}
     for key, value in model.state_dict().items():
         key = re.sub(r'^stages\.(\d)', lambda m: f'stage{int(m[1]) + 1}', key)
@@ -63,7 +63,7 @@ def test_scales(released_scales, tmp_path):
     written = folder / 'scales.safetensors'
     assert Scales.load(written) == Scales.load(path)
     assert Scales.load(written).metadata['model'] == 'repopt_vgg_b1'
-    timm_rep.attach_grad_mults(timm.create_model('repopt_vgg_b1', device='meta', scales='none'), written)
+    timm_rep.attach_grad_mults(timm.create_model('repopt_vgg_b1', device='meta', scales=False), written)
 
 
 def test_refusals(released_vgg, released_scales, tmp_path, capsys):

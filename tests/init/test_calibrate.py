@@ -54,11 +54,11 @@ def test_a_plain_model_becomes_a_repaformer():
         p.add_(torch.randn(p.shape) * .1)
     model = timm.create_model('repa_deit_tiny', pre_norm=False, idle_ratio=0., **TINY).eval()
     report = timm_rep.weight_select_init(model, plain, include_head=True)
-    assert {s.reason for s in report.own} == {'a BatchNorm that the teacher has none of, see calibrate_batchnorm()'}
+    assert {s.reason for s in report.own} == {'a BatchNorm that the teacher does not have, see calibrate_batchnorm()'}
     for ours, theirs in zip(model.blocks, plain.blocks):
         assert torch.equal(ours.mlp.norm1.weight, theirs.norm2.weight)
         assert torch.equal(ours.mlp.fc1.weight, theirs.mlp.fc1.weight)
-    timm_rep.calibrate_batchnorm(model, batches(), neutral=['*.mlp.norm2'])
+    timm_rep.calibrate_batchnorm(model, batches(), identity_norms=['*.mlp.norm2'])
     for ours, theirs in zip(model.blocks, plain.blocks):
         x = torch.randn(2, 17, 24)
         expected = x + theirs.mlp((x - ours.mlp.norm1.running_mean) / (
@@ -87,13 +87,20 @@ def test_refusals():
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match='no batches; nothing was changed'):
         timm_rep.calibrate_batchnorm(model, [])
-    with pytest.raises(ValueError, match=r"neutral names BatchNorms .*\['\*\.norm3'\] does not"):
-        timm_rep.calibrate_batchnorm(model, batches(), neutral=['*.norm3', '*.norm2'])
+    with pytest.raises(ValueError, match=r"identity_norms names BatchNorms .*\['\*\.norm3'\] does not"):
+        timm_rep.calibrate_batchnorm(model, batches(), identity_norms=['*.norm3', '*.norm2'])
     with pytest.raises(AssertionError, match='height'):  # timm's, of the second batch
         timm_rep.calibrate_batchnorm(model, [batches()[0], torch.zeros(2, 3, 8, 8)])
+    with pytest.raises(ValueError, match=r'statistics of blocks\.0\.mlp\.norm1 are not finite'):
+        timm_rep.calibrate_batchnorm(model, [batches()[0], torch.full((2, 3, 32, 32), float('nan'))])
+    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module, got 'repa_deit_tiny'"):
+        timm_rep.calibrate_batchnorm('repa_deit_tiny', batches())
+    with pytest.raises(TypeError, match=r"A batch is a tensor of images .* got 'd'"):
+        timm_rep.calibrate_batchnorm(model, 'data')
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.training
     assert model.blocks[0].mlp.norm1.momentum == .1
     loader = iter(batches(5))
-    timm_rep.calibrate_batchnorm(model, loader, batches=2, neutral='*.mlp.norm2')
+    timm_rep.calibrate_batchnorm(model, loader, batches=2, identity_norms='*.mlp.norm2')
     assert len(list(loader)) == 3
+    assert not any(m._forward_hooks for m in model.modules())

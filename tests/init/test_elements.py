@@ -21,9 +21,9 @@ def test_evenly_spaced():
     assert evenly_spaced(9, 1).tolist() == [0]
     for teacher in range(1, 40):
         for student in range(1, teacher + 1):
-            of = evenly_spaced(teacher, student)
-            assert len(set(of.tolist())) == student
-            assert 0 <= of.min() <= of.max() < teacher
+            positions = evenly_spaced(teacher, student)
+            assert len(set(positions.tolist())) == student
+            assert 0 <= positions.min() <= positions.max() < teacher
 
 
 @pytest.mark.parametrize('element', ['uniform', 'consecutive', 'random', 'random_inconsistent', 'l1'])
@@ -97,8 +97,8 @@ def test_fused_projections_are_selected_apart(element):
     q, k, v = torch.randn(3, 8, 6).unbind()
     k = k * 100  # of which nothing may get into q and v
     selected, indices = select_elements(torch.cat([q, k, v]), (12, 6), element, parts=3)
-    for part, of in zip(selected.chunk(3), (q, k, v)):
-        expected = set(of.flatten().tolist())
+    for part, projection in zip(selected.chunk(3), (q, k, v)):
+        expected = set(projection.flatten().tolist())
         assert set(part.flatten().tolist()) <= expected
     if indices[0] is not None:
         assert torch.equal(selected, torch.cat([q, k, v])[indices[0]])
@@ -126,5 +126,5 @@ def test_refusals():
     for shape in ((5, 3), (4,), (4, 3, 1)):
         with pytest.raises(ValueError, match=r'Cannot select .* as many axes are needed, none longer'):
             select_elements(torch.zeros(4, 3), shape)
-    with pytest.raises(ValueError, match=r"element is one of uniform, .*, got 'even'"):
+    with pytest.raises(ValueError, match=r"element_selection is one of uniform, .*, got 'even'"):
         select_elements(torch.zeros(4), (2,), 'even')

@@ -25,19 +25,19 @@ def build(seed, name='vit_tiny_patch16_224', **kwargs):
 
 
 def init(student, teacher, **kwargs):
-    return timm_rep.weight_select_init(student, teacher, element='uniform_heads', **kwargs)
+    return timm_rep.weight_select_init(student, teacher, element_selection='uniform_heads', **kwargs)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('of', ['model', 'state dict'])
-def test_whole_heads(of):
+@pytest.mark.parametrize('source', ['model', 'state dict'])
+def test_whole_heads(source):
     """Head by head, entry by entry: queries only from queries, of the head, and its values into the same channels."""
     student, teacher = build(0, **dict(STUDENT, num_heads=2)), build(1, **dict(TEACHER, embed_dim=60, num_heads=5))
-    if of == 'model':  # heads may be wider there
+    if source == 'model':  # heads may be wider there
         teacher = build(1, **TEACHER)
-    init(student, teacher if of == 'model' else teacher.state_dict())
+    init(student, teacher if source == 'model' else teacher.state_dict())
     ours, theirs = student.blocks[0].attn, teacher.blocks[0].attn
-    assert (ours.head_dim, theirs.head_dim) == (12, 16 if of == 'model' else 12)
+    assert (ours.head_dim, theirs.head_dim) == (12, 16 if source == 'model' else 12)
     width, heads, channels = theirs.qkv.in_features, evenly_spaced(5, 2), evenly_spaced(theirs.head_dim, 12)
     inputs = evenly_spaced(width, 24)
     for part in range(3):
@@ -82,7 +82,7 @@ def test_within_heads():
     ours, theirs = student.blocks[0].attn.qkv.weight, teacher.blocks[0].attn.qkv.weight
     for a, b in zip(ours.chunk(3), theirs.chunk(3)):
         assert torch.equal(a, b[kept][:, kept])
-    with pytest.raises(ValueError, match=r'blocks\.0\.attn\.qkv.* 6 heads or groups of 4, the teacher 5 of 16'):
+    with pytest.raises(ValueError, match=r'blocks\.0\.attn\.qkv.* 6 heads of 4 channels, the teacher 5 of 16'):
         init(build(0, **dict(STUDENT, num_heads=6)), teacher)
     before = copy.deepcopy(student.state_dict())
     with pytest.raises(ValueError, match='heads is one of whole, within'):
@@ -136,8 +136,11 @@ def test_active_and_idle_channels_are_apart():
     assert torch.equal(ours.fc2.weight, theirs.fc2.weight[kept][:, hidden])
     assert torch.equal(ours.fc2.bias, theirs.fc2.bias[kept])
     idle = build(1, 'repa_deit_tiny', embed_dim=32, idle_ratio=1., **args)
-    with pytest.raises(ValueError, match=r'the student activates 16 of 64 hidden channels, the teacher 0 of 128'):
+    with pytest.raises(ValueError, match=r'the student has 16 activated hidden channels, the teacher 0'):
         init(student, idle)
+    active = build(1, 'repa_deit_tiny', embed_dim=32, idle_ratio=.25, **args)
+    with pytest.raises(ValueError, match=r'the student has 48 idle hidden channels, the teacher 32'):
+        init(student, active)
 
 
 def test_what_cannot_be_selected_is_listed():
@@ -170,7 +173,7 @@ def test_swin():
     assert torch.equal(getattr(ours, table), getattr(theirs, table)[:, [0, 2]])
     assert torch.equal(ours.qkv.bias[:12], theirs.qkv.bias[:12])
     assert torch.equal(ours.qkv.bias[12:24], theirs.qkv.bias[24:36])
-    assert {s.role for s in report.own} == {'head'}
+    assert {s.component for s in report.own} == {'head'}
     wider = build(
         0, 'swin_tiny_patch4_window7_224', embed_dim=24, num_heads=(2, 4), window_size=8, img_size=64, **args)
     constant = copy.deepcopy(teacher)
@@ -237,5 +240,5 @@ def test_groups():
 def test_the_pairs_of_the_paper(pair):
     student, teacher = (timm.create_model(name, num_classes=2) for name in pair)
     report = init(student, teacher)
-    assert {s.role for s in report.own} == {'head'}
+    assert {s.component for s in report.own} == {'head'}
     assert student.eval()(torch.randn(1, 3, 224, 224)).isfinite().all()

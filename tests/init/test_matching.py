@@ -25,7 +25,7 @@ def test_select_blocks():
     assert select_blocks(9, 6, 'mid') == [1, 2, 3, 4, 5, 6]
     assert select_blocks(9, 6, 'uniform') == [0, 2, 3, 5, 6, 8]
     assert select_blocks(24, 12, 'uniform') == list(range(0, 24, 2))
-    with pytest.raises(ValueError, match="depth is one of first, uniform, mid, last, got 'all'"):
+    with pytest.raises(ValueError, match="layer_selection is one of first, uniform, mid, last, got 'all'"):
         select_blocks(9, 6, 'all')
 
 
@@ -55,12 +55,12 @@ def test_blocks_with_a_stride_are_from_blocks_with_one(depth):
     """layer1 has none; in the others the first block maps to the first, and the rest among themselves."""
     names = map_names(shapes('resnet18'), shapes('resnet34'), depth)
     assert None not in names.values()
-    for stage, of in ((1, 3), (2, 4), (3, 6), (4, 3)):
+    for stage, blocks_there in ((1, 3), (2, 4), (3, 6), (4, 3)):
         found = blocks(names, f'layer{stage}.')
         if stage == 1:
             assert found == select_blocks(3, 2, depth)
         else:
-            assert found == [0, 1 + select_blocks(of - 1, 1, depth)[0]]
+            assert found == [0, 1 + select_blocks(blocks_there - 1, 1, depth)[0]]
     # where only the teacher's first block changes the width
     names = map_names(shapes('repopt_vgg_a0'), shapes('repopt_vgg_b1'), depth)
     assert None not in names.values()

@@ -65,6 +65,12 @@ def test_only_attention_and_positions():
     assert after['pos_embed'][:, 0].abs().max() == 0
     assert after['pos_embed'][0, 1:].norm(dim=-1).std() < 1e-5  # sines and cosines of a position
     assert len({tuple(row.tolist()) for row in after['pos_embed'][0]}) == 17
+    wide = vit(img_size=(16, 32))  # a grid of 2 x 4, row by row
+    positions = timm_rep.mimetic_init_(wide).pos_embed[0, 1:].detach().reshape(2, 4, 48)
+    by_row = (positions == positions[:, :1]).all(0).all(0)
+    by_column = (positions == positions[:1]).all(0).all(0)
+    assert (by_row ^ by_column).sum() > 40  # each channel depends on the row or on the column
+    assert by_row.sum() >= 24 <= by_column.sum()
     model = vit()
     timm_rep.mimetic_init_(model, pos_embed=False)
     assert torch.equal(model.pos_embed, before['pos_embed'])

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 import timm_rep
 from timm_rep.init import evenly_spaced, open_teacher
-from timm_rep.init.roles import ROLES, role_of
-from timm_rep.init.weight_select import CHOICES
+from timm_rep.init.matching import COMPONENTS, component_of
+from timm_rep.init.weight_select import ELEMENT_CHOICES
 
 VIT = dict(img_size=32, patch_size=8, num_classes=5)
 STUDENT = dict(VIT, embed_dim=24, depth=2, num_heads=3)
@@ -66,7 +66,7 @@ def test_vit(student, teacher):
 
 
 @pytest.mark.parametrize('include,exclude,changed', [
-    (None, None, set(ROLES) - {'head', 'other'}),
+    (None, None, set(COMPONENTS) - {'head', 'other'}),
     ('attention', None, {'attention'}),
     (['attention', 'mlp'], 'mlp', {'attention'}),
     (None, ['norm', 'pos_embed'], {'attention', 'mlp', 'patch_embed'}),
@@ -76,12 +76,12 @@ def test_components(student, teacher, include, exclude, changed):
     before = copy.deepcopy(student.state_dict())
     report = timm_rep.weight_select_init(student, teacher, include=include, exclude=exclude)
     after = student.state_dict()
-    differ = {role_of(name, ['head']) for name in after if not torch.equal(after[name], before[name])}
+    differ = {component_of(name, ['head']) for name in after if not torch.equal(after[name], before[name])}
     assert differ == changed
     assert {s.name for s in report.own} == {name for name in after if torch.equal(after[name], before[name])}
 
 
-def test_roles():
+def test_component_of():
     """Those of table 10, on the names of the families of the paper."""
     expected = {
         'vit_tiny_patch16_224': {
@@ -104,11 +104,11 @@ def test_roles():
             'patch_embed.norm.weight': 'norm', 'stages.0.blocks.0.attn.kv.weight': 'attention',
             'stages.0.blocks.0.attn.sr.weight': 'attention', 'stages.0.blocks.0.mlp.dwconv.weight': 'mlp'},
     }
-    for name, roles in expected.items():
+    for name, components in expected.items():
         model = timm.create_model(name, device='meta')
         classifier = [model.pretrained_cfg['classifier']]
-        assert roles.keys() <= model.state_dict().keys()
-        assert {n: role_of(n, classifier) for n in roles} == roles
+        assert components.keys() <= model.state_dict().keys()
+        assert {n: component_of(n, classifier) for n in components} == components
 
 
 def test_head(student, teacher):
@@ -206,9 +206,9 @@ def test_a_pretrained_model_by_its_name(hub, monkeypatch, tmp_path, file):
         student, expected = (create_model('test_vit', **small) for _ in range(2))
         loaded.clear()
         expected.load_state_dict(student.state_dict())
-        timm_rep.weight_select_init(student, 'test_vit.r160_in1k', element=element)
+        timm_rep.weight_select_init(student, 'test_vit.r160_in1k', element_selection=element)
         assert any(loaded) == (file == 'pytorch_model.bin')
-        timm_rep.weight_select_init(expected, teacher, element=element)
+        timm_rep.weight_select_init(expected, teacher, element_selection=element)
         assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
 
 
@@ -216,25 +216,38 @@ def test_chain(student, teacher):
     """The first is the teacher of a copy of the second."""
     middle = vit(2, **dict(VIT, embed_dim=36, depth=3, num_heads=6))
     before = copy.deepcopy(middle.state_dict())
-    timm_rep.weight_select_init(student, [teacher, middle], element='random', seed=4)
+    timm_rep.weight_select_init(student, [teacher, middle], element_selection='random', seed=4)
     assert all(torch.equal(v, before[k]) for k, v in middle.state_dict().items())
     expected = vit(**STUDENT)
-    timm_rep.weight_select_init(middle, teacher, element='random', seed=4)
-    timm_rep.weight_select_init(expected, middle, element='random', seed=4)
+    timm_rep.weight_select_init(middle, teacher, element_selection='random', seed=4)
+    timm_rep.weight_select_init(expected, middle, element_selection='random', seed=4)
     assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
+    timm_rep.weight_select_init(student, [teacher, middle], include_head=True)
+    assert torch.equal(student.head.weight, selected(selected(teacher.head.weight, (5, 36)), (5, 24)))
     with pytest.raises(ValueError, match='all but the first are models or names of timm models'):
         timm_rep.weight_select_init(student, [teacher, middle.state_dict()])
 
 
-@pytest.mark.parametrize('element', CHOICES)
+def test_seed_and_fused_projections(student, teacher):
+    """Another seed takes other rows; queries, keys and values take different ones where nothing is consistent."""
+    def rows(seed):
+        report = timm_rep.weight_select_init(student, teacher, element_selection='random_inconsistent', seed=seed)
+        qkv = next(s for s in report.selections if s.name == 'blocks.0.attn.qkv.weight')
+        return [tuple((part - i * 48).tolist()) for i, part in enumerate(qkv.indices[0].chunk(3))]
+
+    assert len({*rows(0), *rows(1)}) == 6
+    assert rows(0) == rows(0)
+
+
+@pytest.mark.parametrize('element', ELEMENT_CHOICES)
 @pytest.mark.parametrize('depth', ['first', 'uniform', 'mid', 'last'])
 def test_every_choice(student, teacher, element, depth):
     """Every tensor but the classifier is made of entries of the teacher's tensor of that name, of the block chosen."""
-    report = timm_rep.weight_select_init(student, teacher, element=element, depth=depth, seed=2)
+    report = timm_rep.weight_select_init(student, teacher, element_selection=element, layer_selection=depth, seed=2)
     blocks = {'first': [0, 1], 'uniform': [0, 2], 'mid': [1, 2], 'last': [2, 3]}[depth]
     theirs, ours = teacher.state_dict(), student.state_dict()
     for s in report.selections:
-        if s.role == 'head':
+        if s.component == 'head':
             continue
         expected = s.name
         if s.name.startswith('blocks.'):
@@ -317,7 +330,7 @@ def test_between_plain_models_and_repaformers(family, way):
         for p in teacher.parameters():
             p.normal_()
     report = timm_rep.weight_select_init(student, teacher)
-    assert {s.role for s in report.own if 'BatchNorm' not in s.reason} == {'head'}
+    assert {s.component for s in report.own if 'BatchNorm' not in s.reason} == {'head'}
     kinds = {s.name.split('.')[-2] for s in report.own if 'BatchNorm' in s.reason}
     assert kinds == (set() if way == 'plain from repa' else {'norm1', 'norm2'})
 
@@ -394,25 +407,26 @@ def test_dtypes_and_devices(teacher):
 def test_bad_arguments(student, teacher, tmp_path):
     before = copy.deepcopy(student.state_dict())
     for kwargs, message in [
-        (dict(element='even'), 'element is one of'), (dict(depth='all'), 'depth is one of'),
-        (dict(include='attn'), r"take roles .* got 'attn'"), (dict(exclude=['heads']), r"got 'heads'"),
+        (dict(element_selection='even'), 'element_selection is one of'),
+        (dict(layer_selection='all'), 'layer_selection is one of'),
+        (dict(include='attn'), r"take components .* got 'attn'"), (dict(exclude=['heads']), r"got 'heads'"),
     ]:
         with pytest.raises(ValueError, match=message):
             timm_rep.weight_select_init(student, teacher, **kwargs)
     for word in ('blocks.*.attention.*', 'blocks.9.*'):
-        with pytest.raises(ValueError, match=r'No tensor of the student is called .blocks'):
+        with pytest.raises(ValueError, match=r'No tensor of the student matches .blocks'):
             timm_rep.weight_select_init(student, teacher, include=word)
     with pytest.raises(ValueError, match='features_only'):
         timm_rep.weight_select_init(vit(**STUDENT, features_only=True, out_indices=(0,)), teacher)
     with pytest.raises(ValueError, match="student is on 'meta'"):
         timm_rep.weight_select_init(timm.create_model('vit_tiny_patch16_224', device='meta', **STUDENT), teacher)
-    with pytest.raises(ValueError, match='teacher is empty'):
+    with pytest.raises(ValueError, match='teacher is an empty list'):
         timm_rep.weight_select_init(student, [])
     with pytest.raises(FileNotFoundError, match='neither a file nor a timm model'):
         timm_rep.weight_select_init(student, tmp_path / 'nowhere.safetensors')
     with pytest.raises(ValueError, match=r"no pretrained weights for 'mixer_s32_224'"):
         timm_rep.weight_select_init(student, 'mixer_s32_224')
-    with pytest.raises(TypeError, match="other things under 'epoch'"):
+    with pytest.raises(TypeError, match="values that are not tensors: 'epoch'"):
         timm_rep.weight_select_init(student, {**teacher.state_dict(), 'epoch': 3})
     for name in ('bad.pth', 'bad.safetensors'):
         (tmp_path / name).write_bytes(b'neither')

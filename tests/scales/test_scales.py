@@ -1,3 +1,4 @@
+import argparse
 import os
 import pickle
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.utils.prune
 from safetensors.torch import load_file, save_file
+from timm.utils import ParseKwargs
 
 import timm_rep
 from timm_rep.layers import ConvBranch, Csla, csla_layers
@@ -48,17 +50,54 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / 's.safetensors'
     some_scales(1).save(path)
     before = path.read_bytes()
-    broken = some_scales(2)
-    broken.metadata['epochs'] = 3  # safetensors takes strings only
-    with pytest.raises(Exception, match='int'):
-        broken.save(path)
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b'half of it')
+        raise OSError('No space left on device')
+
+    monkeypatch.setattr('timm_rep.scales.files.save_file', full)
+    with pytest.raises(OSError, match='No space left'):
+        some_scales(2).save(path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ['s.safetensors']
 
 
+def test_save_refuses_what_load_cannot_read(tmp_path):
+    """Before anything is written."""
+    scales = some_scales()
+    for name in ('x.pth', 'x.pt', 'x', 'repopt_vgg_a0', 'new/x.bin'):
+        with pytest.raises(ValueError, match=rf'written to a \.safetensors file, got .*{name}'):
+            scales.save(tmp_path / name)
+    for key, value, message in [
+        ('layers', 'x', "'layers' is reserved"), ('history', 'x', "'history' is reserved"),
+        ('epochs', 3, "strings by name, got 'epochs': 3"), (3, 'x', "strings by name, got 3: 'x'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Scales(scales, {key: value})
+        other = some_scales()
+        other.metadata[key] = value
+        with pytest.raises(ValueError, match=message):
+            other.save(tmp_path / 'x.safetensors')
+    assert not list(tmp_path.iterdir())
+    # in a file it would be that of the layer 'a.conv'
+    with pytest.raises(ValueError, match=r"branch 'conv\.3x3' of 'a': the name of a branch has no dot"):
+        Scales({'a': {'conv.3x3': torch.ones(3)}})
+
+
+def test_false_is_no_scales_on_the_command_line():
+    """timm's --model-kwargs scales=False."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--model-kwargs', nargs='*', action=ParseKwargs)
+    model = tiny(**parser.parse_args(['--model-kwargs', 'scales=False']).model_kwargs)
+    assert all(get_grad_mult(p) is None for p in model.parameters())
+    assert timm_rep.scales.resolve_scales(model, False) is timm_rep.scales.resolve_scales(model, None) is None
+    with pytest.raises(FileNotFoundError, match=r"No scales at 'none'.*False for no scales"):
+        tiny(scales='none')
+
+
 def test_order_and_history_survive_a_file(tmp_path):
     """The tenth layer of a stage comes after the second, though its name does not."""
-    scales = Scales.ones(timm.create_model('repopt_vgg_a0', scales='none', device='meta'))
+    scales = Scales.ones(timm.create_model('repopt_vgg_a0', scales=False, device='meta'))
     history = {'stem.conv': {'conv3x3': [1., .5], 'conv1x1': [1., 2.]}}
     scales = Scales(scales, {'epochs': '2'}, history)
     scales.save(tmp_path / 's.safetensors')
@@ -74,7 +113,7 @@ def test_order_and_history_survive_a_file(tmp_path):
     assert Scales.load(tmp_path / 's.safetensors').keys() == {'a.10', 'a.2'}
     for metadata in ({'layers': '[3]'}, {'layers': '{'}, {'history': '3'}, {'history': '{'}):
         save_file({'a.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors', metadata=metadata)
-        with pytest.raises(ValueError, match=r"s\.safetensors' (is no safetensors file of|holds no) scales"):
+        with pytest.raises(ValueError, match=r"s\.safetensors' (is not a safetensors file of|holds no) scales"):
             Scales.load(tmp_path / 's.safetensors')
 
 
@@ -154,20 +193,20 @@ def test_refusals(tmp_path, monkeypatch):
     for value in (torch.ones(3, 3), torch.tensor([1., float('nan')]), torch.tensor([float('inf')])):
         with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
             Scales({'stem.conv': {'conv3x3': value}})
-    for value in ([1., 2.], torch.ones(3, dtype=torch.complex64), torch.tensor([1e300], dtype=torch.float64)):
+    for value in (
+            [1., 2.], torch.ones(3, dtype=torch.complex64), torch.tensor([1e300], dtype=torch.float64),
+            torch.ones(3, device='meta'), torch.ones(3).to_sparse(),
+    ):
         with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
             Scales({'stem.conv': {'conv3x3': value}})
     with pytest.raises(ValueError, match=r"vectors by branch; 'stem.conv' has tensor"):
         Scales({'stem.conv': torch.ones(8)})
     for value in (3, True, [1, 2]):
-        with pytest.raises(ValueError, match=r"'init' or 'none', got"):
+        with pytest.raises(ValueError, match=r"'init' or False, got"):
             tiny(scales=value)
-    for key in ('layers', 'history'):
-        with pytest.raises(ValueError, match=f'{key}: the file uses this key itself'):
-            Scales(some_scales(), {key: 'x'}).save(tmp_path / 's.safetensors')
     path = tmp_path / 's.safetensors'
     path.write_bytes(b'neither')
-    with pytest.raises(ValueError, match=r's\.safetensors.*no safetensors file of scales'):
+    with pytest.raises(ValueError, match=r's\.safetensors.*not a safetensors file of scales'):
         Scales.load(path)
     save_file({'a.weight': torch.ones(3, 3)}, path)
     with pytest.raises(ValueError, match=r"s\.safetensors' holds no scales.*one real number"):
@@ -202,7 +241,7 @@ def test_attach_checks_everything_before_it_changes_anything():
 @pytest.mark.parametrize('wrap', [
     lambda m: m, nn.DataParallel, torch.compile, lambda m: nn.DataParallel(torch.compile(m))], ids=range(4))
 def test_attach_through_wrappers(wrap):
-    model = tiny(scales='none')
+    model = tiny(scales=False)
     scales = some_scales()
     wrapped = wrap(model)
     assert timm_rep.attach_grad_mults(wrapped, scales) is wrapped
@@ -221,7 +260,7 @@ def test_attach_where_the_weight_is_no_parameter():
             lambda conv: torch.nn.utils.prune.identity(conv, 'weight'),
             lambda conv: torch.nn.utils.parametrize.register_parametrization(conv, 'weight', nn.Identity()),
     ):
-        model = tiny(scales='none')
+        model = tiny(scales=False)
         change(model.stages[1][1].conv)
         with pytest.raises(ValueError, match=r'stages.1.1.conv: The weight is not a parameter.*weight_norm'):
             timm_rep.attach_grad_mults(model, 'ones')
@@ -325,7 +364,7 @@ def test_pickled_code_does_not_run(tmp_path, monkeypatch):
 def test_released_scales_fit_the_models(released_scales, name, negative):
     """All of them, and they hold negative entries, where the sum of the scales is no multiplier for AdamW."""
     path = released_scales(f'RepOpt-VGG-{name.upper()}-scales.pth')
-    model = timm.create_model(f'repopt_vgg_{name}', scales='none', reinit=False, device='meta')
+    model = timm.create_model(f'repopt_vgg_{name}', scales=False, reinit=False, device='meta')
     timm_rep.attach_grad_mults(model, path)
     assert all(layer.grad_mult is not None for layer in csla_layers(model).values())
     scales = Scales.load(path)
@@ -334,7 +373,7 @@ def test_released_scales_fit_the_models(released_scales, name, negative):
     for other in {'b1', 'b2', 'l1', 'l2'} - {name}:
         with pytest.raises(ValueError, match='stages'):
             timm_rep.attach_grad_mults(
-                timm.create_model(f'repopt_vgg_{other}', scales='none', reinit=False, device='meta'), path)
+                timm.create_model(f'repopt_vgg_{other}', scales=False, reinit=False, device='meta'), path)
 
 
 def test_from_the_hub(hub, tmp_path, monkeypatch):

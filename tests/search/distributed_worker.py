@@ -8,29 +8,31 @@ from timm.layers import freeze_batch_norm_2d
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import timm_rep
+from timm_rep.scales import Scales
 
 TINY = dict(depths=(1, 2, 1, 1), widths=(8, 8, 16, 16), stem_width=8, num_classes=4)
 
 
-class Killed:
-    """A loader that ends the process after some epochs."""
+class Loader:
+    """A loader that records the seed of each epoch, and ends the process after some epochs."""
 
     def __init__(self, loader, epochs):
         self.loader, self.epochs, self.sampler = loader, epochs, loader.sampler
+        self.seeds = []
 
     def __len__(self):
         return len(self.loader)
 
     def __iter__(self):
-        if self.epochs == 0:
+        if len(self.seeds) == self.epochs > 0:
             dist.barrier()  # until the checkpoint of the previous epoch is written
             sys.exit(0)
-        self.epochs -= 1
+        self.seeds.append(torch.initial_seed())
         return iter(self.loader)
 
 
 def search(path, batch_size, killed_after):
-    """Save the scales of each process to <path>.<rank>.safetensors.
+    """Save the scales of each process to <path>.<rank>.safetensors, with the seeds of its epochs as metadata.
 
     Args:
         path: Prefix of the files.
@@ -42,9 +44,8 @@ def search(path, batch_size, killed_after):
     model = freeze_batch_norm_2d(model)  # else the statistics would be those of half a batch
     g = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(48, 3, 32, 32, generator=g, dtype=torch.float64), torch.arange(48) % 4)
-    loader = DataLoader(data, batch_size // dist.get_world_size(), sampler=DistributedSampler(data))
-    if killed_after:
-        loader = Killed(loader, killed_after)
+    sampler = DistributedSampler(data)
+    loader = Loader(DataLoader(data, batch_size // dist.get_world_size(), sampler=sampler), killed_after)
     scales = timm_rep.hyper_search(
         model, loader, lr=1., epochs=3, warmup_epochs=1, checkpoint=f'{path}.checkpoint', resume=True, progress=False)
-    scales.save(f'{path}.{dist.get_rank()}.safetensors')
+    Scales(scales, {'seeds': str(loader.seeds)}).save(f'{path}.{dist.get_rank()}.safetensors')

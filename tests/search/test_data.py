@@ -89,6 +89,25 @@ def test_randomness_is_that_of_the_seed(root):
     assert not torch.equal(epoch(0)[0], epoch(1)[0])
 
 
+def test_processes_share_the_images(root, monkeypatch):
+    """In training, each epoch shuffled and dealt anew; for validation each process sees all of them."""
+    orders = []
+    for rank in range(2):
+        for name, value in (('is_initialized', True), ('get_world_size', 2), ('get_rank', rank)):
+            monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+        for loader in both(root, is_training=True):
+            for epoch in range(2):
+                loader.sampler.set_epoch(epoch)
+                orders.append(list(loader.sampler))
+        assert all(list(loader.sampler) == list(range(21)) for loader in both(root, is_training=False))
+    first, second = orders[:4], orders[4:]
+    assert first[:2] == first[2:]  # both loaders alike
+    for ours, theirs in zip(first, second):
+        assert len({*ours, *theirs}) == len(ours) + len(theirs) == 20
+        assert ours != sorted(ours)
+    assert first[0] != first[1]
+
+
 def test_a_data_set_of_the_hub(root, tmp_path, monkeypatch):
     """timm's 'hfds/', here on a folder instead of a repository; the root is where it keeps its cache."""
     pytest.importorskip('datasets', reason='timm opens hfds/ with the datasets package')

@@ -1,3 +1,4 @@
+import ast
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,8 @@ def test_two_processes_are_one_with_the_doubled_batch(tmp_path, killed):
     in_processes(2, search, tmp_path / 'two', 16, 0)
     found = [Scales.load(tmp_path / f'two.{rank}.safetensors') for rank in range(2)]
     assert found[0] == found[1]
+    seeds = [ast.literal_eval(scales.metadata['seeds']) for scales in found]
+    assert len({*seeds[0], *seeds[1]}) == (4 if killed else 6)  # each epoch of each process draws other crops
     assert found[0].keys() == expected.keys()
     for layer, branches in expected.items():
         for branch, scale in branches.items():

@@ -1,3 +1,6 @@
+import copy
+import math
+
 import pytest
 import timm
 import torch
@@ -65,9 +68,13 @@ def test_finds_scales_that_a_model_takes():
     timm_rep.attach_grad_mults(model, scales)
 
 
+@pytest.fixture(scope='module')
+def straight():
+    return search()
+
+
 @pytest.mark.parametrize('batches,every', [(0, 1), (2, 1), (3, 1), (7, 1), (11, 1), (5, 2), (8, 2), (11, 3)])
-def test_resumed_after_a_kill_is_the_uninterrupted_search(tmp_path, batches, every):
-    straight = search()
+def test_resumed_after_a_kill_is_the_uninterrupted_search(straight, tmp_path, batches, every):
     path = tmp_path / 'new folder' / 'search.pth'
     args = dict(
         TINY, epochs=4, warmup_epochs=1, progress=False, checkpoint=path, checkpoint_epochs=every, resume=True)
@@ -103,6 +110,58 @@ def test_weight_decay_is_for_kernels_and_identity_scales():
     assert not any('.scales.' in n for n in expected)
 
 
+def reference_search(model, batches, epochs, warmup_epochs, lr, weight_decay, smoothing, clip_grad):
+    """Section 4.1 by hand: Nesterov momentum, linear warm-up and cosine, label smoothing, clipping of the norm."""
+    decayed = {id(p) for group in parameter_groups(model, weight_decay)[:1] for p in group['params']}
+    params = list(model.parameters())
+    momentum = [torch.zeros_like(p) for p in params]
+    model.train()
+    total, warmup = epochs * len(batches), warmup_epochs * len(batches)
+    for step in range(total):
+        rate = lr * step / warmup if step < warmup else lr * (1 + math.cos(math.pi * step / total)) / 2
+        images, targets = batches[step % len(batches)]
+        logs = model(images).log_softmax(1)
+        target = torch.nn.functional.one_hot(targets, logs.shape[1]) * (1 - smoothing) + smoothing / logs.shape[1]
+        grads = torch.autograd.grad(-(target * logs).sum(1).mean(), params)
+        norm = sum(g.square().sum() for g in grads).sqrt()
+        assert norm > clip_grad
+        with torch.no_grad():
+            for p, g, m in zip(params, grads, momentum):
+                g = g * (clip_grad / (norm + 1e-6)) + (weight_decay * p if id(p) in decayed else 0)
+                m.mul_(.9).add_(g)
+                p.sub_(rate * (g + .9 * m))
+    return Scales.from_model(model)
+
+
+def test_the_recipe_is_that_of_the_paper():
+    args = dict(epochs=3, warmup_epochs=1, lr=2., weight_decay=.01, smoothing=.3, clip_grad=.05)
+    torch.manual_seed(0)
+    model = timm.create_model('repopt_vgg_a0', structure='search', dtype=torch.float64, **TINY)
+    images, targets = dataset(32).tensors
+    batches = [(x.double(), y) for x, y in zip(images.split(16), targets.split(16))]
+    expected = reference_search(copy.deepcopy(model), batches, **args)
+    start = Scales.from_model(model)
+    found = timm_rep.hyper_search(model, batches, progress=False, **args)
+    for layer, branches in expected.items():
+        for branch, scale in branches.items():
+            torch.testing.assert_close(found[layer][branch], scale, rtol=1e-5, atol=1e-6)
+            assert (scale - start[layer][branch]).abs().max() > 1e-3
+
+
+def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path):
+    path = tmp_path / 'search.pth'
+    args = dict(checkpoint=path, epochs=1, warmup_epochs=0)
+    search(seed=1, **args)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match=r"search\.pth' of an earlier.*\(--resume\).*\(--overwrite\)"):
+        search(seed=2, **args)
+    assert path.read_bytes() == before
+    assert search(seed=2, overwrite=True, **args) == search(seed=2, epochs=1, warmup_epochs=0)
+    assert torch.load(path, weights_only=True)['settings']['seed'] == 2
+    with pytest.raises(IsADirectoryError, match='is a folder, expected a file'):
+        search(checkpoint=tmp_path)
+
+
 def test_refused_before_anything_is_trained(tmp_path):
     target = timm.create_model('repopt_vgg_a0', **TINY)
     for model in (target, timm.create_model('repopt_vgg_a0', structure='csla', **TINY)):
@@ -111,8 +170,17 @@ def test_refused_before_anything_is_trained(tmp_path):
     for kwargs in (dict(epochs=0, warmup_epochs=0), dict(epochs=3, warmup_epochs=3)):
         with pytest.raises(ValueError, match='warmup_epochs is less than epochs'):
             search(**kwargs)
-    with pytest.raises(ValueError, match='checkpoint_epochs is at least 1, got 0'):
-        search(checkpoint_epochs=0)
+    for kwargs, message in [
+        (dict(checkpoint_epochs=0), 'checkpoint_epochs is at least 1, got 0'),
+        (dict(smoothing=2.), r'smoothing is at least 0 and less than 1, got 2\.0'),
+        (dict(lr=float('nan')), 'lr is greater than 0, got nan'),
+        (dict(weight_decay=-1.), 'weight_decay is at least 0'),
+        (dict(clip_grad=0.), 'clip_grad is greater than 0, or None'),
+        (dict(metadata={'classes': 3}), "metadata of scales are strings by name, got 'classes': 3"),
+        (dict(metadata={'history': 'x'}), "'history' is reserved"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **{**TINY, **kwargs})
     (tmp_path / 'file').write_text('old')
     with pytest.raises(OSError, match='cannot write to the output folder'):
         search(checkpoint=tmp_path / 'file' / 'search.pth')

@@ -1,4 +1,4 @@
-"""``timm-rep hyper-search``: find the constants of a RepOptimizer.
+"""``timm-rep hyper-search``: search the scales of a RepOpt model.
 
 ``torchrun --no-python timm-rep hyper-search ...`` searches with several processes.
 """
@@ -8,13 +8,13 @@ from pathlib import Path
 def add_parser(commands) -> None:
     parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small data set')
     parser.add_argument('model', help='name of a RepOpt model, e.g. repopt_vgg_b1')
-    parser.add_argument('-o', '--output', required=True, metavar='FILE', help='scales to write, a .safetensors file')
-    parser.add_argument('--dataset', default='torch/cifar100', help="as timm names them, '' for folders (%(default)s)")
-    parser.add_argument('--data-dir', metavar='DIR', help='where the data set is')
-    parser.add_argument('--dataset-download', action='store_true', help='let it download itself, as torch/cifar100 can')
+    parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file of scales to write')
+    parser.add_argument('--dataset', default='torch/cifar100', help="name in timm, '' for folders (%(default)s)")
+    parser.add_argument('--data-dir', metavar='DIR', help='folder of the data set')
+    parser.add_argument('--dataset-download', action='store_true', help='download the data set, if timm can')
     parser.add_argument('--train-split', default='train', help='(%(default)s)')
     parser.add_argument('--val-split', default='validation', help="'' for none (%(default)s)")
-    parser.add_argument('--num-classes', type=int, help='where the data set does not say')
+    parser.add_argument('--num-classes', type=int, help='classes, if the data set does not tell')
     parser.add_argument('--img-size', type=int, default=32, help='pixels (%(default)s)')
     parser.add_argument('--epochs', type=int, default=240, help='(%(default)s)')
     parser.add_argument('--warmup-epochs', type=int, default=5, help='(%(default)s)')
@@ -26,11 +26,13 @@ def add_parser(commands) -> None:
     parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
     parser.add_argument('--channels-last', action='store_true', help='train in channels-last memory')
     parser.add_argument(
-        '--preload', action='store_true', help='hold all images on the device, and crop and flip them there')
+        '--preload', action='store_true', help='hold all images on the device and augment them there')
     parser.add_argument('-j', '--workers', type=int, default=2, help='processes that load images (%(default)s)')
     parser.add_argument(
-        '--checkpoint-epochs', type=int, default=1, metavar='N', help='write one every N epochs (%(default)s)')
-    parser.add_argument('--resume', action='store_true', help='go on from FILE.checkpoint, if there is one')
+        '--checkpoint-epochs', type=int, default=1, metavar='N', help='epochs between two checkpoints (%(default)s)')
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument('--resume', action='store_true', help='continue from FILE.checkpoint, if it exists')
+    existing.add_argument('--overwrite', action='store_true', help='start anew even if FILE.checkpoint exists')
     parser.set_defaults(run=run)
 
 
@@ -52,10 +54,10 @@ def run(args) -> int:
     check_writable(output.parent)
     try:
         device = init_distributed_device(args)
-    except AssertionError as e:  # timm's answer to a device that is not there
+    except AssertionError as e:  # raised by timm for a missing device
         raise RuntimeError(f'cannot use the device {args.device!r}: {e}') from e
     if args.dataset_download and args.distributed:
-        raise ValueError('--dataset-download is for one process: let one download the data set before several search.')
+        raise ValueError('--dataset-download is for one process: download the data set before a distributed search.')
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:
@@ -72,7 +74,7 @@ def run(args) -> int:
     if known and classes < known:
         raise ValueError(f'--num-classes is {classes}, but {args.dataset!r} has {known}.')
     if not classes:
-        raise ValueError(f'The data set {args.dataset!r} does not say how many classes it has: pass --num-classes.')
+        raise ValueError(f'The data set {args.dataset!r} does not tell its number of classes: pass --num-classes.')
     if not len(loaders[0]):
         raise ValueError(f'--batch-size is {args.batch_size}, more than the images of {args.dataset!r}.')
     scales = hyper_search(
@@ -90,6 +92,7 @@ def run(args) -> int:
         checkpoint=f'{output}.checkpoint',
         checkpoint_epochs=args.checkpoint_epochs,
         resume=args.resume,
+        overwrite=args.overwrite,
         metadata={
             'dataset': args.dataset or Path(args.data_dir).resolve().name,
             'batch_size': str(args.batch_size * args.world_size),

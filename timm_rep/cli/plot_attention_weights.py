@@ -1,16 +1,16 @@
-"""``timm-rep plot-attention-weights``: draw what the weights of attention multiply to, in several models."""
+"""``timm-rep plot-attention-weights``: draw the products of attention weights of several models."""
 from typing import Dict
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
-        'plot-attention-weights', help='draw what the weights of attention multiply to, in several models')
+        'plot-attention-weights', help='draw the products of attention weights of several models')
     parser.add_argument(
         'models', nargs='+', metavar='MODEL[=CHECKPOINT]',
-        help='timm models: just initialized by their name, pretrained by name.tag, or from a checkpoint')
+        help='timm models: freshly initialized (name), pretrained (name.tag), or with weights of a checkpoint')
     parser.add_argument(
         '-o', '--output', default='attention.png', metavar='FILE', help='picture to write (%(default)s)')
-    parser.add_argument('--block', type=int, default=0, metavar='N', help='which attention (%(default)s)')
+    parser.add_argument('--block', type=int, default=0, metavar='N', help='index of the block (%(default)s)')
     parser.set_defaults(run=run)
 
 
@@ -43,9 +43,9 @@ def _model(source: str):
         return timm.create_model(name, pretrained='.' in name)
     teacher = open_teacher(checkpoint)
     model = timm.create_model(name)
-    wanted = {k: v for k, v in model.state_dict().items() if '.attn' in k}
-    missing = [k for k, v in wanted.items() if teacher.shapes.get(k) != tuple(v.shape)]
+    attention = {k: v for k, v in model.state_dict().items() if '.attn' in k}
+    missing = [k for k, v in attention.items() if teacher.shapes.get(k) != tuple(v.shape)]
     if missing:
-        raise ValueError(f'{checkpoint!r} is no checkpoint of {name}: it has no {missing[0]} of the same shape.')
-    model.load_state_dict({k: teacher.read(k) for k in wanted}, strict=False)
+        raise ValueError(f'{checkpoint!r} is not a checkpoint of {name}: it has no {missing[0]} of the same shape.')
+    model.load_state_dict({k: teacher.read(k) for k in attention}, strict=False)
     return model

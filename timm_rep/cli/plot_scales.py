@@ -7,12 +7,12 @@ def add_parser(commands) -> None:
     parser = commands.add_parser('plot-scales', help='draw scales by block, or the kernels of checkpoints')
     parser.add_argument(
         'sources', nargs='+', metavar='SCALES',
-        help='files of scales, models whose scales are packaged, or Hub repositories; with --kernels, checkpoints')
+        help='files of scales, models with packaged scales, or Hub repositories; with --kernels, checkpoints')
     parser.add_argument('-o', '--output', default='scales.png', metavar='FILE', help='picture to write (%(default)s)')
     parser.add_argument(
         '--kernels', action='store_true',
-        help='draw the entries of a 3x3 kernel of each checkpoint, the centre against its surroundings')
-    parser.add_argument('--layer', action='append', metavar='NAME', help='kernel to draw, once for each checkpoint')
+        help='draw the entries of a 3x3 kernel of each checkpoint, centre against surroundings')
+    parser.add_argument('--layer', action='append', metavar='NAME', help='kernel to draw, once or for each checkpoint')
     parser.set_defaults(run=run)
 
 
@@ -46,7 +46,7 @@ def run(args) -> int:
 
 
 def _titles(sources: List[str]) -> List[str]:
-    """What to call each: the name of the file, as much of its path as tells it from the others, and else a number."""
+    """Unique titles: the names of the files, or else their paths, with numbers if these are equal too."""
     titles = [Path(source).name for source in sources]
     if len(set(titles)) < len(titles):
         titles = list(sources)

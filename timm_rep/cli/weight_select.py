@@ -1,34 +1,39 @@
-"""``timm-rep weight-select``: write the weights that a model starts from, selected from a larger one's."""
+"""``timm-rep weight-select``: write initial weights of a model, selected from those of a larger one."""
 from pathlib import Path
 
 from timm.utils import ParseKwargs
 
 from timm_rep.init.head_aware import HEADS
-from timm_rep.init.matching import DEPTHS
-from timm_rep.init.weight_select import CHOICES
+from timm_rep.init.matching import LAYER_SELECTIONS
+from timm_rep.init.weight_select import ELEMENT_CHOICES
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
-        'weight-select', help="write the weights that a model starts from, selected from a larger one's")
+        'weight-select', help="write initial weights of a model, selected from those of a larger one")
     parser.add_argument('--student', required=True, metavar='MODEL', help='name of the model to initialize')
     parser.add_argument(
         '--teacher', required=True, nargs='+', metavar='MODEL',
-        help='a timm model with pretrained weights or a checkpoint; of several each starts the next')
+        help='a timm model with pretrained weights or a checkpoint; of several, each initializes the next')
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file to write')
-    parser.add_argument('--num-classes', type=int, metavar='N', help="of the student (the model's own)")
+    parser.add_argument('--num-classes', type=int, metavar='N', help="classes of the student (the model's default)")
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V', help='arguments of the student')
-    parser.add_argument('--element', choices=CHOICES, default='uniform', help='elements of a tensor (%(default)s)')
-    parser.add_argument('--heads', choices=HEADS, default='whole', help='of uniform_heads (%(default)s)')
-    parser.add_argument('--depth', choices=DEPTHS, default='first', help='blocks of a stage (%(default)s)')
-    parser.add_argument('--include', nargs='+', metavar='WHAT', help='only these roles, or patterns of names')
-    parser.add_argument('--exclude', nargs='+', metavar='WHAT', help='all but these roles, or patterns of names')
-    parser.add_argument('--include-head', action='store_true', help='the classifier too, if classes match')
     parser.add_argument(
-        '--partial', action='store_true', help='leave what the teacher has nothing for at its own initialization')
-    parser.add_argument('--seed', type=int, default=0, help='of the random selections (%(default)s)')
-    parser.add_argument('--plan', action='store_true', help='print where each tensor is from')
+        '--element-selection', choices=ELEMENT_CHOICES, default='uniform', help='elements of a tensor (%(default)s)')
+    parser.add_argument(
+        '--heads', choices=HEADS, default='whole', help='for uniform_heads (%(default)s)')
+    parser.add_argument(
+        '--layer-selection', choices=LAYER_SELECTIONS, default='first', help='blocks of a stage (%(default)s)')
+    parser.add_argument('--include', nargs='+', metavar='PART', help='components or patterns of names to select (all)')
+    parser.add_argument('--exclude', nargs='+', metavar='PART', help='components or patterns of names to leave out')
+    parser.add_argument('--include-head', action='store_true', help='select the classifier too, if the classes match')
+    parser.add_argument(
+        '--no-strict', dest='strict', action='store_false',
+        help='keep the own initialization of tensors without counterpart in the teacher, instead of an error')
+    parser.add_argument(
+        '--seed', type=int, default=0, help='seed of the initialization and of random selections (%(default)s)')
+    parser.add_argument('-v', '--verbose', action='store_true', help='print the origin of every tensor')
     parser.set_defaults(run=run)
 
 
@@ -52,16 +57,16 @@ def run(args) -> int:
     report = weight_select_init(
         student,
         args.teacher if len(args.teacher) > 1 else args.teacher[0],
-        element=args.element,
-        depth=args.depth,
+        element_selection=args.element_selection,
+        layer_selection=args.layer_selection,
         include=args.include,
         exclude=args.exclude,
         include_head=args.include_head,
-        strict=not args.partial,
+        strict=args.strict,
         seed=args.seed,
         heads=args.heads,
     )
-    if args.plan:
+    if args.verbose:
         print(report)
     else:
         print('\n'.join(str(s) for s in report.own) + f'\n{report.coverage:.1f}% of the student is from the teacher.')

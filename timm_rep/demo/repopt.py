@@ -44,7 +44,7 @@ def run_repopt(
 ) -> RepOptResult:
     """Train one net with SGD and with RepSGD, and compare both with the CSLA net step by step."""
     accuracy, losses = {}, {}
-    for label, opt, scales in (('SGD', 'sgd', 'none'), ('RepSGD', 'repsgd', 'init')):
+    for label, opt, scales in (('SGD', 'sgd', False), ('RepSGD', 'repsgd', 'init')):
         model = training.create_model('repopt_vgg_b1', seed, device, scales=scales, **_MODEL_ARGS)
         losses[label] = training.train(
             f'plain VGG, {label}',

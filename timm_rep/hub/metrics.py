@@ -9,7 +9,14 @@ import torch.nn as nn
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.utils import reparameterize_model
 
-from timm_rep.utils.profiling import count_macs, count_params, machine, measure_throughput, model_input_size, versions
+from timm_rep.utils.profiling import (
+    count_macs,
+    count_params,
+    device_name,
+    measure_throughput,
+    model_input_size,
+    versions,
+)
 from timm_rep.utils.training import evaluate
 
 from .published import WEIGHTS, sha256
@@ -100,7 +107,7 @@ def measure_accuracy(
     top5 = (logits.topk(min(5, classes)).indices == targets[:, None]).any(1).double().mean().item() * 100
     metrics = dict(
         top1=round(top1, 2), top5=round(top5, 2), images=len(dataset), split=split,
-        machine=machine(device), date=date.today().isoformat(), versions=versions())
+        machine=device_name(device), date=date.today().isoformat(), versions=versions())
     sample = [
         (dataset.filename(i), targets[i].item(), logits[i].argmax().item()) for i in range(0, len(dataset), every)
     ]
@@ -134,7 +141,7 @@ def measure_cost(model: nn.Module, device: torch.device, batch_size: int = 8) ->
             for name, form in forms.items()
         },
         batch_size=batch_size, img_size=list(images.shape[-2:]), dtype=str(images.dtype).removeprefix('torch.'),
-        machine=machine(device), date=date.today().isoformat(), versions=versions())
+        machine=device_name(device), date=date.today().isoformat(), versions=versions())
 
 
 def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:

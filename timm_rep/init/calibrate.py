@@ -1,4 +1,4 @@
-"""Statistics of BatchNorms, from data, where weights come from a model that has none."""
+"""Calibration of BatchNorm statistics from data, for weights from a model without BatchNorms."""
 import fnmatch
 from itertools import islice
 from typing import Any, Iterable, Optional, Sequence, Union
@@ -14,40 +14,45 @@ def calibrate_batchnorm(
         model: nn.Module,
         loader: Iterable[Any],
         batches: Optional[int] = None,
-        neutral: Union[str, Sequence[str]] = (),
+        identity_norms: Union[str, Sequence[str]] = (),
 ) -> nn.Module:
     """Set the running statistics of all BatchNorms of a model to those of a data set, in place.
 
-    They become averages over the batches, each of the same weight. While they are taken a BatchNorm normalizes by its
-    batch and everything else is in eval mode, whatever the model's mode, which it has again afterwards.
+    The statistics are averages over the batches with equal weights. Meanwhile every BatchNorm normalizes by its batch,
+    and all other modules are in eval mode; the modes are restored afterwards. If an error is raised, the statistics are
+    unchanged.
 
     Args:
-        model: A model, such as a RePaFormer with the weights of a plain one, see :func:`timm_rep.weight_select_init`.
-        loader: Batches of images (N, C, H, W) of any device, alone or first in a tuple or list.
-        batches: How many to take, all if None.
-        neutral: Patterns of names of BatchNorms that are to be the identity, scale and shift undoing their statistics:
-            ``['*.mlp.norm2']`` for a RePaFormer that is to start as close to the plain model as it can.
+        model: A model with BatchNorms, such as a RePaFormer with the weights of a plain model, see
+            :func:`timm_rep.weight_select_init`.
+        loader: Batches of images (N, C, H, W) on any device; of a tuple or list the first item is used.
+        batches: Number of batches to use, all if None.
+        identity_norms: Patterns of names of BatchNorms whose scale and shift are set to undo their statistics, so that
+            they are the identity in eval mode: ``['*.mlp.norm2']`` brings a RePaFormer closest to the plain model.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: There is no BatchNorm with running statistics, no such name or no batch.
+        TypeError: The model is no module, or a batch is no tensor.
+        ValueError: The model has no BatchNorm with running statistics, a pattern matches none with a scale and a shift,
+            the loader is empty, or the statistics are not finite.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'model is a torch.nn.Module, got {model!r:.100}.')
     norms = {
         name: m for name, m in model.named_modules()
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
     }
     if not norms:
         raise ValueError(f'{type(model).__name__} has no BatchNorm with running statistics.')
-    neutral = [neutral] if isinstance(neutral, str) else neutral
-    identities = [norm for name, norm in norms.items() if any(fnmatch.fnmatch(name, p) for p in neutral)]
-    unknown = [p for p in neutral if not fnmatch.filter(norms, p)]
+    patterns = [identity_norms] if isinstance(identity_norms, str) else identity_norms
+    identities = [norm for name, norm in norms.items() if any(fnmatch.fnmatch(name, p) for p in patterns)]
+    unknown = [p for p in patterns if not fnmatch.filter(norms, p)]
     if unknown or any(norm.weight is None for norm in identities):
-        raise ValueError(f'neutral names BatchNorms with a scale and a shift; {unknown or neutral} does not.')
+        raise ValueError(f'identity_norms names BatchNorms with a scale and a shift; {unknown or patterns} does not.')
     modes = {m: m.training for m in model.modules()}
     before = {norm: (norm.momentum, {k: v.clone() for k, v in norm.named_buffers()}) for norm in norms.values()}
-    # these only watch
     hooks = [norm.register_forward_hook(lambda _, args, output: args[0]) for norm in identities]
     like = next(model.parameters())
     count = 0
@@ -56,13 +61,20 @@ def calibrate_batchnorm(
         for norm in norms.values():
             norm.train()
             norm.reset_running_stats()
-            norm.momentum = None  # an average over all batches
+            norm.momentum = None  # average over all batches
         for batch in islice(loader, batches):
             images = batch[0] if isinstance(batch, (tuple, list)) else batch
+            if not isinstance(images, torch.Tensor):
+                raise TypeError(f'A batch is a tensor of images or has one as its first item, got {images!r:.100}.')
             model(images.to(device=like.device, dtype=like.dtype))
             count += 1
         if count == 0:
             raise ValueError('The loader has no batches; nothing was changed.')
+        for name, norm in norms.items():
+            if not (norm.running_mean.isfinite().all() and norm.running_var.isfinite().all()):
+                raise ValueError(
+                    f'The statistics of {name} are not finite: the images, or the weights before it, hold NaN or '
+                    'infinite values. Nothing was changed.')
     except BaseException:
         for norm, (_, buffers) in before.items():
             for name, value in buffers.items():

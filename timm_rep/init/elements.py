@@ -1,4 +1,4 @@
-"""Which elements of a teacher's tensor a student's takes, axis by axis.
+"""Element selection: the entries of a teacher's tensor that a student's tensor starts from.
 
 `Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823, "Element Selection" and algorithm 1
 """
@@ -7,102 +7,111 @@ from typing import List, Optional, Sequence, Tuple
 
 import torch
 
-__all__ = ['ELEMENTS', 'evenly_spaced', 'select_elements']
+__all__ = ['ELEMENT_SELECTIONS', 'Indices', 'evenly_spaced', 'index_axes', 'select_elements']
 
-ELEMENTS = ('uniform', 'consecutive', 'random', 'random_inconsistent', 'l1', 'magnitude')
+ELEMENT_SELECTIONS = ('uniform', 'consecutive', 'random', 'random_inconsistent', 'l1', 'magnitude')
 
+# positions along each axis, None for an axis that is kept whole
 Indices = List[Optional[torch.Tensor]]
 
 
-def evenly_spaced(teacher: int, student: int) -> torch.Tensor:
-    """``student`` of ``teacher`` positions, evenly spaced (algorithm 1), as in the released code.
+def evenly_spaced(length: int, count: int) -> torch.Tensor:
+    """Evenly spaced positions along an axis (algorithm 1), as the released code computes them.
 
-    Every step-th where one divides the other, else from the first to the last, rounded.
+    Args:
+        length: Entries along the axis, at least ``count``.
+        count: Positions to return, at least 1.
+
+    Returns:
+        Ascending positions (count,), int64: every ``length // count``-th if ``count`` divides ``length``, otherwise
+        ``linspace(0, length - 1, count)``, rounded.
     """
-    if teacher % student == 0:
-        return torch.arange(student) * (teacher // student)
-    return torch.linspace(0, teacher - 1, student).round().long()
+    if length % count == 0:
+        return torch.arange(count) * (length // count)
+    return torch.linspace(0, length - 1, count).round().long()
 
 
-def _random(teacher: int, student: int, key: str) -> torch.Tensor:
+def index_axes(tensor: torch.Tensor, indices: Indices) -> torch.Tensor:
+    """Select positions along each axis of a tensor; None keeps the axis."""
+    for dim, positions in enumerate(indices):
+        if positions is not None:
+            tensor = tensor.index_select(dim, positions.to(tensor.device))
+    return tensor
+
+
+def _random(length: int, count: int, key: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    return torch.randperm(teacher, generator=generator)[:student].sort().values
+    return torch.randperm(length, generator=generator)[:count].sort().values
 
 
-def _axis(tensor: torch.Tensor, dim: int, student: int, element: str, key: str, seed: int) -> torch.Tensor:
-    """The positions to take along one axis."""
-    teacher = tensor.shape[dim]
-    if element == 'uniform':
-        return evenly_spaced(teacher, student)
-    if element == 'consecutive':
-        return torch.arange(student)
-    if element == 'random':
-        return _random(teacher, student, f'{seed} {teacher} {student}')
-    if element == 'random_inconsistent':
-        return _random(teacher, student, f'{seed} {key} {dim}')
-    norms = tensor.float().abs().movedim(dim, 0).reshape(teacher, -1).sum(dim=1)
-    return norms.topk(student).indices.sort().values
+def _positions(
+        tensor: torch.Tensor, dim: int, count: int, element_selection: str, key: str, seed: int,
+) -> Optional[torch.Tensor]:
+    length = tensor.shape[dim]
+    if count == length:
+        return None
+    if element_selection == 'uniform':
+        return evenly_spaced(length, count)
+    if element_selection == 'consecutive':
+        return torch.arange(count)
+    if element_selection == 'random':
+        return _random(length, count, f'{seed} {length} {count}')
+    if element_selection == 'random_inconsistent':
+        return _random(length, count, f'{seed} {key} {dim}')
+    norms = tensor.float().abs().movedim(dim, 0).reshape(length, -1).sum(dim=1)
+    return norms.topk(count).indices.sort().values
 
 
 def select_elements(
         tensor: torch.Tensor,
         shape: Sequence[int],
-        element: str = 'uniform',
+        element_selection: str = 'uniform',
         seed: int = 0,
         key: str = '',
         parts: int = 1,
 ) -> Tuple[torch.Tensor, Indices]:
-    """Select a student's tensor from a teacher's.
+    """Select a smaller tensor from a larger one.
 
-    - 'uniform': evenly spaced along every axis (algorithm 1).
-    - 'consecutive': the first along every axis.
-    - 'random': along every axis one random set of positions that depends on its two lengths only, so that layers that
-      are connected agree.
-    - 'random_inconsistent': a random set for every axis of every tensor.
-    - 'l1': along every axis the positions of the largest L1 norms, a baseline.
-    - 'magnitude': the largest entries, in the order they have, whatever their position, a baseline.
+    - 'uniform': evenly spaced positions along every axis (algorithm 1).
+    - 'consecutive': the first positions along every axis.
+    - 'random': random positions that depend only on ``seed`` and the two lengths of the axis, so that connected layers
+      select the same channels.
+    - 'random_inconsistent': random positions, different for every axis of every tensor.
+    - 'l1': along every axis the positions with the largest L1 norms (a baseline).
+    - 'magnitude': the entries with the largest magnitudes, in their order, regardless of their position (a baseline).
 
-    Positions are in ascending order, so that an axis of equal length stays as it is.
+    Positions are ascending; an axis of equal length is kept whole.
 
     Args:
-        tensor: The teacher's.
-        shape: The student's, as many axes, none longer.
-        element: One of the above.
-        seed: Of the random sets.
-        key: Name of the tensor, for 'random_inconsistent'.
-        parts: Number of projections fused along the first axis (3 in a qkv). All but 'uniform', which takes them
-            as one axis as the released code does, select in each by itself.
+        tensor: The teacher's tensor.
+        shape: Shape of the student's tensor: as many axes, none longer.
+        element_selection: One of the above.
+        seed: Seed of the random selections.
+        key: Name of the tensor, part of the seed of 'random_inconsistent'.
+        parts: Number of projections that are fused along the first axis (3 for a qkv). Each is selected separately,
+            except by 'uniform', which treats them as one axis as the released code does.
 
     Returns:
-        The selected tensor, and the positions along every axis: None where all are kept, and of 'magnitude', which has
-        none.
+        The selected tensor, and the positions along each axis: None where the axis is kept whole, and for 'magnitude'.
 
     Raises:
-        ValueError: The shapes do not allow it, or there is no such selection.
+        ValueError: The shapes do not allow it, or ``element_selection`` is unknown.
     """
     shape = tuple(shape)
-    if element not in ELEMENTS:
-        raise ValueError(f'element is one of {", ".join(ELEMENTS)}, got {element!r}.')
+    if element_selection not in ELEMENT_SELECTIONS:
+        raise ValueError(f'element_selection is one of {", ".join(ELEMENT_SELECTIONS)}, got {element_selection!r}.')
     if tensor.dim() != len(shape) or any(s > t for s, t in zip(shape, tensor.shape)):
         raise ValueError(f'Cannot select {shape} from {tuple(tensor.shape)}: as many axes are needed, none longer.')
-    if parts > 1 and element != 'uniform' and not (shape[0] % parts or tensor.shape[0] % parts):
+    if parts > 1 and element_selection != 'uniform' and not (shape[0] % parts or tensor.shape[0] % parts):
         selected, indices = zip(*(
-            select_elements(part, (shape[0] // parts, *shape[1:]), element, seed, f'{key} {i}')
+            select_elements(part, (shape[0] // parts, *shape[1:]), element_selection, seed, f'{key} {i}')
             for i, part in enumerate(tensor.chunk(parts))))
-        first = None
-        if all(of[0] is not None for of in indices):
-            first = torch.cat([of[0] + i * tensor.shape[0] // parts for i, of in enumerate(indices)])
-        return torch.cat(selected), [first, *indices[0][1:]]
-    if element == 'magnitude':
+        rows = [of_part[0] for of_part in indices]
+        if rows[0] is not None:
+            rows = [torch.cat([positions + i * tensor.shape[0] // parts for i, positions in enumerate(rows)])]
+        return torch.cat(selected), [rows[0], *indices[0][1:]]
+    if element_selection == 'magnitude':
         kept = tensor.float().abs().flatten().topk(torch.Size(shape).numel()).indices.sort().values
         return tensor.flatten()[kept].reshape(shape), [None] * len(shape)
-    indices: Indices = []
-    selected = tensor
-    for dim, student in enumerate(shape):
-        if student == tensor.shape[dim]:
-            indices.append(None)
-            continue
-        of = _axis(tensor, dim, student, element, key, seed)
-        selected = selected.index_select(dim, of.to(tensor.device))
-        indices.append(of)
-    return selected, indices
+    indices = [_positions(tensor, dim, count, element_selection, key, seed) for dim, count in enumerate(shape)]
+    return index_axes(tensor, indices), indices

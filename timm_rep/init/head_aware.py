@@ -1,36 +1,34 @@
-"""Selection that respects what the axes of a tensor mean: heads, projections, halves, groups, positions."""
+"""Element selection by the structure of an axis: heads, projections, gates, groups, hidden channels, positions."""
 import math
 import re
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn as nn
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 from .elements import Indices, evenly_spaced
-from .matching import Shape
-from .roles import fused_parts
+from .matching import Shape, fused_parts
 
-__all__ = ['HEADS', 'ModelLayout', 'select_head_aware']
+__all__ = ['HEADS', 'ModelLayout', 'head_aware_indices', 'interpolate_positions']
 
 HEADS = ('whole', 'within')
 
 _QKV = re.compile(r'(^|\.)(qkv|kv|q|k|v)\.(weight|bias)$|(^|\.)([qkv]_bias|in_proj_weight|in_proj_bias)$')
 _PROJ = re.compile(r'(^|\.)attn\w*\.(proj|out_proj)\.weight$')
-_TABLE = re.compile(r'(^|\.)relative_position_bias_table$')
-_POS_EMBED = re.compile(r'^pos_embed$')
+_BIAS_TABLE = re.compile(r'(^|\.)relative_position_bias_table$')
 _HIDDEN = re.compile(r'^(.*)\.(fc1\.weight|fc1\.bias|norm2\.\w+|fc2\.weight)$')
-_GLU = re.compile(r'(^|\.)(fc1|w12)\.(weight|bias)$')
+_GLU = re.compile(r'^(.*\.)?(fc1|w12)\.(weight|bias)$')
 
 
 class ModelLayout(NamedTuple):
-    """What the names and shapes of a model's tensors do not say.
+    """The structure of a model's axes that the shapes of its tensors do not show.
 
     Attributes:
-        heads: Attention heads by the name of the module.
-        groups: Groups by the name of a convolution that has more than one.
-        active: Activated hidden channels by the name of a RePaFormer's FFN; they come first.
-        shapes: Shapes by the name of the tensor.
+        heads: Numbers of attention heads by module.
+        groups: Numbers of groups by grouped convolution.
+        active: Numbers of activated hidden channels, which come first, by RePaFormer FFN.
+        shapes: Shapes by tensor.
     """
     heads: Mapping[str, int]
     groups: Mapping[str, int]
@@ -38,187 +36,212 @@ class ModelLayout(NamedTuple):
     shapes: Mapping[str, Shape]
 
     @classmethod
-    def of(cls, model: Optional[nn.Module], shapes: Mapping[str, Shape]) -> 'ModelLayout':
-        """That of a model; without one only the shapes are known."""
-        modules = dict(model.named_modules()) if model is not None else {}
-        heads: Dict[str, int] = {n: m.num_heads for n, m in modules.items() if isinstance(
-            getattr(m, 'num_heads', None), int)}
-        groups = {n: m.groups for n, m in modules.items() if isinstance(m, nn.Conv2d) and m.groups > 1}
-        active = {n: m.act.active_channels for n, m in modules.items() if hasattr(
-            getattr(m, 'act', None), 'active_channels')}
+    def from_model(cls, model: Optional[nn.Module], shapes: Mapping[str, Shape]) -> 'ModelLayout':
+        """Read the layout from a model; without one only the shapes are known."""
+        heads: Dict[str, int] = {}
+        groups: Dict[str, int] = {}
+        active: Dict[str, int] = {}
+        for name, module in model.named_modules() if model is not None else ():
+            if isinstance(getattr(module, 'num_heads', None), int):
+                heads[name] = module.num_heads
+            if isinstance(module, nn.Conv2d) and module.groups > 1:
+                groups[name] = module.groups
+            if hasattr(getattr(module, 'act', None), 'active_channels'):
+                active[name] = module.act.active_channels
         return cls(heads, groups, active, shapes)
 
-    def heads_of(self, name: str) -> Optional[int]:
-        """The heads of the attention that a tensor belongs to."""
-        path = name
-        while '.' in path:
-            path = path.rsplit('.', 1)[0]
-            if path in self.heads:
-                return self.heads[path]
+    def num_heads(self, name: str) -> Optional[int]:
+        """Heads of the innermost module with heads that a tensor belongs to, None if unknown."""
+        while '.' in name:
+            name = name.rpartition('.')[0]
+            if name in self.heads:
+                return self.heads[name]
         return None
 
 
-class _Idle(NamedTuple):
-    """An axis of hidden channels, the activated ones first; and of all there are."""
-    teacher: Tuple[int, int]
-    student: Tuple[int, int]
+class _Segment(NamedTuple):
+    """Consecutive entries along an axis: ``count`` heads or groups of ``width`` entries each."""
+    count: int
+    width: int
+    teacher_count: int
+    teacher_width: int
+    kind: str = ''
 
-    def positions(self, heads: str) -> torch.Tensor:
-        (active, hidden), (active_s, hidden_s) = self.teacher, self.student
-        if active_s > active or hidden_s - active_s > hidden - active:
-            raise ValueError(
-                f'the student activates {active_s} of {hidden_s} hidden channels, the teacher {active} of '
-                f'{hidden}; channels that are activated and idle ones are selected by themselves.')
-        return torch.cat([
-            of for of in (
-                evenly_spaced(active, active_s) if active_s else None,
-                active + evenly_spaced(hidden - active, hidden_s - active_s) if hidden_s > active_s else None,
-            ) if of is not None])
-
-
-class _Axis(NamedTuple):
-    """An axis of ``parts`` x ``outer`` x ``inner`` entries, in the teacher and in the student."""
-    parts: int
-    teacher: Tuple[int, int]
-    student: Tuple[int, int]
-
-    def positions(self, heads: str) -> torch.Tensor:
-        (outer, inner), (outer_s, inner_s) = self.teacher, self.student
-        if heads == 'within' and outer * inner >= outer_s * inner_s:
-            within = evenly_spaced(outer * inner, outer_s * inner_s)
-        elif outer_s > outer or inner_s > inner:
-            raise ValueError(
-                f'the student has {outer_s} heads or groups of {inner_s}, the teacher {outer} of {inner}; '
-                "whole ones cannot be selected. heads='within' takes their channels together.")
-        else:
-            within = (evenly_spaced(outer, outer_s)[:, None] * inner + evenly_spaced(inner, inner_s)).flatten()
-        return torch.cat([part * outer * inner + within for part in range(self.parts)])
+    def positions(self, heads: str) -> Tuple[Optional[torch.Tensor], str]:
+        """Positions in the teacher's segment, and the reason if there are too few to select from."""
+        length, teacher_length = self.count * self.width, self.teacher_count * self.teacher_width
+        if heads == 'within' and teacher_length >= length > 0:
+            return evenly_spaced(teacher_length, length), ''
+        if self.count > self.teacher_count or self.width > self.teacher_width:
+            if not self.kind:
+                return None, 'smaller'
+            if 'channels' in self.kind:
+                return None, f'the student has {length} {self.kind}, the teacher {teacher_length}'
+            return None, (
+                f'the student has {self.count} {self.kind} of {self.width} channels, the teacher {self.teacher_count} '
+                f"of {self.teacher_width}; heads='within' selects among the channels of all of them")
+        if length == 0:
+            return torch.arange(0), ''
+        starts = evenly_spaced(self.teacher_count, self.count) * self.teacher_width
+        return (starts[:, None] + evenly_spaced(self.teacher_width, self.width)).flatten(), ''
 
 
-def _split(length: int, parts: int, outer: int) -> Tuple[int, int]:
-    return outer, length // parts // outer
-
-
-def _axis(
+def _segments(
         name: str,
         dim: int,
-        shape: Sequence[int],
-        teacher_shape: Sequence[int],
+        teacher_name: str,
+        teacher_length: int,
         student: ModelLayout,
         teacher: ModelLayout,
-        teacher_name: str,
-) -> Optional[Union[_Axis, _Idle]]:
-    """What an axis is composed of, None if of nothing."""
-    ours, theirs = shape[dim], teacher_shape[dim]
-    is_heads = (dim == 0 and _QKV.search(name)) or (dim == 1 and _PROJ.search(name))
-    if (is_heads or (dim == 1 and _TABLE.search(name))) and student.heads_of(name):
+) -> List[_Segment]:
+    """The segments of an axis; one of one entry each where it has no structure."""
+    length = student.shapes[name][dim]
+    heads = student.num_heads(name)
+    if heads and ((dim == 0 and _QKV.search(name)) or (dim == 1 and (_PROJ.search(name) or _BIAS_TABLE.search(name)))):
         parts = fused_parts(name) if dim == 0 else 1
-        heads, heads_of_teacher = student.heads_of(name), teacher.heads_of(teacher_name)
-        if heads_of_teacher is None:  # a state dict: heads are as wide as the student's, if that divides them
-            width = ours // parts // heads
-            heads_of_teacher = theirs // parts // width if theirs // parts % width == 0 else heads
-        return _Axis(parts, _split(theirs, parts, heads_of_teacher), _split(ours, parts, heads))
-    if dim == 0 and _GLU.search(name):
-        second = re.sub(r'(fc1|w12)\.\w+$', lambda m: {'fc1': 'fc2', 'w12': 'w3'}[m[1]] + '.weight', name)
-        halves = second in student.shapes and 2 * student.shapes[second][1] == ours
-        if halves:
-            return _Axis(2, _split(theirs, 2, 1), _split(ours, 2, 1))
-    hidden, hidden_of_teacher = _HIDDEN.match(name), _HIDDEN.match(teacher_name)
-    if hidden and hidden_of_teacher and dim == (hidden[2] == 'fc2.weight'):
-        active, active_of_teacher = student.active.get(hidden[1]), teacher.active.get(hidden_of_teacher[1])
-        if active is not None and active_of_teacher is not None:
-            return _Idle((active_of_teacher, theirs), (active, ours))
-    module, of_teacher = (of.rsplit('.', 1)[0] for of in (name, teacher_name))
+        width, teacher_width = length // parts // heads, teacher_length // parts
+        teacher_heads = teacher.num_heads(teacher_name)
+        if teacher_heads is None:  # a state dict: assume heads as wide as the student's, if that divides the axis
+            teacher_heads = teacher_width // width if teacher_width % width == 0 else heads
+        return [_Segment(heads, width, teacher_heads, teacher_width // teacher_heads, 'heads')] * parts
+
+    glu = _GLU.match(name)
+    if dim == 0 and glu:
+        output = student.shapes.get((glu[1] or '') + {'fc1': 'fc2', 'w12': 'w3'}[glu[2]] + '.weight')
+        if output and 2 * output[1] == length:
+            return [_Segment(1, length // 2, 1, teacher_length // 2)] * 2
+
+    hidden, teacher_hidden = _HIDDEN.match(name), _HIDDEN.match(teacher_name)
+    if hidden and teacher_hidden and dim == (hidden[2] == 'fc2.weight'):
+        active, teacher_active = student.active.get(hidden[1]), teacher.active.get(teacher_hidden[1])
+        if active is not None and teacher_active is not None:
+            return [
+                _Segment(1, active, 1, teacher_active, 'activated hidden channels'),
+                _Segment(1, length - active, 1, teacher_length - teacher_active, 'idle hidden channels'),
+            ]
+
+    module, teacher_module = (n.rpartition('.')[0] for n in (name, teacher_name))
     groups = student.groups.get(module, 1)
     if dim == 0 and groups > 1 and student.shapes[f'{module}.weight'][1] > 1:
-        width, width_of_teacher = student.shapes[f'{module}.weight'][1], teacher.shapes[f'{of_teacher}.weight'][1]
-        # a state dict: groups have as many outputs for an input as the student's
-        guess = max(theirs * width * groups // (ours * width_of_teacher), 1)
-        return _Axis(1, _split(theirs, 1, teacher.groups.get(of_teacher, guess)), _split(ours, 1, groups))
-    return None
+        inputs, teacher_inputs = student.shapes[f'{module}.weight'][1], teacher.shapes[f'{teacher_module}.weight'][1]
+        # a state dict: assume as many outputs for each input of a group as in the student
+        guess = max(teacher_length * inputs * groups // (length * teacher_inputs), 1)
+        teacher_groups = teacher.groups.get(teacher_module, guess)
+        return [_Segment(groups, length // groups, teacher_groups, teacher_length // teacher_groups, 'groups')]
+    return [_Segment(1, length, 1, teacher_length)]
 
 
-def select_head_aware(
-        tensor: torch.Tensor,
-        shape: Sequence[int],
+def _interpolated_axis(name: str, shape: Shape) -> Optional[int]:
+    """The axis of positions, which is interpolated instead of selected; None if there is none."""
+    if name == 'pos_embed' and len(shape) == 3:
+        return 1
+    return 0 if _BIAS_TABLE.search(name) else None
+
+
+def head_aware_indices(
         name: str,
         teacher_name: str,
+        teacher_shape: Shape,
         student: ModelLayout,
         teacher: ModelLayout,
         heads: str = 'whole',
-) -> Tuple[torch.Tensor, Indices]:
-    """Select a student's tensor from a teacher's, evenly spaced in each of the things that an axis holds.
+) -> Tuple[Indices, str]:
+    """Evenly spaced positions within each unit of the axes of a tensor, from names and shapes.
 
-    - A ``qkv`` or ``kv`` (ViT, Swin, PVT): each projection by itself, and in it whole heads, evenly spaced, of each
-      head its channels evenly spaced; or (``heads='within'``) the channels of all heads together, evenly spaced.
-    - The inputs of an attention's ``proj``: as the channels of its values.
-    - ``relative_position_bias_table`` (Swin, BEiT): interpolated to the student's window, and the heads that are kept.
-    - ``pos_embed`` (ViT): interpolated to the student's grid, class and register tokens as they are, the first ones
-      where the teacher has more.
-    - The first layer of a GLU: gates and values by themselves.
-    - The hidden channels of a RePaFormer's FFN from another's: the activated ones and the idle ones by themselves.
-    - Convolutions with groups of more than a channel: whole groups, and in them channels evenly spaced.
-    - Every other axis, the width of the residual stream and that of hidden layers: evenly spaced (algorithm 1).
+    - A ``qkv`` or ``kv`` (ViT, Swin, PVT): in each projection evenly spaced heads, and in each head evenly spaced
+      channels; with ``heads='within'`` evenly spaced channels of all heads together.
+    - The inputs of an attention's ``proj``: the same channels as its values.
+    - ``relative_position_bias_table`` (Swin, BEiT): the selected heads; :func:`interpolate_positions` fits the window.
+    - ``pos_embed`` (ViT): :func:`interpolate_positions` fits the grid.
+    - The first layer of a GLU: gates and values separately.
+    - The hidden channels of a RePaFormer's FFN from another RePaFormer's: activated and idle ones separately.
+    - Grouped convolutions with more than one channel a group: evenly spaced groups, evenly spaced channels in each.
+    - Every other axis, such as the residual stream and plain hidden layers: evenly spaced (algorithm 1).
 
     Args:
-        tensor: The teacher's.
-        shape: The student's.
-        name: In the student.
-        teacher_name: In the teacher.
-        student: Of the student.
-        teacher: Of the teacher. Where it knows no heads they are taken to be as wide as the student's.
+        name: Name of the student's tensor.
+        teacher_name: Name of the teacher's tensor.
+        teacher_shape: Shape of the teacher's tensor, with as many axes as the student's.
+        student: Layout of the student.
+        teacher: Layout of the teacher. Unknown heads are assumed to be as wide as the student's.
         heads: 'whole' or 'within'.
 
     Returns:
-        The selected tensor, and the positions along every axis, None where all are kept or it is interpolated.
-
-    Raises:
-        ValueError: The teacher's is smaller, or has fewer heads or groups than the student or narrower ones, and whole
-            ones are asked.
+        The positions along each axis, None where the axis is kept whole or interpolated; and the reason why the
+        selection is impossible, '' if it is possible.
     """
-    if _POS_EMBED.search(name) and tensor.dim() == 3 and tensor.shape[1] != shape[1]:
-        (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])
-        tensor = torch.cat([tensor[:, :kept], tensor[:, prefix:]], dim=1)
-        tensor = resample_abs_pos_embed(tensor, [new, new], [old, old], num_prefix_tokens=kept)
-    if _TABLE.search(name) and tensor.shape[0] != shape[0]:
-        window, size = _window(shape[0]), (shape[0], tensor.shape[1])
-        # that of an older timm computes on the CPU, whatever it is given
-        tensor = tensor.new_empty(size) if tensor.is_meta else resize_rel_pos_bias_table(tensor, (window,) * 2, size)
+    shape = student.shapes[name]
     indices: Indices = []
-    selected = tensor
-    for dim, length in enumerate(shape):
-        axis = _axis(name, dim, shape, tensor.shape, student, teacher, teacher_name)
-        if axis is not None and axis.student != axis.teacher:
-            of = axis.positions(heads)
-        elif length > tensor.shape[dim]:
-            raise ValueError('smaller')
-        elif length < tensor.shape[dim]:
-            of = evenly_spaced(tensor.shape[dim], length)
-        else:
+    for dim, (length, teacher_length) in enumerate(zip(shape, teacher_shape)):
+        if dim == _position_axis(name, shape) and length != teacher_length:
+            if (_grids(teacher_length, length) if dim else _window(length)) is None:
+                return [], f'{teacher_length} positions cannot be interpolated to {length}: both are square grids'
             indices.append(None)
             continue
-        selected = selected.index_select(dim, of.to(tensor.device))
-        indices.append(of)
-    return selected, indices
+        segments = _segments(name, dim, teacher_name, teacher_length, student, teacher)
+        if all((s.count, s.width) == (s.teacher_count, s.teacher_width) for s in segments):
+            indices.append(None)
+            continue
+        positions, offset = [], 0
+        for segment in segments:
+            taken, reason = segment.positions(heads)
+            if taken is None:
+                return [], reason
+            positions.append(offset + taken)
+            offset += segment.teacher_count * segment.teacher_width
+        indices.append(torch.cat(positions))
+    return indices, ''
 
 
-def _grids(old: int, new: int) -> Tuple[Tuple[int, int], Tuple[int, int]]:
-    """Tokens before the grid and the side of it, of position embeddings of these lengths; as few as may be."""
+def _position_axis(name: str, shape: Shape) -> Optional[int]:
+    """The axis of positions, which is interpolated instead of selected; None if there is none."""
+    if name == 'pos_embed' and len(shape) == 3:
+        return 1
+    return 0 if _BIAS_TABLE.search(name) else None
+
+
+def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torch.Tensor:
+    """Resize a teacher's position embedding or table of relative positions to the student's grid or window.
+
+    Class and register tokens of a position embedding are copied, the first ones if the teacher has more.
+
+    Args:
+        tensor: The teacher's tensor.
+        name: Name of the student's tensor; others than these are returned as they are.
+        shape: Shape of the student's tensor.
+
+    Returns:
+        The tensor with the student's number of positions and the teacher's number of channels or heads.
+    """
+    axis = _position_axis(name, shape)
+    if axis is None or tensor.shape[axis] == shape[axis]:
+        return tensor
+    if axis == 0:
+        return resize_rel_pos_bias_table(tensor, (_window(shape[0]),) * 2, (shape[0], tensor.shape[1]))
+    (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])
+    tensor = torch.cat([tensor[:, :kept], tensor[:, prefix:]], dim=1)
+    return resample_abs_pos_embed(tensor, [new, new], [old, old], num_prefix_tokens=kept)
+
+
+def _grids(old: int, new: int) -> Optional[Tuple[Tuple[int, int], Tuple[int, int]]]:
+    """Prefix tokens and side of the grid for position embeddings of two lengths, with as few prefix tokens as possible.
+
+    None if the lengths are not those of square grids with at most 9 prefix tokens, or the old one has fewer of them.
+    """
     found = []
     for length in (old, new):
         sides = {prefix: math.isqrt(max(length - prefix, 0)) for prefix in range(10)}
         found.append([(prefix, side) for prefix, side in sides.items() if side and side ** 2 == length - prefix])
     pairs = [(a, b) for b in found[1] for a in found[0] if a[0] >= b[0]]
-    if not pairs:
-        raise ValueError(f'{old} and {new} positions are not those of square grids and tokens before them.')
-    # most likely the tokens before the grid are the same, or else the grids are
-    return min(pairs, key=lambda pair: (pair[0][0] != pair[1][0] and pair[0][1] != pair[1][1], pair[1], pair[0]))
+    # prefer equal prefixes, or else equal grids
+    return min(pairs, default=None, key=lambda pair: (
+        pair[0][0] != pair[1][0] and pair[0][1] != pair[1][1], pair[1], pair[0]))
 
 
-def _window(length: int) -> int:
-    """The side of a window that has a table of relative positions of this length; BEiT's have 3 more."""
+def _window(length: int) -> Optional[int]:
+    """Side of the window whose table of relative positions has this length (BEiT's have 3 extra), None if none has."""
     for extra in (0, 3):
-        side = math.isqrt(length - extra)
+        side = math.isqrt(max(length - extra, 0))
         if side ** 2 == length - extra:
             return (side + 1) // 2
-    raise ValueError(f'{length} positions are not those of a square window.')
+    return None

@@ -1,137 +1,233 @@
-"""Which block of a teacher a student's block is of.
+"""Layer selection and component mapping: the teacher's tensor for each tensor of a student.
 
 `Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823, "Layer Selection" and "Component Mapping"
 """
+import fnmatch
+import re
 from itertools import chain
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch.nn as nn
 
 from .elements import evenly_spaced
 
-__all__ = ['DEPTHS', 'Shape', 'map_names', 'select_blocks', 'with_ones_of', 'without_ones']
+__all__ = [
+    'COMPONENTS', 'LAYER_SELECTIONS', 'Shape', 'absent_in_plain', 'classifier_names', 'component_of', 'fused_parts',
+    'map_names', 'matches', 'select_blocks', 'with_ones_of', 'without_ones',
+]
 
-DEPTHS = ('first', 'uniform', 'mid', 'last')
+LAYER_SELECTIONS = ('first', 'uniform', 'mid', 'last')
+
+# the components of the paper's table 10, the head, and the rest: convolutions, downsampling, layer scales
+COMPONENTS = ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other')
 
 Shape = Tuple[int, ...]
 
+# the first match gives the component
+_PATTERNS = (
+    ('pos_embed', r'(^|\.)(pos_embed\w*|cls_token|dist_token|reg_token|rel_pos\w*|relative_position_bias_table)(\.|$)'),
+    ('norm', r'(^|\.)(norm\w*|\w+_norm|bn\d*|ln_\w+)(\.|$)'),
+    ('patch_embed', r'^(patch_embed|stem|conv1)\w*\.'),
+    ('norm', r'(^|\.)stem\.\d+\.(weight|bias)$'),
+    ('attention', r'(^|\.)attn\w*\.'),
+    ('mlp', r'(^|\.)mlp\w*\.'),
+)
+# projections that are fused along the first axis, and their number
+_FUSED = ((r'(^|\.)(qkv|in_proj_weight|in_proj_bias)(\.|$)', 3), (r'(^|\.)kv(\.|$)', 2))
 
-def select_blocks(teacher: int, student: int, depth: str = 'first') -> List[int]:
-    """``student`` of a teacher's blocks, ascending: its 'first', 'mid'dle or 'last' ones, or 'uniform'ly spaced."""
-    if depth not in DEPTHS:
-        raise ValueError(f'depth is one of {", ".join(DEPTHS)}, got {depth!r}.')
-    if depth == 'uniform':
-        return evenly_spaced(teacher, student).tolist()
-    start = {'first': 0, 'mid': (teacher - student) // 2, 'last': teacher - student}[depth]
-    return list(range(start, start + student))
+# names of a RePaFormer's tensors, and those of the same tensors in the plain model
+_MLP = r'\.(mlp|mlp_channels)'
+_REPA_TO_PLAIN = (
+    (_MLP + r'\.norm1\.(weight|bias)$', r'.norm2.\2'),
+    (_MLP + r'\.act\.act\.', r'.\1.act.'),
+    (r'^(stages\..*)\.mlp\.ls\.gamma$', r'\1.layer_scale2.scale'),
+    (r'\.mlp\.ls\.gamma$', '.ls2.gamma'),
+)
+_REPA_ONLY = re.compile(_MLP + r'\.(norm1\.(running_mean|running_var|num_batches_tracked)|norm2\.\w+)$')
+
+
+def classifier_names(model: nn.Module) -> Tuple[str, ...]:
+    """Names of the classifiers in the ``pretrained_cfg`` of a timm model; empty for other models."""
+    names = (getattr(model, 'pretrained_cfg', None) or {}).get('classifier') or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def component_of(name: str, classifiers: Sequence[str] = ()) -> str:
+    """The component that a tensor belongs to by its name, one of ``COMPONENTS``."""
+    if name.startswith(tuple(f'{classifier}.' for classifier in classifiers)):
+        return 'head'
+    return next((component for component, pattern in _PATTERNS if re.search(pattern, name)), 'other')
+
+
+def matches(name: str, component: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns is the component or matches the name of the tensor."""
+    return any(p == component or fnmatch.fnmatch(name, p) for p in patterns)
+
+
+def fused_parts(name: str) -> int:
+    """Number of projections that a tensor holds along its first axis: 3 for a qkv, 2 for a kv, otherwise 1."""
+    return next((parts for pattern, parts in _FUSED if re.search(pattern, name)), 1)
 
 
 def without_ones(shape: Shape) -> Shape:
-    """A shape without the ones at both ends: a linear layer and a 1 x 1 convolution are the same map."""
-    start, stop = 0, len(shape)
-    while start < stop and shape[start] == 1:
-        start += 1
-    while stop > start and shape[stop - 1] == 1:
-        stop -= 1
-    return shape[start:stop]
+    """A shape without leading and trailing ones: a linear layer and a 1 x 1 convolution are the same map."""
+    inner = [i for i, length in enumerate(shape) if length != 1]
+    return shape[inner[0]:inner[-1] + 1] if inner else ()
 
 
 def with_ones_of(shape: Shape, like: Shape) -> Shape:
-    """A shape with the ones at both ends that another has, instead of its own."""
-    inner = without_ones(like)
-    before = next((i for i, length in enumerate(like) if length != 1), len(like))
-    return (1,) * before + without_ones(shape) + (1,) * (len(like) - before - len(inner))
+    """A shape with the leading and trailing ones of another instead of its own."""
+    inner = [i for i, length in enumerate(like) if length != 1] or [len(like), len(like) - 1]
+    return (1,) * inner[0] + without_ones(shape) + (1,) * (len(like) - 1 - inner[-1])
 
 
-def _tree(shapes: Mapping[str, Shape]) -> Dict[str, Any]:
-    root: Dict[str, Any] = {}
+def select_blocks(length: int, count: int, layer_selection: str = 'first') -> List[int]:
+    """Indices of ``count`` out of ``length`` blocks, ascending.
+
+    Args:
+        length: Blocks of the teacher, at least ``count``.
+        count: Blocks of the student, at least 1.
+        layer_selection: The 'first', 'mid'dle or 'last' blocks, or 'uniform'ly spaced ones.
+
+    Raises:
+        ValueError: ``layer_selection`` is unknown.
+    """
+    if layer_selection not in LAYER_SELECTIONS:
+        raise ValueError(f'layer_selection is one of {", ".join(LAYER_SELECTIONS)}, got {layer_selection!r}.')
+    if layer_selection == 'uniform':
+        return evenly_spaced(length, count).tolist()
+    start = {'first': 0, 'mid': (length - count) // 2, 'last': length - count}[layer_selection]
+    return list(range(start, start + count))
+
+
+def _is_repa(names: Mapping[str, Shape]) -> bool:
+    return any(name.endswith(('.mlp.norm1.running_mean', '.mlp_channels.norm1.running_mean')) for name in names)
+
+
+def _plain_names(shapes: Mapping[str, Shape], other: Mapping[str, Shape]) -> Dict[str, str]:
+    """Names by the names that the tensors have in a plain model, if only this model and not the other is RePa.
+
+    BatchNorm statistics and the second norm of an FFN, which a plain model does not have, are left out.
+    """
+    if not _is_repa(shapes) or _is_repa(other):
+        return {name: name for name in shapes}
+    affine = any(name.endswith('.norm2.alpha') for name in other)  # ResMLP's norm
+    names: Dict[str, str] = {}
     for name, shape in shapes.items():
-        *path, leaf = name.split('.')
-        node = root
-        for part in path:
-            node = node.setdefault(part, {})
-        node[leaf] = shape
-    return root
+        if _REPA_ONLY.search(name):
+            continue
+        plain = name
+        for pattern, replacement in _REPA_TO_PLAIN:
+            plain = re.sub(pattern, replacement, plain)
+        if affine:
+            plain = re.sub(r'\.norm2\.weight$', '.norm2.alpha', re.sub(r'\.norm2\.bias$', '.norm2.beta', plain))
+        # in a released RePa-MLPMixer norm1 normalizes the tokens, in the plain model the channels
+        block, _, parameter = name.rpartition('.norm1.')
+        channels = shapes.get(f'{block}.mlp_channels.norm1.weight', shape)
+        if re.fullmatch(r'blocks\.\d+', block) and without_ones(shape) != without_ones(channels):
+            plain = f'{block}.norm_tokens.{parameter}'
+        names[plain] = name
+    return names
 
 
-def _leaves(node: Any, path: str = '') -> Iterator[Tuple[str, Shape]]:
-    if not isinstance(node, dict):
-        yield path, node
-        return
-    for part, child in node.items():
-        yield from _leaves(child, f'{path}.{part}' if path else part)
+def absent_in_plain(name: str) -> str:
+    """The reason why a tensor of a RePaFormer has no counterpart in a plain model; '' if it should have one."""
+    if _REPA_ONLY.search(name):
+        return 'a BatchNorm that the teacher does not have, see calibrate_batchnorm()'
+    return 'the norm of the teacher has no shift' if re.search(_MLP + r'\.norm1\.bias$', name) else ''
 
 
-def _groups(node: Dict[str, Any], numbers: List[str]) -> List[Tuple[frozenset, List[str]]]:
-    """The numbered children in groups of the same names and shapes, each with its kind: names and numbers of axes.
+def _children(shapes: Mapping[str, Shape]) -> Dict[str, Dict[str, Shape]]:
+    """Shapes by name within each child of a module; a tensor of the module itself is a child with the name ''."""
+    children: Dict[str, Dict[str, Shape]] = {}
+    for name, shape in shapes.items():
+        part, _, rest = name.partition('.')
+        children.setdefault(part, {})[rest] = shape
+    return children
 
-    The first block of a stage, which changes stride or width, is a group of its own.
+
+def _group_blocks(blocks: Mapping[str, Mapping[str, Shape]]) -> List[Tuple[frozenset, List[str]]]:
+    """Numbers of blocks in groups of equal names and shapes, each with its kind: the names and numbers of axes.
+
+    The first block of a stage that changes stride or width is a group of its own.
     """
     groups: Dict[frozenset, List[str]] = {}
-    for number in numbers:
-        groups.setdefault(frozenset(_leaves(node[number])), []).append(number)
+    for number in sorted(filter(str.isdigit, blocks), key=int):
+        groups.setdefault(frozenset(blocks[number].items()), []).append(number)
     return [
-        (frozenset((path, len(without_ones(shape))) for path, shape in leaves), members)
-        for leaves, members in groups.items()
+        (frozenset((name, len(without_ones(shape))) for name, shape in block), numbers)
+        for block, numbers in groups.items()
     ]
 
 
-def _numbers(node: Dict[str, Any]) -> List[str]:
-    return sorted((part for part in node if part.isdigit()), key=int)
-
-
-def _pairs(student: Dict[str, Any], teacher: Dict[str, Any], depth: str) -> Dict[str, str]:
-    """For each numbered child of the student that has one, the teacher's."""
-    of_student, of_teacher = _numbers(student), _numbers(teacher)
-    if of_student == of_teacher:
-        return dict(zip(of_student, of_teacher))
-    pairs: Dict[str, str] = {}
-    groups_of_teacher = _groups(teacher, of_teacher)
-    groups_of_student = _groups(student, of_student)
-    for kind in dict.fromkeys(kind for kind, _ in groups_of_student):
-        ours = [members for other, members in groups_of_student if other == kind]
-        theirs = [members for other, members in groups_of_teacher if other == kind]
+def _match_blocks(
+        student: Mapping[str, Mapping[str, Shape]],
+        teacher: Mapping[str, Mapping[str, Shape]],
+        layer_selection: str,
+) -> Dict[str, str]:
+    """Numbers of the teacher's blocks by those of the student's; blocks without counterpart are left out."""
+    if set(filter(str.isdigit, student)) == set(filter(str.isdigit, teacher)):
+        return {number: number for number in student}
+    groups, teacher_groups = _group_blocks(student), _group_blocks(teacher)
+    numbers: Dict[str, str] = {}
+    for kind in dict.fromkeys(kind for kind, _ in groups):
+        ours = [members for other, members in groups if other == kind]
+        theirs = [members for other, members in teacher_groups if other == kind]
         if len(ours) != len(theirs):
-            # their first ones may differ in stride, though not in width
-            flat = [sorted(chain.from_iterable(of), key=int) for of in (ours, theirs)]
+            # only one of the two changes the width in its first block: match the first, and the others
+            flat = [sorted(chain.from_iterable(members), key=int) for members in (ours, theirs)]
             ours, theirs = ([members[:1], members[1:]] for members in flat)
-        for mine, other in zip(ours, theirs):
-            count = min(len(mine), len(other))
-            pairs.update(zip(mine, (other[i] for i in select_blocks(len(other), count, depth)) if count else ()))
-    return pairs
+        for members, teacher_members in zip(ours, theirs):
+            count = min(len(members), len(teacher_members))
+            selected = select_blocks(len(teacher_members), count, layer_selection) if count else []
+            numbers.update(zip(members, (teacher_members[i] for i in selected)))
+    return numbers
+
+
+def _map_names(student: Mapping[str, Shape], teacher: Mapping[str, Shape], layer_selection: str) -> Dict[str, str]:
+    """:func:`map_names` for two plain models or two RePaFormers, without the names that have no counterpart."""
+    found: Dict[str, str] = {}
+    children, teacher_children = _children(student), _children(teacher)
+    numbers = _match_blocks(children, teacher_children, layer_selection)
+    for part, child in children.items():
+        teacher_part = numbers.get(part) if part.isdigit() else part
+        teacher_child = teacher_children.get(teacher_part, {})
+        if '' in child and '' in teacher_child:
+            found[part] = teacher_part
+        elif teacher_child:
+            names = _map_names(child, teacher_child, layer_selection)
+            found.update((f'{part}.{name}', f'{teacher_part}.{other}') for name, other in names.items())
+    return found
 
 
 def map_names(
         student: Mapping[str, Shape],
         teacher: Mapping[str, Shape],
-        depth: str = 'first',
+        layer_selection: str = 'first',
 ) -> Dict[str, Optional[str]]:
-    """For every tensor of a student the name of the teacher's, None where it has none.
+    """Map the tensors of a student to those of a teacher by their names.
 
-    Names are the same but for the numbers of blocks. Wherever the two have different numbers of blocks in a row, in
-    each stage of a hierarchical model by itself, those of the student are taken from the teacher's by ``depth``. Blocks
-    that differ from their neighbours, such as the first of a ResNet's stage with its stride, are taken from those of
-    the teacher's that do.
+    Names are equal except for the numbers of blocks. Where the two models have different numbers of blocks, in each
+    stage of a hierarchical model separately, the teacher's blocks are chosen by ``layer_selection``. Blocks that differ
+    from their neighbours, such as the first of a ResNet's stage with its stride, are chosen among the teacher's blocks
+    of that kind. Between a RePaFormer and a plain model the norms and layer scales of the FFNs are mapped too.
 
     Args:
-        student: Shapes by name.
-        teacher: Shapes by name.
-        depth: 'first', 'uniform', 'mid' or 'last'.
+        student: Shapes of the student's tensors by name.
+        teacher: Shapes of the teacher's tensors by name.
+        layer_selection: 'first', 'uniform', 'mid' or 'last', see :func:`select_blocks`.
+
+    Returns:
+        For each name of the student the teacher's name, None if the teacher has no such tensor.
+
+    Raises:
+        ValueError: ``layer_selection`` is unknown.
     """
-    found: Dict[str, Optional[str]] = {}
-
-    def walk(of_student: Any, of_teacher: Any, name: str, teacher_name: str) -> None:
-        if not isinstance(of_student, dict):
-            found[name] = None if of_teacher is None or isinstance(of_teacher, dict) else teacher_name
-            return
-        known = of_teacher if isinstance(of_teacher, dict) else {}
-        pairs = _pairs(of_student, known, depth)
-        for part, child in of_student.items():
-            other = pairs.get(part) if part.isdigit() else part
-            walk(
-                child,
-                None if other is None else known.get(other),
-                f'{name}.{part}' if name else part,
-                f'{teacher_name}.{other}' if teacher_name else f'{other}',
-            )
-
-    walk(_tree(student), _tree(teacher), '', '')
-    return {name: found[name] for name in student}
+    names, teacher_names = _plain_names(student, teacher), _plain_names(teacher, student)
+    found = _map_names(
+        {plain: student[name] for plain, name in names.items()},
+        {plain: teacher[name] for plain, name in teacher_names.items()},
+        layer_selection,
+    )
+    found = {names[plain]: teacher_names[other] for plain, other in found.items()}
+    return {name: found.get(name) for name in student}

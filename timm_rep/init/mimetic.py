@@ -12,7 +12,7 @@ __all__ = ['attention_products', 'attentions', 'mimetic_init_']
 
 
 def attentions(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
-    """The attention modules of a timm model that have their projections in a ``qkv``, by name."""
+    """Names and modules of all attentions of a timm model with a fused ``qkv`` projection."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, 'qkv', None), nn.Linear) and isinstance(getattr(module, 'proj', None), nn.Linear):
             yield name, module
@@ -20,9 +20,13 @@ def attentions(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def attention_products(attention: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
-    """``W_q W_k^T`` of every head (heads, C, C) and ``W_v W_proj``, the sum over heads (C, C), of a timm attention.
+    """The weight products of a timm attention, for tokens x as rows: the query is ``x W_q``.
 
-    With inputs as rows: a token x has the query ``x W_q``.
+    Args:
+        attention: A module with ``qkv``, ``proj`` and ``num_heads``.
+
+    Returns:
+        ``W_q W_k^T`` of each head (heads, C, C), and ``W_v W_proj`` summed over the heads (C, C).
     """
     heads, channels = attention.num_heads, attention.qkv.in_features
     q, k, v = attention.qkv.weight.detach().reshape(3, heads, -1, channels).unbind()
@@ -37,24 +41,25 @@ def mimetic_init_(
         pos_embed: bool = True,
         generator: Optional[torch.Generator] = None,
 ) -> nn.Module:
-    """Initialize the attention of a Vision Transformer as pretrained ones look, in place.
+    """Initialize the attention of a Vision Transformer with the structure of pretrained ones, in place.
 
-    With Z of independent entries N(0, 1 / C): ``W_q W_k^T = alpha Z + beta I`` in every head, as near as its width
-    allows, and ``W_v W_proj = alpha Z - beta I``, each factored by its singular values. Biases stay as they are.
+    With Z of independent entries N(0, 1 / C): ``W_q W_k^T`` of each head is the closest matrix of the head's rank to
+    ``alpha Z + beta I``, and ``W_v W_proj = alpha Z - beta I``. The factors share the singular values equally. Biases
+    are unchanged.
 
     Args:
-        model: A timm model with ``qkv`` attention, of whose attention inputs and outputs are as wide as each other.
-        qk: alpha and beta of queries and keys.
-        v_proj: alpha and beta of values and projection.
-        pos_embed: Make a learned position embedding (1, tokens, C) sinusoidal, as the paper does; its tokens before the
-            grid 0.
-        generator: Of random numbers.
+        model: A timm model with ``qkv`` attention whose inputs and outputs have the same width.
+        qk: (alpha, beta) for queries and keys.
+        v_proj: (alpha, beta) for values and projection.
+        pos_embed: Replace a learned position embedding (1, tokens, C) by a sinusoidal one, with zeros for the tokens
+            before the grid, as in the paper.
+        generator: Random number generator on the CPU; torch's default one if None.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: There is no such attention.
+        ValueError: The model has no such attention.
     """
     found = dict(attentions(model))
     if not found:
@@ -63,7 +68,7 @@ def mimetic_init_(
         heads, channels = attention.num_heads, attention.qkv.in_features
         width = attention.qkv.out_features // 3 // heads
         factors = [_factors(channels, *qk, generator, width) for _ in range(heads)]
-        q, k = (torch.cat(of) for of in zip(*factors))
+        q, k = (torch.cat(parts) for parts in zip(*factors))
         v, proj = _factors(channels, v_proj[0], -v_proj[1], generator, heads * width)
         attention.qkv.weight.copy_(torch.cat([q, k, v]))
         attention.proj.weight.copy_(proj.T)
@@ -82,7 +87,7 @@ def _factors(
         generator: Optional[torch.Generator],
         rank: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """L and R (rank, channels), so that L^T R is the matrix of this rank that is nearest to alpha Z + beta I."""
+    """Factors L and R (rank, channels): L^T R is the closest matrix of this rank to alpha Z + beta I."""
     z = torch.randn(channels, channels, generator=generator) / channels ** .5
     u, s, vh = torch.linalg.svd(alpha * z + beta * torch.eye(channels))
     root = s[:rank].sqrt()

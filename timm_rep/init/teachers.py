@@ -1,7 +1,8 @@
-"""Where a teacher's tensors come from: a model, a state dict, or a file that is read tensor by tensor."""
+"""Teachers of weight selection: models, state dicts, and files that are read tensor by tensor."""
 import os
 import re
-from typing import Dict, List, Mapping, Optional, Protocol, Union
+from dataclasses import dataclass
+from typing import Callable, Dict, Mapping, Optional, Union
 
 import timm
 import torch
@@ -20,51 +21,39 @@ __all__ = ['Teacher', 'TeacherSource', 'open_teacher']
 TeacherSource = Union[str, os.PathLike, nn.Module, Mapping[str, torch.Tensor]]
 
 
-class Teacher(Protocol):
-    """Tensors by name, of which the shapes are known before they are read, and their model, if that is here."""
+@dataclass
+class Teacher:
+    """The tensors of a teacher, which are read one at a time.
+
+    Attributes:
+        shapes: Shapes by name, known before anything is read.
+        read: Returns the tensor of a name.
+        model: The model, if the teacher is one or timm can build it.
+    """
     shapes: Dict[str, Shape]
-    model: Optional[nn.Module]
-
-    def read(self, name: str) -> torch.Tensor: ...
-
-
-class _StateDict:
-    def __init__(self, state_dict: Mapping[str, torch.Tensor], model: Optional[nn.Module] = None):
-        self.state_dict, self.model = state_dict, model
-        self.shapes = {name: tuple(value.shape) for name, value in state_dict.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.state_dict[name].detach()
+    read: Callable[[str], torch.Tensor]
+    model: Optional[nn.Module] = None
 
 
-class _Safetensors:
-    """One tensor in memory at a time."""
+def _from_state_dict(state_dict: Mapping[str, torch.Tensor], model: Optional[nn.Module] = None) -> Teacher:
+    shapes = {name: tuple(value.shape) for name, value in state_dict.items()}
+    return Teacher(shapes, lambda name: state_dict[name].detach(), model)
 
-    def __init__(self, path: str, model: Optional[nn.Module] = None):
-        self.path, self.model = path, model
-        try:
-            with safe_open(path, 'pt') as file:
-                self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        except (SafetensorError, OSError) as e:
-            raise RuntimeError(f'Cannot read {path!r} as safetensors: {e}') from e
 
-    def read(self, name: str) -> torch.Tensor:
-        with safe_open(self.path, 'pt') as file:
+def _from_safetensors(path: str, model: Optional[nn.Module] = None) -> Teacher:
+    def read(name: str) -> torch.Tensor:
+        with safe_open(path, 'pt') as file:
             return file.get_tensor(name)
 
-
-class _Renamed:
-    model = None
-
-    def __init__(self, teacher: Teacher, names: Mapping[str, str]):
-        self.teacher, self.names = teacher, names
-        self.shapes = {new: teacher.shapes[old] for new, old in names.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.teacher.read(self.names[name])
+    try:
+        with safe_open(path, 'pt') as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except (SafetensorError, OSError) as e:
+        raise RuntimeError(f'Cannot read {path!r} as safetensors: {e}') from e
+    return Teacher(shapes, read, model)
 
 
-# the vision tower of CLIP, as OpenAI and OpenCLIP name it, in timm's names
+# names of CLIP's vision tower by OpenAI and OpenCLIP, and timm's names
 _CLIP = [
     (r'^visual\.class_embedding$', 'cls_token'),
     (r'^visual\.positional_embedding$', 'pos_embed'),
@@ -77,76 +66,72 @@ _CLIP = [
     (r'^visual\.transformer\.resblocks\.(\d+)\.mlp\.c_fc\.', r'blocks.\1.mlp.fc1.'),
     (r'^visual\.transformer\.resblocks\.(\d+)\.mlp\.c_proj\.', r'blocks.\1.mlp.fc2.'),
 ]
-# what wrappers put before the names of the model in them: DDP, DINO's multi-crop wrapper, torch.compile
+# prefixes of wrappers: DDP, DINO's multi-crop wrapper, torch.compile
 _PREFIXES = ('module.', 'backbone.', '_orig_mod.')
-# what a checkpoint has a state dict under: DINO, timm and others, MAE and others; a moving average goes first
+# keys of the state dict in a checkpoint, in order of preference: DINO, timm's moving average, timm, MAE
 _WRAPPERS = ('teacher', 'state_dict_ema', 'model_ema', 'state_dict', 'model')
 
 
-def _timm_names(names: List[str]) -> Dict[str, str]:
-    """The names that timm has for what DINO, MAE and CLIP call otherwise, and the names they are from."""
-    found = {}
-    for name in names:
+def _with_timm_names(teacher: Teacher) -> Teacher:
+    """Rename the tensors of DINO, MAE and CLIP checkpoints as timm's models name them."""
+    names: Dict[str, str] = {}
+    for name in teacher.shapes:
         new = name
         while new.startswith(_PREFIXES):
             new = new.split('.', 1)[1]
         for pattern, replacement in _CLIP:
             new = re.sub(pattern, replacement, new)
-        found[new] = name
-    return found
+        names[new] = name
+    return Teacher({new: teacher.shapes[name] for new, name in names.items()}, lambda new: teacher.read(names[new]))
 
 
 def open_teacher(source: TeacherSource) -> Teacher:
-    """Open a teacher; of a ``.safetensors`` file, here or in the Hub's cache, only the names and shapes are read.
+    """Open a teacher. Of a ``.safetensors`` file, local or in the Hub's cache, only names and shapes are read.
 
     Args:
         source: A model, a state dict, the path of a checkpoint, or the name of a timm model with pretrained weights.
-            Checkpoints of DINO, MAE and CLIP (its vision tower) are understood; of one that has a moving average of the
-            weights that is taken.
+            Checkpoints of DINO, MAE and CLIP (its vision tower) are supported; if a checkpoint has a moving average of
+            the weights, it is used.
 
     Raises:
-        FileNotFoundError: There is neither such a file nor such a model.
+        FileNotFoundError: There is no such file and no such model.
         RuntimeError: The file cannot be read.
-        TypeError: It, or the mapping, holds no state dict.
-        ValueError: timm has no weights for the model.
+        TypeError: The file or mapping does not hold a state dict.
+        ValueError: timm has no pretrained weights for the model.
     """
     if isinstance(source, nn.Module):
         source = unwrap_model(source)
-        return _StateDict(source.state_dict(), source)
+        return _from_state_dict(source.state_dict(), source)
     if isinstance(source, Mapping):
-        return _renamed(_StateDict(state_dict_of(source, _WRAPPERS)))
+        return _with_timm_names(_from_state_dict(state_dict_of(source, _WRAPPERS)))
     path = os.fspath(source)
     if os.path.isfile(path):
         if path.endswith('.safetensors'):
-            return _renamed(_Safetensors(path))
-        return _renamed(_StateDict(state_dict_of(read_checkpoint(path), _WRAPPERS)))
+            return _with_timm_names(_from_safetensors(path))
+        return _with_timm_names(_from_state_dict(state_dict_of(read_checkpoint(path), _WRAPPERS)))
     if not timm.is_model(path):
-        raise FileNotFoundError(f'There is neither a file nor a timm model {path!r} to be a teacher.')
+        raise FileNotFoundError(f'The teacher {path!r} is neither a file nor a timm model.')
     if not timm.get_pretrained_cfg(path).has_weights:
         raise ValueError(
             f'timm has no pretrained weights for {path!r}: name one of its tags, timm.list_pretrained({path!r}), or '
             'give a model or a checkpoint.')
-    return _read_lazily(path) or open_teacher(timm.create_model(path, pretrained=True))
+    return _open_cached(path) or open_teacher(timm.create_model(path, pretrained=True))
 
 
-def _read_lazily(name: str) -> Optional[Teacher]:
-    """The weights of a model of timm's in the Hub's cache, if they are safetensors in the layout of the model."""
+def _open_cached(name: str) -> Optional[Teacher]:
+    """The safetensors of a timm model in the Hub's cache; None if there are none in the layout of the model."""
     cfg = timm.get_pretrained_cfg(name)
     if not cfg.hf_hub_id or cfg.hf_hub_filename:
         return None
     try:
         model = timm.create_model(name, device='meta')
         if hasattr(model, 'reparameterize'):
-            return None  # this package's own: they check what they read
+            return None  # this package's create_model() verifies the weights it loads
         repository, _, revision = cfg.hf_hub_id.partition('@')
         with hub_errors():
             path = hf_hub_download(repository, 'model.safetensors', revision=revision or None)
-        teacher = _Safetensors(path, model)
+        teacher = _from_safetensors(path, model)
     except (TypeError, OSError, RuntimeError):
-        return None  # timm knows of other places and layouts, and what to say if there is nothing
+        return None  # create_model() knows other sources and layouts, and reports if there are none
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     return teacher if shapes.items() <= teacher.shapes.items() else None
-
-
-def _renamed(teacher: Teacher) -> Teacher:
-    return _Renamed(teacher, _timm_names(list(teacher.shapes)))

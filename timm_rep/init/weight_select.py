@@ -3,157 +3,258 @@
 `Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823
 """
 import copy
-from typing import List, NamedTuple, Sequence, Tuple, Union
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
 import torch.nn as nn
 from timm.utils import unwrap_model
 
-from .elements import ELEMENTS, select_elements
-from .head_aware import HEADS, ModelLayout, select_head_aware
-from .matching import select_blocks, with_ones_of
-from .plan import Selection, plan_selections
-from .roles import ROLES, Wanted, fused_parts, words
+from .elements import ELEMENT_SELECTIONS, Indices, index_axes, select_elements
+from .head_aware import HEADS, ModelLayout, head_aware_indices, interpolate_positions
+from .matching import (
+    COMPONENTS,
+    Shape,
+    absent_in_plain,
+    classifier_names,
+    component_of,
+    fused_parts,
+    map_names,
+    matches,
+    select_blocks,
+    with_ones_of,
+    without_ones,
+)
 from .teachers import TeacherSource, open_teacher
 
-__all__ = ['CHOICES', 'SelectionReport', 'weight_select_init']
+__all__ = ['ELEMENT_CHOICES', 'SelectionReport', 'TensorSelection', 'weight_select_init']
 
-CHOICES = (*ELEMENTS, 'uniform_heads')
+ELEMENT_CHOICES = (*ELEMENT_SELECTIONS, 'uniform_heads')
+
+
+class TensorSelection(NamedTuple):
+    """The origin of a tensor of the student.
+
+    Attributes:
+        name: Name in the student.
+        component: 'patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head' or 'other'.
+        shape: Shape in the student.
+        teacher_name: Name in the teacher; None if the tensor keeps its own initialization.
+        teacher_shape: Shape in the teacher.
+        reason: Why the tensor keeps its own initialization, '' if it does not.
+        problem: Whether the tensor should have had a counterpart.
+        indices: Positions selected along each axis, None where the axis is kept whole or interpolated.
+    """
+    name: str
+    component: str
+    shape: Shape
+    teacher_name: Optional[str] = None
+    teacher_shape: Optional[Shape] = None
+    reason: str = ''
+    problem: bool = False
+    indices: Optional[Indices] = None
+
+    def __str__(self) -> str:
+        if self.teacher_name is None:
+            return f'{self.name} {self.shape}: its own initialization, {self.reason}'
+        axes = [':' if positions is None else _shortened(positions.tolist()) for positions in self.indices or ()]
+        selected = 'all of it' if set(axes) <= {':'} else ' x '.join(axes)
+        return f'{self.name} {self.shape} <- {self.teacher_name} {self.teacher_shape}: {selected}'
+
+
+def _shortened(positions: List[int]) -> str:
+    values = positions if len(positions) <= 6 else [*positions[:3], '...', positions[-1]]
+    return f"[{', '.join(map(str, values))}]"
 
 
 class SelectionReport(NamedTuple):
-    """What weight selection did, tensor by tensor of the student's state dict.
+    """The result of weight selection.
 
     Attributes:
-        selections: In the order of the student's state dict.
+        selections: One for each tensor of the student's state dict, in its order.
     """
-    selections: Tuple[Selection, ...]
+    selections: Tuple[TensorSelection, ...]
 
     @property
     def coverage(self) -> float:
-        """Percent of the numbers in the student's state dict that are the teacher's."""
+        """Percentage of the numbers in the student's state dict that are selected from the teacher."""
         total = sum(torch.Size(s.shape).numel() for s in self.selections)
         return 100 * sum(torch.Size(s.shape).numel() for s in self.selections if s.teacher_name) / total
 
     @property
-    def own(self) -> Tuple[Selection, ...]:
-        """Those that keep their own initialization."""
+    def own(self) -> Tuple[TensorSelection, ...]:
+        """The tensors that keep their own initialization."""
         return tuple(s for s in self.selections if s.teacher_name is None)
 
     def __str__(self) -> str:
-        """A line a tensor, and the coverage."""
+        """One line for each tensor, and the coverage."""
         return '\n'.join(map(str, self.selections)) + f'\n{self.coverage:.1f}% of the student is from the teacher.'
 
 
 def weight_select_init(
         student: nn.Module,
         teacher: Union[TeacherSource, Sequence[TeacherSource]],
-        element: str = 'uniform',
-        depth: str = 'first',
-        include: Wanted = None,
-        exclude: Wanted = None,
+        element_selection: str = 'uniform',
+        layer_selection: str = 'first',
+        include: Optional[Union[str, Sequence[str]]] = None,
+        exclude: Optional[Union[str, Sequence[str]]] = None,
         include_head: bool = False,
         strict: bool = True,
         seed: int = 0,
         heads: str = 'whole',
 ) -> SelectionReport:
-    """Initialize a model, in place, with a selection of a larger relative's weights.
+    """Initialize a model, in place, with a selection of the weights of a larger model of its family.
 
-    Three steps: which block of the teacher (``depth``, in each stage of a hierarchical model by itself), which tensor
-    in it (the one of the same name), which elements of that (``element``). The teacher is not needed afterwards.
+    Three steps: layer selection chooses a block of the teacher for each block of the student, component mapping the
+    tensor of the same name in it, element selection the entries of that tensor (section 3). The teacher is not needed
+    afterwards.
 
     Args:
         student: The model to initialize, on any device and of any dtype.
-        teacher: A model, a state dict, the path of a checkpoint (a ``.safetensors`` file is read tensor by tensor), or
-            the name of a timm model with pretrained weights. Of several the first is the teacher of a copy of the
-            second, that of the third and so on, and the last that of the student; all but the first are models, or
+        teacher: A model, a state dict, the path of a checkpoint (``.safetensors`` files are read tensor by tensor), or
+            the name of a timm model with pretrained weights. A list is a chain: the first initializes a copy of the
+            second, that one a copy of the third, and so on, and the last the student; all but the first are models or
             names of timm models.
-        element: 'uniform', evenly spaced along every axis (algorithm 1); 'consecutive'; 'random', the same positions
-            for axes of the same length; 'random_inconsistent'; the baselines 'l1' and 'magnitude'; see
+        element_selection: 'uniform', evenly spaced along every axis (algorithm 1); 'consecutive'; 'random', the same
+            positions for axes of the same length; 'random_inconsistent'; the baselines 'l1' and 'magnitude'; see
             :func:`timm_rep.init.select_elements`. Or 'uniform_heads', which respects heads, projections, groups and
-            positions, see :func:`timm_rep.init.select_head_aware`.
-        depth: 'first', 'uniform', 'mid' or 'last' blocks.
-        include: Roles ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other') or patterns of names to
-            select, all if None.
-        exclude: Roles or patterns of names that keep their own initialization.
-        include_head: Select the classifier too; it has as many classes as the teacher's, or keeps its own.
-        strict: Raise an error where something has no counterpart; else it keeps its own initialization.
-        seed: Of the random selections.
-        heads: Of 'uniform_heads': 'whole' heads, or 'within' all of them together.
+            positions, see :func:`timm_rep.init.head_aware.head_aware_indices`.
+        layer_selection: 'first', 'uniform', 'mid' or 'last' blocks of the teacher, in each stage separately.
+        include: Components ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other') or patterns of
+            names to select; None for all.
+        exclude: Components or patterns of names that keep their own initialization.
+        include_head: Select the classifier too, if it has as many classes as the teacher's.
+        strict: Raise an error if a tensor has no counterpart; otherwise it keeps its own initialization.
+        seed: Seed of the random selections.
+        heads: For 'uniform_heads': select 'whole' heads, or channels 'within' all heads together.
 
     Returns:
-        Which tensor came from where. ``print`` it for a line a tensor.
+        The origin of every tensor; ``print`` shows one line for each.
 
     Raises:
-        ValueError: An argument is unknown, or (strict) tensors have no counterpart or one that is too small: they are
-            listed, and the student is as it was.
-        FileNotFoundError, RuntimeError, TypeError: There is no such teacher, it cannot be read, or is no state dict.
-            The student is as it was, unless a file that was whole when it was opened fails later.
+        ValueError: An argument is unknown, or (strict) tensors have no counterpart or too small a one: the message
+            lists them, and the student is unchanged.
+        FileNotFoundError, RuntimeError, TypeError: The teacher does not exist, cannot be read, or is no state dict. The
+            student is unchanged, unless a file is damaged after it was opened.
     """
-    _check_words(element, depth, heads, include, exclude)
+    include, exclude = ([x] if isinstance(x, str) else x for x in (include, exclude))
+    _check_arguments(element_selection, layer_selection, heads, [*(include or ()), *(exclude or ())])
     chain = list(teacher) if isinstance(teacher, (list, tuple)) else [teacher]
     if not chain:
-        raise ValueError('teacher is empty.')
-    options = dict(
-        element=element, depth=depth, include=include, exclude=exclude, strict=strict, seed=seed, heads=heads)
+        raise ValueError('teacher is an empty list.')
     first, *between = chain
     for source in between:
-        model = _model(source)
-        weight_select_init(model, first, include_head=include_head, **options)
+        model = _copy_or_create(source)
+        weight_select_init(
+            model, first, element_selection, layer_selection, include, exclude, include_head, strict, seed, heads)
         first = model
 
-    source = open_teacher(first)
+    opened = open_teacher(first)
     student = unwrap_model(student)
     if isinstance(student, nn.ModuleDict):
-        raise ValueError('The student is a ModuleDict, as features_only models are, with other names: use one without.')
-    own = student.state_dict()
-    if any(value.is_meta for value in own.values()):
-        raise ValueError("The student is on 'meta', where there is nothing to initialize: create it on a device.")
-    shapes = {name: tuple(value.shape) for name, value in own.items()}
-    anatomies = ModelLayout.of(student, shapes), ModelLayout.of(source.model, source.shapes)
-    plan = plan_selections(
-        student, shapes, source, anatomies, element, depth, heads, include, exclude, include_head)
-    problems = [s for s in plan if s.problem]
+        raise ValueError('The student is a ModuleDict (features_only=True), whose names differ: use the plain model.')
+    state_dict = student.state_dict()
+    if any(value.is_meta for value in state_dict.values()):
+        raise ValueError("The student is on 'meta', which has no data to initialize: create it on another device.")
+    layout = ModelLayout.from_model(student, {name: tuple(value.shape) for name, value in state_dict.items()})
+    teacher_layout = ModelLayout.from_model(opened.model, opened.shapes)
+
+    if element_selection != 'uniform_heads':
+        heads = None
+    selections = _plan(
+        layout, teacher_layout, classifier_names(student), layer_selection, heads, include, exclude, include_head)
+    problems = [s for s in selections if s.problem]
     if strict and problems:
         raise ValueError(
-            f'{len(problems)} of {len(plan)} tensors of the student have no counterpart in the teacher, nothing was '
-            'changed. strict=False leaves them at their own initialization.\n  '
+            f'{len(problems)} of {len(selections)} tensors of the student have no counterpart in the teacher; nothing '
+            'was changed. strict=False leaves them at their own initialization.\n  '
             + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems))
 
-    # each tensor is in place before the next one is read: of a teacher in a file there is never more in memory than one
-    report: List[Selection] = []
-    for s in plan:
-        if s.teacher_name is not None:
-            tensor = source.read(s.teacher_name)
-            tensor = tensor.reshape(with_ones_of(s.teacher_shape, s.shape))
-            if element == 'uniform_heads':
-                tensor, indices = select_head_aware(tensor, s.shape, s.name, s.teacher_name, *anatomies, heads=heads)
-            else:
-                tensor, indices = select_elements(
-                    tensor, s.shape, element, seed, key=s.name, parts=fused_parts(s.name))
-            with torch.no_grad():
-                own[s.name].copy_(tensor)
-            s = s._replace(indices=indices)
-        report.append(s)
-    return SelectionReport(tuple(report))
+    # each tensor is written before the next one is read: a teacher in a file needs the memory of one tensor
+    for i, s in enumerate(selections):
+        if s.teacher_name is None:
+            continue
+        tensor = opened.read(s.teacher_name).reshape(with_ones_of(s.teacher_shape, s.shape))
+        if heads is None:
+            tensor, indices = select_elements(
+                tensor, s.shape, element_selection, seed, key=s.name, parts=fused_parts(s.name))
+        else:
+            indices, _ = head_aware_indices(s.name, s.teacher_name, tuple(tensor.shape), layout, teacher_layout, heads)
+            tensor = index_axes(interpolate_positions(tensor, s.name, s.shape), indices)
+        with torch.no_grad():
+            state_dict[s.name].copy_(tensor)
+        selections[i] = s._replace(indices=indices)
+        del tensor
+    return SelectionReport(tuple(selections))
 
 
-def _check_words(element: str, depth: str, heads: str, *wanted: Wanted) -> None:
-    if element not in CHOICES:
-        raise ValueError(f'element is one of {", ".join(CHOICES)}, got {element!r}.')
+def _check_arguments(element_selection: str, layer_selection: str, heads: str, patterns: Sequence[str]) -> None:
+    if element_selection not in ELEMENT_CHOICES:
+        raise ValueError(f'element_selection is one of {", ".join(ELEMENT_CHOICES)}, got {element_selection!r}.')
     if heads not in HEADS:
         raise ValueError(f'heads is one of {", ".join(HEADS)}, got {heads!r}.')
-    select_blocks(1, 1, depth)
-    for of in wanted:
-        for word in words(of):
-            if word not in ROLES and not any(c in word for c in '.*?[_'):
-                raise ValueError(
-                    f'include and exclude take roles ({", ".join(ROLES)}) or patterns of names such as '
-                    f"'blocks.*.attn.*', got {word!r}.")
+    select_blocks(1, 1, layer_selection)
+    for pattern in patterns:
+        if pattern not in COMPONENTS and not any(c in pattern for c in '.*?[_'):
+            raise ValueError(
+                f'include and exclude take components ({", ".join(COMPONENTS)}) or patterns of names such as '
+                f"'blocks.*.attn.*', got {pattern!r}.")
 
 
-def _model(source: TeacherSource) -> nn.Module:
+def _plan(
+        student: ModelLayout,
+        teacher: ModelLayout,
+        classifiers: Sequence[str],
+        layer_selection: str,
+        heads: Optional[str],
+        include: Optional[Sequence[str]],
+        exclude: Optional[Sequence[str]],
+        include_head: bool,
+) -> List[TensorSelection]:
+    """The origin of each tensor of the student, without its indices; ``heads`` is None for all but 'uniform_heads'."""
+    components = {name: component_of(name, classifiers) for name in student.shapes}
+    for pattern in [*(include or ()), *(exclude or ())]:
+        if pattern not in COMPONENTS and not any(matches(name, '', [pattern]) for name in components):
+            raise ValueError(f'No tensor of the student matches {pattern!r}; nothing was changed.')
+    selections = []
+    for name, teacher_name in map_names(student.shapes, teacher.shapes, layer_selection).items():
+        component, problem = components[name], False
+        if include is not None and not matches(name, component, include):
+            reason = 'not included'
+        elif matches(name, component, exclude or ()):
+            reason = 'excluded'
+        elif component == 'head' and not include_head:
+            reason = 'a classifier'
+        elif teacher_name is None:
+            reason = absent_in_plain(name)
+            reason, problem = reason or 'the teacher has none', not reason
+        elif component == 'head' and student.shapes[name][0] != teacher.shapes[teacher_name][0]:
+            reason = (
+                f'a classifier of {student.shapes[name][0]} classes, the teacher has {teacher.shapes[teacher_name][0]}')
+        else:
+            reason = _why_impossible(name, teacher_name, student, teacher, heads)
+            problem = bool(reason)
+        found = {} if reason else dict(teacher_name=teacher_name, teacher_shape=teacher.shapes[teacher_name])
+        selections.append(TensorSelection(
+            name, component, student.shapes[name], reason=reason, problem=problem, **found))
+    return selections
+
+
+def _why_impossible(
+        name: str, teacher_name: str, student: ModelLayout, teacher: ModelLayout, heads: Optional[str],
+) -> str:
+    shape, teacher_shape = student.shapes[name], teacher.shapes[teacher_name]
+    reason = ''
+    if len(without_ones(shape)) != len(without_ones(teacher_shape)):
+        reason = 'with another number of axes'
+    elif heads is not None:
+        reason = head_aware_indices(name, teacher_name, with_ones_of(teacher_shape, shape), student, teacher, heads)[1]
+    elif any(a > b for a, b in zip(without_ones(shape), without_ones(teacher_shape))):
+        reason = 'smaller'
+    return reason and f'{teacher_name} of the teacher is {teacher_shape}, {reason}'
+
+
+def _copy_or_create(source: TeacherSource) -> nn.Module:
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
     if isinstance(source, str) and timm.is_model(source):

@@ -1,3 +1,4 @@
+"""The constants of RepOptimizers: files, checks, and attaching them to models."""
 from .attach import ScalesLike, attach_grad_mults, resolve_scales
 from .packaged import packaged_scales
 from .scales import BranchComparison, Scales

@@ -1,6 +1,6 @@
-"""Scales put onto a model."""
+"""Scales of a model: resolving what they are given as, and attaching them."""
 import os
-from typing import List, Mapping, Optional, Union
+from typing import List, Literal, Mapping, Optional, Union
 
 import torch
 import torch.nn as nn
@@ -11,28 +11,31 @@ from .scales import Scales
 
 __all__ = ['ScalesLike', 'attach_grad_mults', 'resolve_scales']
 
-ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike]
+ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike, Literal[False]]
 
 
 def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[Scales]:
-    """Scales for a model, checked to fit it.
+    """Load scales and check that they fit a model.
 
     Args:
         model: A model with CSLA layers.
-        scales: Scales, a mapping like theirs, what :meth:`Scales.load` takes, ``'ones'`` or ``'init'``; None, or
-            ``'none'``, since timm's create_model drops arguments that are None, for no scales.
+        scales: Scales, a mapping of vectors by branch by layer, a source of :meth:`Scales.load`, ``'ones'`` or
+            ``'init'``. False or None for no scales; timm's create_model drops arguments that are None.
+
+    Returns:
+        The scales, None for no scales.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The model has no CSLA layers, or the scales do not fit it; every misfit is named.
+        ValueError: The model has no CSLA layers, or the scales do not fit it; the message names every misfit.
     """
     if scales is None or scales is False:
         return None
     layers = csla_layers(model)
     if not layers:
         raise ValueError(
-            f'{type(model).__name__} has no CSLA layers: scales are for RepOpt models in their training structure, and '
-            'for models built with timm_rep.layers.Csla.')
+            f'{type(model).__name__} has no CSLA layers: scales are for RepOpt models before reparameterize(), and for '
+            'models built with timm_rep.layers.Csla.')
     if isinstance(scales, Mapping):
         scales = scales if isinstance(scales, Scales) else Scales(scales)
     elif scales in ('ones', 'init'):
@@ -41,8 +44,8 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         scales = Scales.load(scales)
     else:
         raise ValueError(
-            'scales are Scales, a mapping like theirs, a path, a Hub repository, the name of a model whose searched '
-            f"scales come with this package, 'ones', 'init' or 'none', got {scales!r}.")
+            'scales are Scales, a mapping of vectors by branch by layer, a path, a Hub repository, the name of a model '
+            f"with packaged scales, 'ones', 'init' or False, got {scales!r}.")
     problems: List[str] = [f'{name}: not a layer of the model' for name in scales if name not in layers]
     for name, layer in layers.items():
         try:
@@ -55,25 +58,26 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
 
 
 def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Module:
-    """Attach a GradMult to the kernel of every target operator of a model, where RepSGD and RepAdamW find it.
+    """Attach a GradMult to the kernel of every target operator of a model, for RepSGD and RepAdamW.
 
-    ``create_model`` does it for the models of this package. Again it is needed for other scales, and after a wrapper
-    that replaces the parameters (FSDP2): a shard on dim 0 gets the multiplier of its rows. An optimizer that has the
-    parameters already takes the new multipliers from its next step on.
+    ``create_model`` attaches those of the models of this package. Call it for other scales, and after a wrapper has
+    replaced the parameters (FSDP2): a shard on dim 0 gets the multiplier of its rows. Existing optimizers use the new
+    multipliers from their next step on.
 
     Args:
-        model: A model with target operators (:meth:`Csla.target`), wrapped or not.
-        scales: Scales, a mapping like theirs, what :meth:`Scales.load` takes (a path, a Hub repository, the name of a
-            model whose searched scales come with this package), ``'ones'`` or ``'init'``. None or ``'none'`` takes the
-            GradMults off.
+        model: A model with target operators (:meth:`Csla.build_conv`), wrapped or not.
+        scales: Scales, a mapping of vectors by branch by layer, a source of :meth:`Scales.load` (a path, a Hub
+            repository, the name of a model with packaged scales), ``'ones'`` or ``'init'``. False or None removes the
+            GradMults.
 
     Returns:
         The model.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The model has no target operator, the scales do not fit it, a weight is no parameter (a
-            parametrization computes it), or one is sharded on another dim; nothing has changed but in the last case.
+        ValueError: The model has no target operator, the scales do not fit it, a weight is not a parameter (a
+            parametrization computes it), or a weight is sharded on another dim. The model is unchanged except in the
+            last case.
     """
     targets = {name: layer for name, layer in csla_layers(model).items() if isinstance(layer, CslaConv2d)}
     if not targets:

@@ -1,4 +1,4 @@
-"""Where scales come from, and the layouts of their files."""
+"""Files of scales: sources and layouts."""
 import json
 import os
 import re
@@ -19,13 +19,13 @@ __all__ = ['ORDER', 'Layers', 'locate', 'read', 'write']
 
 Layers = Mapping[str, Mapping[str, torch.Tensor]]
 
-# safetensors sorts the tensors by name; in the metadata, as JSON, their order: the branches of each layer, in depth
+# metadata key of the branches of each layer from input to output, as JSON, since safetensors sorts its tensors
 ORDER = 'layers'
 
 _HUB_FILE = 'scales.safetensors'
 _HUB_ID = re.compile(r'(?:hf-hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?')
 _PICKLED = ('.pth', '.pt')
-# the layouts of the authors' code; in that of RepOpt-VGG stage0 is the stem
+# names in the authors' code; stage0 of RepOpt-VGG is the stem
 _RELEASED_VGG = re.compile(r'stage(?P<stage>\d)(?:\.(?P<block>\d+))?\.(?P<scale>scale_\w+)\.weight')
 _RELEASED_GHOST = re.compile(
     r'(?P<ghost>blocks\.\d+\.\d+\.ghost\d)\.(?P<scale>fusion_scale|cheap_operation\.1)\.weight')
@@ -36,7 +36,7 @@ _RELEASED_BRANCHES = {
 
 
 def locate(source: Union[str, os.PathLike]) -> str:
-    """The path of a file of scales: this, a packaged one, or one downloaded into the Hub's cache.
+    """The path of a file of scales, of packaged scales by their name, or of a download in the Hub's cache.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -49,29 +49,35 @@ def locate(source: Union[str, os.PathLike]) -> str:
     hub_id = _HUB_ID.fullmatch(source)
     if not hub_id or os.path.exists(source) or source.endswith(('.safetensors', *_PICKLED)):
         raise FileNotFoundError(
-            f"No scales at {source!r}: expected a .safetensors file, a Hub repository (owner/name), 'ones', 'init' or "
-            "'none', or a model whose searched scales come with this package, of which there are "
-            f"{', '.join(packaged_scales()) or 'none yet'}.")
+            f"No scales at {source!r}: expected a .safetensors file, a Hub repository (owner/name), 'ones', 'init', "
+            f"False for no scales, or a model with packaged scales ({', '.join(packaged_scales())}).")
     try:
         return hf_hub_download(hub_id['repo'], _HUB_FILE, revision=hub_id['revision'])
     except (OSError, ValueError) as e:
         raise FileNotFoundError(
-            f'No scales at {source!r}: there is no such file here, and the Hub has no {_HUB_FILE} in a '
-            f'repository of that name, or cannot be reached: {e}') from e
+            f'No scales at {source!r}: there is no such local file, and no {_HUB_FILE} in a Hub repository of that '
+            f'name, or the Hub cannot be reached: {e}') from e
 
 
 def read(path: str) -> Tuple[Layers, Mapping[str, str]]:
-    """The layers of a file of scales, and its metadata.
+    """Read the layers and the metadata of a file of scales.
 
     Raises:
-        ValueError: The file cannot be read, or has another layout.
+        ValueError: The file cannot be read, or has an unknown layout.
     """
     return _read_released(path) if path.endswith(_PICKLED) else _read_safetensors(path)
 
 
 def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathLike]) -> None:
-    """Write a safetensors file; a failure leaves the old one intact."""
+    """Write a safetensors file; a failure leaves an existing one intact.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: The path does not end in .safetensors.
+    """
     path = Path(path)
+    if path.suffix != '.safetensors':
+        raise ValueError(f'Scales are written to a .safetensors file, got {str(path)!r}.')
     tensors = {f'{layer}.{branch}': scale for layer, branches in layers.items() for branch, scale in branches.items()}
     order = json.dumps({layer: list(branches) for layer, branches in layers.items()})
     with replacing_files(path.parent) as temporary:
@@ -94,7 +100,7 @@ def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
                 layers.setdefault(layer, {})[branch] = file.get_tensor(key)
             return layers, metadata
     except (SafetensorError, ValueError, AttributeError, TypeError) as e:
-        raise ValueError(f'{path!r} is no safetensors file of scales: {e}') from e
+        raise ValueError(f'{path!r} is not a safetensors file of scales: {e}') from e
 
 
 def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
@@ -107,7 +113,7 @@ def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
         match = _RELEASED_VGG.fullmatch(key) or _RELEASED_GHOST.fullmatch(key)
         if match and match['scale'] in _RELEASED_BRANCHES:
             layers.setdefault(_layer(match), {})[_RELEASED_BRANCHES[match['scale']]] = value
-    # without an identity, cheap_operation.1 is the BatchNorm of a RepGhostNet, no scale
+    # without an identity, cheap_operation.1 is the BatchNorm of a RepGhostNet
     layers = {n: branches for n, branches in layers.items() if 'ghost' not in n or 'identity' in branches}
     if not layers:
         raise ValueError(

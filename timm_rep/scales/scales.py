@@ -1,4 +1,4 @@
-"""The constants of a RepOptimizer: what Hyper-Search finds and a model's GradMults are made of.
+"""Scales: the constants of a RepOptimizer, found by Hyper-Search, which determine a model's GradMults.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.3.
 """
@@ -17,30 +17,30 @@ from .files import ORDER, locate, read, write
 __all__ = ['BranchComparison', 'Scales']
 
 
-_HISTORY = 'history'  # its key in a file's metadata, as JSON
+_HISTORY = 'history'  # metadata key of the history, as JSON
 
 
 class BranchComparison(NamedTuple):
-    """One branch of two models' scales.
+    """Comparison of one branch of two sets of scales.
 
     Attributes:
-        correlation: Pearson's, of the layers' means over depth.
-        stage_means: The means over each stage, of the one and of the other.
+        correlation: Pearson correlation of the layers' means over depth.
+        stage_means: Means over each stage, of the first and of the second set.
     """
     correlation: float
     stage_means: Dict[str, Tuple[float, float]]
 
 
 class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
-    """For each CSLA layer of a model, by its name, a vector (channels,) for each branch, by its name.
+    """A read-only mapping from CSLA layers to branches to vectors (channels,), float32 on the CPU.
 
     The layers of RepOpt-VGG are ``stem.conv``, ``stages.0.0.conv`` and so on, their branches ``conv3x3``, ``conv1x1``
-    and, where Hyper-Search trained it, ``identity``, which no GradMult uses. Those of RepOpt-GhostNet are
+    and, where Hyper-Search trained it, ``identity``, which no GradMult uses. The layers of RepOpt-GhostNet are
     ``blocks.0.0.ghost1.cheap_operation.0`` and so on, with ``conv3x3`` and ``identity``.
 
     Attributes:
-        metadata: What is known about their origin, strings by name.
-        history: Of a search, the mean of each branch after each epoch, for the last layer of each stage (figure 6).
+        metadata: Origin of the scales, strings by name.
+        history: Means after each epoch of a search, by branch, for the last layer of each stage (figure 6).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             history: Means by epoch, by branch, by layer.
 
         Raises:
-            ValueError: A scale is no finite vector.
+            ValueError: A scale is no finite vector, the name of a branch has a dot, or the metadata cannot be saved.
         """
         self._layers: Dict[str, Dict[str, torch.Tensor]] = {}
         for layer, branches in layers.items():
@@ -64,7 +64,11 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
                 raise ValueError(f'Scales hold, for each layer, vectors by branch; {layer!r} has {branches!r:.100}.')
             self._layers[layer] = {branch: _constant(layer, branch, scale) for branch, scale in branches.items()}
         self.metadata = dict(metadata or {})
-        self.history = {layer: {b: list(means) for b, means in of.items()} for layer, of in (history or {}).items()}
+        _check_metadata(self.metadata)
+        self.history = {
+            layer: {branch: list(means) for branch, means in branches.items()}
+            for layer, branches in (history or {}).items()
+        }
 
     def __getitem__(self, layer: str) -> Mapping[str, torch.Tensor]:
         return MappingProxyType(self._layers[layer])
@@ -76,7 +80,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         return len(self._layers)
 
     def __eq__(self, other) -> bool:
-        """Whether the layers, their branches and all numbers are the same; their origin does not matter."""
+        """Whether layers, branches and all numbers are equal, regardless of metadata and history."""
         if not isinstance(other, Scales):
             return NotImplemented
         return self.keys() == other.keys() and all(
@@ -89,10 +93,10 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
 
     @classmethod
     def from_model(cls, model: nn.Module) -> 'Scales':
-        """The scales that a model in the search or CSLA structure has now.
+        """Copy the scales of a model in the search or CSLA structure.
 
         Raises:
-            ValueError: The model has no such structure.
+            ValueError: The model is in another structure.
         """
         layers = {name: layer for name, layer in csla_layers(model).items() if isinstance(layer, CslaBlock)}
         if not layers:
@@ -105,16 +109,16 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
 
     @classmethod
     def initial(cls, model: nn.Module) -> 'Scales':
-        """What the search structure of this model starts from, ``sqrt(2 / l)`` in RepOpt-VGG (appendix B)."""
+        """The scales that a search of this model starts from, ``sqrt(2 / l)`` in RepOpt-VGG (appendix B)."""
         return cls({name: layer.csla.initial_scales(device='cpu') for name, layer in csla_layers(model).items()})
 
     @classmethod
     def ones(cls, model: nn.Module) -> 'Scales':
-        """All ones, the row `All 1` of table 4."""
+        """All ones for the layers of a model, the row `All 1` of table 4."""
         return cls.initial(model).ones_like()
 
     def ones_like(self) -> 'Scales':
-        """All ones, for the same layers and branches."""
+        """All ones for the same layers and branches, without metadata."""
         return self._mapped(torch.ones_like, {})
 
     def mean_over_channels(self) -> 'Scales':
@@ -122,7 +126,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         return self._mapped(lambda scale: scale.mean().expand_as(scale), {**self.metadata, 'averaged': 'over channels'})
 
     def summary(self) -> str:
-        """A table: for each layer, and so by stage and depth, the mean and standard deviation of each branch."""
+        """A table of the mean and standard deviation of each branch, one line for each layer."""
         names = self.branches()
         rows = [('layer', *names)]
         for layer, branches in self.items():
@@ -146,21 +150,24 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         return stages
 
     def compare(self, other: 'Scales') -> Dict[str, 'BranchComparison']:
-        """How much alike these scales and others of the same model are, by branch (figures 6 and 7).
+        """Compare with other scales of the same model (figures 6 and 7).
+
+        Returns:
+            Correlation and means of the common layers, by branch.
 
         Raises:
-            ValueError: They have no layers in common.
+            ValueError: There are no common layers.
         """
         if not self.keys() & other.keys():
-            raise ValueError(f'{self!r} and {other!r} have no layers in common: they are not of the same model.')
+            raise ValueError(f'{self!r} and {other!r} have no layers in common: they belong to different models.')
         comparisons = {}
         for branch in self.branches():
             layers = [n for n in self if branch in self[n] and branch in other.get(n, {})]
             means = torch.tensor([[s[n][branch].mean().item() for n in layers] for s in (self, other)])
             where = {layer: i for i, layer in enumerate(layers)}
             stages = {
-                stage: [where[layer] for layer in of if layer in where]
-                for stage, of in self.stages().items() if not where.keys().isdisjoint(of)
+                stage: [where[layer] for layer in members if layer in where]
+                for stage, members in self.stages().items() if not where.keys().isdisjoint(members)
             }
             comparisons[branch] = BranchComparison(
                 correlation=torch.corrcoef(means)[0, 1].item() if len(layers) > 1 else float('nan'),
@@ -174,32 +181,29 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         }, metadata)
 
     def save(self, path: Union[str, os.PathLike]) -> None:
-        """Write a safetensors file; a failure leaves the old one intact.
+        """Write a safetensors file; a failure leaves an existing one intact.
 
         Raises:
             OSError: The file cannot be written.
-            ValueError: The metadata have a key that the file's layout uses itself.
+            ValueError: The path does not end in .safetensors, or the metadata are not strings or use a reserved key.
         """
-        reserved = {_HISTORY, ORDER} & self.metadata.keys()
-        if reserved:
-            raise ValueError(
-                f'{", ".join(sorted(reserved))}: the file uses this key itself, name the metadata otherwise.')
+        _check_metadata(self.metadata)
         history = {_HISTORY: json.dumps(self.history)} if self.history else {}
         write(self._layers, {**self.metadata, **history}, path)
 
     @classmethod
     def load(cls, source: Union[str, os.PathLike]) -> 'Scales':
-        """Read scales.
+        """Read scales from a file or the Hub.
 
         Args:
-            source: A file that save() wrote; a file of the authors' released code, their searched scales or a whole
-                Hyper-Search checkpoint of RepOpt-VGG or RepOpt-GhostNet (``.pth``, read with ``weights_only=True``);
-                the name of a model whose searched scales come with this package; or a Hub repository with a file named
-                scales.safetensors: ``owner/name``, a revision after ``@``.
+            source: A file that :meth:`save` wrote; a file of the authors' released code, that is their searched scales
+                or a whole Hyper-Search checkpoint of RepOpt-VGG or RepOpt-GhostNet (``.pth``, read with
+                ``weights_only=True``); the name of a model with packaged scales; or a Hub repository with a file named
+                scales.safetensors: ``owner/name`` or ``owner/name@revision``.
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: The file holds no scales.
+            ValueError: The file does not hold scales.
         """
         path = locate(source)
         layers, metadata = read(path)
@@ -211,13 +215,24 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             raise ValueError(f'{path!r} holds no scales. {e}') from e
 
 
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError(f'The metadata of scales are strings by name, got {key!r}: {value!r:.100}.')
+        if key in (_HISTORY, ORDER):
+            raise ValueError(f'The metadata key {key!r} is reserved by the file format: choose another name.')
+
+
 def _constant(layer: str, branch: str, scale: torch.Tensor) -> torch.Tensor:
+    where = f'The scale of the branch {branch!r} of {layer!r}'
+    if '.' in branch:
+        raise ValueError(f'{where}: the name of a branch has no dot, which separates it from its layer in a file.')
     if not isinstance(scale, torch.Tensor) or scale.ndim != 1 or scale.is_complex():
-        shape = f'a tensor of shape {tuple(scale.shape)}' if isinstance(scale, torch.Tensor) else f'{scale!r:.100}'
-        raise ValueError(
-            f'The scale of the branch {branch!r} of {layer!r} is a tensor of one real number for each channel, got '
-            f'{shape}.')
+        found = f'a tensor of shape {tuple(scale.shape)}' if isinstance(scale, torch.Tensor) else f'{scale!r:.100}'
+        raise ValueError(f'{where} is a tensor of one real number for each channel, got {found}.')
+    if scale.is_meta or scale.layout != torch.strided:
+        raise ValueError(f"{where} is a dense tensor with data, got a tensor on '{scale.device}' of {scale.layout}.")
     constant = scale.detach().to('cpu', torch.float32, copy=True)
     if not constant.isfinite().all():
-        raise ValueError(f'The scale of the branch {branch!r} of {layer!r} is not finite in float32.')
+        raise ValueError(f'{where} is not finite in float32.')
     return constant

@@ -1,4 +1,4 @@
-"""Images for Hyper-Search: any data set that timm opens, flipped and cropped."""
+"""Data sets and loaders for Hyper-Search: images of any data set that timm opens, with random crops and flips."""
 import os
 from typing import Iterator, Optional, Tuple
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 __all__ = ['DeviceLoader', 'count_classes', 'create_search_dataset', 'create_search_loader']
 
-# the crops are out of a border of this many black pixels, as in the authors' code
+# pixels of black padding before a random crop, as in the authors' code
 _BORDER = 4
 
 
@@ -23,19 +23,22 @@ def create_search_dataset(
         raw: bool = False,
         download: bool = False,
 ) -> Dataset:
-    """A data set with the transforms of the paper: random crops out of a border of 4 pixels, and flips (section 4.1).
+    """Open a data set with the transforms of the paper: random crops with 4 pixels of padding, and flips (section 4.1).
 
     Args:
-        name: Of timm's ``create_dataset``: '' for folders of images, 'torch/cifar100', 'hfds/...'.
-        root: Where it is.
-        split: Which part of it.
-        img_size: Height and width of the images, pixels; others are resized.
-        is_training: Whether to crop and flip.
-        download: Let the data set download itself, if it can.
-        raw: Only resize, and leave the images as bytes: for a DeviceLoader, which does the rest.
+        name: Name for timm's ``create_dataset``: '' for folders of images, 'torch/cifar100', 'hfds/...'.
+        root: Folder of the data set; for 'hfds/...' that of its cache.
+        split: Name of the split.
+        img_size: Height and width of the images in pixels, to which they are resized.
+        is_training: Crop and flip the images.
+        raw: Only resize, to images of bytes (3, H, W), for a :class:`DeviceLoader`.
+        download: Download the data set, if timm can.
+
+    Returns:
+        A data set of images (3, H, W), float32 and normalized, and integer targets.
 
     Raises:
-        ValueError: It cannot be opened, or is empty; the message says which and why.
+        ValueError: The data set cannot be opened, is empty, or its images do not have 3 channels.
     """
     from torchvision import transforms
 
@@ -60,13 +63,13 @@ def create_search_dataset(
 
 
 def _is_whole_root(dataset: Dataset, root: Optional[str]) -> bool:
-    """Whether timm, finding no folder for the split, has taken all images below the root, those of any split."""
+    """Whether timm found no folder for the split and took all images below the root, of every split."""
     reader = getattr(dataset, 'reader', None)
     return isinstance(reader, ReaderImageFolder) and root is not None and os.path.samefile(reader.root, root)
 
 
 def _sampler(dataset: Dataset, is_training: bool) -> Sampler:
-    """Which images this process sees, and in which order: in training, of a process group, its share."""
+    """Sampler of the images of this process; in training each process of a process group gets its share."""
     if not is_training:
         return SequentialSampler(dataset)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -75,9 +78,13 @@ def _sampler(dataset: Dataset, is_training: bool) -> Sampler:
 
 
 def create_search_loader(dataset: Dataset, batch_size: int, is_training: bool, workers: int = 0) -> DataLoader:
-    """Batches whose randomness starts anew with every epoch, as hyper_search() needs it.
+    """Create a loader whose randomness is drawn anew in every epoch, as :func:`hyper_search` needs it.
 
-    In a process group, of batch_size images for each process.
+    Args:
+        dataset: A data set of :func:`create_search_dataset`.
+        batch_size: Images in a batch, for each process.
+        is_training: Shuffle, and drop the last incomplete batch.
+        workers: Number of processes that load images; 0 loads them in this process.
     """
     return DataLoader(
         dataset,
@@ -90,21 +97,21 @@ def create_search_loader(dataset: Dataset, batch_size: int, is_training: bool, w
 
 
 class DeviceLoader:
-    """Batches of a small data set that is held in memory, on the device; cropped and flipped there.
+    """Batches of a small data set that is held in memory on the device, with random crops and flips there.
 
-    Yields images (N, 3, H, W), float32, normalized, in channels-last memory, and targets (N,). The same distribution as
-    that of create_search_loader(), without its decoding: on a GPU nothing else keeps up with a net on 32 x 32 images.
-    Its randomness comes from torch's CPU generator, so that it is the same on every device.
+    Yields images (N, 3, H, W), float32, normalized, in channels-last memory format, and targets (N,), with the
+    distribution of :func:`create_search_loader`. Decoding each image once lets a small net on 32 x 32 images keep a GPU
+    busy. Random numbers come from torch's CPU generator, so that they are the same on every device.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, is_training: bool, device='cpu', workers: int = 0):
         """
         Args:
-            dataset: Of create_search_dataset(raw=True): images (3, H, W) of bytes, all of one size, and targets.
-            batch_size: Images of a batch, for each process; in training the last ones, fewer, are left out.
-            is_training: Whether to shuffle, crop and flip.
-            device: Where the images are.
-            workers: Processes that read the images, once.
+            dataset: A data set of ``create_search_dataset(raw=True)``.
+            batch_size: Images in a batch, for each process.
+            is_training: Shuffle, crop and flip, and drop the last incomplete batch.
+            device: Device of the images.
+            workers: Number of processes that read the images once; 0 reads them in this process.
         """
         batches = list(DataLoader(dataset, batch_size=512, num_workers=workers))
         images = torch.cat([images for images, _ in batches]).permute(0, 2, 3, 1)
@@ -125,7 +132,7 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
         n, device = len(self.targets), self.targets.device
         order = torch.tensor(list(self.sampler), device=device)
-        # top and left corner, whether to flip
+        # top edge, left edge and flip of each image
         draws = [torch.full((n,), _BORDER), torch.full((n,), _BORDER), torch.zeros(n, dtype=torch.long)]
         if self.is_training:
             draws = [torch.randint(high, (n,)) for high in (2 * _BORDER + 1, 2 * _BORDER + 1, 2)]
@@ -141,7 +148,7 @@ class DeviceLoader:
 
 
 def count_classes(dataset: Dataset) -> Optional[int]:
-    """How many classes a data set says that it has, or None."""
+    """Number of classes of a data set, None if it does not tell."""
     for names in (getattr(dataset, 'classes', None), getattr(getattr(dataset, 'reader', None), 'class_to_idx', None)):
         if names:
             return len(names)

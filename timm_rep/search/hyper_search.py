@@ -1,11 +1,12 @@
-"""Hyper-Search: the constants of a RepOptimizer are the trained scales of a multi-branch net.
+"""Hyper-Search: trains the scales of a multi-branch net, which are the constants of a RepOptimizer.
 
-`Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.3 and 4.1.
+`Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.3 and 4.1.
 """
+import math
 import os
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 import timm
 import torch
@@ -17,7 +18,7 @@ from timm.utils import random_seed, unwrap_model
 from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
 from timm_rep.utils.atomic import check_writable, replacing_files
-from timm_rep.utils.training import evaluate, fit, processes
+from timm_rep.utils.training import evaluate, fit, world_size_and_rank
 from timm_rep.version import __version__
 
 __all__ = ['hyper_search', 'parameter_groups']
@@ -26,19 +27,25 @@ _History = Dict[str, Dict[str, List[float]]]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
-    """Weight decay on kernels and identity scales; none on the other scales, biases and norms (section 4.1)."""
+    """Parameter groups for Hyper-Search (section 4.1).
+
+    Args:
+        model: A model in the search structure.
+        weight_decay: Weight decay of kernels and identity scales; other scales, biases and norms have none.
+
+    Returns:
+        The group with weight decay and the group without, for a torch optimizer.
+    """
     weights = {
         id(weight)
         for layer in model.modules() if isinstance(layer, CslaBlock)
         for weight in layer.weights.values()
     }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim > 1 or id(p) in weights]
-    chosen = {id(p) for p in decayed}
-    return [
-        {'params': decayed, 'weight_decay': weight_decay},
-        {'params': [p for p in trained if id(p) not in chosen], 'weight_decay': 0.},
-    ]
+    decayed, others = [], []
+    for param in model.parameters():
+        if param.requires_grad:
+            (decayed if param.ndim > 1 or id(param) in weights else others).append(param)
+    return [{'params': decayed, 'weight_decay': weight_decay}, {'params': others, 'weight_decay': 0.}]
 
 
 def hyper_search(
@@ -59,76 +66,70 @@ def hyper_search(
         checkpoint: Optional[Union[str, os.PathLike]] = None,
         checkpoint_epochs: int = 1,
         resume: bool = False,
+        overwrite: bool = False,
         progress: bool = True,
-        metadata: Optional[Dict[str, str]] = None,
+        metadata: Optional[Mapping[str, str]] = None,
         **model_args,
 ) -> Scales:
-    """Train the search structure of a model; its scales in the end are the constants of the RepOptimizer.
+    """Train the search structure of a model and return its scales.
 
-    SGD with Nesterov momentum 0.9, a cosine schedule after a linear warm-up. In a process group (``torchrun``) every
-    process trains on the batches of its own loader, and all return the same scales.
+    SGD with Nesterov momentum 0.9, linear warm-up and a cosine schedule. In a process group (``torchrun``) each process
+    trains on the batches of its own loader, and all return the same scales.
 
     Args:
-        model: Name of a RepOpt model, or one in its search structure, which is trained in place.
+        model: Name of a RepOpt model, or a model in the search structure, which is trained in place.
         train_loader: Batches of images (N, 3, H, W) and targets (N,), the same number every epoch. Its randomness comes
-            from torch's, NumPy's and Python's generators, which are seeded anew before each epoch, so that a resumed
-            search is the uninterrupted one; workers must not outlive an epoch (no ``persistent_workers``). Where its
-            sampler has a ``set_epoch()``, as a DistributedSampler, that is called.
-        val_loader: Batches for the accuracy in the metadata; none if None.
-        epochs: Passes over the training images.
+            from the generators of torch, NumPy and Python, which are seeded before each epoch, so that a resumed search
+            equals an uninterrupted one; workers must not outlive an epoch (no ``persistent_workers``). If its sampler
+            has a ``set_epoch()``, as a DistributedSampler has, that is called.
+        val_loader: Batches to measure the accuracy in the metadata with; not measured if None.
+        epochs: Number of epochs.
         lr: Learning rate at the end of the warm-up.
-        warmup_epochs: Epochs of warm-up, fewer than epochs.
-        weight_decay: On kernels and identity scales.
-        smoothing: Of the labels.
-        clip_grad: Largest norm of all gradients; no clipping if None.
-        device: Where to train.
-        amp_dtype: Autocast to this dtype, torch.bfloat16 for example; float32 if None.
-        channels_last: Train in channels-last memory, which is faster on most devices.
-        seed: Of the initialization and of every epoch.
-        checkpoint: A file that is replaced after an epoch, by the first process; none if None.
-        checkpoint_epochs: After every how many epochs, and after the last.
-        resume: Go on from the checkpoint, if there is one.
+        warmup_epochs: Epochs of warm-up, fewer than ``epochs``.
+        weight_decay: Weight decay of kernels and identity scales.
+        smoothing: Label smoothing factor, in [0, 1).
+        clip_grad: Maximum norm of all gradients together; no clipping if None.
+        device: Device to train on.
+        amp_dtype: Dtype of autocast, such as torch.bfloat16; no autocast if None.
+        channels_last: Train in channels-last memory format, which is faster on most devices.
+        seed: Seed of the initialization and of every epoch.
+        checkpoint: File that the first process writes during the search; none if None.
+        checkpoint_epochs: Epochs between two checkpoints; the last epoch always writes one.
+        resume: Continue from the checkpoint, if it exists.
+        overwrite: Start anew even if the checkpoint exists.
         progress: Show a progress bar.
-        metadata: What else to note in the Scales: the data set, for example.
-        model_args: Arguments of create_model, where model is a name.
+        metadata: Further metadata of the scales, such as the data set.
+        model_args: Arguments of create_model, if ``model`` is a name.
 
     Returns:
-        The scales, with the model, the recipe, the date, this package's version and the accuracy as metadata.
+        The scales, with the model, the recipe, the date, the package version and the accuracy as metadata, and their
+        history.
 
     Raises:
-        ValueError: The model is not in its search structure, a number is out of range, or the checkpoint is that of
-            another search.
-        OSError: The checkpoint cannot be written.
+        ValueError: The model is not in the search structure, an argument is out of range, the metadata are not strings,
+            or the checkpoint belongs to another search.
+        OSError: The checkpoint cannot be written, is a folder, or exists without ``resume`` or ``overwrite``.
     """
-    if not 0 <= warmup_epochs < epochs:
-        raise ValueError(f'warmup_epochs is less than epochs, got {warmup_epochs} of {epochs}.')
+    recipe = dict(
+        epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
+        clip_grad=clip_grad, seed=seed, amp_dtype=None if amp_dtype is None else str(amp_dtype))
+    _check_recipe(**recipe)
     if checkpoint_epochs < 1:
         raise ValueError(f'checkpoint_epochs is at least 1, got {checkpoint_epochs}.')
-    checkpoint = None if checkpoint is None else Path(checkpoint)
+    metadata = Scales({}, metadata).metadata  # what cannot be saved is refused before the search
     if checkpoint is not None:
-        check_writable(checkpoint.parent)
-    name = model if isinstance(model, str) else type(model).__name__
-    random_seed(seed)
-    if isinstance(model, str):
-        try:
-            model = timm.create_model(model, structure='search', **model_args)
-        except TypeError as e:
-            raise ValueError(
-                f"{name} cannot be built with structure='search', which RepOpt models can, and {model_args}: {e}"
-            ) from e
-    if not any(isinstance(layer, CslaBlock) and layer.structure == 'search' for layer in model.modules()):
-        raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
-    for what, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
+        checkpoint = _check_checkpoint(Path(checkpoint), resume, overwrite)
+    for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
         if loader is not None and not len(loader):
-            raise ValueError(f'{what} has no batches.')
+            raise ValueError(f'{name} has no batches.')
+    random_seed(seed)
+    name = model if isinstance(model, str) else type(model).__name__
     device = torch.device(device)
-    model = model.to(device)
+    model = _search_model(model, model_args).to(device)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     optimizer = create_optimizer_v2(
         parameter_groups(model, weight_decay), opt='sgd', lr=lr, momentum=0.9, weight_decay=weight_decay)
-    steps = len(train_loader)
-    count, rank = processes()
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched='cosine',
@@ -137,24 +138,27 @@ def hyper_search(
         warmup_lr=0.,
         warmup_prefix=False,
         step_on_epochs=False,
-        updates_per_epoch=steps,
+        updates_per_epoch=len(train_loader),
     )
-    recipe = dict(
-        epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
-        clip_grad=clip_grad, seed=seed, amp_dtype=None if amp_dtype is None else str(amp_dtype))
+    world_size, rank = world_size_and_rank()
     settings = dict(
-        recipe, model=name, steps=steps, processes=count, channels_last=channels_last,
-        **{what: {k: str(v) for k, v in of.items()} for what, of in (
-            ('model_args', model_args), ('metadata', metadata or {}))})
+        recipe,
+        model=name,
+        steps=len(train_loader),
+        processes=world_size,
+        channels_last=channels_last,
+        model_args={key: str(value) for key, value in model_args.items()},
+        metadata=metadata,
+    )
     start, history = 0, {}
     if resume and checkpoint is not None and checkpoint.is_file():
-        start, history = _resume(checkpoint, model, optimizer, settings)
-    _check_start(start, count)
+        start, history = _load_checkpoint(checkpoint, model, optimizer, settings)
+    _check_start(start, world_size)
 
     def after_epoch(done: int) -> None:
         _record(history, Scales.from_model(model))
         if checkpoint is not None and rank == 0 and (done % checkpoint_epochs == 0 or done == epochs):
-            _save(checkpoint, model, optimizer, settings, done, history)
+            _save_checkpoint(checkpoint, model, optimizer, settings, done, history)
 
     fit(
         model,
@@ -173,36 +177,83 @@ def hyper_search(
         description=f'searching {name}',
         progress=progress,
     )
-    noted = {
+    found = {
         'model': name,
-        **{k: str(v) for k, v in recipe.items()},
+        **{key: str(value) for key, value in recipe.items()},
         'date': date.today().isoformat(),
         'timm_rep': __version__,
-        **(metadata or {}),
+        **metadata,
     }
     if val_loader is not None:
-        noted['accuracy'] = f'{evaluate(model, val_loader, device)[1]:.2f}'
-    return Scales(Scales.from_model(model), noted, history)
+        found['accuracy'] = f'{evaluate(model, val_loader, device)[1]:.2f}'
+    return Scales(Scales.from_model(model), found, history)
 
 
-def _check_start(start: int, count: int) -> None:
+def _check_recipe(
+        epochs: int,
+        lr: float,
+        warmup_epochs: int,
+        weight_decay: float,
+        smoothing: float,
+        clip_grad: Optional[float],
+        **_,
+) -> None:
+    if not 0 <= warmup_epochs < epochs:
+        raise ValueError(f'warmup_epochs is less than epochs, got {warmup_epochs} of {epochs}.')
+    if not 0 < lr < math.inf:
+        raise ValueError(f'lr is greater than 0, got {lr}.')
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f'weight_decay is at least 0, got {weight_decay}.')
+    if not 0 <= smoothing < 1:
+        raise ValueError(f'smoothing is at least 0 and less than 1, got {smoothing}.')
+    if clip_grad is not None and not clip_grad > 0:
+        raise ValueError(f'clip_grad is greater than 0, or None for no clipping, got {clip_grad}.')
+
+
+def _check_checkpoint(path: Path, resume: bool, overwrite: bool) -> Path:
+    check_writable(path.parent)
+    if path.is_dir():
+        raise IsADirectoryError(f'The checkpoint {str(path)!r} is a folder, expected a file.')
+    if path.exists() and not (resume or overwrite):
+        raise FileExistsError(
+            f'The checkpoint {str(path)!r} of an earlier search exists: resume=True (--resume) continues it, '
+            'overwrite=True (--overwrite) starts anew and replaces it.')
+    return path
+
+
+def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -> nn.Module:
+    name = model if isinstance(model, str) else type(model).__name__
+    if isinstance(model, str):
+        try:
+            model = timm.create_model(model, structure='search', **model_args)
+        except TypeError as e:
+            raise ValueError(
+                f"{name} cannot be built with structure='search', which RepOpt models can, and {model_args}: {e}"
+            ) from e
+    if not any(isinstance(layer, CslaBlock) and layer.structure == 'search' for layer in model.modules()):
+        raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
+    return model
+
+
+def _check_start(start: int, world_size: int) -> None:
     starts = [start]
-    if count > 1:
-        starts = [None] * count
+    if world_size > 1:
+        starts = [None] * world_size
         torch.distributed.all_gather_object(starts, start)
     if len(set(starts)) > 1:
         raise ValueError(
-            f'The processes would start from the epochs {starts}: the checkpoint is to be where all of them see it.')
+            f'The processes would start from different epochs, {starts}: the checkpoint must be in a folder that all '
+            'of them see.')
 
 
 def _record(history: _History, scales: Scales) -> None:
-    """Add the means of the last layer of each stage."""
+    """Add the means of the last layer of each stage to the history."""
     for layers in scales.stages().values():
         for branch, scale in scales[layers[-1]].items():
             history.setdefault(layers[-1], {}).setdefault(branch, []).append(round(scale.mean().item(), 5))
 
 
-def _save(
+def _save_checkpoint(
         path: Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -221,16 +272,16 @@ def _save(
         torch.save(state, temporary / path.name)
 
 
-def _resume(
+def _load_checkpoint(
         path: Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         settings: Dict[str, Any],
 ) -> Tuple[int, _History]:
-    """Load a checkpoint; returns how many epochs are done, and their history."""
+    """Load a checkpoint into model and optimizer; returns the number of epochs done and their history."""
     try:
         state = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e:  # whatever torch makes of a damaged file
+    except Exception as e:  # torch raises many types for damaged files
         raise ValueError(f'{str(path)!r} cannot be read as the checkpoint of a search: {type(e).__name__}: {e}') from e
     found = state.get('settings', {}) if isinstance(state, dict) else {}
     others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]

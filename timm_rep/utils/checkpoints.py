@@ -1,4 +1,4 @@
-"""Reading checkpoints that others wrote, without running what is in them."""
+"""Reading checkpoints without executing pickled code."""
 import os
 from typing import Any, Dict, Mapping, Sequence, Union
 
@@ -9,38 +9,42 @@ __all__ = ['read_checkpoint', 'state_dict_of']
 
 
 def read_checkpoint(path: Union[str, os.PathLike], use_ema: bool = True) -> Dict[str, Any]:
-    """The state dict of a ``.safetensors`` file, or of one of torch.save(), which is read with ``weights_only=True``.
+    """Read the state dict of a ``.safetensors`` file or of a torch.save() file, with ``weights_only=True``.
 
     Args:
-        path: Of the file.
-        use_ema: Of a training run's file take the moving average of the weights, where there is one.
+        path: Path of the file.
+        use_ema: Prefer the moving average of the weights, if the checkpoint has one.
 
     Raises:
-        RuntimeError: It cannot be read.
+        RuntimeError: The file cannot be read.
     """
     path = os.fspath(path)
     try:
         return load_state_dict(path, use_ema=use_ema, weights_only=True)
-    except Exception as e:  # whatever the two libraries make of a damaged file
+    except Exception as e:  # both libraries raise many types for damaged files
         raise RuntimeError(
-            f'Cannot read {path!r} as a checkpoint, which is a .safetensors file or one of torch.save() that loads '
-            f'with weights_only=True: {type(e).__name__}: {e}') from e
+            f'Cannot read {path!r} as a checkpoint, a .safetensors file or a torch.save() file that loads with '
+            f'weights_only=True: {type(e).__name__}: {e}') from e
 
 
 def state_dict_of(
         checkpoint: Mapping[str, Any],
         wrappers: Sequence[str] = ('state_dict', 'model'),
 ) -> Dict[str, torch.Tensor]:
-    """The state dict that a checkpoint is or has under one of these names, without the prefixes of wrapped models.
+    """Extract the state dict from a checkpoint, without the prefixes of wrapped models.
+
+    Args:
+        checkpoint: A state dict, or a mapping that holds one.
+        wrappers: Keys of the state dict in the checkpoint, in order of preference.
 
     Raises:
-        TypeError: It holds other things than tensors, or nothing.
+        TypeError: The state dict is empty or has values that are not tensors.
     """
     state_dict = clean_state_dict(next(
         (checkpoint[wrapper] for wrapper in wrappers if isinstance(checkpoint.get(wrapper), Mapping)), checkpoint))
-    strangers = [repr(k) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
-    if strangers or not state_dict:
+    others = [repr(k) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
+    if others or not state_dict:
         raise TypeError(
             f'A checkpoint is a state dict of tensors, or holds one under {" or ".join(map(repr, wrappers))}; this one '
-            + (f'has other things under {", ".join(strangers[:5])}.' if strangers else 'is empty.'))
+            + (f'has values that are not tensors: {", ".join(others[:5])}.' if others else 'is empty.'))
     return state_dict

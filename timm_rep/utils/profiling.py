@@ -1,4 +1,4 @@
-"""Counting and timing models: parameters, multiply-accumulates, throughput, latency by part."""
+"""Counting and timing: parameters, multiply-accumulates, throughput."""
 import platform
 import statistics
 import time
@@ -17,7 +17,7 @@ __all__ = [
     'Macs',
     'count_macs',
     'count_params',
-    'machine',
+    'device_name',
     'measure_throughput',
     'model_input_size',
     'synchronize',
@@ -26,28 +26,30 @@ __all__ = [
     'versions',
 ]
 
+
 class Macs(NamedTuple):
     """Multiply-accumulates of one forward pass.
 
     Attributes:
-        projections: Those of layers with weights: linear layers and convolutions.
-        attention: Those of products of activations: query with key, attention with value.
+        projections: Multiply-accumulates of linear layers and convolutions.
+        attention: Multiply-accumulates of products of activations: query with key, attention with value.
     """
     projections: int
     attention: int
 
     @property
     def total(self) -> int:
+        """All multiply-accumulates."""
         return self.projections + self.attention
 
 
 def count_params(model: nn.Module) -> int:
-    """Number of parameters; buffers, such as the running statistics of a BatchNorm, are none."""
+    """Number of parameters, without buffers such as the running statistics of a BatchNorm."""
     return sum(p.numel() for p in model.parameters())
 
 
 def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
-    """(channels, height, width) that the model was built for, where it has a fixed size, or of its pretrained_cfg."""
+    """Input size (channels, height, width) that the model was built for, or else that of its pretrained_cfg."""
     channels, *size = model.pretrained_cfg['input_size']
     embeds = (getattr(model, name, None) for name in ('patch_embed', 'stem'))  # the latter in a mixer
     size = next((embed.img_size for embed in embeds if getattr(embed, 'img_size', None)), size)
@@ -57,21 +59,19 @@ def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
 def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -> Macs:
     """Count the multiply-accumulates for one image with ``torch.utils.flop_counter``, in eval mode.
 
-    Works on any device; on 'meta' nothing is computed.
-
     Args:
-        model: A model; its mode is as before afterwards.
-        input_size: (channels, height, width); that of :func:`model_input_size` if None.
+        model: A model on any device, 'meta' included; its mode is restored.
+        input_size: (channels, height, width); from :func:`model_input_size` if None.
 
     Returns:
-        The counts, half of the counted floating-point operations.
+        The counts: half of the counted floating-point operations.
     """
     if input_size is None:
         input_size = model_input_size(model)
     param = next(model.parameters())
     modes = {m: m.training for m in model.modules()}
     try:
-        # fused attention kernels are not counted on every device by every torch: the plain products are
+        # not every version of torch counts fused attention on every device
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
             model.eval()(torch.empty(1, *input_size, device=param.device, dtype=param.dtype))
     finally:
@@ -83,14 +83,14 @@ def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a device has still to do; a CPU has done it."""
+    """Wait for all kernels of a device; returns at once for a CPU."""
     if device.type != 'cpu':
-        # there may be several of a kind, of Apple's there is one
+        # torch.mps.synchronize() takes no device
         getattr(torch, device.type).synchronize(*[device] * (device.type != 'mps'))
 
 
-def machine(device: torch.device) -> str:
-    """What a measurement on this device was made on: the GPU, or the CPU and how many threads of it torch uses."""
+def device_name(device: torch.device) -> str:
+    """Name of the GPU, or of the CPU and the number of threads that torch uses."""
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     cpu = platform.processor() or platform.machine()
@@ -101,7 +101,7 @@ def machine(device: torch.device) -> str:
 
 
 def versions() -> Dict[str, str]:
-    """Of what a measurement depends on."""
+    """Versions of the software that a measurement depends on, by name."""
     return {
         'python': platform.python_version(),
         'torch': torch.__version__,
@@ -117,18 +117,16 @@ def time_passes(
         rounds: int = 15,
         warmup: int = 3,
 ) -> Dict[str, List[float]]:
-    """Seconds that several models take for a batch, side by side.
-
-    The models take turns, so that whatever else the machine does meets them alike.
+    """Time forward passes of several models, which take turns so that other load on the machine affects all alike.
 
     Args:
-        models: Models in eval mode on the device of the inputs, or what else is to be timed, by name.
+        models: Models in eval mode on the device of the inputs, or other callables, by name.
         inputs: One batch (N, ...).
         rounds: Timed passes of each model.
-        warmup: Passes before them.
+        warmup: Passes of each model before the timed ones.
 
     Returns:
-        Seconds of the timed passes, round by round, by name.
+        Seconds of each timed pass, by name.
     """
     times: Dict[str, List[float]] = {name: [] for name in models}
     for i in range(warmup + rounds):
@@ -143,7 +141,7 @@ def time_passes(
 
 
 def throughput(n: int, times: Mapping[str, Sequence[float]]) -> Dict[str, float]:
-    """How many of n things a second, by name: by the median of the seconds that they took."""
+    """Items per second by name, from the median of the seconds that ``n`` items take."""
     return {name: n / statistics.median(seconds) for name, seconds in times.items()}
 
 
@@ -153,7 +151,7 @@ def measure_throughput(
         rounds: int = 15,
         warmup: int = 3,
 ) -> Dict[str, float]:
-    """Images per second of several models, side by side, by the medians of :func:`time_passes`.
+    """Throughput of several models from the medians of :func:`time_passes`, which explains the arguments.
 
     Returns:
         Images per second by name.

@@ -1,7 +1,4 @@
-"""Epochs of training on a small data set, for what this package trains itself: Hyper-Search, the demo, ablations.
-
-Training on a large one is the job of timm's train.py.
-"""
+"""A small training loop for Hyper-Search, the demo and the ablations; timm's train.py trains on large data sets."""
 import contextlib
 from typing import Callable, Iterable, List, Optional, Tuple
 
@@ -13,11 +10,11 @@ from timm.utils import AverageMeter, accuracy, random_seed
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-__all__ = ['evaluate', 'fit', 'processes']
+__all__ = ['evaluate', 'fit', 'world_size_and_rank']
 
 
-def processes() -> Tuple[int, int]:
-    """How many processes train together, and which of them this is."""
+def world_size_and_rank() -> Tuple[int, int]:
+    """Number of processes in the default process group and index of this one, (1, 0) without a group."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size(), torch.distributed.get_rank()
     return 1, 0
@@ -41,31 +38,31 @@ def fit(
         description: str = 'training',
         progress: bool = True,
 ) -> List[float]:
-    """Train a model in place; in a process group together with the other processes.
+    """Train a classifier in place with label-smoothed cross entropy; in a process group, data-parallel.
 
     Args:
-        model: A classifier on the device.
-        optimizer: Of its parameters.
-        scheduler: A scheduler of timm's that counts steps.
+        model: A classifier on ``device``.
+        optimizer: Optimizer of its parameters.
+        scheduler: A timm scheduler that is updated each step.
         loader: Batches of images (N, C, H, W) and targets (N,), the same number every epoch.
-        epochs: The epoch to stop before.
-        device: Where to train.
-        start: The epoch to start with.
-        smoothing: Of the labels.
-        clip_grad: Largest norm of all gradients; no clipping if None.
-        amp_dtype: Autocast to this dtype; none if None.
-        channels_last: Give the model its images in channels-last memory.
-        seed: Seed the generators of torch, NumPy and Python, and a sampler of the loader that has a set_epoch(), before
-            every epoch, so that each depends on the weights it starts from only; left alone if None.
-        after_epoch: Called with the number of epochs done.
-        description: Of the progress bar.
-        progress: Whether to show it.
+        epochs: Number of epochs of the whole training.
+        device: Device to train on.
+        start: Index of the first epoch, the number of epochs done by an earlier run.
+        smoothing: Label smoothing factor.
+        clip_grad: Maximum norm of all gradients together; no clipping if None.
+        amp_dtype: Dtype of autocast; no autocast if None.
+        channels_last: Move the images to channels-last memory format.
+        seed: Seed of the generators of torch, NumPy and Python, and of a loader's sampler with a ``set_epoch()``, set
+            before each epoch so that it depends only on its initial weights; if None, generators are left alone.
+        after_epoch: Called after each epoch with the number of epochs done.
+        description: Label of the progress bar.
+        progress: Show a progress bar.
 
     Returns:
-        The loss of every step.
+        The loss of each step.
     """
     steps = len(loader)
-    count, rank = processes()
+    world_size, rank = world_size_and_rank()
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     autocast = contextlib.nullcontext if amp_dtype is None else lambda: torch.autocast(device.type, amp_dtype)
     loss_fn = LabelSmoothingCrossEntropy(smoothing)
@@ -73,7 +70,7 @@ def fit(
     losses = []
     model.train()
     parallel = model
-    if count > 1:
+    if world_size > 1:
         parallel = DistributedDataParallel(model, device_ids=None if device.type == 'cpu' else [device])
     with tqdm(total=epochs * steps, initial=start * steps, desc=description, unit='step',
               disable=not progress or rank > 0) as bar:
@@ -81,7 +78,7 @@ def fit(
             if seed is not None:
                 _seed_epoch(seed, epoch, loader)
             average.reset()
-            of_epoch = []
+            epoch_losses = []
             for step, (images, targets) in enumerate(loader):
                 scheduler.step_update(epoch * steps + step)
                 images = images.to(device, non_blocking=True, memory_format=memory_format)
@@ -93,10 +90,10 @@ def fit(
                 if clip_grad is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
                 optimizer.step()
-                of_epoch.append(loss.detach())
-                average.update(of_epoch[-1], len(images))
+                epoch_losses.append(loss.detach())
+                average.update(epoch_losses[-1], len(images))
                 bar.update()
-            losses += torch.stack(of_epoch).tolist()
+            losses += torch.stack(epoch_losses).tolist()
             bar.set_postfix(epoch=epoch + 1, loss=f'{average.avg:.3f}')
             if after_epoch is not None:
                 after_epoch(epoch + 1)
@@ -104,16 +101,25 @@ def fit(
 
 
 def _seed_epoch(seed: int, epoch: int, loader: Iterable) -> None:
-    count, rank = processes()
-    random_seed(seed + 1 + epoch * count + rank)
+    world_size, rank = world_size_and_rank()
+    random_seed(seed + 1 + epoch * world_size + rank)
     sampler = getattr(loader, 'sampler', None)
     if hasattr(sampler, 'set_epoch'):
-        sampler.set_epoch(seed + 1 + epoch)  # a DistributedSampler knows no other seed
+        sampler.set_epoch(seed + 1 + epoch)  # a DistributedSampler shuffles by its own seed
 
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> Tuple[torch.Tensor, float]:
-    """The logits of all images, on the CPU and in their order, and the percentage that is right; in eval mode."""
+    """Evaluate a classifier, which is left in eval mode.
+
+    Args:
+        model: A classifier on ``device``.
+        loader: Batches of images (N, C, H, W) and targets (N,).
+        device: Device of the model.
+
+    Returns:
+        The logits of all images (images, classes) on the CPU, and the top-1 accuracy in percent.
+    """
     model.eval()
     logits, targets = zip(*((model(images.to(device)).cpu(), targets.cpu()) for images, targets in loader))
     logits, targets = torch.cat(logits), torch.cat(targets)

@@ -1,4 +1,4 @@
-"""Searched scales that come with this package, one file a model; README.md says what each was searched on."""
+"""Searched scales in this package, one file for each model; README.md lists the data set of each search."""
 from pathlib import Path
 from typing import List
 
@@ -9,10 +9,10 @@ _SUFFIX = '.safetensors'
 
 
 def packaged_scales() -> List[str]:
-    """The names of the models whose searched scales come with this package."""
+    """Names of the models with packaged scales."""
     return sorted(path.stem for path in _FOLDER.glob(f'*{_SUFFIX}'))
 
 
 def locate_packaged(name: str) -> str:
-    """The path of one of packaged_scales()."""
+    """Path of the packaged scales of a model, one of :func:`packaged_scales`."""
     return str(_FOLDER / f'{name}{_SUFFIX}')

@@ -1,0 +1,69 @@
+"""The training loop; its schedule, loss and clipping are tested against the recipe of Hyper-Search."""
+import pytest
+import torch
+import torch.nn as nn
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+
+from timm_rep.utils.training import evaluate, fit
+
+
+def train(model, batches, epochs=1, **kwargs):
+    optimizer = create_optimizer_v2(model, opt='sgd', lr=.1)
+    scheduler, _ = create_scheduler_v2(
+        optimizer, num_epochs=epochs, warmup_epochs=0, step_on_epochs=False, updates_per_epoch=len(batches))
+    return fit(
+        model, optimizer, scheduler, batches, epochs, device=torch.device('cpu'), progress=False, **kwargs)
+
+
+@pytest.fixture
+def batches():
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(6, 3, 4, 4, generator=g), torch.arange(6) % 3) for _ in range(2)]
+
+
+@pytest.mark.parametrize('amp_dtype', [None, torch.bfloat16])
+@pytest.mark.parametrize('channels_last', [False, True])
+def test_dtype_and_memory_format(batches, amp_dtype, channels_last):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(64, 3))
+    seen = []
+    model[0].register_forward_hook(lambda _, args, output: seen.append((
+        output.dtype, args[0].is_contiguous(memory_format=torch.channels_last))))
+    losses = train(model, batches, amp_dtype=amp_dtype, channels_last=channels_last)
+    assert seen == [(amp_dtype or torch.float32, channels_last)] * 2
+    assert len(losses) == 2
+
+
+def test_epochs_are_seeded_one_by_one(batches):
+    """Each depends on the seed and its number only; without a seed the generators are left alone."""
+    class Loader:
+        def __len__(self):
+            return 1
+
+        def __iter__(self):
+            draws.append(torch.rand(1).item())
+            return iter(batches[:1])
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    draws = []
+    train(model, Loader(), epochs=3, seed=5)
+    assert len(set(draws)) == 3
+    resumed, draws = draws, []
+    train(model, Loader(), epochs=3, seed=5, start=1)
+    assert draws == resumed[1:]
+    draws = []
+    torch.manual_seed(8)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(8)
+    train(model, Loader(), epochs=2)
+    assert draws == expected
+
+
+def test_evaluate(batches):
+    model = nn.Sequential(nn.Dropout(.5), nn.Flatten(), nn.Linear(48, 3))
+    model.train()
+    logits, accuracy = evaluate(model, batches, torch.device('cpu'))
+    images, targets = (torch.cat(x) for x in zip(*batches))
+    torch.testing.assert_close(logits, model[1:](images))
+    assert accuracy == pytest.approx(100 * (model[1:](images).argmax(1) == targets).float().mean().item())
+    assert not model.training
