@@ -1,4 +1,4 @@
-"""What the dense examples share: images to train on, the training, and timm's arguments for a Swin under a head."""
+"""Shared by the dense examples: data sets, training, and arguments for a Swin backbone."""
 import argparse
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -21,22 +21,22 @@ def backbone_args(checkpoint: Optional[str] = None, **kwargs) -> Dict[str, Any]:
     """Arguments of ``timm.create_model`` for a Swin that takes images of any size.
 
     Args:
-        checkpoint: Of the classifier of the same name, to start from.
-        kwargs: Other arguments; they win.
+        checkpoint: Checkpoint of a classifier of the same name to start from.
+        kwargs: Further arguments, which take precedence.
     """
     if checkpoint:
         kwargs.update(pretrained=True, pretrained_cfg_overlay=dict(file=str(checkpoint)))
-    # without always_partition no window shifts in the last stage, whose map is one window large at 224 x 224 pixels
+    # without always_partition the last stage, one window large at 224 x 224 pixels, would not shift its windows
     return {'strict_img_size': False, 'always_partition': True, **kwargs}
 
 
 class Shapes(Dataset):
-    """Reddish discs, greenish squares and bluish diamonds, up to five an image, some hidden in part by others.
+    """Reddish discs, greenish squares and bluish diamonds: one to five in an image, possibly overlapping.
 
-    Items: the image (3, H, W); which object a pixel belongs to (1, H, W), counted from 1, 0 for none; the class of each
-    object, counted from 1. The sides of an image are of the given size, or up to half as long again.
+    Items: image (3, H, W), uint8; number of the object of each pixel (1, H, W), from 1, 0 for background; class of each
+    object (N,), from 1. H and W are drawn from ``size`` to ``1.5 * size``.
     """
-    orders = (2, float('inf'), 1)  # of the norm whose ball is the shape
+    orders = (2, float('inf'), 1)  # the shapes are balls in the norms of these orders
 
     def __init__(self, length: int, size: int, seed: int):
         self.length = length
@@ -47,7 +47,7 @@ class Shapes(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        g = torch.Generator().manual_seed(self.seed * 1_000_003 + index)  # it looks at 32 bits
+        g = torch.Generator().manual_seed(self.seed * 1_000_003 + index)  # at most 32 bits are used
 
         def uniform(*shape):
             return torch.rand(*shape, generator=g)
@@ -69,25 +69,25 @@ class Shapes(Dataset):
 
 
 class Folder(Dataset):
-    """Images, and masks of one channel named as they are, or NAME_mask.
+    """Images, and masks of one channel with the same names or NAME_mask.
 
-    Items: the image (3, H, W); the mask (1, H, W); None, for the classes of the objects, which nothing tells.
+    Items: image (3, H, W), uint8; mask (1, H, W); None, in place of classes of objects.
     """
 
     def __init__(self, images: Path, masks: Path):
         """
         Raises:
-            ValueError: There are no images, or one has no mask.
+            ValueError: There are no images, or an image has no mask.
         """
         known = Image.registered_extensions()
         self.images = [path for path in sorted(images.iterdir()) if path.suffix.lower() in known]
         if not self.images:
             raise ValueError(f'There are no images in {images}.')
-        of = {path.stem.removesuffix('_mask'): path for path in masks.iterdir() if path.suffix.lower() in known}
-        missing = [path.name for path in self.images if path.stem not in of]
+        found = {path.stem.removesuffix('_mask'): path for path in masks.iterdir() if path.suffix.lower() in known}
+        missing = [path.name for path in self.images if path.stem not in found]
         if missing:
             raise ValueError(f'{len(missing)} images have no mask in {masks}, the first is {missing[0]}.')
-        self.masks = [of[path.stem] for path in self.images]
+        self.masks = [found[path.stem] for path in self.images]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -106,22 +106,22 @@ def add_arguments(parser: argparse.ArgumentParser, pixels: str) -> None:
     parser.add_argument('--backbone', default='repa_swin_tiny', metavar='NAME', help='a Swin of timm (%(default)s)')
     parser.add_argument(
         '--backbone-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='KEY=VALUE', help='its arguments')
-    parser.add_argument('--checkpoint', metavar='FILE', help='of the classifier of that name, to start from')
-    parser.add_argument('--images', type=Path, metavar='DIR', help='every fifth is to validate on')
-    parser.add_argument('--masks', type=Path, metavar='DIR', help=f'of the same names, or NAME_mask: {pixels}')
+    parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of a classifier of that name to start from')
+    parser.add_argument('--images', type=Path, metavar='DIR', help='every fifth is a validation image')
+    parser.add_argument('--masks', type=Path, metavar='DIR', help=f'named as the images or NAME_mask: {pixels}')
     parser.add_argument('--steps', type=int, default=200, help='(%(default)s)')
     parser.add_argument('--batch-size', type=int, default=4, help='(%(default)s)')
-    parser.add_argument('--lr', type=float, default=3e-4, help='of AdamW (%(default)s)')
-    parser.add_argument('--val-shapes', type=int, default=50, help='images of shapes to validate on (%(default)s)')
+    parser.add_argument('--lr', type=float, default=3e-4, help='learning rate of AdamW (%(default)s)')
+    parser.add_argument('--val-shapes', type=int, default=50, help='validation images of shapes (%(default)s)')
     parser.add_argument('--workers', '-j', type=int, default=0, help='(%(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
     parser.add_argument('--device', type=torch.device, default=torch.device('cpu'), help='(%(default)s)')
 
 
 def create_loaders(args, collate_train: Callable, collate_val: Callable) -> Tuple[DataLoader, DataLoader]:
-    """Random batches for all the steps, and the images to validate on, of the arguments."""
+    """Loaders of the training batches of all steps and of the validation images."""
     if (args.images is None) != (args.masks is None):
-        raise SystemExit('--images and --masks belong together, one of them is missing.')
+        raise SystemExit('--images and --masks belong together: pass both or none.')
     if args.images:
         folder = Folder(args.images, args.masks)
         held_out = range(0, len(folder), 5)
@@ -137,24 +137,24 @@ def create_loaders(args, collate_train: Callable, collate_val: Callable) -> Tupl
         DataLoader(val_set, collate_fn=collate_val, **common))
 
 
-def train(model: nn.Module, loader: DataLoader, loss_of: Callable, args) -> List[float]:
+def train(model: nn.Module, loader: DataLoader, loss_fn: Callable, args) -> List[float]:
     """Train a model in place.
 
     Args:
-        model: A model on the device of the arguments.
-        loader: Of the batches of all steps.
-        loss_of: The loss of the model on a batch.
-        args: Those of the command.
+        model: Model on the device of the arguments.
+        loader: Loader of the batches of all steps.
+        loss_fn: Called with the model and the parts of a batch; returns the loss.
+        args: Arguments of the command line.
 
     Returns:
-        The loss of every step.
+        Loss of every step.
     """
     optimizer = create_optimizer_v2(model, opt='adamw', lr=args.lr, weight_decay=.05)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=args.lr, total_steps=len(loader))
     losses = []
     model.train()
     for step, batch in enumerate(loader, start=1):
-        loss = loss_of(model, *batch)
+        loss = loss_fn(model, *batch)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Object detection: torchvision's RetinaNet or Mask R-CNN on a RePa-Swin, trained, folded and compared.
 
-On drawn shapes, or on images and masks of your own.
+Trains on drawn shapes, or on images and masks of your own.
 """
 import argparse
 from pathlib import Path
@@ -23,7 +23,7 @@ from timm_rep.utils.atomic import replacing_files
 
 
 class Backbone(nn.Module):
-    """A Swin of timm, a norm for each of its maps, and torchvision's FPN."""
+    """A Swin of timm, a norm for each of its feature maps, and torchvision's FPN."""
 
     def __init__(
             self,
@@ -36,13 +36,13 @@ class Backbone(nn.Module):
         """
         Args:
             name: Name of the Swin.
-            out_indices: Its stages that the FPN sees.
+            out_indices: Stages that are inputs of the FPN.
             out_channels: Channels of the FPN.
-            extra_blocks: The coarser levels of the FPN.
-            kwargs: Of :func:`backbone_args`.
+            extra_blocks: Coarser levels of the FPN.
+            kwargs: Arguments of :func:`backbone_args`.
         """
         super().__init__()
-        # as a 'list', timm's default for a Swin, the maps would be channels last; a 'getter' has them as an FPN wants
+        # 'getter' returns NCHW maps, which the FPN takes; timm's default for a Swin returns NHWC
         self.body = timm.create_model(
             name, features_only=True, feature_cls='getter', out_indices=out_indices, **backbone_args(**kwargs))
         channels = self.body.feature_info.channels()
@@ -63,15 +63,15 @@ def build_model(
         fpn_channels: int = 256,
         **kwargs,
 ) -> nn.Module:
-    """A detector of torchvision on a Swin of timm, with the levels that torchvision's own ones on a ResNet have.
+    """A detector of torchvision on a Swin of timm, with the pyramid levels of torchvision's ResNet detectors.
 
     Args:
         detector: 'retinanet' or 'mask_rcnn'.
         backbone: Name of the Swin.
-        num_classes: Number of classes, that of the background included.
-        backbone_kwargs: Of :func:`backbone_args`.
-        fpn_channels: Channels of the FPN, and of RetinaNet's head.
-        kwargs: Of torchvision's detector.
+        num_classes: Number of classes including the background.
+        backbone_kwargs: Arguments of :func:`backbone_args`.
+        fpn_channels: Channels of the FPN and of RetinaNet's head.
+        kwargs: Arguments of torchvision's detector.
     """
     if detector == 'retinanet':
         net, out_indices, extra_blocks = RetinaNet, (1, 2, 3), LastLevelP6P7(fpn_channels, fpn_channels)
@@ -81,7 +81,7 @@ def build_model(
 
 
 def collate(items: List) -> Tuple[List[torch.Tensor], List[Dict[str, torch.Tensor]]]:
-    """Images in [0, 1], each of its size, and torchvision's targets: boxes, labels and masks of the objects."""
+    """A list of images in [0, 1] and torchvision's targets: boxes, labels and masks of the objects."""
     images, targets = [], []
     for image, mask, labels in items:
         numbers = mask.unique()
@@ -89,7 +89,7 @@ def collate(items: List) -> Tuple[List[torch.Tensor], List[Dict[str, torch.Tenso
         masks = mask == numbers[:, None, None]
         images.append(image.float() / 255)
         targets.append(dict(
-            boxes=masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1]),  # to the far edge of the last pixel
+            boxes=masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1]),  # up to the far edge of the last pixel
             labels=torch.ones_like(numbers, dtype=torch.long) if labels is None else labels[numbers.long() - 1],
             masks=masks.byte(),
         ))
@@ -97,48 +97,47 @@ def collate(items: List) -> Tuple[List[torch.Tensor], List[Dict[str, torch.Tenso
 
 
 def mask_iou(masks: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """As box_iou, of masks (N, H, W) and (M, H, W)."""
+    """IoU (N, M) of masks (N, H, W) and (M, H, W)."""
     masks, others = masks.flatten(1).float(), others.flatten(1).float()
     intersection = masks @ others.T
     return intersection / (masks.sum(1)[:, None] + others.sum(1) - intersection)
 
 
-def covered(objects: Dict[str, torch.Tensor], by: Dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which objects (N,) a detection of their label covers: with an IoU of 0.5, of the masks if it has one."""
-    if 'masks' in by:
-        overlap = mask_iou(objects['masks'], by['masks'][:, 0] >= .5)
+def covered(objects: Dict[str, torch.Tensor], detections: Dict[str, torch.Tensor]) -> torch.Tensor:
+    """Whether each object (N,) has an IoU of 0.5 with a detection of its label: of masks if there are any, or boxes."""
+    if 'masks' in detections:
+        overlap = mask_iou(objects['masks'], detections['masks'][:, 0] >= .5)
     else:
-        overlap = box_iou(objects['boxes'], by['boxes'])
-    return ((overlap >= .5) & (objects['labels'][:, None] == by['labels'])).any(dim=1)
+        overlap = box_iou(objects['boxes'], detections['boxes'])
+    return ((overlap >= .5) & (objects['labels'][:, None] == detections['labels'])).any(dim=1)
 
 
 def same(detections: Dict[str, torch.Tensor], others: Dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which detections (N,) are among the others, to a tenth of a pixel."""
+    """Whether each detection (N,) is among the others, within a tenth of a pixel."""
     distance = torch.cdist(detections['boxes'], others['boxes'], p=float('inf'))
     return ((distance <= .1) & (detections['labels'][:, None] == others['labels'])).any(dim=1)
 
 
 @torch.inference_mode()
 def evaluate(models: Dict[str, nn.Module], loader: DataLoader, args) -> Tuple[Dict[str, float], float]:
-    """The percentage of the objects that each model finds, and that of detections which all models share.
+    """Percentage of objects that each model finds, and percentage of detections that all models share.
 
-    Of an image with n objects the n most confident detections count: an object is found if one of them has its label
-    and an IoU of 0.5 with it, of the masks where there are any.
+    In an image with n objects the n most confident detections count, see :func:`covered`.
     """
     found = dict.fromkeys(models, 0)
     objects = detections = shared = 0
     for images, targets in loader:
         images = [image.to(args.device) for image in images]
         outputs = [model.eval()(images) for model in models.values()]
-        for target, *of_models in zip(targets, *outputs):
-            of_models = [{k: v.cpu() for k, v in y.items()} for y in of_models]
+        for target, *found_by in zip(targets, *outputs):
+            found_by = [{k: v.cpu() for k, v in y.items()} for y in found_by]
             objects += len(target['labels'])
-            for name, y in zip(models, of_models):
+            for name, y in zip(models, found_by):
                 best = {k: v[:len(target['labels'])] for k, v in y.items()}
                 found[name] += covered(target, best).sum().item()
-            detections += max(len(y['labels']) for y in of_models)
-            shared += torch.stack([same(of_models[0], y) for y in of_models]).all(dim=0).sum().item()
-    # a percentage of nothing is all of it
+            detections += max(len(y['labels']) for y in found_by)
+            shared += torch.stack([same(found_by[0], y) for y in found_by]).all(dim=0).sum().item()
+    # 100% if there are none
     return (
         {name: 100 * n / objects if objects else 100. for name, n in found.items()},
         100 * shared / detections if detections else 100.)
@@ -148,12 +147,12 @@ def main() -> Dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--model', choices=['retinanet', 'mask_rcnn'], default='retinanet', help='(%(default)s)')
     parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='KEY=VALUE', help='its arguments')
+        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='KEY=VALUE', help='detector arguments')
     add_arguments(parser, pixels='the number of the object of each pixel, or 0')
     parser.add_argument('--img-size', type=int, default=128, help='the shorter side of an image (%(default)s)')
     parser.add_argument('--fpn-channels', type=int, default=256, help='(%(default)s)')
     parser.add_argument(
-        '--output', type=Path, metavar='FILE', help='keep the weights of the folded model, as .safetensors')
+        '--output', type=Path, metavar='FILE', help='write the weights of the folded model, .safetensors')
     args = parser.parse_args()
 
     random_seed(args.seed)
@@ -163,16 +162,16 @@ def main() -> Dict[str, Any]:
         dict(checkpoint=args.checkpoint, **args.backbone_kwargs), args.fpn_channels,
         **{'min_size': args.img_size, 'max_size': 5 * args.img_size // 3, **args.model_kwargs}).to(args.device)
 
-    def loss_of(model, images, targets):
+    def loss_fn(model, images, targets):
         images = [image.to(args.device) for image in images]
         targets = [{k: v.to(args.device) for k, v in target.items()} for target in targets]
         return sum(model(images, targets).values())
 
-    losses = train(model, loaders[0], loss_of, args)
+    losses = train(model, loaders[0], loss_fn, args)
     folded = reparameterize_model(model)
     found, shared = evaluate({'as trained': model, 'folded': folded}, loaders[1], args)
-    for (name, percent), of in zip(found.items(), (model, folded)):
-        count = sum(p.numel() for p in of.backbone.body.parameters())
+    for (name, percent), net in zip(found.items(), (model, folded)):
+        count = sum(p.numel() for p in net.backbone.body.parameters())
         print(f'{name}: {percent:.1f}% of the objects found, {count / 1e6:.1f} M parameters in the backbone')
     print(f'detections that both share: {shared:.1f}%')
     if args.output:

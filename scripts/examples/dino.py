@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Self-supervision, table 5 of the RePaFormer paper: DINO with lightly, then k-NN and linear evaluation, and folding.
+"""Self-supervision (table 5 of the RePaFormer paper): DINO with lightly, k-NN and linear evaluation, folding.
 
-Without --data-dir a small model on scikit-learn's digits, minutes of a CPU. CIFAR-10, unpacked as images:
+Without --data-dir, trains a small model on scikit-learn's digits in minutes on a CPU. On CIFAR-10 as folders of images:
 
   dino.py --data-dir DIR --model-kwargs img_size=32 patch_size=4 --transform-kwargs "gaussian_blur=(0,0,0)" \\
       --epochs 100 --batch-size 256 --lr 5e-4 --momentum 0.996 --warmup-epochs 10 --device cuda -j 8
@@ -42,20 +42,20 @@ from timm_rep.search import create_search_dataset
 from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.profiling import count_params
 
-# what --model-kwargs and --transform-kwargs add to on the digits: they have 8 x 8 pixels and no color, a mirrored one
-# is none, and little of one could be of any; the mean over all tokens learns faster on so few than a class token
+# defaults of --model-kwargs and --transform-kwargs for the digits, 8 x 8 pixels: no color, no mirroring, large crops;
+# the mean over all tokens learns faster on few images than a class token
 DIGITS_MODEL = dict(img_size=16, patch_size=4, embed_dim=64, depth=2, num_heads=4, global_pool='avg')
 DIGITS_VIEWS = dict(
     global_crop_scale=(0.7, 1.), local_crop_scale=(0.4, 0.8), local_crop_size=12, n_local_views=1,
     hf_prob=0., cj_prob=0., random_gray_scale=0., gaussian_blur=(0., 0., 0.), solarization_prob=0.)
-# DINO on ImageNet: 2048, 256, 65536, no BatchNorm; on little data one keeps the outputs from becoming uniform
+# DINO on ImageNet: 2048, 256, 65536, no BatchNorm; on little data BatchNorm keeps the outputs from becoming uniform
 HEAD = dict(hidden_dim=256, bottleneck_dim=64, output_dim=256, batch_norm=True, freeze_last_layer=1)
 
 
 def create_datasets(args) -> List[Dataset]:
-    """Images to train on and to validate on, RGB."""
+    """RGB training and validation images."""
     if args.data_dir:
-        # every loader has a transform of its own, this one only finds out whether the images are there
+        # replaced by the transform of each loader
         return [create_search_dataset('', args.data_dir, split, 32, is_training=False) for split in ('train', 'val')]
     datasets = load_split(args.seed)
     for dataset in datasets:
@@ -64,7 +64,7 @@ def create_datasets(args) -> List[Dataset]:
 
 
 def create_loader(dataset: Dataset, transform, args, is_training: bool) -> DataLoader:
-    dataset = copy.copy(dataset)  # the same images, other transforms
+    dataset = copy.copy(dataset)  # the same images with another transform
     dataset.transform = transform
     return DataLoader(
         dataset, args.batch_size, shuffle=is_training, drop_last=is_training, num_workers=args.workers,
@@ -78,9 +78,9 @@ def create_network(args, model_args: Dict[str, Any]) -> nn.Sequential:
 
 
 def create_networks(args, model_args: Dict[str, Any]) -> Tuple[nn.Sequential, nn.Sequential]:
-    """Student and teacher, backbones without classifier and DINO's heads, equal."""
+    """Student and teacher with equal weights: backbones without classifier, and DINO's heads."""
     student = create_network(args, model_args)
-    # the teacher drops nothing, though it is in train mode, see train()
+    # no dropout in the teacher, which is in train mode, see train()
     teacher = create_network(args, {k: v for k, v in model_args.items() if not k.endswith(('drop_rate', 'path_rate'))})
     teacher.load_state_dict(student.state_dict())
     deactivate_requires_grad(teacher)
@@ -88,20 +88,19 @@ def create_networks(args, model_args: Dict[str, Any]) -> Tuple[nn.Sequential, nn
 
 
 def forward(network: nn.Module, views: List[torch.Tensor]) -> List[torch.Tensor]:
-    """The outputs of views of one size, in one pass: a BatchNorm normalizes them together."""
+    """Outputs of views of one size, computed in one pass: BatchNorm normalizes them together."""
     return list(network(torch.cat(views)).chunk(len(views))) if views else []
 
 
 def train(student: nn.Sequential, teacher: nn.Sequential, loader: DataLoader, args) -> List[float]:
     """Train both in place.
 
-    The EMA is of the parameters. Running statistics of the BatchNorms are not for averaging: those of the student are
-    of other weights, and of global and local views in turn. As in DINO's code the teacher is in train mode too: it
-    normalizes by the global views that it sees, and its own running statistics, which eval mode uses and folding folds,
-    are of these and of its weights.
+    The EMA averages parameters only: running statistics of the student belong to other weights, and to global and local
+    views alternately. As in DINO's code the teacher is in train mode, too: it normalizes by its batches of global
+    views, and its running statistics, which eval mode and folding use, are those of these batches.
 
     Returns:
-        The mean loss of every epoch.
+        Mean loss of every epoch.
     """
     criterion = DINOLoss(student.head.last_layer.out_features, teacher_temp=args.teacher_temp).to(args.device)
     optimizer = create_optimizer_v2(student, opt=args.opt, lr=args.lr, weight_decay=args.weight_decay)
@@ -143,8 +142,8 @@ def extract(backbone: nn.Module, loader: DataLoader, device: torch.device) -> Tu
 
 
 def predict_knn(features: torch.Tensor, bank: torch.Tensor, bank_targets: torch.Tensor, k: int) -> torch.Tensor:
-    """The classes (N,) that DINO's weighted k-NN sees in features (N, C), by those of the training images (M, C)."""
-    # in float64: where all features are alike, float32 could not tell cosines near 1 apart
+    """Classes (N,) predicted from features (N, C) by DINO's weighted k-NN on those of training images (M, C)."""
+    # in float64: float32 could not distinguish cosines near 1
     bank, classes = F.normalize(bank.double()).T, int(bank_targets.max()) + 1
     return torch.cat([
         knn_predict(part, bank, bank_targets, classes, knn_k=k, knn_t=0.07)[:, 0]
@@ -152,13 +151,13 @@ def predict_knn(features: torch.Tensor, bank: torch.Tensor, bank_targets: torch.
 
 
 def predict_linear(features: torch.Tensor, bank: torch.Tensor, bank_targets: torch.Tensor) -> torch.Tensor:
-    """The classes that a linear classifier of the frozen features sees in them."""
+    """Classes (N,) predicted by a linear classifier trained on the features of the training images."""
     classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     return torch.from_numpy(classifier.fit(bank.numpy(), bank_targets.numpy()).predict(features.numpy()))
 
 
 def evaluate(label: str, backbone: nn.Module, loaders, args, linear: bool = True) -> torch.Tensor:
-    """Print the accuracies, and return the features of the validation images."""
+    """Print the accuracies; returns the features of the validation images."""
     (bank, bank_targets), (features, targets) = (extract(backbone, loader, args.device) for loader in loaders)
     predictions = {'k-NN': predict_knn(features, bank, bank_targets, args.knn_k)}
     if linear:
@@ -179,29 +178,30 @@ def main() -> None:
     parser.add_argument('--model', default='repa_vit_small', help='of timm (%(default)s)')
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
-        help='drop rates are those of the student; dynamic_img_size=None for what is no ViT (of the digits: '
+        help='drop rates apply to the student; dynamic_img_size=None for models other than ViTs (digits: '
              f'{DIGITS_MODEL})')
     parser.add_argument(
         '--head-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
-        help=f'of DINOProjectionHead ({HEAD})')
+        help=f'arguments of DINOProjectionHead ({HEAD})')
     parser.add_argument(
         '--transform-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
-        help=f'of DINOTransform; local_crop_size is half of img_size by default (of the digits: {DIGITS_VIEWS})')
-    parser.add_argument('--output', metavar='FILE', help="the teacher's backbone to write, a .safetensors file")
+        help=f'arguments of DINOTransform; local_crop_size is half of img_size by default (digits: {DIGITS_VIEWS})')
+    parser.add_argument('--output', metavar='FILE', help="write the teacher's backbone, .safetensors")
     parser.add_argument('--epochs', type=int, default=32, help='(%(default)s)')
     parser.add_argument('--warmup-epochs', type=int, default=2, help='(%(default)s)')
     parser.add_argument('--batch-size', type=int, default=64, help='(%(default)s)')
-    parser.add_argument('--opt', default='adamw', help="of timm, the paper's is lamb (%(default)s)")
+    parser.add_argument('--opt', default='adamw', help="optimizer of timm; the paper uses lamb (%(default)s)")
     parser.add_argument('--lr', type=float, default=2e-3, help='DINO on ImageNet: 0.0005 for 256 images (%(default)s)')
     parser.add_argument('--weight-decay', type=float, default=0.04, help='(%(default)s)')
     parser.add_argument('--clip-grad', type=float, default=3., help='largest norm of all gradients (%(default)s)')
     parser.add_argument(
-        '--momentum', type=float, default=0.99, help='of the EMA, rises to 1; DINO on ImageNet: 0.996 (%(default)s)')
+        '--momentum', type=float, default=0.99,
+        help='initial momentum of the EMA, which rises to 1; DINO on ImageNet: 0.996 (%(default)s)')
     parser.add_argument('--teacher-temp', type=float, default=0.03, help='DINO on ImageNet: 0.04 (%(default)s)')
     parser.add_argument('--knn-k', type=int, default=20, help='(%(default)s)')
     parser.add_argument('--device', type=torch.device, default=torch.device('cpu'), help='(%(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
-    parser.add_argument('-j', '--workers', type=int, default=1, help='processes that make views (%(default)s)')
+    parser.add_argument('-j', '--workers', type=int, default=1, help='data loading processes (%(default)s)')
     args = parser.parse_args()
     if not timm.is_model(args.model):
         parser.error(f'--model: timm and timm_rep have no {args.model!r}.')
@@ -239,18 +239,18 @@ def main() -> None:
     loaders = [create_loader(dataset, transform, args, is_training=False) for dataset in (train_set, val_set)]
     print(f'{args.model}, {size} x {size} pixels: {len(train_set)} images to train on, {len(val_set)} to validate on')
 
-    update_bn(loaders[0], backbone, args.device)  # or a net that has seen nothing would normalize by nothing
+    update_bn(loaders[0], backbone, args.device)  # else the untrained model has no running statistics
     evaluate('untrained', backbone, loaders, args)
     train(student, teacher, create_loader(train_set, views, args, is_training=True), args)
     features = evaluate('trained', backbone, loaders, args)
-    # a linear classifier would be another one: its fitting stops elsewhere for the last bits of the features
+    # no linear classifier: its fit depends on the last bits of the features
     folded = evaluate('folded', reparameterize_model(backbone), loaders, args, linear=False)
     difference = (folded - features).abs().max() / features.abs().max()
     print(f'features differ by {difference:.1e} of the largest, before against after folding')
     if output:
         save(backbone, output)
-        of_model = ''.join(f', {k}={v!r}' for k, v in model_args.items() if v is not None)
-        print(f'timm.create_model({args.model!r}, checkpoint_path={str(output)!r}, num_classes=0{of_model})')
+        options = ''.join(f', {k}={v!r}' for k, v in model_args.items() if v is not None)
+        print(f'timm.create_model({args.model!r}, checkpoint_path={str(output)!r}, num_classes=0{options})')
 
 
 if __name__ == '__main__':

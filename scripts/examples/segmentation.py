@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Semantic segmentation: UPerNet of segmentation_models_pytorch on a RePa-Swin, trained, folded and compared.
 
-On drawn shapes, or on images and masks of your own.
+Trains on drawn shapes, or on images and masks of your own.
 """
 import argparse
 from typing import Any, Callable, Dict, List, Tuple
@@ -23,22 +23,22 @@ def build_model(backbone: str, classes: int, **kwargs) -> nn.Module:
     Args:
         backbone: Name of the Swin.
         classes: Number of classes.
-        kwargs: Arguments of smp.UPerNet and of the Swin, and the checkpoint of :func:`backbone_args`.
+        kwargs: Arguments of smp.UPerNet, of the Swin, and of :func:`backbone_args`.
     """
-    # smp reads the strides and the memory layout of 'tu-' encoders from timm; of its five stages a Swin has no first
+    # smp reads strides and memory layout of 'tu-' encoders from timm
     kwargs = backbone_args(**kwargs)
     return smp.UPerNet(f'tu-{backbone}', encoder_weights=kwargs.pop('pretrained', None), classes=classes, **kwargs)
 
 
 def create_collate(*transforms: nn.Module) -> Callable[[List], Tuple[torch.Tensor, torch.Tensor]]:
-    """Makes batches of images (N, 3, H, W) and of the classes of their pixels (N, H, W)."""
+    """A function that collates items into images (N, 3, H, W) and classes of pixels (N, H, W)."""
     transform = v2.Compose([
         *transforms, v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)])
 
     def collate(items):
         images, masks = zip(*(transform(image, mask) for image, mask, _ in items))
         masks = [
-            mask[0].long() if labels is None else F.pad(labels, (1, 0))[mask[0].long()]  # of objects: their classes
+            mask[0].long() if labels is None else F.pad(labels, (1, 0))[mask[0].long()]  # from objects to classes
             for mask, (_, _, labels) in zip(masks, items)
         ]
         return torch.stack(images), torch.stack(masks)
@@ -48,7 +48,7 @@ def create_collate(*transforms: nn.Module) -> Callable[[List], Tuple[torch.Tenso
 
 @torch.inference_mode()
 def evaluate(models: Dict[str, nn.Module], loader: DataLoader, args) -> Tuple[Dict[str, float], float]:
-    """The mIoU of each model in percent, and the largest difference of their logits relative to the largest logit."""
+    """mIoU of each model in percent, and largest difference of their logits relative to the largest logit."""
     stats = {name: [] for name in models}
     difference = largest = 0.
     for images, targets in loader:
@@ -59,7 +59,7 @@ def evaluate(models: Dict[str, nn.Module], loader: DataLoader, args) -> Tuple[Di
             batches.append(smp.metrics.get_stats(
                 x.argmax(1), targets, mode='multiclass', num_classes=args.num_classes, ignore_index=args.ignore_index))
     totals = {name: (torch.cat(counts).sum(0) for counts in zip(*batches)) for name, batches in stats.items()}
-    ious = {  # of a class that is nowhere there is none
+    ious = {  # over the classes that occur
         name: 100 * smp.metrics.iou_score(*total, zero_division=float('nan')).nanmean().item()
         for name, total in totals.items()
     }
@@ -69,11 +69,11 @@ def evaluate(models: Dict[str, nn.Module], loader: DataLoader, args) -> Tuple[Di
 def main() -> Dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, pixels='the class of each pixel')
-    parser.add_argument('--num-classes', type=int, default=1 + len(Shapes.orders), help='of the masks (%(default)s)')
-    parser.add_argument('--ignore-index', type=int, default=255, help='of pixels that do not count (%(default)s)')
+    parser.add_argument('--num-classes', type=int, default=1 + len(Shapes.orders), help='classes (%(default)s)')
+    parser.add_argument('--ignore-index', type=int, default=255, help='class of pixels to ignore (%(default)s)')
     parser.add_argument('--img-size', type=int, default=96, help='a multiple of 32 (%(default)s)')
     parser.add_argument('--decoder-channels', type=int, default=256, help='(%(default)s)')
-    parser.add_argument('--output', metavar='DIR', help='keep the folded model; smp.from_pretrained(DIR) loads it')
+    parser.add_argument('--output', metavar='DIR', help='write the folded model; smp.from_pretrained(DIR) loads it')
     args = parser.parse_args()
 
     random_seed(args.seed)
@@ -86,19 +86,19 @@ def main() -> Dict[str, Any]:
         args.backbone, args.num_classes, checkpoint=args.checkpoint, decoder_channels=args.decoder_channels,
         **args.backbone_kwargs).to(args.device)
 
-    def loss_of(model, images, targets):
+    def loss_fn(model, images, targets):
         return F.cross_entropy(
             model(images.to(args.device)), targets.to(args.device), ignore_index=args.ignore_index)
 
-    losses = train(model, loaders[0], loss_of, args)
+    losses = train(model, loaders[0], loss_fn, args)
     folded = reparameterize_model(model)
     ious, difference = evaluate({'as trained': model, 'folded': folded}, loaders[1], args)
-    for (name, iou), of in zip(ious.items(), (model, folded)):
-        count = sum(p.numel() for p in of.encoder.parameters())
+    for (name, iou), net in zip(ious.items(), (model, folded)):
+        count = sum(p.numel() for p in net.encoder.parameters())
         print(f'{name}: mIoU {iou:.1f}%, {count / 1e6:.1f} M parameters in the backbone')
     print(f'largest difference of the logits, relative to the largest: {difference:.1e}')
     if args.output:
-        # what smp builds the model from before it loads the weights: folded, and from no checkpoint
+        # arguments that smp builds the model with before it loads the weights
         folded.config.update(reparameterized=True, encoder_weights=None, pretrained_cfg_overlay=None)
         folded.save_pretrained(args.output)
     return dict(losses=losses, ious=ious, difference=difference, folded=folded)
