@@ -37,7 +37,7 @@ class Row(NamedTuple):
     what: str
     paper: Optional[float]
     opt: str = 'repsgd'
-    scales: str = 'searched'
+    scales: Union[str, bool] = 'searched'
     reinit: bool = True
     strides: Optional[Tuple[int, ...]] = None
 
