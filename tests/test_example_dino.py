@@ -164,6 +164,7 @@ def test_teacher_statistics(dino, monkeypatch):
     torch.testing.assert_close(statistics[1], [mean, var])
 
 
+@pytest.mark.slow
 def test_student_learns(dino, spied):
     """The student learns the outputs of a constant teacher."""
     trained = spied('train')

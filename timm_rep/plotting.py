@@ -46,7 +46,8 @@ def plot_scales(scales: Mapping[str, Scales]):
     if not scales:
         raise ValueError('There are no scales to draw.')
     branches = list(dict.fromkeys(
-        branch for s in scales.values() for branch in (*s.branches(), *(b for of in s.history.values() for b in of))))
+        branch for s in scales.values()
+        for branch in (*s.branches(), *(b for means in s.history.values() for b in means))))
     colors = {branch: _COLORS[i % len(_COLORS)] for i, branch in enumerate(branches)}
     rows = 1 + any(s.history for s in scales.values())
     figure = _figure(len(scales), rows)
@@ -210,8 +211,8 @@ def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 
         qk, v_proj = attention_products(found[block])
         products[name] = {'W_q W_k^T': qk.mean(0).float().cpu(), 'W_v W_proj': v_proj.float().cpu()}
     figure = _figure(len(products), 2)
-    for column, (name, of) in zip(figure.subplots(2, len(products), squeeze=False).T, products.items()):
-        for axes, (product, matrix) in zip(column, of.items()):
+    for column, (name, matrices) in zip(figure.subplots(2, len(products), squeeze=False).T, products.items()):
+        for axes, (product, matrix) in zip(column, matrices.items()):
             limit = 3 * matrix.std().item()
             axes.imshow(matrix[:clip, :clip], cmap='RdBu_r', vmin=-limit, vmax=limit)
             tidy(axes, f'{name}\n{product}, diagonal {diagonal(matrix):+.1f}')

@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from importlib.metadata import entry_points
 
@@ -46,7 +45,7 @@ def test_installed_command():
     assert command.load() is main
 
 
-def test_run_script_as_python_would(tmp_path):
+def test_run_script_as_python_would(tmp_path, monkeypatch, capsys):
     (tmp_path / 'beside.py').write_text('x = 7')
     script = tmp_path / 'script.py'
     script.write_text(
@@ -54,11 +53,12 @@ def test_run_script_as_python_would(tmp_path):
         'if __name__ == "__main__":\n'
         '    print(sys.argv, beside.x, timm.is_model("repa_deit_tiny"))\n'
         '    raise SystemExit(3)\n')
-    code = 'import sys; from timm_rep.cli import main; main(sys.argv[1:])'
-    run = subprocess.run(
-        [sys.executable, '-c', code, 'run', str(script), '--model', 'm', '-b', '1'], capture_output=True, text=True)
-    assert run.stdout == f"{[str(script), '--model', 'm', '-b', '1']} 7 True\n"
-    assert run.returncode == 3
+    monkeypatch.setattr(sys, 'argv', [])
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    with pytest.raises(SystemExit) as e:
+        main(['run', str(script), '--model', 'm', '-b', '1'])
+    assert e.value.code == 3
+    assert capsys.readouterr().out == f"{[str(script), '--model', 'm', '-b', '1']} 7 True\n"
 
 
 def test_run_without_script(capsys):

@@ -61,7 +61,7 @@ def test_a_plain_model_becomes_a_repaformer():
     timm_rep.calibrate_batchnorm(model, batches(), identity_norms=['*.mlp.norm2'])
     for ours, theirs in zip(model.blocks, plain.blocks):
         x = torch.randn(2, 17, 24)
-        expected = x + theirs.mlp((x - ours.mlp.norm1.running_mean) / (
+        expected = theirs.mlp((x - ours.mlp.norm1.running_mean) / (
             ours.mlp.norm1.running_var + 1e-5).sqrt() * ours.mlp.norm1.weight + ours.mlp.norm1.bias)
         assert relative(ours.mlp(x), expected) < 1e-5
     other = timm.create_model('repa_deit_tiny', pre_norm=False, **TINY).eval()

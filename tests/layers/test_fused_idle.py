@@ -9,14 +9,13 @@ from functools import partial
 import pytest
 import timm
 import torch
-import torch.multiprocessing as mp
 import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.ops import FrozenBatchNorm2d
 
-from tests.helpers import relative
+from tests.helpers import in_processes, relative
 from timm_rep.layers import RePaMlp, fused_idle, repa_mlp, set_fused_idle, use_fused_idle
 from timm_rep.layers.fused_idle import fused_idle_is_faster
 
@@ -208,6 +207,7 @@ def compiled_call(model, x):
     return torch.compile(model, backend='aot_eager', fullgraph=FULLGRAPH)(x)
 
 
+@pytest.mark.slow
 def test_compiled(always):
     model, x = ffn(), tokens()
     eager = step(model, x, FUSED)
@@ -407,8 +407,8 @@ def test_families(always, name, kwargs):
     check_same(model, x, 1e-8, steps=1, call=call)
 
 
-def _two_processes(rank, path):
-    torch.distributed.init_process_group('gloo', init_method=f'file://{path}/store', rank=rank, world_size=2)
+def _two_processes(path):
+    rank = torch.distributed.get_rank()
     set_fused_idle(True)
     for i, (momentum, compiled) in enumerate(SYNC_CASES):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)))
@@ -435,7 +435,6 @@ def _two_processes(rank, path):
         torch.save({**found, **dict(model.named_buffers())}, f'{path}/{i}-{rank}.pth')
         model.norm2 = nn.BatchNorm1d(96, dtype=torch.float64)
         assert not model._can_fuse_idle(x)  # its statistics are of other processes than those of the first norm
-    torch.distributed.destroy_process_group()
 
 
 SYNC_CASES = [(.1, False), (None, False), (.1, True)]  # momentum, compiled
@@ -443,7 +442,7 @@ SYNC_CASES = [(.1, False), (None, False), (.1, True)]  # momentum, compiled
 
 def test_statistics_of_all_processes(tmp_path):
     """SyncBatchNorm: two processes compute what one process computes from the whole batch."""
-    mp.spawn(_two_processes, args=(str(tmp_path),), nprocs=2)
+    in_processes(2, _two_processes, tmp_path)
     for i, (momentum, _) in enumerate(SYNC_CASES):
         expected = step(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)), tokens(), SEQUENTIAL)
         ranks = [torch.load(tmp_path / f'{i}-{rank}.pth', weights_only=True) for rank in range(2)]

@@ -82,6 +82,26 @@ def check_compile(model, x):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+@torch.no_grad()
+def check_export(model, build_images):
+    """torch.export with a dynamic batch size. build_images: number of images -> batch."""
+    batch = torch.export.Dim('batch', min=2, max=64)
+    program = torch.export.export(model, (build_images(3),), dynamic_shapes=({0: batch},))
+    assert torch.allclose(program.module()(build_images(5)), model(build_images(5)), atol=1e-5)
+
+
+def check_cfg_names(names):
+    """The first model has the modules that its cfg names, and the cfgs of the others name the same."""
+    model = timm.create_model(names[0], device='meta')
+    cfg = model.default_cfg
+    classifiers = cfg['classifier'] if isinstance(cfg['classifier'], tuple) else (cfg['classifier'],)
+    found = model.get_classifier()
+    assert isinstance(model.get_submodule(cfg['first_conv']), nn.Conv2d)
+    assert tuple(map(model.get_submodule, classifiers)) == (found if isinstance(found, tuple) else (found,))
+    for other in map(timm.get_pretrained_cfg, names[1:]):
+        assert (other.first_conv, other.classifier) == (cfg['first_conv'], cfg['classifier'])
+
+
 def check_batch_norms(build):
     """bn_momentum and bn_eps reach every BatchNorm."""
     norms = [m for m in build(bn_momentum=.05, bn_eps=1e-3).modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -216,11 +236,9 @@ class Contract:
         buffer.seek(0)
         assert torch.allclose(torch.jit.load(buffer)(self.images()), model(self.images()), atol=1e-6)
 
-    @torch.no_grad()
+    @pytest.mark.slow
     def test_export(self, model):
-        batch = torch.export.Dim('batch', min=2, max=64)
-        program = torch.export.export(model, (self.images(3),), dynamic_shapes=({0: batch},))
-        assert torch.allclose(program.module()(self.images(5)), model(self.images(5)), atol=1e-5)
+        check_export(model, self.images)
 
     @pytest.mark.slow
     def test_compile(self, model):

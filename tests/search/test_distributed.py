@@ -12,7 +12,7 @@ from tests.search.distributed_worker import search
 from timm_rep.scales import Scales
 
 
-@pytest.mark.parametrize('killed', [False, True])
+@pytest.mark.parametrize('killed', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_processes_are_one_with_the_doubled_batch(tmp_path, killed):
     """BatchNorm is frozen. Killed after an epoch and resumed, they come to the same scales."""
     in_processes(1, search, tmp_path / 'one', 16, 0)
@@ -35,6 +35,7 @@ def test_two_processes_are_one_with_the_doubled_batch(tmp_path, killed):
             in_processes(2, search, tmp_path / 'one', 16, 0)
 
 
+@pytest.mark.slow
 def test_command(images, tmp_path):
     """The command under torchrun, as the README has it; one process writes and prints."""
     output = tmp_path / 's.safetensors'

@@ -282,7 +282,7 @@ def find_weights(
         cache_dir: Folder of the Hub's cache; None for the default one.
 
     Returns:
-        Path of the checked file, and what it was published with, None if it is of the authors' release.
+        Path of the checked file, and the published model, None for the authors' release.
 
     Raises:
         RuntimeError: There are no weights, or the Hub cannot be reached; the message has every place and its reason. Or

@@ -112,7 +112,7 @@ def prepare_folder(
 
 def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f'There is no recipe at {str(path)!r}: the train.py --config that the weights are of.')
+        raise FileNotFoundError(f'There is no recipe at {str(path)!r}: pass the train.py --config of the training run.')
     try:
         settings = yaml.safe_load(path.read_text(encoding='utf-8'))
     except yaml.YAMLError as e:
