@@ -7,7 +7,7 @@ scales with the strides of the row first, and train the network with its own str
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
 import timm
 import torch
