@@ -115,7 +115,7 @@ def test_starts_from_a_classifier(request, name, tmp_path):
     expected = classifier.forward_intermediates(x, intermediates_only=True)
     for a, b in zip(reversed(found), reversed(expected)):
         assert relative(a, b) < 1e-6
-    with pytest.raises(RuntimeError, match='created without reparameterized=True'):
+    with pytest.raises(RuntimeError, match='the model has the deploy structure'):
         body(reparameterized=True)
 
 
