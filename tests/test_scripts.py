@@ -375,6 +375,16 @@ def test_bench_optim(load_script, monkeypatch):
     torch.testing.assert_close(before - conv.weight, .1 * conv.grad_mult.dense('squared') * grad)
 
 
+def test_bench_ffn(load_script):
+    """All forms of the FFN are timed; deploy-ffn itself checks that the folded ones agree."""
+    args = arguments(pending=lambda **columns: [dict(C=32, tokens=64)])
+    row, = load_script('benchmarks/inference').deploy_ffn(args)
+    assert row['ms'].keys() == {'vanilla', 'one wide GEMM', 'two GEMMs, addmm', 'three linears'}
+    rows = list(load_script('benchmarks/repa_train').ffn_train(args))
+    assert all(row['ms'].keys() == {'vanilla', 'released', 'layers', 'matrix'} for row in rows)
+    assert len(load_script('benchmarks/scaling')._ffn(32, 64, args)) == 5
+
+
 def test_bench_search_step(load_script, monkeypatch):
     """Both forms of the search block are the same function of the same weights."""
     bench = load_script('benchmarks/search_step')

@@ -16,7 +16,7 @@ from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
 from timm_rep.utils.profiling import count_macs, throughput, time_passes
 
-from .repa_train import VanillaFfn
+from .repa_train import vanilla_ffn
 from .timing import milliseconds, speedup, timing_columns
 
 __all__ = ['deploy_ffn', 'fold_precision', 'import_time', 'parts', 'poolformer', 'repa_infer']
@@ -85,18 +85,20 @@ def fold_precision(args):
 
 
 def deploy_ffn(args):
-    """Forms of the folded FFN (eq. 7): speedup over the vanilla LayerNorm FFN of the same size.
+    """Forms of the folded FFN (eq. 7) with its shortcut: speedup over the vanilla LayerNorm FFN of the same size.
 
     'one wide GEMM': C + active channels at once, activation on a slice, one addmm. 'two GEMMs, addmm': the same with
-    separate matrices. 'three linears': the form of RePaMlpDeploy.
+    separate matrices. Both have the identity of the shortcut in the matrix of the idle channels. 'three linears': the
+    form of RePaMlpDeploy, to which the block adds the shortcut.
     """
     for row in args.pending(C=(192, 384, 768, 1024), tokens=(197, 8 * 197)):
         dim, tokens = row.values()
         torch.manual_seed(0)
         deploy = RePaMlp(dim, 4 * dim).eval().fuse().to(args.device, args.dtype)
-        vanilla = VanillaFfn(dim).eval().to(args.device, args.dtype)
+        vanilla = vanilla_ffn(dim).eval().to(args.device, args.dtype)
         x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype)
-        fc_in, fc_out, shortcut = deploy.fc_in, deploy.fc_out, deploy.shortcut
+        fc_in, fc_out, shortcut = deploy.fc_in, deploy.fc_out, copy.deepcopy(deploy.fc_idle)
+        shortcut.weight.data.diagonal().add_(1.)
         wide_weight = torch.cat([fc_in.weight, shortcut.weight]).detach()
         wide_bias = torch.cat([fc_in.bias, shortcut.bias]).detach()
 
@@ -107,9 +109,15 @@ def deploy_ffn(args):
         def two_gemms(x, fc_in=fc_in, shortcut=shortcut, fc_out=fc_out):
             return torch.addmm(shortcut(x), F.gelu(fc_in(x)), fc_out.weight.t())
 
+        def three_linears(x, deploy=deploy):
+            return x + deploy(x)
+
         for form in (one_gemm, two_gemms):
-            torch.testing.assert_close(form(x), deploy(x), rtol=1e-3, atol=1e-4 if args.dtype == torch.float32 else .1)
-        forms = {'vanilla': vanilla, 'one wide GEMM': one_gemm, 'two GEMMs, addmm': two_gemms, 'three linears': deploy}
+            torch.testing.assert_close(
+                form(x), three_linears(x), rtol=1e-3, atol=1e-4 if args.dtype == torch.float32 else .1)
+        forms = {
+            'vanilla': vanilla, 'one wide GEMM': one_gemm, 'two GEMMs, addmm': two_gemms,
+            'three linears': three_linears}
         times = time_passes(forms, x, rounds=args.rounds)
         yield {
             **row,

@@ -13,18 +13,19 @@ from timm_rep.utils.profiling import throughput
 
 from .timing import memory_use, speedup, time_calls, timing_columns
 
-__all__ = ['TrainingStep', 'VanillaFfn', 'ffn_train', 'in_released_form', 'repa_train']
+__all__ = ['TrainingStep', 'WithShortcut', 'ffn_train', 'in_released_form', 'repa_train', 'vanilla_ffn']
 
 
-class VanillaFfn(nn.Module):
-    """FFN of a ViT with its shortcut: x + Mlp(LayerNorm(x)), hidden width 4 * dim, GELU."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim)
+class WithShortcut(nn.Sequential):
+    """Layers and a shortcut around them, as in a block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm(x))
+        return x + super().forward(x)
+
+
+def vanilla_ffn(dim: int) -> nn.Module:
+    """FFN of a ViT with its shortcut: x + Mlp(LayerNorm(x)), hidden width 4 * dim, GELU."""
+    return WithShortcut(nn.LayerNorm(dim), timm.layers.Mlp(dim, 4 * dim))
 
 
 class MaskedActivation(nn.Module):
@@ -140,8 +141,8 @@ def ffn_steps(dim: int, x: torch.Tensor, args) -> Dict[str, TrainingStep]:
     always = copy.deepcopy(mlp)
     always._can_fuse_idle = lambda x: use_fused_idle()
     ffns = {
-        'vanilla': VanillaFfn(dim).to(args.device, args.dtype), 'released': in_released_form(mlp),
-        'layers': mlp, 'matrix': always}
+        'vanilla': vanilla_ffn(dim).to(args.device, args.dtype), 'released': WithShortcut(in_released_form(mlp)),
+        'layers': WithShortcut(mlp), 'matrix': WithShortcut(always)}
     return {k: TrainingStep(ffn, x, fused_idle=k == 'matrix', amp=args.amp) for k, ffn in ffns.items()}
 
 

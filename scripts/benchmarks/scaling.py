@@ -11,7 +11,7 @@ from timm_rep.layers import RePaMlp
 from timm_rep.optim import RepSGD
 from timm_rep.utils.profiling import time_passes
 
-from .repa_train import TrainingStep, VanillaFfn, in_released_form
+from .repa_train import TrainingStep, WithShortcut, in_released_form, vanilla_ffn
 from .timing import Times, time_calls, timing_columns
 
 __all__ = ['exponent', 'scaling']
@@ -27,12 +27,13 @@ def _ffn(dim: int, tokens: int, args) -> Times:
     # inside a network the gradient of the input is needed
     x = torch.randn(tokens, dim, device=args.device, dtype=args.dtype, requires_grad=True)
     mlp = RePaMlp(dim, 4 * dim).to(args.device, args.dtype)
-    vanilla = VanillaFfn(dim).to(args.device, args.dtype)
-    passes = {'FFN, vanilla': vanilla, 'FFN, folded': copy.deepcopy(mlp).eval().fuse()}
+    vanilla = vanilla_ffn(dim).to(args.device, args.dtype)
+    passes = {'FFN, vanilla': vanilla, 'FFN, folded': WithShortcut(copy.deepcopy(mlp).eval().fuse())}
     steps = {
         'FFN training step, vanilla': TrainingStep(copy.deepcopy(vanilla), x, amp=args.amp),
-        'FFN training step, released': TrainingStep(in_released_form(mlp), x, fused_idle=False, amp=args.amp),
-        'FFN training step, matrix': TrainingStep(mlp, x, amp=args.amp),
+        'FFN training step, released': TrainingStep(
+            WithShortcut(in_released_form(mlp)), x, fused_idle=False, amp=args.amp),
+        'FFN training step, matrix': TrainingStep(WithShortcut(mlp), x, amp=args.amp),
     }
     return {**time_passes(passes, x, args.rounds, warmup=1), **time_calls(steps, args.device, args.rounds)}
 

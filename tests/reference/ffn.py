@@ -1,8 +1,6 @@
 """RePaFormer equations 3 and 4 as plain loops over channels, in float64."""
 import torch
 
-from tests.helpers import relative, wild_  # noqa: F401, TODO imported from here by tests
-
 
 def batch_norm(x, mean, var, gamma, beta, eps):
     """x: (tokens, channels), one channel at a time."""
