@@ -322,7 +322,8 @@ def test_bench_dense(bench, script, capsys):
     assert 'multiples of 32, got [800, 1333]' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('network,paper', [('retinanet', 1.15), ('mask_rcnn', 1.16), ('upernet', 1.13)])
+@pytest.mark.parametrize('network,paper', [
+    ('retinanet', 1.15), pytest.param('mask_rcnn', 1.16, marks=pytest.mark.slow), ('upernet', 1.13)])
 @torch.no_grad()
 def test_bench_dense_compares_backbones(bench, request, monkeypatch, network, paper):
     """The networks differ in the backbone only, and the detectors in nothing that takes time."""

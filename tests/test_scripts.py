@@ -609,6 +609,7 @@ def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
     assert called[8] == (128, 11, list(SPEEDUPS))
 
 
+@pytest.mark.slow
 def test_gpu_job_without_an_installation_is_killed_with_the_script(tmp_path):
     """The checkout is enough: -S leaves out an editable installation. Ending the script ends its job."""
     log = tmp_path / 'out' / 'import.log'

@@ -74,7 +74,8 @@ class Run:
 
 
 @pytest.mark.parametrize('kwargs', [
-    dict(), dict(amp=True), dict(accumulate=3), dict(channels_last=True), dict(compiler='aot_eager'),
+    dict(), dict(amp=True), dict(accumulate=3), dict(channels_last=True),
+    pytest.param(dict(compiler='aot_eager'), marks=pytest.mark.slow),
     pytest.param(dict(compiler='inductor'), marks=pytest.mark.slow),
 ], ids=str)
 @pytest.mark.parametrize('opt', ['repsgd', 'repadamw'])

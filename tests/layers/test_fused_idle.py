@@ -407,10 +407,10 @@ def test_families(always, name, kwargs):
     check_same(model, x, 1e-8, steps=1, call=call)
 
 
-def _two_processes(path):
+def _two_processes(path, cases):
     rank = torch.distributed.get_rank()
     set_fused_idle(True)
-    for i, (momentum, compiled) in enumerate(SYNC_CASES):
+    for i, (momentum, compiled) in enumerate(cases):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)))
         x = tokens()[:5] if rank == 0 else tokens()[5:]
         # so few tokens would not be fused by themselves; but another process may have more, and has to do the same
@@ -437,13 +437,15 @@ def _two_processes(path):
         assert not model._can_fuse_idle(x)  # its statistics are of other processes than those of the first norm
 
 
-SYNC_CASES = [(.1, False), (None, False), (.1, True)]  # momentum, compiled
+@pytest.mark.parametrize('cases', [
+    [(.1, False), (None, False)], pytest.param([(.1, True)], marks=pytest.mark.slow)], ids=['eager', 'compiled'])
+def test_statistics_of_all_processes(tmp_path, cases):
+    """SyncBatchNorm: two processes compute what one process computes from the whole batch.
 
-
-def test_statistics_of_all_processes(tmp_path):
-    """SyncBatchNorm: two processes compute what one process computes from the whole batch."""
-    in_processes(2, _two_processes, tmp_path)
-    for i, (momentum, _) in enumerate(SYNC_CASES):
+    cases: (momentum, compiled).
+    """
+    in_processes(2, _two_processes, tmp_path, cases)
+    for i, (momentum, _) in enumerate(cases):
         expected = step(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)), tokens(), SEQUENTIAL)
         ranks = [torch.load(tmp_path / f'{i}-{rank}.pth', weights_only=True) for rank in range(2)]
         for name, value in expected.items():

@@ -210,6 +210,7 @@ class Contract:
         other.load_state_dict(timm.models.clean_state_dict(prefixed))
         assert torch.equal(other(self.images()), model(self.images()))
 
+    @pytest.mark.slow
     def test_fx(self, model):
         feature_extraction = pytest.importorskip('torchvision.models.feature_extraction')
         if self.timms:
