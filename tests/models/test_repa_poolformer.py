@@ -177,7 +177,8 @@ def test_training_lowers_the_loss(fold_token_mixer):
     assert losses[-1] < .5 * losses[0]
 
 
-@pytest.mark.parametrize('kind', ['training', 'deploy', 'mixing', 'mixing-deploy'])
+@pytest.mark.parametrize('kind', [
+    'training', 'deploy', 'mixing', pytest.param('mixing-deploy', marks=pytest.mark.slow)])
 class TestContract(Contract):
     """What timm's PoolFormer can do, in both structures, its token mixer folding or not."""
     block = 'stages.1.blocks.1'

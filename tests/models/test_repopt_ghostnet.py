@@ -204,7 +204,7 @@ def test_training_lowers_the_loss(opt):
     assert losses[-1] < .5 * losses[0]
 
 
-@pytest.mark.parametrize('kind', [*STRUCTURES, 'deploy'])
+@pytest.mark.parametrize('kind', ['target', 'search', pytest.param('csla', marks=pytest.mark.slow), 'deploy'])
 class TestContract(Contract):
     block = 'blocks.2.1'
     layers = 1 + 4 + 1 + 1  # stem, blocks, last convolutions, classifier

@@ -564,7 +564,7 @@ def test_recorded_outputs(recorded, name, kwargs):
         timm_rep.load_released(released_size(structure='csla' if name.endswith('target') else 'target', **SE), weights)
 
 
-@pytest.mark.parametrize('kind', [*STRUCTURES, 'deploy'])
+@pytest.mark.parametrize('kind', ['target', 'search', pytest.param('csla', marks=pytest.mark.slow), 'deploy'])
 class TestContract(Contract):
     """What any timm conv net can do, in every structure."""
     block = 'stages.1.1'
