@@ -260,7 +260,7 @@ def test_every_choice(student, teacher, element, depth):
 FAMILIES = {
     'convnext': ('convnext_femto', 'convnext_tiny', dict(depths=(1, 1, 2, 1)), dict(depths=(2, 1, 3, 1))),
     'resnet': ('resnet18', 'resnet34', {}, {}),
-    'mixer': ('mixer_s32_224', 'mixer_b32_224', dict(img_size=64, num_blocks=2), dict(img_size=96, num_blocks=3)),
+    'mixer': ('mixer_s32_224', 'mixer_b32_224', dict(img_size=64), dict(img_size=96)),
     'swin': ('swin_tiny_patch4_window7_224', 'swin_small_patch4_window7_224',
              dict(embed_dim=24, depths=(1, 2), num_heads=(3, 6)), dict(embed_dim=48, depths=(2, 4), num_heads=(3, 6))),
     'pvt': ('pvt_v2_b0', 'pvt_v2_b1', {}, {}),
