@@ -157,8 +157,8 @@ def test_refusals(folder, checkpoint, images, tmp_path, capsys):
         ([str(tmp_path / 'vit')], 'is named MODEL.TAG'),
         ([str(folder), '--checkpoint', 'nowhere.pth'], "no checkpoint 'nowhere.pth'"),
         ([str(folder), '--checkpoint', path, '--recipe', 'nowhere.yaml'], "no recipe at 'nowhere.yaml'"),
-        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'bad.yaml')], 'is no YAML'),
-        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'other.yaml')], 'no recipe of repa_deit_tiny'),
+        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'bad.yaml')], 'is not valid YAML'),
+        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'other.yaml')], 'not a recipe of repa_deit_tiny'),
         ([str(folder), '--data-dir', str(images), '--val-split', 'validation'], 'no config.json'),
         ([str(folder)], ': give a checkpoint'),
     ]:

@@ -166,8 +166,8 @@ def test_saved_again(folder, tmp_path):
     (dict(model_args=dict(weight_select='OTHER')), 'not allowed: weight_select='),
     (dict(model_args=dict(scales='someone/scales')), 'not allowed: scales='),
     (dict(model_args=dict(checkpoint_path='OTHER', device='cpu')), 'not allowed: checkpoint_path=.*, device='),
-    (dict(sha256={'/etc/hostname': '0'}), "no name of a file in this folder"),
-    (dict(sha256={'../x': '0'}), 'no name of a file in this folder'),
+    (dict(sha256={'/etc/hostname': '0'}), "not the name of a file in this folder"),
+    (dict(sha256={'../x': '0'}), 'not the name of a file in this folder'),
     (dict(pretrained_cfg=dict(source='hf-hub', hf_hub_id='someone/other')), ''),
     (dict(pretrained_cfg=dict(file='OTHER', url='https://nowhere.invalid/x.pth', custom_load=True)), ''),
 ], ids=str)
@@ -227,8 +227,8 @@ def test_damaged_configs(folder, tmp_path):
     path = folder / NAME / 'config.json'
     config = json.loads(path.read_text())
     for text, message in [
-        ('{', 'no config.json of a timm model'),
-        ('[]', 'no config.json of a timm model'),
+        ('{', 'not the config.json of a timm model'),
+        ('[]', 'not the config.json of a timm model'),
         (json.dumps({**config, 'pretrained_cfg': None}), 'pretrained_cfg is None'),
         (json.dumps({**config, 'sha256': []}), r'sha256 is \[\]'),
         (json.dumps({'pretrained_cfg': {}}), "KeyError: 'architecture'"),

@@ -30,7 +30,7 @@ FilterFn = Callable[[Dict[str, torch.Tensor], nn.Module], Dict[str, torch.Tensor
 _ORGANIZATION = 'timm-rep'
 # tag of the weights to load where none is named
 _DEFAULT_TAG = 'in1k'
-# what a config.json may say about a model's images and classes: nothing about where weights are
+# keys of a config.json that describe images and classes, none that locate weights
 _CFG = (
     'input_size', 'test_input_size', 'min_input_size', 'fixed_input_size', 'interpolation', 'crop_pct', 'test_crop_pct',
     'crop_mode', 'mean', 'std', 'num_classes', 'label_names', 'label_descriptions', 'pool_size', 'test_pool_size',
@@ -144,7 +144,7 @@ def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_
 
 
 def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Dict[str, Any]:
-    """Add to the arguments of a model those that it was published with, and its weights.
+    """Add the published arguments of a model, and its weights, to the arguments of create_model.
 
     The model is that of 'hf-hub:' or 'local-dir:'; with ``pretrained=True``, that of :func:`find_weights`; else the one
     in the local folder, if the name of the model has a tag.
@@ -192,7 +192,7 @@ def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwa
         if file and not repository and has_release(variant):
             repository = RELEASE
         if file and (not repository or repository.partition('@')[0] != RELEASE):
-            return kwargs  # timm loads what is no published model
+            return kwargs  # timm loads files that this package did not publish
         ratio = kwargs.get('idle_ratio', DEFAULT_IDLE_RATIO)
         path, published = find_weights(variant, tag, repository, file, ratio, cache_dir)
         if published is None:
@@ -223,7 +223,7 @@ def _path_if_there(published: Published) -> Optional[str]:
 
 
 def _model_args(cls: Type[nn.Module], published: Published) -> Dict[str, Any]:
-    """Arguments of a config.json: those that make the structure, and none that read files.
+    """The model_args of a config.json, limited to constructor arguments that read no files.
 
     Raises:
         RuntimeError: There are others.

@@ -52,7 +52,7 @@ def read_metrics(folder: Path) -> Dict[str, Any]:
     try:
         metrics = json.loads(path.read_text(encoding='utf-8'))
     except ValueError as e:
-        raise RuntimeError(f'{str(path)!r} is no JSON: {e}') from e
+        raise RuntimeError(f'{str(path)!r} is not valid JSON: {e}') from e
     weights = sha256(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else None
     measured = {'accuracy', 'cost'} & metrics.keys()
     return {k: v for k, v in metrics.items() if k not in measured or v.get('weights') == weights}

@@ -116,9 +116,9 @@ def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding='utf-8'))
     except yaml.YAMLError as e:
-        raise RuntimeError(f'{str(path)!r} is no YAML: {e}') from e
+        raise RuntimeError(f'{str(path)!r} is not valid YAML: {e}') from e
     if not isinstance(settings, dict) or settings.get('model') != variant:
-        raise ValueError(f'{str(path)!r} is no recipe of {variant}.')
+        raise ValueError(f'{str(path)!r} is not a recipe of {variant}.')
     return settings
 
 

@@ -127,14 +127,14 @@ def _read_config(path: Path) -> Dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
         if not isinstance(config, dict):
-            raise TypeError('it is no mapping')
+            raise TypeError('it is not a mapping')
         config['architecture']
         for name, kind in {'architecture': str, 'pretrained_cfg': dict, 'model_args': dict, 'sha256': dict}.items():
             if not isinstance(config.get(name, kind()), kind):
                 raise TypeError(f'{name} is {config[name]!r}')
         for name in config.get('sha256', {}):
             if Path(name).name != name:
-                raise ValueError(f'sha256 has {name!r}, which is no name of a file in this folder')
+                raise ValueError(f'sha256 has {name!r}, which is not the name of a file in this folder')
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise RuntimeError(f'{str(path)!r} is no config.json of a timm model: {type(e).__name__}: {e}') from e
+        raise RuntimeError(f'{str(path)!r} is not the config.json of a timm model: {type(e).__name__}: {e}') from e
     return config

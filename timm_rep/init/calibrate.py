@@ -34,7 +34,7 @@ def calibrate_batchnorm(
         The model.
 
     Raises:
-        TypeError: The model is no module, or a batch is no tensor.
+        TypeError: The model is not a module, or a batch is not a tensor.
         ValueError: The model has no BatchNorm with running statistics, a pattern matches none with a scale and a shift,
             the loader is empty, or the statistics are not finite.
     """

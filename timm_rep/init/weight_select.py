@@ -134,8 +134,8 @@ def weight_select_init(
     Raises:
         ValueError: An argument is unknown, or (strict) tensors have no counterpart or too small a one: the message
             lists them, and the student is unchanged.
-        FileNotFoundError, RuntimeError, TypeError: The teacher does not exist, cannot be read, or is no state dict. The
-            student is unchanged, unless a file is damaged after it was opened.
+        FileNotFoundError, RuntimeError, TypeError: The teacher does not exist, cannot be read, or is not a state dict.
+            The student is unchanged, unless a file is damaged after it was opened.
     """
     include, exclude = ([x] if isinstance(x, str) else x for x in (include, exclude))
     _check_arguments(element_selection, layer_selection, heads, [*(include or ()), *(exclude or ())])

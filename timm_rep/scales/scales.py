@@ -56,7 +56,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             history: Means by epoch, by branch, by layer.
 
         Raises:
-            ValueError: A scale is no finite vector, the name of a branch has a dot, or the metadata cannot be saved.
+            ValueError: A scale is not a finite vector, the name of a branch has a dot, or the metadata cannot be saved.
         """
         self._layers: Dict[str, Dict[str, torch.Tensor]] = {}
         for layer, branches in layers.items():
