@@ -1,4 +1,5 @@
 """timm-rep card: from a checkpoint and a recipe to a folder that can be published."""
+import argparse
 import json
 import shutil
 
@@ -38,6 +39,26 @@ def checkpoint(tmp_path):
     average = trained(*REPA, seed=1, classes=4)
     torch.save({'state_dict': model.state_dict(), 'state_dict_ema': average.state_dict()}, tmp_path / 'last.pth.tar')
     return model, average, tmp_path / 'last.pth.tar'
+
+
+def test_images_that_are_not_the_split_are_refused(folder, checkpoint, images, capsys, tmp_path):
+    """A missing split, an image that cannot be decoded, a checkpoint without an average: nothing is written."""
+    images = shutil.copytree(images, tmp_path / 'images')
+    command = ['card', str(folder), '--checkpoint', str(checkpoint[2]), '--data-dir', str(images), '--val-split']
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert main([*command, 'test']) == 1
+    assert f"there is no folder for the split 'test' in '{images}'" in capsys.readouterr().err
+    broken = next((images / 'validation').rglob('*.png'))
+    broken.write_bytes(broken.read_bytes()[:20])
+    assert main([*command, 'validation']) == 1
+    error = capsys.readouterr().err
+    assert f"Cannot decode the image '{broken}'" in error
+    assert error.count('\n') == 1
+    plain = tmp_path / 'plain.pth.tar'
+    torch.save({'state_dict': checkpoint[0].state_dict(), 'args': argparse.Namespace(lr=.1)}, plain)
+    assert main(['card', str(folder), '--checkpoint', str(plain), '--use-ema']) == 1
+    assert 'plain.pth.tar\' has no moving average of the weights' in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_card(folder, checkpoint, images, capsys):
@@ -158,7 +179,7 @@ def test_refusals(folder, checkpoint, images, tmp_path, capsys):
         ([str(folder), '--checkpoint', 'nowhere.pth'], "no checkpoint 'nowhere.pth'"),
         ([str(folder), '--checkpoint', path, '--recipe', 'nowhere.yaml'], "no recipe at 'nowhere.yaml'"),
         ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'bad.yaml')], 'is not valid YAML'),
-        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'other.yaml')], 'not a recipe of repa_deit_tiny'),
+        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'other.yaml')], 'not a recipe of repa_deit'),
         ([str(folder), '--data-dir', str(images), '--val-split', 'validation'], 'no config.json'),
         ([str(folder)], ': give a checkpoint'),
     ]:

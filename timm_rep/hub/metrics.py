@@ -6,9 +6,10 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
-from timm.data import create_dataset, create_loader, resolve_data_config
+from timm.data import create_loader, resolve_data_config
 from timm.utils import reparameterize_model
 
+from timm_rep.utils.data import ImageFolder
 from timm_rep.utils.profiling import (
     count_macs,
     count_params,
@@ -25,7 +26,6 @@ __all__ = [
     'METRICS',
     'PREDICTIONS',
     'Prediction',
-    'class_names',
     'measure_accuracy',
     'measure_cost',
     'read_metrics',
@@ -63,12 +63,6 @@ def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(metrics, indent=2) + '\n', encoding='utf-8')
 
 
-def class_names(data_dir: str, split: str) -> List[str]:
-    """Names of the classes of folders of images, by index."""
-    indices = create_dataset('', root=data_dir, split=split).reader.class_to_idx
-    return sorted(indices, key=indices.get)
-
-
 def measure_accuracy(
         model: nn.Module,
         data_dir: str,
@@ -91,10 +85,11 @@ def measure_accuracy(
         Figures for metrics.json, accuracies in percent; predictions of every ``every``-th image.
 
     Raises:
-        ValueError: The number of classes is not the model's.
+        FileNotFoundError: There is no such folder.
+        ValueError: The number of classes is not the model's, or an image cannot be decoded.
     """
-    dataset = create_dataset('', root=data_dir, split=split)
-    classes = len(dataset.reader.class_to_idx)
+    dataset = ImageFolder(data_dir, split)
+    classes = len(dataset.classes)
     if classes != model.num_classes:
         raise ValueError(f'{data_dir!r} has {classes} classes in {split!r}, the model has {model.num_classes}.')
     config = resolve_data_config({}, model=model)
@@ -103,7 +98,7 @@ def measure_accuracy(
         device=torch.device('cpu'),
         **{key: config[key] for key in ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')})
     logits, top1 = evaluate(model.to(device), loader, device)
-    targets = torch.tensor([target for _, target in dataset.reader.samples])
+    targets = torch.tensor([target for _, target in dataset.samples])
     top5 = (logits.topk(min(5, classes)).indices == targets[:, None]).any(1).double().mean().item() * 100
     metrics = dict(
         top1=round(top1, 2), top5=round(top5, 2), images=len(dataset), split=split,

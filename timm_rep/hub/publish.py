@@ -16,6 +16,8 @@ from timm.models import load_checkpoint
 
 from timm_rep.scales import resolve_scales
 from timm_rep.utils.atomic import replacing_folder
+from timm_rep.utils.checkpoints import has_moving_average
+from timm_rep.utils.data import ImageFolder
 from timm_rep.utils.network import hub_errors
 from timm_rep.utils.profiling import model_input_size
 
@@ -25,7 +27,6 @@ from .load import organization
 from .metrics import (
     METRICS,
     PREDICTIONS,
-    class_names,
     measure_accuracy,
     measure_cost,
     read_metrics,
@@ -75,8 +76,8 @@ def prepare_folder(
     Raises:
         FileNotFoundError: There are no weights, no recipe, or no such checkpoint.
         RuntimeError: The checkpoint does not fit the recipe, or a file cannot be read.
-        ValueError: The folder is not named after a model, the recipe is of another one, or the images are of other
-            classes.
+        ValueError: The folder is not named after a model, the recipe is of another one, the images are of other
+            classes or cannot be decoded, or the checkpoint has no moving average.
         BlockingIOError: Another process is writing to the folder.
     """
     folder, device = Path(folder).resolve(), torch.device(device)
@@ -86,7 +87,8 @@ def prepare_folder(
         if recipe.is_file() and recipe.resolve() != (folder / TRAIN).resolve():
             shutil.copyfile(recipe, draft / TRAIN)
         if checkpoint is not None:
-            classes = class_names(data_dir, split) if data_dir is not None else _previous_classes(folder, recipe)
+            known = _previous_classes(folder, recipe)
+            classes = known if data_dir is None else ImageFolder(data_dir, split).classes
             _write_trained(draft, variant, _read_recipe(recipe, variant), checkpoint, classes, half, use_ema)
         if not (draft / CONFIG).is_file():
             raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')
@@ -155,6 +157,10 @@ def _write_trained(
     model = timm.create_model(variant, pretrained_cfg_overlay=overlay, **model_args)
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
+    if use_ema and not has_moving_average(checkpoint):
+        raise ValueError(
+            f'{os.fspath(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
+            '--use-ema.')
     load_checkpoint(model, os.fspath(checkpoint), use_ema=use_ema)
     _set_pool_size(model)
     (folder / SCALES).unlink(missing_ok=True)  # of the previous weights

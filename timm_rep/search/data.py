@@ -1,12 +1,12 @@
 """Data sets and loaders for Hyper-Search: images of any data set that timm opens, with random crops and flips."""
-import os
 from typing import Iterator, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset
-from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from timm_rep.utils.data import open_dataset
 
 __all__ = ['DeviceLoader', 'count_classes', 'create_search_dataset', 'create_search_loader']
 
@@ -45,14 +45,12 @@ def create_search_dataset(
     crop_and_flip = [transforms.RandomCrop(img_size, padding=_BORDER), transforms.RandomHorizontalFlip()]
     normalize = [transforms.ToTensor(), transforms.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)]
     try:
-        dataset = create_dataset(name, root=root, split=split, is_training=is_training, download=download)
+        dataset = open_dataset(name, root, split, is_training=is_training, download=download)
         dataset.transform = transforms.Compose([
             transforms.Resize((img_size, img_size)),
             *(crop_and_flip if is_training and not raw else []),
             *([transforms.PILToTensor()] if raw else normalize),
         ])
-        if _is_whole_root(dataset, root):
-            raise FileNotFoundError(f'there is no folder of that name, expected {root}/{split}/CLASS/IMAGE')
         image, _ = dataset[0]
     except Exception as e:  # every kind of data set has errors of its own
         raise ValueError(
@@ -60,12 +58,6 @@ def create_search_dataset(
     if image.shape[0] != 3:
         raise ValueError(f'The images of {name!r} in {root!r} have {image.shape[0]} channels, expected 3.')
     return dataset
-
-
-def _is_whole_root(dataset: Dataset, root: Optional[str]) -> bool:
-    """Whether timm found no folder for the split and took all images below the root, of every split."""
-    reader = getattr(dataset, 'reader', None)
-    return isinstance(reader, ReaderImageFolder) and root is not None and os.path.samefile(reader.root, root)
 
 
 def _sampler(dataset: Dataset, is_training: bool) -> Sampler:

@@ -1,11 +1,12 @@
 """Reading checkpoints without executing pickled code."""
+import argparse
 import os
 from typing import Any, Dict, Mapping, Sequence, Union
 
 import torch
 from timm.models import clean_state_dict, load_state_dict
 
-__all__ = ['read_checkpoint', 'state_dict_of']
+__all__ = ['has_moving_average', 'read_checkpoint', 'state_dict_of']
 
 
 def read_checkpoint(path: Union[str, os.PathLike], use_ema: bool = True) -> Dict[str, Any]:
@@ -25,6 +26,24 @@ def read_checkpoint(path: Union[str, os.PathLike], use_ema: bool = True) -> Dict
         raise RuntimeError(
             f'Cannot read {path!r} as a checkpoint, a .safetensors file or a torch.save() file that loads with '
             f'weights_only=True: {type(e).__name__}: {e}') from e
+
+
+def has_moving_average(path: Union[str, os.PathLike]) -> bool:
+    """Whether a checkpoint of timm's train.py holds a moving average of the weights.
+
+    Raises:
+        RuntimeError: The file cannot be read.
+    """
+    path = os.fspath(path)
+    if path.endswith('.safetensors'):
+        return False
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # train.py saves its arguments
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as e:  # torch raises many types for damaged files
+        raise RuntimeError(f'Cannot read {path!r} as a checkpoint: {type(e).__name__}: {e}') from e
+    return isinstance(checkpoint, dict) and any(
+        checkpoint.get(name) is not None for name in ('state_dict_ema', 'model_ema'))
 
 
 def state_dict_of(

@@ -1,0 +1,78 @@
+"""Data sets, with errors where timm silently takes other images."""
+import os
+from typing import Optional, Tuple
+
+from PIL import Image
+from timm.data import create_dataset
+from timm.data.readers.reader_image_folder import ReaderImageFolder
+from torch.utils.data import Dataset
+
+__all__ = ['ImageFolder', 'open_dataset']
+
+
+def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Dataset:
+    """timm's ``create_dataset`` for a split that exists.
+
+    Args:
+        name: Name for ``create_dataset``: '' for folders of images, 'torch/cifar100', 'hfds/...'.
+        root: Folder of the data set.
+        split: Name of the split.
+        kwargs: Other arguments of ``create_dataset``.
+
+    Raises:
+        FileNotFoundError: There is no folder of the split; timm would take all images below the root, of every split.
+    """
+    dataset = create_dataset(name, root=root, split=split, **kwargs)
+    reader = getattr(dataset, 'reader', None)
+    if isinstance(reader, ReaderImageFolder) and root is not None and os.path.samefile(reader.root, root):
+        raise FileNotFoundError(
+            f'there is no folder for the split {split!r} in {root!r}, expected {root}/{split}/CLASS/IMAGE')
+    return dataset
+
+
+class ImageFolder(Dataset):
+    """Images in folders by class, in the order of their paths; an image that cannot be decoded is an error.
+
+    timm's ImageDataset yields the next image instead, with the target of that one.
+
+    Attributes:
+        classes: Names of the classes, by index.
+        samples: (path, class) of the images.
+        transform: Transform of the PIL images, set by timm's ``create_loader``.
+    """
+
+    def __init__(self, root: str, split: str):
+        """
+        Args:
+            root: Folder that holds the split.
+            split: Name of a folder in it, with a folder of images for every class.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+        """
+        reader = open_dataset('', root, split).reader
+        self.root = reader.root
+        self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
+        self.samples = reader.samples
+        self.transform = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tuple[object, int]:
+        """An image and its class.
+
+        Raises:
+            ValueError: The image cannot be decoded.
+        """
+        path, target = self.samples[index]
+        try:
+            with Image.open(path) as file:
+                image = file.convert('RGB')
+        except Exception as e:  # decoders raise many types for damaged files
+            raise ValueError(f'Cannot decode the image {path!r}: {type(e).__name__}: {e}') from e
+        return (image if self.transform is None else self.transform(image)), target
+
+    def filename(self, index: int) -> str:
+        """Path of an image relative to the folder of the split, with forward slashes."""
+        return os.path.relpath(self.samples[index][0], self.root).replace(os.sep, '/')
