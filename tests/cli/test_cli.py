@@ -2,6 +2,8 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
+import torch
+from safetensors import SafetensorError
 
 from timm_rep.cli import main
 from timm_rep.version import __version__
@@ -73,3 +75,46 @@ def test_run_shows_where_a_script_fails(tmp_path, capsys, monkeypatch):
     script.write_text('def f():\n    raise ValueError("deep inside")\n\n\nf()\n')
     assert main(['run', str(script)]) == 1
     assert 'line 2, in f' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('argv,status,message', [
+    (['profile', 'repa_deit_tiny', '--model-kwargs', 'idle_ratio'], 2, "expected NAME=VALUE, got 'idle_ratio'"),
+    (['profile', 'repa_deit_tiny', '--batch-size', '0'], 2, "expected an integer of at least 1, got '0'"),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--epochs', 'x'], 2, "at least 1, got 'x'"),
+])
+def test_arguments_are_checked_where_they_enter(capsys, argv, status, message):
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert e.value.code == status
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_model_without_a_released_layout(tmp_path, capsys):
+    torch.save({'fc.weight': torch.zeros(2, 2)}, tmp_path / 'c.pth')
+    assert main(['convert', str(tmp_path / 'c.pth'), '--model', 'resnet18', '-o', str(tmp_path / 'resnet18.in1k')]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith('timm-rep: ResNet has no released layout')
+    assert error.count('\n') == 1
+
+
+@pytest.mark.parametrize('error,status,printed', [
+    (KeyboardInterrupt(), 130, 'timm-rep: interrupted.\n'),
+    (ValueError('layer \x1b[31mred\x1b[0m'), 1, 'timm-rep: layer \\x1b[31mred\\x1b[0m\n'),
+    (SafetensorError('damaged'), 1, 'timm-rep: damaged\n'),
+    (TypeError('f() got an unexpected keyword argument \'x\''), 1,
+     "timm-rep: f() got an unexpected keyword argument 'x'; is it a --model-kwargs?\n"),
+])
+def test_failures_are_one_line(monkeypatch, capsys, error, status, printed):
+    def fail(args):
+        raise error
+    monkeypatch.setattr('timm_rep.cli.models.fnmatch.fnmatch', lambda *args: fail(args))
+    assert main(['models']) == status
+    assert capsys.readouterr().err == printed
+
+
+def test_an_interrupted_search_says_how_to_continue(monkeypatch, capsys, tmp_path):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+    monkeypatch.setattr('timm_rep.search.create_search_dataset', interrupt)
+    assert main(['hyper-search', 'repopt_vgg_a0', '-o', str(tmp_path / 's.safetensors')]) == 130
+    assert '--resume continues' in capsys.readouterr().err

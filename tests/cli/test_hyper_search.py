@@ -43,14 +43,13 @@ def test_command(images, tmp_path, capsys):
     (['--dataset', 'torch/nothing'], "Cannot open the split 'train' of the data set 'torch/nothing'"),
     (['-o', '{tmp}/scales.pth'], '--output is a .safetensors file'),
     (['-o', '{tmp}/file/s.safetensors'], "cannot write to the output folder '{tmp}/file'"),
-    (['--batch-size', '0'], '--batch-size is at least 1, got 0'),
     (['--num-classes', '3'], '--num-classes is 3, but'),
     (['--batch-size', '21'], '--batch-size is 21, more than the images'),
     (['--device', 'nothing'], 'nothing'),
     pytest.param(
         ['--device', 'cuda'], "cannot use the device 'cuda'",
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU here')),
-    (['--epochs', '0'], 'warmup_epochs is less than epochs'),
+    (['--epochs', '1', '--warmup-epochs', '1'], 'warmup_epochs is less than epochs'),
     (['--lr', 'nan'], 'lr is greater than 0, got nan'),
 ], ids=str)
 def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, message):

@@ -55,7 +55,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         path.write_bytes(b'half of it')
         raise OSError('No space left on device')
 
-    monkeypatch.setattr('timm_rep.scales.files.save_file', full)
+    monkeypatch.setattr('timm_rep.scales.files.write_safetensors', full)
     with pytest.raises(OSError, match='No space left'):
         some_scales(2).save(path)
     assert path.read_bytes() == before

@@ -3,6 +3,8 @@ import argparse
 import sys
 from typing import List, Optional
 
+from safetensors import SafetensorError
+
 from timm_rep.version import __version__
 
 from . import (
@@ -43,11 +45,18 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
-    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as e:
-        print(f'timm-rep: {e}', file=sys.stderr)
-        return 1
+    except KeyboardInterrupt:
+        hint = getattr(args, 'interrupt_hint', '')
+        _print_error(f'interrupted. {hint}' if hint else 'interrupted.')
+        return 130  # as a shell reports SIGINT
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError, SafetensorError) as e:
+        _print_error(str(e))
     except TypeError as e:
-        if 'unexpected keyword argument' not in str(e):
-            raise
-        print(f'timm-rep: {e}; is it a --model-kwargs?', file=sys.stderr)
-        return 1
+        _print_error(f'{e}; is it a --model-kwargs?' if 'unexpected keyword argument' in str(e) else str(e))
+    return 1
+
+
+def _print_error(message: str) -> None:
+    # names of layers and data sets come from files, and may hold terminal escapes
+    message = ''.join(c if c.isprintable() or c == '\n' else repr(c)[1:-1] for c in message)
+    print(f'timm-rep: {message}', file=sys.stderr)

@@ -1,4 +1,5 @@
 """``timm-rep card``: prepare a folder for publishing: weights, measured figures, model card, hashes."""
+from ._arguments import positive_int
 
 
 def add_parser(commands) -> None:
@@ -16,7 +17,8 @@ def add_parser(commands) -> None:
     parser.add_argument('--dataset', metavar='NAME', help='name of the data set, for the card, e.g. CIFAR-10')
     parser.add_argument('--device', default='cpu', help='device to measure on (default: %(default)s)')
     parser.add_argument(
-        '--batch-size', type=int, default=8, metavar='N', help='batch size of the throughput (default: %(default)s)')
+        '--batch-size', type=positive_int, default=8, metavar='N',
+        help='batch size of the throughput (default: %(default)s)')
     parser.add_argument('--measure', action='store_true', help='measure size and speed even if they are known')
     parser.set_defaults(run=run)
 

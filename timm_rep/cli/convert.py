@@ -1,5 +1,5 @@
 """``timm-rep convert``: convert a released checkpoint or file of scales into a folder that loads."""
-from timm.utils import ParseKwargs
+from ._arguments import ModelKwargs
 
 
 def add_parser(commands) -> None:
@@ -11,7 +11,7 @@ def add_parser(commands) -> None:
         '-o', '--output', required=True, metavar='DIR',
         help='folder to write, named MODEL.TAG, e.g. repopt_vgg_b1.in1k')
     parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
+        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
         help='arguments of create_model, e.g. idle_ratio=0.5')
     parser.set_defaults(run=run)
 

@@ -1,4 +1,5 @@
 """``timm-rep demo``: train and fold a small RePaFormer; train a plain net with RepSGD and with SGD."""
+from ._arguments import positive_int
 
 
 def add_parser(commands) -> None:
@@ -7,7 +8,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--device', default='cpu', help='device for training and measurements (%(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='random seed (%(default)s)')
     parser.add_argument(
-        '--epochs', type=int, default=12,
+        '--epochs', type=positive_int, default=12,
         help='training epochs of the first part; the second part trains half as many (%(default)s)')
     parser.set_defaults(run=run)
 

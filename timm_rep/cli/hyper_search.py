@@ -4,6 +4,8 @@
 """
 from pathlib import Path
 
+from ._arguments import positive_int
+
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small data set')
@@ -14,11 +16,11 @@ def add_parser(commands) -> None:
     parser.add_argument('--dataset-download', action='store_true', help='download the data set, if timm can')
     parser.add_argument('--train-split', default='train', help='(%(default)s)')
     parser.add_argument('--val-split', default='validation', help="'' for none (%(default)s)")
-    parser.add_argument('--num-classes', type=int, help='classes, if the data set does not tell')
-    parser.add_argument('--img-size', type=int, default=32, help='pixels (%(default)s)')
-    parser.add_argument('--epochs', type=int, default=240, help='(%(default)s)')
+    parser.add_argument('--num-classes', type=positive_int, help='classes, if the data set does not tell')
+    parser.add_argument('--img-size', type=positive_int, default=32, help='pixels (%(default)s)')
+    parser.add_argument('--epochs', type=positive_int, default=240, help='(%(default)s)')
     parser.add_argument('--warmup-epochs', type=int, default=5, help='(%(default)s)')
-    parser.add_argument('--batch-size', type=int, default=256, help='for each process (%(default)s)')
+    parser.add_argument('--batch-size', type=positive_int, default=256, help='for each process (%(default)s)')
     parser.add_argument('--lr', type=float, default=0.1, help='(%(default)s)')
     parser.add_argument('--weight-decay', type=float, default=4e-5, help='(%(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
@@ -29,11 +31,12 @@ def add_parser(commands) -> None:
         '--preload', action='store_true', help='hold all images on the device and augment them there')
     parser.add_argument('-j', '--workers', type=int, default=2, help='processes that load images (%(default)s)')
     parser.add_argument(
-        '--checkpoint-epochs', type=int, default=1, metavar='N', help='epochs between two checkpoints (%(default)s)')
+        '--checkpoint-epochs', type=positive_int, default=1, metavar='N',
+        help='epochs between two checkpoints (%(default)s)')
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument('--resume', action='store_true', help='continue from FILE.checkpoint, if it exists')
     existing.add_argument('--overwrite', action='store_true', help='start anew even if FILE.checkpoint exists')
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupt_hint='--resume continues from the last checkpoint, if there is one.')
 
 
 def run(args) -> int:
@@ -47,8 +50,6 @@ def run(args) -> int:
     output = Path(args.output)
     if output.suffix != '.safetensors' or output.is_dir():
         raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
-    if args.batch_size < 1:
-        raise ValueError(f'--batch-size is at least 1, got {args.batch_size}.')
     if not timm.is_model(args.model):
         raise ValueError(f'Unknown model {args.model!r}: see timm-rep models "repopt_*".')
     check_writable(output.parent)

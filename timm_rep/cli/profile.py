@@ -1,6 +1,6 @@
 """``timm-rep profile``: latency by part, vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
 
-from timm.utils import ParseKwargs
+from ._arguments import ModelKwargs, positive_int
 
 
 def add_parser(commands) -> None:
@@ -10,15 +10,15 @@ def add_parser(commands) -> None:
         help='RePa models, or other timm models that convert_to_repa() converts')
     parser.add_argument('-o', '--output', default='profile.png', metavar='FILE', help='picture to write (%(default)s)')
     parser.add_argument('--device', default='cpu', help='device (%(default)s)')
-    parser.add_argument('--batch-size', type=int, default=1, metavar='N', help='batch size (%(default)s)')
-    parser.add_argument('--img-size', type=int, metavar='N', help="image size in pixels (the model's own)")
+    parser.add_argument('--batch-size', type=positive_int, default=1, metavar='N', help='batch size (%(default)s)')
+    parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's own)")
     parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V',
+        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
         help='arguments of the RePa models, e.g. idle_ratio=0.5')
     parser.add_argument(
         '--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32', help='dtype (%(default)s)')
     parser.add_argument('--channels-last', action='store_true', help='use channels-last memory')
-    parser.add_argument('--rounds', type=int, default=15, metavar='N', help='timed passes (%(default)s)')
+    parser.add_argument('--rounds', type=positive_int, default=15, metavar='N', help='timed passes (%(default)s)')
     parser.set_defaults(run=run)
 
 
@@ -32,8 +32,6 @@ def run(args) -> int:
     from ._picture import check_picture, save_picture
 
     output = check_picture(args.output, 'profile')
-    if min(args.batch_size, args.rounds) < 1:
-        raise ValueError('--batch-size and --rounds must be at least 1.')
     profiles = {}
     for name in args.models:
         torch.manual_seed(0)

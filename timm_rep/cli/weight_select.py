@@ -1,11 +1,11 @@
 """``timm-rep weight-select``: write initial weights of a model, selected from those of a larger one."""
 from pathlib import Path
 
-from timm.utils import ParseKwargs
-
 from timm_rep.init.head_aware import HEADS
 from timm_rep.init.matching import LAYER_SELECTIONS
 from timm_rep.init.weight_select import ELEMENT_CHOICES
+
+from ._arguments import ModelKwargs, positive_int
 
 
 def add_parser(commands) -> None:
@@ -16,9 +16,10 @@ def add_parser(commands) -> None:
         '--teacher', required=True, nargs='+', metavar='MODEL',
         help='a timm model with pretrained weights or a checkpoint; of several, each initializes the next')
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file to write')
-    parser.add_argument('--num-classes', type=int, metavar='N', help="classes of the student (the model's default)")
     parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='K=V', help='arguments of the student')
+        '--num-classes', type=positive_int, metavar='N', help="classes of the student (the model's default)")
+    parser.add_argument(
+        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V', help='arguments of the student')
     parser.add_argument(
         '--element-selection', choices=ELEMENT_CHOICES, default='uniform', help='elements of a tensor (%(default)s)')
     parser.add_argument(
@@ -40,10 +41,10 @@ def add_parser(commands) -> None:
 def run(args) -> int:
     import timm
     import torch
-    from safetensors.torch import save_file
 
     from timm_rep.init import weight_select_init
     from timm_rep.utils.atomic import check_writable, replacing_files
+    from timm_rep.utils.checkpoints import write_safetensors
 
     output = Path(args.output)
     if output.suffix != '.safetensors' or output.is_dir():
@@ -71,7 +72,6 @@ def run(args) -> int:
     else:
         print('\n'.join(str(s) for s in report.own) + f'\n{report.coverage:.1f}% of the student is from the teacher.')
     with replacing_files(output.parent) as temporary:
-        tensors = {name: value.contiguous() for name, value in student.state_dict().items()}
-        save_file(tensors, temporary / output.name)
+        write_safetensors(student.state_dict(), temporary / output.name)
     print(f'{output}: start from it with train.py --initial-checkpoint {output}')
     return 0

@@ -7,12 +7,11 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import timm
 import torch
 import torch.nn as nn
-from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 from timm_rep.scales import Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files, replacing_folder
-from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of
+from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of, write_safetensors
 from timm_rep.utils.profiling import model_input_size
 
 from .published import CONFIG, SCALES, WEIGHTS, PathLike, Published, read_folder, sha256
@@ -60,7 +59,7 @@ def write_folder(
         ValueError: The folder is not named after a model, or an argument cannot be written as JSON.
     """
     _, tag = split_name(folder)
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    tensors = dict(model.state_dict())
     if half:
         tensors.update(_halved(model))
     args = dict(model_args)
@@ -75,7 +74,7 @@ def write_folder(
         save_for_hf(
             model, draft, model_args=args, safe_serialization=True,
             model_config={'label_names': list(label_names)} if label_names else None)
-        save_file(tensors, draft / WEIGHTS, metadata={'format': 'pt'})  # which transformers asks for
+        write_safetensors(tensors, draft / WEIGHTS, metadata={'format': 'pt'})  # which transformers asks for
         config = dict(read_folder(draft).config)
         config['pretrained_cfg'].update(tag=tag, input_size=list(model_input_size(model)))
         args = {**config.get('model_args', {}), **args}

@@ -8,10 +8,9 @@ from typing import Dict, Mapping, Tuple, Union
 import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.checkpoints import read_checkpoint
+from timm_rep.utils.checkpoints import read_checkpoint, write_safetensors
 
 from .packaged import locate_packaged, packaged_scales
 
@@ -81,7 +80,7 @@ def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathL
     tensors = {f'{layer}.{branch}': scale for layer, branches in layers.items() for branch, scale in branches.items()}
     order = json.dumps({layer: list(branches) for layer, branches in layers.items()})
     with replacing_files(path.parent) as temporary:
-        save_file(tensors, temporary / path.name, metadata={**metadata, ORDER: order})
+        write_safetensors(tensors, temporary / path.name, metadata={**metadata, ORDER: order})
 
 
 def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:

@@ -18,6 +18,7 @@ from timm.utils import random_seed, unwrap_model
 from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
 from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.checkpoints import write_checkpoint
 from timm_rep.utils.training import evaluate, fit, world_size_and_rank
 from timm_rep.version import __version__
 
@@ -269,7 +270,7 @@ def _save_checkpoint(
         history=history,
     )
     with replacing_files(path.parent) as temporary:
-        torch.save(state, temporary / path.name)
+        write_checkpoint(state, temporary / path.name)
 
 
 def _load_checkpoint(

@@ -1,12 +1,14 @@
 """Reading checkpoints without executing pickled code."""
 import argparse
 import os
-from typing import Any, Dict, Mapping, Sequence, Union
+from typing import Any, Dict, Mapping, Optional, Sequence, Union
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from timm.models import clean_state_dict, load_state_dict
 
-__all__ = ['has_moving_average', 'read_checkpoint', 'state_dict_of']
+__all__ = ['has_moving_average', 'read_checkpoint', 'state_dict_of', 'write_checkpoint', 'write_safetensors']
 
 
 def read_checkpoint(path: Union[str, os.PathLike], use_ema: bool = True) -> Dict[str, Any]:
@@ -67,3 +69,31 @@ def state_dict_of(
             f'A checkpoint is a state dict of tensors, or holds one under {" or ".join(map(repr, wrappers))}; this one '
             + (f'has values that are not tensors: {", ".join(others[:5])}.' if others else 'is empty.'))
     return state_dict
+
+
+def write_safetensors(
+        tensors: Mapping[str, torch.Tensor],
+        path: Union[str, os.PathLike],
+        metadata: Optional[Mapping[str, str]] = None,
+) -> None:
+    """``safetensors.torch.save_file`` of contiguous copies.
+
+    Raises:
+        OSError: The file cannot be written, for example because the disk is full.
+    """
+    try:
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata=dict(metadata or {}))
+    except SafetensorError as e:  # not an OSError
+        raise OSError(f'cannot write {os.path.basename(path)!r}: {e}') from e
+
+
+def write_checkpoint(state: Mapping[str, Any], path: Union[str, os.PathLike]) -> None:
+    """``torch.save``.
+
+    Raises:
+        OSError: The file cannot be written, for example because the disk is full.
+    """
+    try:
+        torch.save(state, path)
+    except RuntimeError as e:  # torch reports a full disk as an unexpected position in the file
+        raise OSError(f'cannot write {os.path.basename(path)!r}, is the disk full? {e}') from e
