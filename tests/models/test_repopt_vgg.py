@@ -668,3 +668,23 @@ def test_training_lowers_the_loss(opt):
     x, target = images(20), torch.arange(20) % 5
     losses = contract.train(model, optimizer, x, target, steps=20)
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_saved_scales_are_the_attached_ones(tmp_path):
+    """What is loaded again has the same multipliers, or none, which RepSGD refuses; never those of the creation."""
+    pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
+    for scales, same in (('ones', True), (random_scales(tiny()), False), (False, False)):
+        model = tiny()
+        timm_rep.attach_grad_mults(model, scales)
+        timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+        again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
+        if same:
+            for a, b in zip(csla_layers(model).values(), csla_layers(again).values()):
+                assert torch.equal(a.grad_mult.dense('squared'), b.grad_mult.dense('squared'))
+        else:
+            with pytest.raises(ValueError, match='no parameter with a GradMult'):
+                RepSGD(again.parameters(), lr=.1)
+    search = randomize_(tiny(structure='search', scales=random_scales(tiny())))
+    timm.models.save_for_hf(search, tmp_path, safe_serialization=True)
+    again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
+    assert Scales.from_model(again) == Scales.from_model(search)

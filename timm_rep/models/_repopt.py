@@ -1,6 +1,6 @@
 """Parts shared by the models that RepOptimizers train: structures, scales, folding."""
 import logging
-from typing import Any, Mapping, Optional, Union
+from typing import Any, Dict, Mapping, Optional, Union
 
 import torch
 import torch.nn as nn
@@ -91,7 +91,7 @@ class RepOptMixin(ReparameterizeMixin):
     """Adds scales and ``reparameterize()`` to a timm model with CSLA layers.
 
     Attributes:
-        scales_source: Origin of the scales if it was a string: 'ones', 'init', a path, a name; None otherwise.
+        scales_source: Origin of the attached scales if it was a string: 'ones', 'init', a path, a name; None otherwise.
     """
     scales_source: Optional[str] = None
 
@@ -115,14 +115,19 @@ class RepOptMixin(ReparameterizeMixin):
             if structure == 'target' and reinit:
                 layer.reset_kernel(scales[name])
 
-    # A published config.json holds neither tensors nor the file that the scales came from: it says False then, so that
-    # RepSGD refuses to train without scales, and names 'init' explicitly, so that a later default does not replace it.
-    @ReparameterizeMixin._model_args.setter
+    # config.json holds neither tensors nor the file that the scales came from. It names the attached scales if a word
+    # does, and says False otherwise, so that RepSGD refuses to train the loaded model without scales.
+    @property
+    def _model_args(self) -> Dict[str, Any]:
+        args = ReparameterizeMixin._model_args.fget(self)
+        args.pop('scales', None)
+        if not self.reparameterized:
+            named = self.scales_source in ('ones', 'init', *packaged_scales())
+            # the weights of a search or CSLA structure hold its scales
+            unnamed = False if args.get('structure', 'target') == 'target' else 'init'
+            args['scales'] = self.scales_source if named else unnamed
+        return args
+
+    @_model_args.setter
     def _model_args(self, args: Mapping[str, Any]) -> None:
-        args = dict(args)
-        scales = args.get('scales', 'default')
-        if isinstance(scales, str) and scales == 'default' and not self.reparameterized:
-            args['scales'] = scales = self.scales_source
-        if scales is not None and not (isinstance(scales, str) and scales in ('ones', 'init', *packaged_scales())):
-            args['scales'] = False
         ReparameterizeMixin._model_args.fset(self, args)

@@ -4,6 +4,7 @@ from typing import List, Literal, Mapping, Optional, Union
 
 import torch
 import torch.nn as nn
+from timm.utils import unwrap_model
 
 from timm_rep.layers import CslaConv2d, csla_layers
 
@@ -85,6 +86,7 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
             f"{type(model).__name__} has no target operator to attach a GradMult to: create a RepOpt model with "
             "structure='target' (the default), and do not reparameterize it before training; in a model of your own "
             'use the convolution that Csla.build_conv() makes.')
+    source = scales if isinstance(scales, str) else None
     scales = resolve_scales(model, scales)
     for name, layer in targets.items():
         try:
@@ -93,4 +95,7 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
             raise ValueError(f'{name}: {e}') from None
     for name, layer in targets.items():
         layer.set_scales(None if scales is None else scales[name])
+    owner = unwrap_model(model)
+    if hasattr(owner, 'scales_source'):  # recorded when the model is saved
+        owner.scales_source = source
     return model
