@@ -113,7 +113,6 @@ def test_learns(tmp_path, capsys):
     (['--device', 'cuda:99'], "cannot use the device 'cuda:99'"),
     (['--device', 'toaster'], "cannot use the device 'toaster'"),
     (['--device', 'meta'], "cannot use the device 'meta'"),
-    (['--epochs', '0'], 'epochs'),
     (['--seed', '-1'], 'seed'),
     (['--seed', str(2 ** 32)], 'seed'),
     (['--output', '{parent}'], "demo.png in it is a folder"),

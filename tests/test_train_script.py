@@ -199,16 +199,17 @@ def test_clipping_breaks_the_equivalence():
 @pytest.mark.parametrize('rep,options', [(RepSGD, dict(momentum=.9)), (RepAdamW, dict(amsgrad=True))])
 @pytest.mark.slow
 def test_compiled_step(rep, options):
-    """A compiled step gives the same weights."""
+    """A compiled step gives the same weights for the same gradients."""
     models = []
     for compiled in (False, True):
         model = create().eval()
         optimizer = rep(model.parameters(), lr=.01, **options)
         step = torch.compile(optimizer.step) if compiled else optimizer.step
         for i in range(3):
-            x, y = batch(i)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            # not those of a loss: AdamW would amplify the rounding of small ones from step to step
+            g = torch.Generator().manual_seed(i)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=g)
             step()
         models.append(model)
     for a, b in zip(*(m.parameters() for m in models)):
