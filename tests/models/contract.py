@@ -13,29 +13,8 @@ from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
-from tests.helpers import relative
-from timm_rep.layers import CslaBlock, RePaMlp, RePaMlpDeploy, RePaPooling
-
-
-def images(n=2, size=64, **kwargs):
-    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1), **kwargs)
-
-
-@torch.no_grad()
-def randomize_(model):
-    """Give norms and scales values of no initialization; eval mode."""
-    g = torch.Generator().manual_seed(1)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            n = module.num_features
-            module.weight.copy_(torch.randn(n, generator=g))
-            module.bias.copy_(torch.randn(n, generator=g))
-            module.running_mean.copy_(torch.randn(n, generator=g))
-            module.running_var.copy_(torch.randn(n, generator=g).exp())
-        elif isinstance(module, CslaBlock):
-            for scale in module.scales.values():
-                scale.copy_(torch.randn(len(scale), generator=g))
-    return model.eval()
+from tests.helpers import images, relative
+from timm_rep.layers import RePaMlp, RePaMlpDeploy, RePaPooling
 
 
 def train(model, optimizer, x, target, steps):

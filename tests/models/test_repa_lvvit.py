@@ -10,9 +10,9 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import relative, wild_
+from tests.helpers import randomize_, relative, wild_
 from tests.models import contract
-from tests.models.contract import Contract, randomize_
+from tests.models.contract import Contract
 from tests.reference.ffn import ffn
 
 TINY = dict(img_size=64, embed_dim=48, depth=3, num_heads=3, num_classes=5)

@@ -10,9 +10,9 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import normal_scales, relative
+from tests.helpers import images, normal_scales, randomize_, relative
 from tests.models import contract
-from tests.models.contract import Contract, images, randomize_
+from tests.models.contract import Contract
 from tests.reference.rep_optim import grad_mult
 from timm_rep.layers import CslaBlock, CslaConv2d, SearchBlock, csla_layers
 from timm_rep.models import RepOptGhostNet

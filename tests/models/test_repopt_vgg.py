@@ -11,9 +11,9 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, reparameterize_model
 
 import timm_rep
-from tests.helpers import relative
+from tests.helpers import images, randomize_, relative
 from tests.models import contract
-from tests.models.contract import Contract, images, randomize_
+from tests.models.contract import Contract
 from tests.reference.rep_optim import grad_mult
 from timm_rep.layers import CslaBlock, SearchBlock, csla_layers
 from timm_rep.models import RepOptVgg

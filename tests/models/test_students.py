@@ -3,7 +3,7 @@ import timm
 import torch
 
 import timm_rep
-from tests.models.contract import images
+from tests.helpers import images
 
 
 @pytest.mark.parametrize('name,millions,teacher', [

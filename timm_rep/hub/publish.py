@@ -87,8 +87,10 @@ def prepare_folder(
         if recipe.is_file() and recipe.resolve() != (folder / TRAIN).resolve():
             shutil.copyfile(recipe, draft / TRAIN)
         if checkpoint is not None:
-            known = _previous_classes(folder, recipe)
-            classes = known if data_dir is None else ImageFolder(data_dir, split).classes
+            if data_dir is not None:
+                classes = ImageFolder(data_dir, split).classes
+            else:
+                classes = _previous_classes(folder, recipe)
             _write_trained(draft, variant, _read_recipe(recipe, variant), checkpoint, classes, half, use_ema)
         if not (draft / CONFIG).is_file():
             raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')

@@ -131,13 +131,6 @@ def _segments(
     return [_Segment(1, length, 1, teacher_length)]
 
 
-def _interpolated_axis(name: str, shape: Shape) -> Optional[int]:
-    """The axis of positions, which is interpolated instead of selected; None if there is none."""
-    if name == 'pos_embed' and len(shape) == 3:
-        return 1
-    return 0 if _BIAS_TABLE.search(name) else None
-
-
 def head_aware_indices(
         name: str,
         teacher_name: str,

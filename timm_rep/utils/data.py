@@ -38,6 +38,7 @@ class ImageFolder(Dataset):
     Attributes:
         classes: Names of the classes, by index.
         samples: (path, class) of the images.
+        filename: timm's function from an index to the path of the image, relative to the folder of the split.
         transform: Transform of the PIL images, set by timm's ``create_loader``.
     """
 
@@ -51,7 +52,7 @@ class ImageFolder(Dataset):
             FileNotFoundError: There is no such folder.
         """
         reader = open_dataset('', root, split).reader
-        self.root = reader.root
+        self.filename = reader.filename
         self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
         self.samples = reader.samples
         self.transform = None
@@ -72,7 +73,3 @@ class ImageFolder(Dataset):
         except Exception as e:  # decoders raise many types for damaged files
             raise ValueError(f'Cannot decode the image {path!r}: {type(e).__name__}: {e}') from e
         return (image if self.transform is None else self.transform(image)), target
-
-    def filename(self, index: int) -> str:
-        """Path of an image relative to the folder of the split, with forward slashes."""
-        return os.path.relpath(self.samples[index][0], self.root).replace(os.sep, '/')
