@@ -30,6 +30,7 @@ MODELS = {
     'eva with norms': (eva.Eva, dict(VIT, scale_mlp=True, init_values=.2), 32),
     'cait': ('cait_xxs24_224', VIT, 32),
     'convit': (convit.ConVit, dict(VIT, local_up_to_layer=1, embed_dim=8), 32),
+    'convnext': ('convnext_atto', dict(dims=(8, 16, 16, 16), depths=(1, 1, 1, 1)), 64),
     'davit': ('davit_tiny', dict(depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4)), 56),
     'gcvit': (gcvit.GlobalContextVit, dict(
         img_size=64, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), embed_dim=8), 64),

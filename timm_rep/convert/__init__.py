@@ -1,11 +1,20 @@
 from .ffn import convert_to_repa, find_ffns, take_layer_scale, use_repa_ffns
+from .least_squares import eliminate
+from .linearize import ConversionReport, ConvertedFfn, linearize_ffns
+from .pointwise import PointwiseFfn, find_pointwise_ffns
 from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
 
 __all__ = [
+    'ConversionReport',
+    'ConvertedFfn',
+    'PointwiseFfn',
     'ReparameterizeMixin',
     'convert_to_repa',
+    'eliminate',
     'find_ffns',
+    'find_pointwise_ffns',
     'is_reparameterized',
+    'linearize_ffns',
     'reparameterize',
     'take_layer_scale',
     'use_repa_ffns',

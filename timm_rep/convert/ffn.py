@@ -3,16 +3,16 @@
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equation 3.
 """
 from functools import partial
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d, Mlp
 from timm.models.metaformer import Scale
-from timm.utils import unwrap_model
 
-from timm_rep.layers import RePaMlp, RePaMlpDeploy, foldable_layers, idle_ratios
+from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
-from .reparameterize import check_loaded_structure, reparameterize
+from .linearize import ConversionReport, linearize_ffns
+from .reparameterize import check_loaded_structure, check_unconverted, reparameterize
 
 __all__ = ['Ffn', 'convert_to_repa', 'find_ffns', 'take_layer_scale', 'use_repa_ffns']
 
@@ -23,6 +23,7 @@ _BLOCKS: Dict[str, Tuple[str, str, str]] = {
     'cait.LayerScaleBlock': _NAMES,
     'cait.LayerScaleBlockClassAttn': _NAMES,
     'convit.Block': _NAMES,
+    'convnext.ConvNeXtBlock': ('norm', 'mlp', 'gamma'),
     'davit.ChannelBlock': _NAMES,
     'davit.SpatialBlock': _NAMES,
     'eva.EvaBlock': _NAMES,
@@ -210,41 +211,52 @@ def use_repa_ffns(
 
 def convert_to_repa(
         model: nn.Module,
-        idle_ratio: float = 0.75,
+        idle_ratio: Union[float, Sequence[float]] = 0.75,
         idle_schedule: str = 'constant',
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
-) -> nn.Module:
-    """Turn a timm model whose FFNs are ``timm.layers.Mlp`` into a RePaFormer, in place, for training (eq. 3).
+        calibration: Optional[Iterable[Any]] = None,
+        **kwargs,
+) -> Union[nn.Module, ConversionReport]:
+    """Turn a timm model into a RePaFormer, in place.
 
-    Supports DeiT, DeiT-III, BEiT, CaiT, EVA without GLU, Swin, PoolFormer, MLP-Mixer, ResMLP, MaxViT, Hiera and others.
-    Existing weights are kept where they have a place: both linear layers, layer scales, and the scale and shift of the
-    norms, which become those of the BatchNorms. Idle channels and batch statistics change the function, so the model
-    has to be trained; ``model.reparameterize()`` folds it afterwards. Blocks keep their shortcuts, and a layer scale
-    that is a parameter of the block (BEiT, CaiT, EVA). Create optimizers after the conversion.
+    With ``calibration``, from its own weights: every pointwise FFN becomes three small matrices fitted to the images,
+    so that the model computes nearly the same at once, see :func:`timm_rep.convert.linearize_ffns`. Its norms stay.
+
+    Without, for training (eq. 3): the FFNs get BatchNorms, which fold afterwards with ``model.reparameterize()``. For
+    models whose FFNs are ``timm.layers.Mlp``: DeiT, DeiT-III, BEiT, CaiT, ConvNeXt, EVA without GLU, Swin, PoolFormer,
+    MLP-Mixer, ResMLP, MaxViT, Hiera and others. Existing weights are kept where they have a place: both linear layers,
+    layer scales, and the scale and shift of the norms, which become those of the BatchNorms. Idle channels and batch
+    statistics change the function, so the model has to be trained. Blocks keep their shortcuts, and a layer scale that
+    is a parameter of the block (BEiT, CaiT, ConvNeXt, EVA). Create optimizers after the conversion.
 
     Args:
         model: timm model, not wrapped.
-        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
-        idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`.
+        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; with calibration also
+            one for each FFN.
+        idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
+            calibration.
         bn_momentum: Momentum of the BatchNorms.
         bn_eps: Epsilon of the BatchNorms.
+        calibration: Batches of images, a few hundred, preprocessed as for the model.
+        kwargs: Other arguments of :func:`timm_rep.convert.linearize_ffns`.
 
     Returns:
-        The model, with a method ``reparameterize()``.
+        The model, with a method ``reparameterize()``; with calibration the report of the conversion.
 
     Raises:
-        TypeError: model is not a module.
-        ValueError: The model has no such FFN, or others beside them, such as GLUs, which are named; it is wrapped (DDP,
-            torch.compile, features_only) or a RePaFormer already; or idle_ratio or idle_schedule is out of range. The
-            model is unchanged.
+        TypeError: model is not a module, or a batch has no images.
+        ValueError: The model has no such FFN, or, without calibration, others beside them, such as GLUs, which are
+            named; it is wrapped (DDP, torch.compile, features_only) or a RePaFormer already; or idle_ratio or
+            idle_schedule is out of range. The model is unchanged.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f'model is a timm model, got {model!r}: create it with timm.create_model({model!r}).')
-    if any(True for _ in foldable_layers(model)):
-        raise ValueError(f'{type(model).__name__} has foldable layers already, it cannot be converted.')
-    if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # the latter from features_only
-        raise ValueError(f'{type(model).__name__} wraps another model: convert the model before wrapping it.')
+    if calibration is not None:
+        if idle_schedule != 'constant':
+            raise ValueError(f"With calibration, idle_schedule is 'constant', got {idle_schedule!r}.")
+        return linearize_ffns(model, calibration, idle_ratio, **kwargs)
+    if kwargs:
+        raise TypeError(f'{", ".join(kwargs)}: only with calibration.')
+    check_unconverted(model)
     use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps)
     model.register_load_state_dict_pre_hook(check_loaded_structure)
     # an attribute of the instance, since timm's class has no such method; a partial is copied and pickled with it

@@ -3,15 +3,31 @@ from typing import Any, Dict, Mapping, Tuple
 
 import torch
 import torch.nn as nn
+from timm.utils import unwrap_model
 
 from timm_rep.layers import foldable_layers
 
-__all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'is_reparameterized', 'reparameterize']
+__all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted', 'is_reparameterized', 'reparameterize']
 
 
 def is_reparameterized(model: nn.Module) -> bool:
     """Whether a model has foldable layers and all of them have the deploy structure."""
     return {layer.structure for _, layer in foldable_layers(model)} == {'deploy'}
+
+
+def check_unconverted(model: nn.Module) -> None:
+    """Refuse what is no plain timm model.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: The model is wrapped (DDP, torch.compile, features_only), or has foldable layers already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'model is a timm model, got {model!r}: create it with timm.create_model({model!r}).')
+    if any(True for _ in foldable_layers(model)):
+        raise ValueError(f'{type(model).__name__} has foldable layers already, it cannot be converted.')
+    if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # the latter from features_only
+        raise ValueError(f'{type(model).__name__} wraps another model: convert the model before wrapping it.')
 
 
 def reparameterize(model: nn.Module) -> nn.Module:

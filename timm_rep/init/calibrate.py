@@ -6,6 +6,8 @@ from typing import Any, Iterable, Optional, Sequence, Union
 import torch
 import torch.nn as nn
 
+from timm_rep.utils.data import batch_images
+
 __all__ = ['calibrate_batchnorm']
 
 
@@ -25,7 +27,8 @@ def calibrate_batchnorm(
     Args:
         model: A model with BatchNorms, such as a RePaFormer with the weights of a plain model, see
             :func:`timm_rep.weight_select_init`.
-        loader: Batches of images (N, C, H, W) on any device; of a tuple or list the first item is used.
+        loader: Batches of images (N, C, H, W) on any device; of a tuple or list the first item is used,
+            of a dict the tensor of images.
         batches: Number of batches to use, all if None.
         identity_norms: Patterns of names of BatchNorms whose scale and shift are set to undo their statistics, so that
             they are the identity in eval mode: ``['*.mlp.norm2']`` brings a RePaFormer closest to the plain model.
@@ -34,7 +37,7 @@ def calibrate_batchnorm(
         The model.
 
     Raises:
-        TypeError: The model is not a module, or a batch is not a tensor.
+        TypeError: The model is not a module, or a batch has no tensor of images.
         ValueError: The model has no BatchNorm with running statistics, a pattern matches none with a scale and a shift,
             the loader is empty, or the statistics are not finite.
     """
@@ -63,9 +66,7 @@ def calibrate_batchnorm(
             norm.reset_running_stats()
             norm.momentum = None  # average over all batches
         for batch in islice(loader, batches):
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            if not isinstance(images, torch.Tensor):
-                raise TypeError(f'A batch is a tensor of images or has one as its first item, got {images!r:.100}.')
+            images = batch_images(batch)
             model(images.to(device=like.device, dtype=like.dtype))
             count += 1
         if count == 0:

@@ -2,7 +2,7 @@ from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, Searc
 from .fold import Affine, batch_norm_scale_shift
 from .fused_idle import set_fused_idle, use_fused_idle
 from .pooling import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size
-from .repa_mlp import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
+from .repa_mlp import ChannelIdle, GatedUnit, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 from .structure import foldable_layers, holds_structure
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     'Csla',
     'CslaBlock',
     'CslaConv2d',
+    'GatedUnit',
     'IdentityBranch',
     'RePaMlp',
     'RePaMlpDeploy',

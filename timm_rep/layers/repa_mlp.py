@@ -15,7 +15,7 @@ from torch.jit import Final
 from .fold import Affine
 from .fused_idle import fused_idle_ffn, fused_idle_is_faster, sync_group, use_fused_idle
 
-__all__ = ['ChannelIdle', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
+__all__ = ['ChannelIdle', 'GatedUnit', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
 
 
 def active_channels(channels: int, idle_ratio: float) -> int:
@@ -104,6 +104,28 @@ class ChannelIdle(nn.Module):
 
     def extra_repr(self) -> str:
         return f'active={self.active_channels}, idle={self.channels - self.active_channels}'
+
+
+class GatedUnit(nn.Module):
+    """``act(gates) * values``, with the gates in the first half of the channels and the values in the second.
+
+    Input: (..., 2 * channels), or with the channels at another ``dim``. Output: the same with half of the channels.
+    """
+    dim: Final[int]
+
+    def __init__(self, act: nn.Module, dim: int = -1):
+        """
+        Args:
+            act: Element-wise activation of the gates.
+            dim: Channel dimension.
+        """
+        super().__init__()
+        self.dim = dim
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates, values = x.chunk(2, dim=self.dim)
+        return self.act(gates) * values
 
 
 def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
@@ -286,8 +308,8 @@ class RePaMlpDeploy(nn.Module):
     ``fc_out(act(fc_in(x))) + fc_idle(x)``; ``fc_idle`` is missing without idle channels, ``fc_in`` and ``fc_out``
     without active ones. The identity of the shortcut is not added to ``fc_idle``: the block's own addition costs little
     (``scripts/bench.py deploy-ffn``), and in int8 the identity's quantization step would swallow the entries beside it.
-    Three plain linear layers, which hooks, adapters and quantization find. Input and output: (..., in_features),
-    channels last; with ``use_conv`` (N, in_features, H, W).
+    Three plain linear layers, which hooks, adapters and quantization find. Input: (..., in_features), channels last;
+    with ``use_conv`` (N, in_features, H, W). Output: the same with out_features.
     """
     structure = 'deploy'
     structures_in = staticmethod(_structures_in)
@@ -301,6 +323,9 @@ class RePaMlpDeploy(nn.Module):
             idle_ratio: float = 0.75,
             act_layer: Type[nn.Module] = nn.GELU,
             use_conv: bool = False,
+            out_features: Optional[int] = None,
+            active_features: Optional[int] = None,
+            gated: bool = False,
             device=None,
             dtype=None,
     ):
@@ -311,6 +336,9 @@ class RePaMlpDeploy(nn.Module):
             idle_ratio: Share of the hidden channels that skip the activation, from 0 to 1.
             act_layer: Element-wise activation.
             use_conv: Use 1 x 1 convolutions as linear layers.
+            out_features: Number of output channels, in_features if None.
+            active_features: Number of activated hidden channels, that of idle_ratio if None.
+            gated: Whether act_layer halves the channels, see :class:`GatedUnit`.
 
         Raises:
             ValueError: The ratio is not in [0, 1].
@@ -318,16 +346,18 @@ class RePaMlpDeploy(nn.Module):
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         hidden_features = hidden_features or in_features
-        active_features = active_channels(hidden_features, idle_ratio)
+        out_features = out_features or in_features
+        if active_features is None:
+            active_features = active_channels(hidden_features, idle_ratio)
         linear_layer = _linear_layer(use_conv)
         self.has_active = active_features > 0
         self.has_idle = active_features < hidden_features
         if self.has_active:
-            self.fc_in = linear_layer(in_features, active_features, **dd)
+            self.fc_in = linear_layer(in_features, active_features * (2 if gated else 1), **dd)
             self.act = act_layer()
-            self.fc_out = linear_layer(active_features, in_features, bias=not self.has_idle, **dd)
+            self.fc_out = linear_layer(active_features, out_features, bias=not self.has_idle, **dd)
         if self.has_idle:
-            self.fc_idle = linear_layer(in_features, in_features, **dd)
+            self.fc_idle = linear_layer(in_features, out_features, **dd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.has_active:

@@ -1,13 +1,14 @@
 """Data sets, with errors where timm silently takes other images."""
 import os
-from typing import Optional, Tuple
+from typing import Any, Mapping, Optional, Tuple
 
+import torch
 from PIL import Image
 from timm.data import create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import Dataset
 
-__all__ = ['ImageFolder', 'open_dataset']
+__all__ = ['ImageFolder', 'batch_images', 'open_dataset']
 
 
 def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Dataset:
@@ -73,3 +74,22 @@ class ImageFolder(Dataset):
         except Exception as e:  # decoders raise many types for damaged files
             raise ValueError(f'Cannot decode the image {path!r}: {type(e).__name__}: {e}') from e
         return (image if self.transform is None else self.transform(image)), target
+
+
+def batch_images(batch: Any) -> torch.Tensor:
+    """The images (N, C, H, W) of a batch of a loader.
+
+    Args:
+        batch: A tensor; a tuple or list with the images first; or a dict with one tensor of four dimensions.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(batch, Mapping):
+        images = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim == 4]
+        images = images[0] if len(images) == 1 else batch
+    if not isinstance(images, torch.Tensor):
+        raise TypeError(
+            f'A batch is a tensor of images or has one as its first item, or is a dict with one, got {images!r:.100}.')
+    return images

@@ -1,0 +1,356 @@
+"""RePa FFNs from a pretrained model and unlabelled images: least squares in closed form, no training.
+
+The FFN ``y = W2 g(u) + b2`` with hidden features g becomes ``W2' g_A + M u + c``: the active channels A keep the
+activation, the others are replaced by their best linear predictor from the input u and the active features.
+"""
+import dataclasses
+import math
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn as nn
+from huggingface_hub.utils import tqdm
+
+from timm_rep.layers import Affine, RePaMlpDeploy, active_channels
+from timm_rep.utils.data import batch_images
+from timm_rep.utils.profiling import count_macs
+
+from .least_squares import LeastSquares, Moments
+from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
+from .reparameterize import check_unconverted
+
+__all__ = ['ConversionReport', 'ConvertedFfn', 'linearize_ffns']
+
+@dataclasses.dataclass(frozen=True)
+class ConvertedFfn:
+    """What the conversion of one FFN did.
+
+    Attributes:
+        name: Name of the module.
+        hidden_features: Hidden channels before the conversion.
+        active_features: Hidden channels that keep the activation.
+        lost_variance: Share of the variance of the FFN's output that the converted one does not reproduce, on the
+            calibration images, from 0 to 1.
+        macs: Multiply-accumulates of the FFN for one image, before and after.
+    """
+    name: str
+    hidden_features: int
+    active_features: int
+    lost_variance: float
+    macs: Tuple[int, int]
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of the hidden channels that are idle."""
+        return 1 - self.active_features / self.hidden_features
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`linearize_ffns` did; ``print`` shows it as a table.
+
+    Attributes:
+        ffns: The converted FFNs.
+        kept: Names of the FFNs that are as they were, with the reason.
+        images: Number of calibration images.
+        macs: Multiply-accumulates of the model for one image, before and after, without those of its FFNs' norms.
+    """
+    ffns: List[ConvertedFfn]
+    kept: Dict[str, str]
+    images: int
+    macs: Tuple[int, int]
+
+    def as_dict(self) -> Dict[str, Any]:
+        """The report as data that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        width = max(len(ffn.name) for ffn in self.ffns)
+        rows = [f'{"FFN":{width}}  hidden  active  idle   lost variance  MACs']
+        rows += [
+            f'{ffn.name:{width}}  {ffn.hidden_features:6}  {ffn.active_features:6}  {ffn.idle_ratio:4.0%}  '
+            f'{ffn.lost_variance:13.2%}  {ffn.macs[0] / 1e6:.1f} M -> {ffn.macs[1] / 1e6:.1f} M' for ffn in self.ffns]
+        rows += [f'{name} is as it was: it {reason}.' for name, reason in self.kept.items()]
+        before, after = self.macs
+        return '\n'.join([
+            *rows, f'Model: {before / 1e6:.1f} M -> {after / 1e6:.1f} M MACs ({after / before:.0%}), from '
+            f'{self.images} images.'])
+
+
+class _AllSeen(Exception):
+    """Ends a forward pass after the last FFN of interest."""
+
+
+class _Recorder:
+    """Runs a model on images and hands input and hidden features of an FFN, (tokens, channels), to a function."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[torch.Tensor]):
+        self.model, self.batches = model, batches
+        self.like = next(model.parameters())
+
+    def run(
+            self,
+            ffns: Sequence[PointwiseFfn],
+            see: Callable[[PointwiseFfn, torch.Tensor, torch.Tensor], None],
+            calls: Optional[int] = None,
+            batches: Optional[int] = None,
+    ) -> None:
+        """Call ``see(ffn, u, g)`` for every pass through an FFN.
+
+        Args:
+            ffns: FFNs to record.
+            see: Function of the FFN, its input and its hidden features.
+            calls: Number of passes through the FFNs after which the model need not go on; None to run it to its end.
+            batches: Number of batches, all if None.
+        """
+        inputs: Dict[str, torch.Tensor] = {}
+        count = 0
+
+        def tokens(ffn: PointwiseFfn, x: torch.Tensor) -> torch.Tensor:
+            x = x.movedim(1, -1) if ffn.use_conv else x
+            return x.reshape(-1, x.shape[-1])
+
+        def at_first(ffn: PointwiseFfn, x: torch.Tensor) -> None:
+            inputs[ffn.name] = tokens(ffn, x).clone()  # the activation may work in place
+
+        def at_last(ffn: PointwiseFfn, x: torch.Tensor) -> None:
+            nonlocal count
+            see(ffn, inputs.pop(ffn.name), tokens(ffn, x))
+            count += 1
+            if count == calls:
+                raise _AllSeen
+
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args, ffn=ffn, record=record: record(ffn, args[0]))
+            for ffn in ffns for layer, record in ((ffn.first, at_first), (ffn.last, at_last))
+        ]
+        try:
+            for batch in self.batches[:batches]:
+                count = 0
+                try:
+                    self.model(batch.to(device=self.like.device, dtype=self.like.dtype))
+                except _AllSeen:
+                    pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return (x.cpu() if x.device.type == 'mps' else x).to(torch.float64)  # mps has no float64
+
+
+def _take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
+    """The first images of a loader, as batches; they are needed once for every FFN."""
+    batches, count = [], 0
+    for batch in loader:
+        batches.append(batch_images(batch)[:max_images - count])
+        count += len(batches[-1])
+        if count >= max_images:
+            break
+    if not count:
+        raise ValueError('The calibration loader has no images; nothing was changed.')
+    return batches
+
+
+def _active_counts(ffns: Sequence[PointwiseFfn], idle_ratio: Union[float, Sequence[float]]) -> List[int]:
+    ratios = [idle_ratio] * len(ffns) if isinstance(idle_ratio, (int, float)) else list(idle_ratio)
+    if len(ratios) != len(ffns):
+        raise ValueError(
+            f'idle_ratio is one number or one for each of the {len(ffns)} FFNs, got {len(ratios)}: '
+            f'{", ".join(ffn.name for ffn in ffns)}.')
+    return [active_channels(ffn.hidden_features, ratio) for ffn, ratio in zip(ffns, ratios)]
+
+
+def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, str]]:
+    """The pointwise FFNs of a model, and the names of other FFNs with the reason why they cannot be converted.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: The model has no pointwise FFN, or is wrapped or converted already.
+    """
+    check_unconverted(model)
+    ffns, others = find_pointwise_ffns(model)
+    if not ffns:
+        reasons = [f'{name} {reason}' for name, reason in others.items()]
+        more = f' and {len(reasons) - 3} more' if len(reasons) > 3 else ''
+        raise ValueError(
+            f'Cannot convert {type(model).__name__}, nothing was changed: it has no pointwise FFN'
+            + (f', {", ".join(reasons[:3])}{more}.' if reasons else '.'))
+    return ffns, others
+
+
+@torch.no_grad()
+def linearize_ffns(
+        model: nn.Module,
+        loader: Iterable[Any],
+        idle_ratio: Union[float, Sequence[float]] = 0.75,
+        max_images: int = 512,
+        ridge: float = 1e-4,
+        progress: bool = False,
+) -> ConversionReport:
+    """Replace the FFNs of a pretrained model by three small matrices each, fitted to unlabelled images, in place.
+
+    FFN after FFN in the order of execution: what enters an FFN comes from the converted ones before it. The idle
+    channels are those whose best linear replacement costs least, see :func:`timm_rep.convert.eliminate`; ``W2'``, M and
+    c solve ``min E |W2 g + b2 - (W2' g_A + M u + c)|^2`` with the damping ``ridge * variance`` of every variable.
+    Norm, layer scale and shortcut stay those of the block.
+
+    Args:
+        model: timm model, in any mode, which is left as it is.
+        loader: Batches of images (N, C, H, W), preprocessed as for the model; of a tuple or list the first item is
+            used, of a dict the tensor of images. Labels are not used.
+        idle_ratio: Share of the hidden channels that become linear, from 0 to 1; or one for each FFN.
+        max_images: Number of images to use.
+        ridge: Damping of the least-squares problems, relative to the variance of every variable.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The report.
+
+    Raises:
+        TypeError: model is not a module, or a batch has no tensor of images.
+        ValueError: The model has no FFN that can be converted, or is wrapped or converted already; idle_ratio is out of
+            range; there are too few images; or features are not finite. The model is unchanged.
+    """
+    ffns, kept = check_convertible(model)
+    counts = dict(zip((ffn.name for ffn in ffns), _active_counts(ffns, idle_ratio)))
+    recorder = _Recorder(model, _take_images(loader, max_images))
+    modes = {m: m.training for m in model.modules()}
+    replaced: List[Tuple[nn.Module, nn.Module]] = []
+    try:
+        model.eval()
+        images = sum(map(len, recorder.batches))
+        input_size = tuple(recorder.batches[0].shape[1:])
+        macs = count_macs(model, input_size).total
+        ffns, tokens, calls = _survey(recorder, ffns, kept, images)
+        converted = []
+        for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
+            new, lost = _convert(recorder, ffn, counts[ffn.name], calls[ffn.name], ridge)
+            replace_module(model, ffn.module, new)
+            replaced.append((new, ffn.module))
+            converted.append(ConvertedFfn(
+                ffn.name, ffn.hidden_features, counts[ffn.name], lost,
+                tuple(tokens[ffn.name] * _matrix_entries(m) for m in (ffn.module, new))))
+        return ConversionReport(converted, kept, images, (macs, count_macs(model, input_size).total))
+    except BaseException:
+        for new, old in replaced:
+            replace_module(model, new, old)
+        raise
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _matrix_entries(module: nn.Module) -> int:
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
+
+
+def _survey(
+        recorder: _Recorder,
+        ffns: Sequence[PointwiseFfn],
+        kept: Dict[str, str],
+        images: int,
+) -> Tuple[List[PointwiseFfn], Dict[str, int], Dict[str, int]]:
+    """FFNs in the order of execution, with their tokens and passes for each image; checks that the images suffice."""
+    tokens: Dict[str, int] = {}
+    calls: Dict[str, int] = {}
+
+    def see(ffn: PointwiseFfn, u: torch.Tensor, g: torch.Tensor) -> None:
+        tokens[ffn.name] = tokens.get(ffn.name, 0) + len(u)
+        calls[ffn.name] = calls.get(ffn.name, 0) + 1
+
+    recorder.run(ffns, see, batches=1)
+    by_name = {ffn.name: ffn for ffn in ffns}
+    ordered = []
+    for ffn in ffns:
+        if ffn.name not in calls:
+            kept[ffn.name] = 'is not used in the forward pass'
+    for name in calls:
+        tokens[name] //= len(recorder.batches[0])
+        if tokens[name] == calls[name]:
+            kept[name] = 'sees one token for each image, so that converting it saves nothing'
+            continue
+        ffn = by_name[name]
+        needed = ffn.in_features + ffn.hidden_features + 1
+        if tokens[name] * images < needed:
+            raise ValueError(
+                f'{name} has {needed - 1} input and hidden channels and sees {tokens[name]} tokens of each image: '
+                f'its conversion needs at least {math.ceil(needed / tokens[name])} images, got {images}. '
+                'Nothing was changed.')
+        ordered.append(ffn)
+    return ordered, tokens, calls
+
+
+def _convert(
+        recorder: _Recorder,
+        ffn: PointwiseFfn,
+        active_features: int,
+        calls: int,
+        ridge: float,
+) -> Tuple[nn.Module, float]:
+    """The replacement of an FFN, and the share of the variance of its output that is lost."""
+    problem = _least_squares(recorder, ffn, calls, ridge)
+    order = problem.elimination().order
+    active = order[len(order) - active_features:].sort().values
+    act = ffn.act(active)
+    new = ffn.replacement(active_features, act, device='meta')
+    deploy = new if isinstance(new, RePaMlpDeploy) else new[-1]
+    like = next(ffn.last.parameters())
+    if active_features:
+        ffn.fc_in(active).write_to(deploy.fc_in, like=like)
+    if ffn.hidden_norm is None:
+        linear, weight, error = problem.solve(active)
+    else:
+        linear, weight, error = _fit_to_new_features(recorder, ffn, deploy, active, calls, ridge)
+    if deploy.has_idle:
+        linear.write_to(deploy.fc_idle, like=like)
+    if active_features:
+        Affine(weight, linear.bias).write_to(deploy.fc_out, like=like)
+    variance = problem.output_variance()
+    return new, error / variance if variance > 0 else 0.
+
+
+def _least_squares(recorder: _Recorder, ffn: PointwiseFfn, calls: int, ridge: float) -> LeastSquares:
+    moments = Moments()
+
+    def see(ffn: PointwiseFfn, u: torch.Tensor, g: torch.Tensor) -> None:
+        moments.add(_wide(torch.cat([g, u], 1)))
+
+    recorder.run([ffn], see, calls)
+    covariance = moments.covariance()
+    if not covariance.isfinite().all():
+        raise ValueError(
+            f'The features of {ffn.name} are not finite on the calibration images: the images, or the weights up to '
+            'it, hold NaN or infinite values. Nothing was changed.')
+    return LeastSquares(ffn.fc_out(), moments.mean(), covariance, ridge)
+
+
+def _fit_to_new_features(
+        recorder: _Recorder,
+        ffn: PointwiseFfn,
+        deploy: RePaMlpDeploy,
+        active: torch.Tensor,
+        calls: int,
+        ridge: float,
+) -> Tuple[Affine, torch.Tensor, float]:
+    """Fit to hidden features whose LayerNorm sees the active channels alone, which the moments of all do not give."""
+    out, a = ffn.fc_out(), len(active)
+    kept = out.weight[:, active]
+    moments = Moments()
+
+    def see(ffn: PointwiseFfn, u: torch.Tensor, g: torch.Tensor) -> None:
+        x, y = _wide(u), _wide(g) @ out.weight.T + out.bias
+        if not a:
+            moments.add(torch.cat([y, x], 1))
+            return
+        image = u.T[None, :, :, None] if ffn.use_conv else u
+        features = _wide(deploy.act(deploy.fc_in(image)))
+        features = features[0, :, :, 0].T if ffn.use_conv else features
+        moments.add(torch.cat([features, y - features @ kept.T, x], 1))
+
+    recorder.run([ffn], see, calls)
+    identity = torch.eye(len(kept), dtype=kept.dtype, device=kept.device)
+    problem = LeastSquares(
+        Affine(torch.cat([kept, identity], 1), torch.zeros_like(out.bias)), moments.mean(), moments.covariance(), ridge)
+    return problem.solve(torch.arange(a, device=kept.device))

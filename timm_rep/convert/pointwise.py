@@ -1,0 +1,251 @@
+"""Pointwise FFNs of timm's models: two linear layers and an activation, or a gated unit, applied to every token alone.
+
+The table of this file names the parts of every FFN class of timm. The form of the block around an FFN does not matter.
+"""
+import re
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+from timm.layers import GlobalResponseNormMlp
+from timm.layers.mlp import GatedMlp
+
+from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy
+
+__all__ = ['PointwiseFfn', 'find_pointwise_ffns']
+
+
+class _Names(NamedTuple):
+    """Attributes of an FFN class.
+
+    Attributes:
+        first: Linear layer, and BatchNorm, in the order of execution; separated by spaces.
+        act: Activation.
+        last: Last linear layer, and BatchNorm.
+        value: Linear layer whose output the activated one is multiplied by, for gated units.
+        norm: Norm of the hidden features, before the last linear layer.
+        before: Layer before the first linear one, kept as it is.
+        absent: Layer between the linear ones that mixes tokens; the FFN is pointwise if it is None or an identity.
+        packed: Whether the first linear layer computes both halves of a gated unit.
+    """
+    first: str = 'fc1'
+    act: str = 'act'
+    last: str = 'fc2'
+    value: str = ''
+    norm: str = ''
+    before: str = ''
+    absent: str = ''
+    packed: bool = False
+
+
+_CLASSES: Dict[str, _Names] = {
+    'layers.mlp.Mlp': _Names(norm='norm'),
+    'layers.mlp.ConvMlp': _Names('fc1 norm'),
+    'layers.mlp.GluMlp': _Names(norm='norm', packed=True),
+    'layers.mlp.SwiGLU': _Names('fc1_g', value='fc1_x', norm='norm'),
+    'models.efficientformer.ConvMlpWithNorm': _Names('fc1 norm1', last='fc2 norm2'),
+    'models.efficientformer_v2.ConvMlpWithNorm': _Names(
+        'fc1.conv fc1.bn', 'fc1.bn.act', 'fc2.conv fc2.bn', absent='mid'),
+    'models.efficientvim.FFN': _Names('fc1.conv fc1.norm', 'fc1.act', 'fc2.conv fc2.norm'),
+    'models.efficientvit_msra.ConvMlp': _Names('pw1', 'act', 'pw2'),
+    'models.fastvit.ConvMlp': _Names(before='conv'),
+    'models.inception_next.ConvMlp': _Names('fc1 norm'),
+    'models.levit.LevitMlp': _Names('ln1', 'act', 'ln2'),
+    'models.repvit.RepVitMlp': _Names('conv1', 'act', 'conv2'),
+    'models.shvit.FFN': _Names('pw1', 'act', 'pw2'),
+    'models.swiftformer.Mlp': _Names(before='norm1'),
+    'models.tiny_vit.NormMlp': _Names(before='norm'),
+    'models.visformer.SpatialMlp': _Names('conv1', 'act1', 'conv3', absent='conv2'),
+    'models.vitamin.GeGluMlp': _Names('w0', 'act', 'w2', value='w1', before='norm'),
+}
+# blocks with an FFN that is an nn.Sequential: the attribute that holds it
+_SEQUENTIALS: Dict[str, Tuple[str, _Names]] = {
+    'models.fasternet.MLPBlock': ('mlp', _Names('0 1', '2', '3')),
+    'models.iformer.FFN': ('mixer.m', _Names('0', '1', '2')),
+}
+# classes that have the role of an FFN and are not pointwise, with the reason
+_OTHERS = {
+    GlobalResponseNormMlp: 'normalizes over all positions (global response norm)',
+    GatedMlp: 'gates with other positions (spatial gating unit)',
+}
+_OTHER_NAMES = {
+    'models.pvt_v2.MlpWithDepthwiseConv': 'has a depthwise convolution between its linear layers',
+    'models.gemma4_vit.Gemma4GatedMlp': 'has clipped linear layers',
+}
+# MLPs that are no FFN of a block: position biases, squeeze and excitation, pooling and classifier heads; and MLPs over
+# tokens, which RePaFormer leaves alone
+_NO_FFN = re.compile(
+    r'(^|\.)(attn_pool|rel_pos|shared_rel_pos|meta_mlp|mlp_tokens|mlp_add|mlp_scale|head|pre_logits)(\.|$)')
+
+
+def _class_name(module: nn.Module) -> str:
+    # a subclass with a forward() of its own may use its attributes differently
+    cls = next((c for c in type(module).__mro__ if 'forward' in vars(c)), type(module))
+    return f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.')
+
+
+def _chain(module: nn.Module, names: str) -> List[nn.Module]:
+    return [module.get_submodule(name) for name in names.split()]
+
+
+def _affine(layers: Sequence[nn.Module]) -> Affine:
+    """The affine map of a linear layer followed by BatchNorms, with composites of both expanded."""
+    affine = None
+    for layer in layers:
+        parts = [layer]
+        if not isinstance(layer, (nn.Linear, nn.Conv2d, nn.modules.batchnorm._BatchNorm)):
+            parts = [m for m in layer.children() if not isinstance(m, (nn.Identity, nn.Dropout))]
+        for part in parts:
+            if affine is None:
+                affine = Affine.from_linear(part)
+            else:
+                affine = affine.before_norm(part)
+    return affine
+
+
+def _linear(layer: nn.Module) -> nn.Module:
+    """The linear layer of a composite."""
+    return next(m for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
+
+
+def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
+    """Why an FFN of a known class is not two pointwise linear layers with an activation; None if it is."""
+    absent = getattr(module, names.absent) if names.absent else None
+    if absent is not None and not isinstance(absent, nn.Identity):
+        return 'has a convolution between its linear layers'
+    for layer in _chain(module, f'{names.first} {names.last} {names.value}'):
+        for part in [layer, *layer.modules()]:
+            children = [m for m in part.children() if not isinstance(m, (nn.Identity, nn.Dropout))]
+            if type(part) in (nn.Identity, nn.Dropout) or children:
+                continue
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                continue
+            pointwise = type(part) is nn.Linear or (
+                type(part) is nn.Conv2d and part.kernel_size == part.stride == (1, 1) and part.groups == 1)
+            if not pointwise and part not in module.get_submodule(names.act).modules():
+                return f'has a {type(part).__name__} where a linear layer is expected'
+    if any(p.numel() > 1 for p in module.get_submodule(names.act).parameters()):
+        return 'has an activation with parameters for every channel'
+    if names.norm and not isinstance(module.get_submodule(names.norm), (nn.Identity, nn.LayerNorm)):
+        return f'has a {type(module.get_submodule(names.norm)).__name__} before its last linear layer'
+    return None
+
+
+class PointwiseFfn:
+    """A pointwise FFN in a model: ``y = W2 g(u) + b2`` with the hidden features ``g(u)`` of every token.
+
+    Attributes:
+        name: Name of the module in the model.
+        module: The FFN.
+        first: Layer whose input is u.
+        last: Layer whose input is g.
+        in_features: Channels of u.
+        hidden_features: Channels of g.
+        out_features: Channels of y.
+        use_conv: Whether channels are at dimension 1 (N, C, H, W) instead of the last one.
+        hidden_norm: LayerNorm of the hidden features, None if there is none.
+    """
+
+    def __init__(self, name: str, module: nn.Module, names: _Names):
+        self.name, self.module, self._names = name, module, names
+        self.first, self.last = _chain(module, names.first)[0], _chain(module, names.last)[0]
+        first, last = _linear(self.first), _linear(self.last)
+        self.use_conv = isinstance(first, nn.Conv2d)
+        self.in_features = first.weight.shape[1]
+        self.out_features, self.hidden_features = last.weight.shape[:2]
+        norm = module.get_submodule(names.norm) if names.norm else None
+        self.hidden_norm = norm if isinstance(norm, nn.LayerNorm) else None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the hidden features are products of two linear maps of u, one of them activated."""
+        return self._names.packed or bool(self._names.value)
+
+    def fc_in(self, channels: torch.Tensor) -> Affine:
+        """The map of u to the given hidden channels before the activation; of a gated unit gates, then values."""
+        maps = [_affine(_chain(self.module, names)) for names in (self._names.first, self._names.value) if names]
+        if self._names.packed:
+            half = self.hidden_features
+            maps = [maps[0].outputs(0, half), maps[0].outputs(half)]
+            if self.module.gate_last:
+                maps.reverse()
+        return Affine(*(torch.cat([parts[channels] for parts in group]) for group in zip(*maps)))
+
+    def fc_out(self) -> Affine:
+        """The map of the hidden features to the output."""
+        return _affine(_chain(self.module, self._names.last))
+
+    def act(self, channels: torch.Tensor) -> nn.Module:
+        """The map of the output of :meth:`fc_in` to the hidden features of the given channels.
+
+        A LayerNorm of the hidden features becomes one over these channels alone, which is another function.
+        """
+        act = self.module.get_submodule(self._names.act)
+        if self.gated:
+            act = GatedUnit(act, dim=1 if self.use_conv else -1)
+        if self.hidden_norm is None or not len(channels):
+            return act
+        old = self.hidden_norm
+        norm = nn.LayerNorm(len(channels), eps=old.eps, elementwise_affine=old.elementwise_affine, device='meta')
+        for name, value in old.named_parameters():
+            channels = channels.to(value.device)
+            setattr(norm, name, nn.Parameter(value.detach()[channels], requires_grad=value.requires_grad))
+        return nn.Sequential(act, norm)
+
+    def replacement(self, active_features: int, act: Optional[nn.Module] = None, **dd) -> nn.Module:
+        """The module that takes the place of the FFN: at most three matrices, after the layers before the FFN's first.
+
+        Args:
+            active_features: Number of hidden channels that keep the activation.
+            act: Map of the output of ``fc_in`` to the hidden features; that of the first channels by default.
+            dd: Device and dtype of the new parameters; those of the FFN by default.
+        """
+        like = _linear(self.first).weight
+        deploy = RePaMlpDeploy(
+            self.in_features,
+            self.hidden_features,
+            active_features=active_features,
+            out_features=self.out_features,
+            gated=self.gated,
+            act_layer=lambda: act or self.act(torch.arange(active_features)),
+            use_conv=self.use_conv,
+            **{'device': like.device, 'dtype': like.dtype, **dd},
+        )
+        if self._names.before:
+            deploy = nn.Sequential(self.module.get_submodule(self._names.before), deploy)
+        return deploy.train(self.module.training)
+
+
+def find_pointwise_ffns(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, str]]:
+    """The pointwise FFNs of a model, in the order of its modules.
+
+    Returns:
+        The FFNs, and for every FFN that is not pointwise its name and the reason.
+    """
+    ffns, others = [], {}
+    for name, module in model.named_modules():
+        if _NO_FFN.search(name):
+            continue
+        key = _class_name(module)
+        reason = _OTHERS.get(type(module)) or _OTHER_NAMES.get(key)
+        names = _CLASSES.get(key)
+        if key in _SEQUENTIALS:
+            attribute, names = _SEQUENTIALS[key]
+            module, name = module.get_submodule(attribute), f'{name}.{attribute}'
+            if not isinstance(module, nn.Sequential):  # converted already
+                continue
+        if names is not None:
+            reason = _obstacle(module, names)
+        if reason:
+            others[name] = reason
+        elif names is not None:
+            ffns.append(PointwiseFfn(name, module, names))
+    return ffns, others
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in all places of another one, which several parents may share."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
