@@ -8,8 +8,6 @@ import torch.nn as nn
 from timm.utils import reparameterize_model
 from torch.utils._pytree import tree_flatten
 
-from timm_rep.utils.profiling import model_input_size
-
 __all__ = ['Verification', 'verify']
 
 # bound of a folded error, in multiples of the rounding error of the unfolded model
@@ -109,6 +107,8 @@ def verify(
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f'tolerance is a relative error of at least 0, got {tolerance!r}.')
     if images is None:
+        from timm_rep.utils.profiling import model_input_size  # brings torch's counter of operations
+
         if getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass images.')
         images = torch.randn(8, *model_input_size(model), generator=torch.Generator().manual_seed(0))
