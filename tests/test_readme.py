@@ -383,11 +383,10 @@ def test_speeds_in_the_results():
 
     path, = RESULTS.glob('*/weight-selection-digits.json')
     digits = {row['row']: row for row in json.loads(path.read_text())['rows']}
-    accuracy = [f'{digits[row]["accuracy"] + 1e-9:.1f}%' for row in ('random', 'mimetic', 'uniform')]
+    accuracy = {name: f'{row["accuracy"] + 1e-9:.1f} ± {row["deviation"]:.1f}%' for name, row in digits.items()}
     assert '{} from random initialization, {} from mimetic initialization and {} from `uniform`'.format(
-        *accuracy) in text
-    assert f'needs {digits["uniform"]["epochs_to_random"]} epochs' in text
-    plain, random = digits['repa-plain'], digits['repa-random']
+        accuracy['random'], accuracy['mimetic'], accuracy['uniform']) in text
+    assert f'random initialization after {digits["uniform"]["epochs_to_random"]} epochs' in text
     assert (
-        f'reaches {plain["first_epoch"]:.1f}% after one epoch and ends at {plain["accuracy"]:.1f}%; from random '
-        f'initialization it ends at {random["accuracy"]:.1f}%') in text
+        f'reaches {digits["repa-plain"]["first_epoch"]:.1f}% after one epoch and ends at {accuracy["repa-plain"]}; '
+        f'from random initialization it ends at {accuracy["repa-random"]}') in text

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -516,6 +517,16 @@ def test_tables_of_the_results(load_script, tmp_path):
     tables = load_script('tools/tables')
     results = SCRIPTS / 'results'
     assert (results / 'README.md').read_text() == tables.tables(results)
+    sections = load_script('bench').SECTIONS
+    for path in results.glob('*/*.json'):
+        recorded = json.loads(path.read_text())
+        assert re.sub(r'[^a-z0-9]+', '-', recorded['machine'].lower()) == path.parent.name
+        for command in recorded['commands']:
+            script, *names = re.search(r'python (\S+)(.*)', command).groups()
+            assert (SCRIPTS.parent / script).is_file(), command
+            if script == 'scripts/bench.py':
+                assert recorded['section'] in sections
+                assert recorded['section'] in names[0].split()
     content = dict(
         section='a', what='What\n  it is.', machine='M', date='2026-01-01', commands=['python a.py'],
         versions={'torch': '1'}, rounds=3,

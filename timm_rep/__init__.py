@@ -9,6 +9,7 @@ from .hub import load_released
 from .init import calibrate_batchnorm, mimetic_init_, weight_select_init
 from .scales import Scales, attach_grad_mults
 from .search import hyper_search
+from .verify import verify
 from .version import __version__
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     'hyper_search',
     'load_released',
     'mimetic_init_',
+    'verify',
     'weight_select_init',
 ]

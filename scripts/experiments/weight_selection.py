@@ -161,8 +161,9 @@ def main() -> None:
     settings = {k: str(v) for k, v in vars(args).items() if k not in _NO_SETTINGS}
     report(
         f'weight-selection-{data}',
-        'Accuracy of a student in percent of the validation images, mean over seeds and its standard deviation; after '
-        'its first epoch; epochs until the mean reaches what random initialization, of its size, ends with.',
+        'Accuracy of a student in percent of the validation images: mean over the seeds and its standard deviation, '
+        'mean after the first epoch, and number of epochs until the mean reaches the final one of random '
+        'initialization at the same size.',
         rows,
         args.device,
         {'teacher_accuracy': round(teacher_accuracy, 2), 'settings': settings},

@@ -62,6 +62,20 @@ def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, me
     assert [p.name for p in tmp_path.iterdir()] == ['file']
 
 
+@pytest.mark.parametrize('gpu', [False, True])
+def test_default_device(tmp_path, capsys, monkeypatch, gpu):
+    """The GPU if there is one, otherwise the CPU."""
+    def init(args):
+        raise AssertionError(f'asked for {args.device}')
+
+    monkeypatch.setattr('torch.cuda.is_available', lambda: gpu)
+    monkeypatch.setattr('timm.utils.init_distributed_device', init)
+    args = ['-o', str(tmp_path / 's.safetensors')]
+    for more, device in (([], 'cuda' if gpu else 'cpu'), (['--device', 'cpu'], 'cpu')):
+        assert main(['hyper-search', 'repopt_vgg_a0', *args, *more]) == 1
+        assert f'asked for {device}' in capsys.readouterr().err
+
+
 def test_models_that_cannot_be_searched(images, tmp_path, capsys):
     args = command(images, tmp_path / 's.safetensors')
     for model, message in (('resnet18', 'resnet18 cannot be built with structure'), ('repopt_x', "Unknown model 'rep")):
@@ -83,7 +97,9 @@ def test_cifar100(tmp_path, monkeypatch, capsys):
         'hyper-search', 'repopt_ghostnet_050', '--data-dir', str(tmp_path), '-o', str(tmp_path / 's.safetensors'),
         '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '5', '-j', '0']
     assert main(command) == 1
-    assert "Cannot open the split 'train' of the data set 'torch/cifar100'" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "Cannot open the split 'train' of the data set 'torch/cifar100'" in message
+    assert "--dataset-download downloads it, if timm can; --dataset '' reads folders of images" in message
     monkeypatch.setattr('torchvision.datasets.cifar.check_integrity', lambda *args: True)
     assert main(command) == 0
     scales = Scales.load(tmp_path / 's.safetensors')

@@ -16,10 +16,11 @@ def test_profile(tmp_path, capsys, monkeypatch):
         return create_model(name, depth=1, embed_dim=24, num_heads=3, **kwargs)
 
     monkeypatch.setattr(timm, 'create_model', tiny)
+    monkeypatch.chdir(tmp_path)
     output = tmp_path / 'profile.png'
     assert main([
         'profile', 'repa_deit_tiny', 'deit3_small_patch16_224', '--rounds', '1', '--batch-size', '2', '--img-size',
-        '32', '--dtype', 'bfloat16', '--channels-last', '--model-kwargs', 'idle_ratio=0.5', '-o', str(output)]) == 0
+        '32', '--dtype', 'bfloat16', '--channels-last', '--model-kwargs', 'idle_ratio=0.5', '-o', output.name]) == 0
     assert output.read_bytes().startswith(b'\x89PNG')
     assert built == {
         'deit_tiny_patch16_224': {'img_size': 32}, 'repa_deit_tiny': {'img_size': 32, 'idle_ratio': .5},

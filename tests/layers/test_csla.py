@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tests.helpers import relative
 from tests.reference.rep_optim import grad_mult
-from timm_rep.layers import ConvBranch, Csla, CslaBlock, IdentityBranch, SearchBlock
+from timm_rep.layers import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock
 from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, set_grad_mult
 
 C3, C1, ID = ConvBranch(3), ConvBranch(1), IdentityBranch()
@@ -43,7 +43,7 @@ def train_both(csla, scales, block_opt, target_opt, steps=20, seed=0):
     """
     g = torch.Generator().manual_seed(seed)
     block = torch.nn.Sequential(CslaBlock(csla, scales, dtype=torch.float64), torch.nn.BatchNorm2d(csla.out_channels))
-    target = torch.nn.Sequential(csla.build_conv(dtype=torch.float64), torch.nn.BatchNorm2d(csla.out_channels))
+    target = torch.nn.Sequential(CslaConv2d(csla, dtype=torch.float64), torch.nn.BatchNorm2d(csla.out_channels))
     block.double()
     target.double()
     with torch.no_grad():
@@ -69,7 +69,7 @@ class TestEveryBlock:
         x = torch.randn(2, csla.in_channels, 9, 8, dtype=torch.float64)
         for cls in (CslaBlock, SearchBlock):
             block = cls(csla, scales, dtype=torch.float64)
-            target = csla.build_conv(dtype=torch.float64)
+            target = CslaConv2d(csla, dtype=torch.float64)
             assert target.weight.shape == csla.kernel_shape
             with torch.no_grad():
                 for weight in block.weights.values():
@@ -207,13 +207,14 @@ def test_initial_kernel():
     """Equation 4: unit scales on the diagonal, both kernels scaled."""
     csla = Csla(64, 64, (C3, C1, ID))
     scales = {'conv3x3': torch.full((64,), 3.), 'conv1x1': torch.zeros(64)}
+    conv = CslaConv2d(csla)
     torch.manual_seed(0)
-    kernel = csla.initial_kernel(scales)
+    conv.reset_kernel(scales)
     torch.manual_seed(0)
     plain = CslaBlock(csla, scales).weights['conv3x3']
     expected = 3 * plain.detach()
     expected[torch.arange(64), torch.arange(64), 1, 1] += 1
-    torch.testing.assert_close(kernel, expected)
+    torch.testing.assert_close(conv.weight.detach(), expected)
     bound = (1 / (64 * 9)) ** .5  # torch's default for a convolution
     assert plain.abs().max() <= bound
     assert plain.abs().max() > .9 * bound

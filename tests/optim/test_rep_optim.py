@@ -16,7 +16,7 @@ import timm_rep
 import timm_rep.optim._chunks as chunks
 from tests.helpers import relative
 from tests.reference.rep_optim import sgd
-from timm_rep.layers import ConvBranch, Csla, IdentityBranch
+from timm_rep.layers import ConvBranch, Csla, CslaConv2d, IdentityBranch
 from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
 
 PAIRS = [(RepSGD, torch.optim.SGD), (RepAdamW, torch.optim.AdamW)]
@@ -43,8 +43,8 @@ def net(dtype=torch.float32, channels=8, attach=True):
     """Two convolutions with a GradMult, and parameters without one."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, channels, 3, 2, 1), csla(channels).build_conv(), nn.BatchNorm2d(channels), nn.ReLU(),
-        csla(channels).build_conv(), nn.Flatten(), nn.LazyLinear(5),
+        nn.Conv2d(3, channels, 3, 2, 1), CslaConv2d(csla(channels)), nn.BatchNorm2d(channels), nn.ReLU(),
+        CslaConv2d(csla(channels)), nn.Flatten(), nn.LazyLinear(5),
     )
     model(torch.randn(2, 3, 16, 16))
     if attach:
@@ -425,7 +425,7 @@ def test_options_that_are_not_for_them():
 def test_memory_of_a_step(monkeypatch):
     """Besides the state of torch's optimizer: one chunk of at most 8 MB and O(channels) multipliers."""
     wide = Csla(512, 512, (ConvBranch(3), ConvBranch(1), IdentityBranch()))
-    conv = wide.build_conv()
+    conv = CslaConv2d(wide)
     conv.set_scales({name: torch.ones(512) for name in wide.scaled_branches})
     sizes = []
     like = chunks.Scratch.like

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from timm.utils import ParseKwargs
 
 import timm_rep
-from timm_rep.layers import ConvBranch, Csla, csla_layers
+from timm_rep.layers import ConvBranch, Csla, CslaConv2d, csla_layers
 from timm_rep.optim import RepSGD, get_grad_mult
 from timm_rep.scales import Scales
 
@@ -269,8 +269,8 @@ def test_attach_where_the_weight_is_no_parameter():
 
 def test_a_part_named_as_a_wrapper_would():
     csla = Csla(4, 4, branches=(ConvBranch(3),))
-    inner = nn.ModuleDict({'conv': csla.build_conv()})
-    model = nn.ModuleDict({'y': nn.ModuleDict({'conv': csla.build_conv(), 'module': inner})})
+    inner = nn.ModuleDict({'conv': CslaConv2d(csla)})
+    model = nn.ModuleDict({'y': nn.ModuleDict({'conv': CslaConv2d(csla), 'module': inner})})
     assert csla_layers(model).keys() == {'y.conv', 'y.module.conv'}
     timm_rep.attach_grad_mults(model, 'ones')
     assert all(get_grad_mult(p) is not None for p in model.parameters())
@@ -279,7 +279,7 @@ def test_a_part_named_as_a_wrapper_would():
 def test_a_model_of_your_own():
     """Any model with target operators has names for its scales, and multipliers that survive what torch does to it."""
     csla = Csla(4, 4, branches=(ConvBranch((1, 3)), ConvBranch(3)))
-    model = nn.Sequential(csla.build_conv(), nn.ReLU(), nn.ModuleDict({'inner': csla.build_conv()})['inner'])
+    model = nn.Sequential(CslaConv2d(csla), nn.ReLU(), nn.ModuleDict({'inner': CslaConv2d(csla)})['inner'])
     timm_rep.attach_grad_mults(model, {n: {b: torch.rand(4) for b in csla.scaled_branches} for n in ('0', '2')})
     assert RepSGD(model.parameters(), lr=.1)
     with pytest.raises(ValueError, match='has no CSLA layers'):

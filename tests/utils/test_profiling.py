@@ -11,7 +11,13 @@ from timm_rep.convert.ffn import find_ffns
 from timm_rep.latency import profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import VANILLA
-from timm_rep.utils.profiling import count_macs, count_params, measure_throughput, synchronize
+from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, synchronize
+
+
+def test_device_name(monkeypatch):
+    for threads, name in ((1, ', 1 thread'), (2, ', 2 threads')):
+        monkeypatch.setattr(torch, 'get_num_threads', lambda threads=threads: threads)
+        assert device_name(torch.device('cpu')).endswith(name)
 
 
 @pytest.mark.parametrize('device', ['cpu', 'meta'])

@@ -18,13 +18,15 @@ from . import (
     profile,
     push,
     run,
+    verify,
     weight_select,
 )
 
 __all__ = ['main']
 
 _COMMANDS = (
-    card, convert, demo, hyper_search, models, plot_attention_weights, plot_scales, profile, push, run, weight_select)
+    card, convert, demo, hyper_search, models, plot_attention_weights, plot_scales, profile, push, run, verify,
+    weight_select)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

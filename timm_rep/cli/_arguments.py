@@ -3,7 +3,14 @@ import argparse
 
 from timm.utils import ParseKwargs
 
-__all__ = ['ModelKwargs', 'positive_int']
+__all__ = ['ModelKwargs', 'default_device', 'positive_int']
+
+
+def default_device() -> str:
+    """Device of a command without ``--device``: 'cuda' if torch finds a GPU, otherwise 'cpu'."""
+    import torch
+
+    return 'cuda' if torch.cuda.is_available() else 'cpu'
 
 
 def positive_int(text: str) -> int:

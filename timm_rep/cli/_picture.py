@@ -31,7 +31,7 @@ def check_picture(output: str, command: str) -> Path:
 
 
 def save_picture(figure, path: Path) -> None:
-    """Write a matplotlib Figure to a file and print its path."""
+    """Write a matplotlib Figure to a file and print its absolute path."""
     with replacing_files(path.parent) as temporary:
         figure.savefig(temporary / path.name, dpi=150)
-    print(f'Picture: {path}')
+    print(f'Picture: {path.resolve()}')

@@ -4,14 +4,16 @@
 """
 from pathlib import Path
 
-from ._arguments import positive_int
+from ._arguments import default_device, positive_int
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small data set')
     parser.add_argument('model', help='name of a RepOpt model, e.g. repopt_vgg_b1')
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file of scales to write')
-    parser.add_argument('--dataset', default='torch/cifar100', help="name in timm, '' for folders (%(default)s)")
+    parser.add_argument(
+        '--dataset', default='torch/cifar100',
+        help="name of the data set in timm, '' for folders of images, --data-dir/SPLIT/CLASS/IMAGE (%(default)s)")
     parser.add_argument('--data-dir', metavar='DIR', help='folder of the data set')
     parser.add_argument('--dataset-download', action='store_true', help='download the data set, if timm can')
     parser.add_argument('--train-split', default='train', help='(%(default)s)')
@@ -24,7 +26,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--lr', type=float, default=0.1, help='(%(default)s)')
     parser.add_argument('--weight-decay', type=float, default=4e-5, help='(%(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
-    parser.add_argument('--device', default='cpu', help='(%(default)s)')
+    parser.add_argument('--device', help='(the GPU if there is one, otherwise the CPU)')
     parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
     parser.add_argument('--channels-last', action='store_true', help='train in channels-last memory')
     parser.add_argument(
@@ -53,6 +55,7 @@ def run(args) -> int:
     if not timm.is_model(args.model):
         raise ValueError(f'Unknown model {args.model!r}: see timm-rep models "repopt_*".')
     check_writable(output.parent)
+    args.device = args.device or default_device()
     try:
         device = init_distributed_device(args)
     except AssertionError as e:  # raised by timm for a missing device
@@ -62,9 +65,15 @@ def run(args) -> int:
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:
-            dataset = create_search_dataset(
-                args.dataset, args.data_dir, split, args.img_size, is_training, raw=args.preload,
-                download=args.dataset_download)
+            try:
+                dataset = create_search_dataset(
+                    args.dataset, args.data_dir, split, args.img_size, is_training, raw=args.preload,
+                    download=args.dataset_download)
+            except ValueError as e:
+                hint = '--dataset-download downloads it, if timm can; ' if not args.dataset_download else ''
+                raise ValueError(
+                    f"{e}. {hint}--dataset '' reads folders of images, --data-dir/SPLIT/CLASS/IMAGE."
+                    if args.dataset else str(e)) from e
             if args.preload:
                 loader = DeviceLoader(dataset, args.batch_size, is_training, device, args.workers)
             else:

@@ -9,7 +9,8 @@ def add_parser(commands) -> None:
         'models', nargs='+', metavar='MODEL[=CHECKPOINT]',
         help='timm models: freshly initialized (name), pretrained (name.tag), or with weights of a checkpoint')
     parser.add_argument(
-        '-o', '--output', default='attention.png', metavar='FILE', help='picture to write (%(default)s)')
+        '-o', '--output', default='attention.png', metavar='FILE',
+        help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
     parser.add_argument('--block', type=int, default=0, metavar='N', help='index of the block (%(default)s)')
     parser.set_defaults(run=run)
 

@@ -8,7 +8,9 @@ def add_parser(commands) -> None:
     parser.add_argument(
         'sources', nargs='+', metavar='SCALES',
         help='files of scales, models with packaged scales, or Hub repositories; with --kernels, checkpoints')
-    parser.add_argument('-o', '--output', default='scales.png', metavar='FILE', help='picture to write (%(default)s)')
+    parser.add_argument(
+        '-o', '--output', default='scales.png', metavar='FILE',
+        help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
     parser.add_argument(
         '--kernels', action='store_true',
         help='draw the entries of a 3x3 kernel of each checkpoint, centre against surroundings')

@@ -1,6 +1,6 @@
 """``timm-rep profile``: latency by part, vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
 
-from ._arguments import ModelKwargs, positive_int
+from ._arguments import ModelKwargs, default_device, positive_int
 
 
 def add_parser(commands) -> None:
@@ -8,8 +8,10 @@ def add_parser(commands) -> None:
     parser.add_argument(
         'models', nargs='+', metavar='MODEL',
         help='RePa models, or other timm models that convert_to_repa() converts')
-    parser.add_argument('-o', '--output', default='profile.png', metavar='FILE', help='picture to write (%(default)s)')
-    parser.add_argument('--device', default='cpu', help='device (%(default)s)')
+    parser.add_argument(
+        '-o', '--output', default='profile.png', metavar='FILE',
+        help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
+    parser.add_argument('--device', help='device (the GPU if there is one, otherwise the CPU)')
     parser.add_argument('--batch-size', type=positive_int, default=1, metavar='N', help='batch size (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's own)")
     parser.add_argument(
@@ -32,6 +34,7 @@ def run(args) -> int:
     from ._picture import check_picture, save_picture
 
     output = check_picture(args.output, 'profile')
+    args.device = args.device or default_device()
     profiles = {}
     for name in args.models:
         torch.manual_seed(0)

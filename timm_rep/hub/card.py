@@ -1,10 +1,8 @@
 """Model cards, written from the files of a folder: config.json, metrics.json, train.yaml."""
-import inspect
 import os
 from pathlib import Path
 from typing import Any, Mapping, Tuple, Union
 
-import timm
 from huggingface_hub import EvalResult, ModelCardData
 
 from timm_rep.utils.atomic import replacing_files
@@ -34,19 +32,19 @@ _REPOPT = '''@article{ding2022re,
 }'''
 _FAMILIES = {
     'repa': (
-        'A RePaFormer: most hidden channels of its FFNs skip the activation, so that after training the FFNs fold into '
-        'smaller ones that compute the same.', _REPA),
+        'A RePaFormer: most hidden channels of each FFN skip the activation, so that after training the FFN folds into '
+        'a smaller one with the same output.', _REPA),
     'repopt': (
-        'A plain network, trained with RepOptimizers: the structural prior of a multi-branch network is in the '
-        'optimizer, by multipliers of the gradients.', _REPOPT),
+        'A plain convolutional network that trains like a multi-branch one: the optimizer (RepOptimizer) multiplies '
+        'the gradients of its kernels by constants.', _REPOPT),
 }
 _FILES = {
-    WEIGHTS: 'the weights',
-    SCALES: 'the searched scales that it was trained with, `scales=` of `timm.create_model`',
-    TRAIN: 'the recipe, for `train.py --config` of timm',
-    METRICS: 'the figures of this card, with the machine, the versions and the dates',
-    PREDICTIONS: 'a sample of its predictions on the validation images',
-    CONFIG: "timm's, with the sha256 of the other files",
+    WEIGHTS: 'weights',
+    SCALES: 'searched scales of the training, the argument `scales` of `timm.create_model`',
+    TRAIN: "recipe for `--config` of timm's `train.py`",
+    METRICS: 'figures of this card, with machine, versions and dates',
+    PREDICTIONS: 'predictions for a sample of the validation images',
+    CONFIG: "configuration in timm's format, with the sha256 of the other files",
 }
 
 
@@ -116,14 +114,19 @@ def _front_matter(name: str, config: Mapping[str, Any], metrics: Mapping[str, An
 
 
 def _description(variant: str, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    what, _ = _family(variant)
-    entry = inspect.getdoc(timm.model_entrypoint(variant)) or ''
-    size = ' x '.join(map(str, config['pretrained_cfg']['input_size'][1:]))
-    trained = f' Trained on {metrics["dataset"]}.' if metrics.get('dataset') else ''
-    folded = ' This is its folded form.' if config.get('model_args', {}).get('reparameterized') else ''
+    family, _ = _family(variant)
+    args = config.get('model_args', {})
+    size = ' x '.join(map(str, config['pretrained_cfg']['input_size']))
+    sentences = [
+        family,
+        'This is the folded form.' if args.get('reparameterized') else '',
+        f'Trained on {metrics["dataset"]}.' if metrics.get('dataset') else '',
+        f'Input: images of {size} (channels, height, width). Output: logits of {config["num_classes"]} classes.',
+    ]
+    architecture = ', '.join([repr(variant), *(f'{name}={value!r}' for name, value in args.items())])
     return (
-        f'{what}{folded}{trained} Images of {size}, {config["num_classes"]} classes.\n\n'
-        f'The architecture by default, for ImageNet: {entry.splitlines()[0] if entry else variant}').strip()
+        f'{" ".join(sentence for sentence in sentences if sentence)}\n\n'
+        f'Architecture: `timm.create_model({architecture})`.')
 
 
 def _accuracy(metrics: Mapping[str, Any]) -> str:
@@ -146,25 +149,25 @@ def _cost(metrics: Mapping[str, Any]) -> str:
         for form, figures in cost['forms'].items()
     ]
     throughput = [figures['images_per_second'] for figures in cost['forms'].values()]
-    ratio = f' Folded it runs at {throughput[-1] / throughput[0]:.2f} times the speed.' if len(throughput) > 1 else ''
+    ratio = f' Speedup by folding: {throughput[-1] / throughput[0]:.2f}.' if len(throughput) > 1 else ''
     return (
         '## Size and speed\n\n'
         f'Measured on {cost["machine"]}, batch size {cost["batch_size"]}, {cost["dtype"]}, torch '
         f'{cost["versions"]["torch"]} ({cost["date"]}).{ratio}\n\n'
-        '| | parameters | multiply-accumulates | images a second |\n|---|---|---|---|\n' + '\n'.join(rows))
+        '| form | parameters | multiply-accumulates | images per second |\n|---|---|---|---|\n' + '\n'.join(rows))
 
 
 def _cited(metrics: Mapping[str, Any]) -> str:
     cited = metrics.get('cited')
     if not cited:
         return ''
-    return '## Cited\n\nNot measured by us.\n\n' + '\n'.join(
+    return '## Cited\n\nThese figures are from the sources named, not measured by us.\n\n' + '\n'.join(
         f'- {figure["what"]}: {figure["value"]} ({figure["source"]})' for figure in cited)
 
 
 def _usage(name: str, config: Mapping[str, Any]) -> str:
     fold = '' if config.get('model_args', {}).get('reparameterized') else (
-        "\nmodel.reparameterize()   # the same function, folded")
+        "\nmodel.reparameterize()   # fold: the same outputs up to rounding, less computation")
     return f'''## Usage
 
 ```python
@@ -175,7 +178,7 @@ model = timm.create_model('{name}', pretrained=True).eval(){fold}
 
 config = timm.data.resolve_data_config(model=model)
 transform = timm.data.create_transform(**config)
-probabilities = model(transform(image).unsqueeze(0)).softmax(-1)   # image: of PIL
+probabilities = model(transform(image).unsqueeze(0)).softmax(-1)   # image: a PIL image
 ```
 
-It is also `hf-hub:{organization()}/{name}`, where it is published there.'''
+Where the model is published on the Hub, its name there is `hf-hub:{organization()}/{name}`.'''

@@ -1,4 +1,5 @@
-from .csla import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock, csla_layers
+from .csla import ConvBranch, Csla, IdentityBranch
+from .csla_conv import CslaBlock, CslaConv2d, SearchBlock, csla_layers
 from .fold import Affine, batch_norm_scale_shift
 from .fused_idle import set_fused_idle, use_fused_idle
 from .pooling import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size

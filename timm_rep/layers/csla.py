@@ -1,4 +1,4 @@
-"""Constant-Scale Linear Addition (CSLA): one declaration of a block's linear branches and the layers built from it.
+"""Constant-Scale Linear Addition (CSLA): one declaration of a block's linear branches, its operator and multiplier.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.2, appendix A.
 
@@ -6,7 +6,6 @@ A CSLA block is a sum of linear branches on the same input, each ``scale * opera
 one convolution, and training this convolution with its gradients multiplied by constants (its GradMult) is equivalent
 to training the block: CSLA = GR (gradient re-parameterization).
 """
-import math
 from dataclasses import dataclass
 from typing import Dict, Mapping, Optional, Tuple, Union
 
@@ -14,12 +13,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .grad_mult import BranchScale, GradMult, get_grad_mult, set_grad_mult
+from .grad_mult import BranchScale, GradMult
 
-__all__ = ['ConvBranch', 'Csla', 'CslaBlock', 'CslaConv2d', 'IdentityBranch', 'SearchBlock', 'csla_layers']
-
-# names that torch's wrappers insert between those of modules
-_WRAPPERS = {'module', '_orig_mod', '_checkpoint_wrapped_module', '_fsdp_wrapped_module'}
+__all__ = ['ConvBranch', 'Csla', 'IdentityBranch']
 
 
 def _pair(x: Union[int, Tuple[int, int]], name: str) -> Tuple[int, int]:
@@ -173,10 +169,6 @@ class Csla:
             for name in self.scaled_branches
         }
 
-    def build_conv(self, bias: bool = False, device=None, dtype=None) -> 'CslaConv2d':
-        """The target operator: one convolution with torch's default initialization, without a GradMult."""
-        return CslaConv2d(self, bias=bias, device=device, dtype=dtype)
-
     def grad_mult(self, scales: Mapping[str, torch.Tensor]) -> GradMult:
         """The multiplier of the target kernel's gradient or update (eq. 3, appendix A).
 
@@ -223,244 +215,9 @@ class Csla:
             total = kernel if total is None else total + kernel
         return total
 
-    def initial_kernel(self, scales: Mapping[str, torch.Tensor], device=None, dtype=None) -> torch.Tensor:
-        """A new kernel by the rule of initialization (eq. 4): the equivalent kernel of a newly initialized CSLA block.
-
-        Raises:
-            ValueError: A scale is missing or has another shape.
-        """
-        return CslaBlock(self, scales, device=device, dtype=dtype).equivalent_kernel()
-
     def _diagonal(self, scale: torch.Tensor) -> torch.Tensor:
         """The 1 x 1 kernel that multiplies every channel by its scale."""
         kernel = scale[:, None]
         if self.groups < self.in_channels:
             kernel = kernel * scale.new_ones(self.in_channels // self.groups).diag().repeat(self.groups, 1)
         return kernel[:, :, None, None]
-
-
-class CslaConv2d(nn.Conv2d):
-    """The target operator of a CSLA block: a convolution that keeps the GradMult of its weight.
-
-    torch replaces a parameter, and drops its attributes, when a model is copied, unpickled, moved from 'meta' or loaded
-    with ``assign=True``; this module attaches the multiplier to the new parameter. Input (N, in_channels, H, W), output
-    (N, out_channels, H', W').
-    """
-    structure = 'target'
-    __jit_unused_properties__ = ('grad_mult',)
-
-    def __init__(self, csla: Csla, bias: bool = False, device=None, dtype=None):
-        """
-        Args:
-            csla: The branches that this operator replaces.
-            bias: Whether the convolution has a bias, which no branch has.
-            device: Device of the parameters.
-            dtype: Dtype of the parameters.
-        """
-        super().__init__(
-            csla.in_channels,
-            csla.out_channels,
-            csla.kernel_size,
-            stride=csla.stride,
-            padding=csla.padding(csla.kernel_size),
-            dilation=csla.dilation,
-            groups=csla.groups,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.csla = csla
-
-    @property
-    def grad_mult(self) -> Optional[GradMult]:
-        """The multiplier attached to the weight, or None."""
-        weight = self._parameters.get('weight')
-        return None if weight is None else get_grad_mult(weight)
-
-    def set_scales(self, scales: Optional[Mapping[str, torch.Tensor]]) -> None:
-        """Attach the multiplier of some scales to the weight (rule of iteration).
-
-        Args:
-            scales: Constant scale of each conv branch, (out_channels,); None removes the multiplier.
-
-        Raises:
-            ValueError: A scale is missing, has another shape or is not finite, or the weight is not a parameter.
-        """
-        self.check_weight()
-        set_grad_mult(self.weight, None if scales is None else self.csla.grad_mult(scales))
-
-    def check_weight(self) -> None:
-        """Make sure that the weight is a parameter, which can have a multiplier.
-
-        Raises:
-            ValueError: The weight is computed from other parameters.
-        """
-        if self._parameters.get('weight') is None:
-            raise ValueError(
-                'The weight is not a parameter: a parametrization, weight_norm or pruning computes it from other '
-                'parameters, which the optimizer updates instead. Remove it, then attach the GradMult.')
-
-    @torch.no_grad()
-    def reset_kernel(self, scales: Mapping[str, torch.Tensor]) -> None:
-        """Reinitialize the kernel by the rule of initialization (eq. 4).
-
-        Raises:
-            ValueError: A scale is missing or has another shape.
-        """
-        self.weight.copy_(self.csla.initial_kernel(scales, device=self.weight.device, dtype=self.weight.dtype))
-
-    def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """The kernel, detached, in a dtype or its own; the same method as CslaBlock's."""
-        return self.weight.detach().to(dtype or self.weight.dtype)
-
-    # The multiplier belongs to the parameter: it is attached again wherever torch replaces the parameter.
-    def _restore_grad_mult(self, grad_mult: Optional[GradMult]) -> None:
-        weight = self._parameters.get('weight')
-        if grad_mult is not None and weight is not None and get_grad_mult(weight) is None:
-            if tuple(weight.shape) == grad_mult.shape:
-                set_grad_mult(weight, grad_mult)
-
-    def register_parameter(self, name: str, param: Optional[nn.Parameter]) -> None:
-        grad_mult = self.grad_mult
-        super().register_parameter(name, param)
-        self._restore_grad_mult(grad_mult)
-
-    def _apply(self, fn, recurse=True):
-        grad_mult = self.grad_mult
-        super()._apply(fn, recurse)
-        self._restore_grad_mult(grad_mult)
-        return self
-
-    def _load_from_state_dict(self, *args, **kwargs):
-        grad_mult = self.grad_mult
-        super()._load_from_state_dict(*args, **kwargs)
-        self._restore_grad_mult(grad_mult)
-
-    def __getstate__(self):
-        return {**self.__dict__, '_grad_mult': self.grad_mult}
-
-    def __setstate__(self, state):
-        state = dict(state)
-        grad_mult = state.pop('_grad_mult')
-        super().__setstate__(state)
-        self._restore_grad_mult(grad_mult)
-
-
-class CslaBlock(nn.Module):
-    """A CSLA block with one operator for each branch and constant scales (figure 1).
-
-    Input (N, in_channels, H, W), output (N, out_channels, H', W'). For tests and ablations: the target operator with
-    its GradMult trains equivalently in less time.
-    """
-    structure = 'csla'
-
-    def __init__(
-            self,
-            csla: Csla,
-            scales: Optional[Mapping[str, torch.Tensor]] = None,
-            device=None,
-            dtype=None,
-    ):
-        """
-        Args:
-            csla: The branches.
-            scales: Scale of each conv branch, (out_channels,), copied; ``csla.initial_scales()`` if None.
-            device: Device of the parameters.
-            dtype: Dtype of the parameters.
-
-        Raises:
-            ValueError: A scale is missing or has another shape.
-        """
-        dd = {'device': device, 'dtype': dtype}
-        super().__init__()
-        self.csla = csla
-        self.weights = nn.ParameterDict()
-        self.scales = nn.ParameterDict()
-        for branch in csla.branches:
-            if isinstance(branch, ConvBranch):
-                shape = (csla.out_channels, csla.in_channels // csla.groups, *branch.kernel_size)
-                self.weights[branch.name] = nn.Parameter(torch.empty(shape, **dd))
-            else:
-                self.weights[branch.name] = nn.Parameter(torch.empty(csla.out_channels, **dd))
-        scales = csla.initial_scales(**dd) if scales is None else csla.check_scales(scales)
-        for name, scale in scales.items():
-            self.scales[name] = nn.Parameter(scale.clone().to(**dd), requires_grad=self.structure == 'search')
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialize the kernels as torch.nn.Conv2d does and the scales of the identity branch with 1."""
-        for weight in self.weights.values():
-            if weight.ndim == 4:
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            else:
-                nn.init.ones_(weight)
-
-    @torch.no_grad()
-    def set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
-        """Replace the scales of the conv branches.
-
-        Args:
-            scales: Scale of each conv branch, (out_channels,).
-
-        Raises:
-            ValueError: A scale is missing or has another shape.
-        """
-        for name, scale in self.csla.check_scales(scales).items():
-            self.scales[name].copy_(scale)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the branches, (N, out_channels, H', W')."""
-        y = None
-        for branch in self.csla.branches:
-            weight = self.weights[branch.name]
-            if isinstance(branch, IdentityBranch):
-                z = x * weight[:, None, None]
-            else:
-                z = F.conv2d(
-                    x,
-                    weight,
-                    stride=self.csla.stride,
-                    padding=self.csla.padding(branch.kernel_size),
-                    dilation=self.csla.dilation,
-                    groups=self.csla.groups,
-                )
-                z = z * self.scales[branch.name][:, None, None]
-            y = z if y is None else y + z
-        return y
-
-    def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """The kernel of the one convolution with the same output (eq. 4), detached, in a dtype or the weights'."""
-        weights, scales = (
-            {name: x.detach().to(dtype or x.dtype) for name, x in group.items()}
-            for group in (self.weights, self.scales))
-        return self.csla.kernel(weights, scales)
-
-
-class SearchBlock(CslaBlock):
-    """The block that Hyper-Search trains: the same branches with trainable scales (section 3.3).
-
-    The kernels of the branches are added before one convolution, which gives the outputs and gradients of CslaBlock up
-    to rounding.
-    """
-    structure = 'search'
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of one convolution with the equivalent kernel, (N, out_channels, H', W')."""
-        return F.conv2d(
-            x,
-            self.csla.kernel(self.weights, self.scales),
-            stride=self.csla.stride,
-            padding=self.csla.padding(self.csla.kernel_size),
-            dilation=self.csla.dilation,
-            groups=self.csla.groups,
-        )
-
-
-def csla_layers(model: nn.Module) -> Dict[str, nn.Module]:
-    """The CslaConv2d and CslaBlock layers of a model, by their names.
-
-    Names that torch's wrappers insert ('module', '_orig_mod', ...) are removed, unless two names would become equal.
-    """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, (CslaBlock, CslaConv2d))}
-    names = ['.'.join(part for part in name.split('.') if part not in _WRAPPERS) for name in layers]
-    return dict(zip(names, layers.values())) if len(set(names)) == len(names) else layers

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.convert import ReparameterizeMixin
-from timm_rep.layers import Affine, Csla, CslaBlock, SearchBlock, csla_layers
+from timm_rep.layers import Affine, Csla, CslaBlock, CslaConv2d, SearchBlock, csla_layers
 from timm_rep.scales import ScalesLike, packaged_scales, resolve_scales
 
 __all__ = ['RepOptMixin', 'build_csla_layer', 'check_structure', 'choose_scales', 'fold_norm']
@@ -65,9 +65,8 @@ def build_csla_layer(csla: Csla, structure: str, device=None, dtype=None) -> nn.
         csla: The declaration.
         structure: 'target', one convolution; 'search', branches with trainable scales; 'csla', with constant scales.
     """
-    if structure == 'target':
-        return csla.build_conv(device=device, dtype=dtype)
-    return {'search': SearchBlock, 'csla': CslaBlock}[structure](csla, device=device, dtype=dtype)
+    layers = {layer.structure: layer for layer in (CslaConv2d, SearchBlock, CslaBlock)}
+    return layers[structure](csla, device=device, dtype=dtype)
 
 
 def fold_norm(conv: nn.Module, norm: nn.modules.batchnorm._BatchNorm, deploy: nn.Conv2d) -> None:

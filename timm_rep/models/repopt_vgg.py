@@ -217,7 +217,15 @@ class RepOptVgg(RepOptMixin, ByobNet):
             TypeError: An argument would change the blocks or the norm, which could then not be folded.
         """
         _check_architecture(depths, widths, stem_width, strides, output_stride)
-        _check_arguments(structure, drop_path_rate, kwargs)
+        check_structure(structure)
+        if drop_path_rate:
+            raise ValueError(
+                f'drop_path_rate={drop_path_rate}: RepOpt-VGG has no shortcut to drop, use drop_rate or '
+                'drop_block_rate.')
+        fixed = kwargs.keys() & {field.name for field in fields(ByoModelCfg)}
+        if fixed:
+            raise TypeError(
+                f'{", ".join(sorted(fixed))}: fixed in RepOpt-VGG, whose blocks could not be folded otherwise.')
         dd = {'device': device, 'dtype': dtype}
         block = RepOptBlockDeploy if reparameterized else partial(RepOptBlock, structure=structure)
         stages = tuple(
@@ -270,16 +278,6 @@ def _check_architecture(
             raise ValueError(f'{name}: expected {what}, got {numbers if count > 1 else numbers[0]!r}.')
     if output_stride != 32 and tuple(strides) != (2,) * 5:
         raise ValueError('strides and output_stride both change the strides of the stages: set one of them.')
-
-
-def _check_arguments(structure: str, drop_path_rate: float, kwargs: Mapping[str, Any]) -> None:
-    check_structure(structure)
-    if drop_path_rate:
-        raise ValueError(
-            f'drop_path_rate={drop_path_rate}: RepOpt-VGG has no shortcut to drop, use drop_rate or drop_block_rate.')
-    fixed = kwargs.keys() & {field.name for field in fields(ByoModelCfg)}
-    if fixed:
-        raise TypeError(f'{", ".join(sorted(fixed))}: fixed in RepOpt-VGG, whose blocks could not be folded otherwise.')
 
 
 register_released_keys(RepOptVgg, [

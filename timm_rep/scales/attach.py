@@ -66,7 +66,7 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
     multipliers from their next step on.
 
     Args:
-        model: A model with target operators (:meth:`Csla.build_conv`), wrapped or not.
+        model: A model with target operators (:class:`CslaConv2d`), wrapped or not.
         scales: Scales, a mapping of vectors by branch by layer, a source of :meth:`Scales.load` (a path, a Hub
             repository, the name of a model with packaged scales), ``'ones'`` or ``'init'``. False or None removes the
             GradMults.
@@ -85,7 +85,7 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
         raise ValueError(
             f"{type(model).__name__} has no target operator to attach a GradMult to: create a RepOpt model with "
             "structure='target' (the default), and do not reparameterize it before training; in a model of your own "
-            'use the convolution that Csla.build_conv() makes.')
+            'use timm_rep.layers.CslaConv2d.')
     source = scales if isinstance(scales, str) else None
     scales = resolve_scales(model, scales)
     for name, layer in targets.items():

@@ -97,7 +97,8 @@ def device_name(device: torch.device) -> str:
     info = Path('/proc/cpuinfo')
     if info.is_file():
         cpu = next((line.split(':')[1].strip() for line in info.read_text().splitlines() if 'model name' in line), cpu)
-    return f'{cpu}, {torch.get_num_threads()} threads'
+    threads = torch.get_num_threads()
+    return f'{cpu}, {threads} thread{"s" if threads > 1 else ""}'
 
 
 def versions() -> Dict[str, str]:

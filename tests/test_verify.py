@@ -1,0 +1,221 @@
+"""verify(): what folding loses, and the layer at which it loses more than rounding."""
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from PIL import Image
+from timm.models.byobnet import MobileOneBlock
+
+import timm_rep
+from tests.helpers import images, randomize_, same_weights, tiny
+from timm_rep.cli import main
+from timm_rep.layers import RePaMlp
+
+MODELS = [
+    ('repa_deit_tiny', {}, 2),
+    ('repa_swin_tiny', {}, 4),
+    ('repa_mixer_s32', {}, 3),
+    ('repa_poolformer_s12', {}, 4),
+    ('repa_poolformer_s12', dict(fold_token_mixer=True), 8),
+    ('repa_lvvit_s', {}, 3),
+    ('repopt_vgg_l2se', {}, 7),
+    ('repopt_vgg_b1', dict(structure='search'), 7),
+    ('repopt_ghostnet_050', {}, 8),
+]
+
+
+ARGS = ['--model-kwargs', 'img_size=32', 'patch_size=8', 'embed_dim=24', 'depth=2', 'num_heads=3', 'num_classes=5']
+
+
+@pytest.mark.parametrize('name,kwargs,layers', MODELS, ids=str)
+def test_every_family(name, kwargs, layers):
+    """Folding loses no more than rounding does, in the outputs and in each layer."""
+    result = timm_rep.verify(randomize_(tiny(name, **kwargs)))
+    assert result.passed
+    assert result.first_difference is None
+    assert result.folded == len(result.layers) == layers
+    assert all(0 < folded < 4 * max(unfolded, 2 ** -23) for unfolded, folded in result.layers.values())
+    assert str(result).endswith('\npassed')
+    assert result.images == 8
+    assert result.same_top1 == 1
+
+
+@pytest.mark.parametrize('name', ['repvgg_a0', 'mobileone_s0', 'fastvit_t8'])
+def test_models_of_timm(name):
+    torch.manual_seed(0)
+    result = timm_rep.verify(randomize_(timm.create_model(name, num_classes=5)), images(1, 32))
+    assert result.passed
+    assert result.folded > 10
+    assert result.folded_error > 0
+
+
+def test_the_numbers():
+    """They are those of the outputs, with the unfolded model in float64 as the reference; the model is unchanged."""
+    model = tiny('repa_deit_tiny').train()
+    torch.nn.init.normal_(model.blocks[0].mlp.norm1.running_mean)
+    before = copy.deepcopy(model)
+    x = images(3, 32)
+    result = timm_rep.verify(model, x)
+    assert same_weights(model, before)
+    assert all(module.training for module in model.modules())
+
+    def rms(y):
+        return y.double().square().mean().sqrt()
+
+    folded = copy.deepcopy(before.eval()).reparameterize()
+    with torch.no_grad():  # one image at a time: a batch may be rounded differently
+        unfolded, folded = (torch.cat([net(image) for image in x.split(1)]) for net in (before, folded))
+        exact = before.double()(x.double())
+    for found, expected in (
+            (result.max_difference, (folded - unfolded).abs().max()),
+            (result.relative_rms, rms(folded - unfolded) / rms(unfolded)),
+            (result.unfolded_error, rms(unfolded - exact) / rms(exact)),
+            (result.folded_error, rms(folded - exact) / rms(exact))):
+        assert found == pytest.approx(expected.item(), rel=1e-6)
+    assert result.images == 3
+    assert list(result.layers) == ['blocks.0.mlp', 'blocks.1.mlp']
+
+
+def test_converted_half_precision_and_nothing_to_fold():
+    model = timm.create_model('deit3_small_patch16_224', img_size=32, depth=2, embed_dim=24, num_heads=3)
+    assert str(timm_rep.verify(model)) == 'nothing to fold'
+    model = randomize_(timm_rep.convert_to_repa(model)).bfloat16()
+    result = timm_rep.verify(model, images(2, 32))
+    assert (result.passed, result.folded) == (True, 2)
+    folded = timm_rep.verify(model.reparameterize(), images(2, 32))
+    assert (folded.passed, folded.folded) == (True, 0)
+
+
+@pytest.mark.parametrize('damage', [1e-4, 1., float('nan')])
+def test_a_broken_fold_of_one_layer(monkeypatch, damage):
+    """The layer is named, and not those behind it, whose inputs differ too."""
+    model = randomize_(tiny('repa_vit_small', depth=3))
+    target = model.blocks[1].mlp.fc1.weight.clone()
+    fuse = RePaMlp.fuse
+
+    def broken(self):
+        deploy = fuse(self)
+        if torch.equal(self.fc1.weight, target):
+            with torch.no_grad():
+                next(p for p in deploy.parameters() if p.ndim == 2).mul_(1 + damage)
+        return deploy
+
+    assert timm_rep.verify(model).passed
+    monkeypatch.setattr(RePaMlp, 'fuse', broken)
+    result = timm_rep.verify(model)
+    assert not result.passed
+    assert result.first_difference == 'blocks.1.mlp'
+    assert 'first layer that differs: blocks.1.mlp, error against float64: unfolded' in str(result)
+    assert str(result).endswith('\nFAILED')
+    assert timm_rep.verify(model, tolerance=10.).passed == (damage < 10)
+
+
+def test_a_broken_fold_in_place(monkeypatch):
+    """timm's blocks that fold themselves, and a difference that the outputs do not show."""
+    torch.manual_seed(0)
+    model = randomize_(timm.create_model('mobileone_s0', num_classes=5))
+    nn.init.zeros_(model.head.fc.weight)
+    target = model.stages[1][0].conv_kxk[0].conv.weight.clone()
+    fold = MobileOneBlock.reparameterize
+
+    def broken(self):
+        hit = self.conv_kxk is not None and torch.equal(self.conv_kxk[0].conv.weight, target)
+        fold(self)
+        if hit:
+            self.reparam_conv.bias.data += .01 * self.reparam_conv.bias.data.abs().max()
+
+    x = images(1, 32)
+    assert timm_rep.verify(model, x).passed
+    monkeypatch.setattr(MobileOneBlock, 'reparameterize', broken)
+    result = timm_rep.verify(model, x)
+    assert result.folded_error <= 2 ** -23
+    assert not result.passed
+    assert result.first_difference == 'stages.1.0'
+
+
+def test_tolerance():
+    model = randomize_(tiny('repa_deit_tiny'))
+    assert not timm_rep.verify(model, tolerance=0.).passed
+    assert timm_rep.verify(model, tolerance=1e-5).passed
+    for tolerance in (-1., float('nan')):
+        with pytest.raises(ValueError, match='tolerance is a relative error'):
+            timm_rep.verify(model, tolerance=tolerance)
+    for x in (torch.zeros(3, 32, 32), torch.zeros(0, 3, 32, 32), torch.full((1, 3, 32, 32), float('inf'))):
+        with pytest.raises(ValueError, match='images are finite, of shape'):
+            timm_rep.verify(model, x)
+    with pytest.raises(ValueError, match='has no pretrained_cfg'):
+        timm_rep.verify(nn.Conv2d(3, 3, 1))
+
+
+@torch.no_grad()
+def test_extreme_statistics():
+    """Statistics of any finite size fold; a layer that does not fold, or computes no numbers, is named."""
+    for name in ('repa_deit_tiny', 'repopt_vgg_a0'):
+        model = randomize_(tiny(name))
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.running_mean.mul_(1e6)
+                module.running_var.mul_(1e12)
+        assert timm_rep.verify(model).passed
+
+    model = randomize_(tiny('repa_deit_tiny'))
+    model.blocks[1].mlp.norm1.running_var.neg_()
+    with pytest.raises(ValueError, match=r'outputs of blocks\.1\.mlp\.norm1 are not finite, before any folding'):
+        timm_rep.verify(model)
+    model = randomize_(tiny('repa_deit_tiny'))
+    model.blocks[0].attn.proj.weight[0, 0] = float('nan')
+    with pytest.raises(ValueError, match=r'outputs of blocks\.0\.attn\.proj are not finite'):
+        timm_rep.verify(model)
+    model = randomize_(tiny('repa_deit_tiny'))
+    model.blocks[1].mlp.norm1.running_mean = model.blocks[1].mlp.norm1.running_var = None
+    with pytest.raises(ValueError, match=r'blocks\.1\.mlp cannot be folded: .*running statistics'):
+        timm_rep.verify(model)
+    model = tiny('repopt_vgg_a0')
+    nn.init.zeros_(model.stem.bn.weight)  # the inputs of the next block are 0, so that its outputs are finite
+    model.stages[0][0].conv.weight.fill_(1e20)
+    model.stages[0][0].bn.weight.fill_(1e20)
+    with pytest.raises(ValueError, match=r'stages\.0\.0 cannot be folded: The folded weight .* reaches 1e\+40'):
+        timm_rep.verify(model)
+
+
+class TestCommand:
+    def test_checkpoint_and_images(self, tmp_path, capsys):
+        torch.save({'state_dict': randomize_(tiny('repa_deit_tiny')).state_dict()}, tmp_path / 'c.pth')
+        for i in range(5):
+            (tmp_path / 'val' / str(i % 2)).mkdir(parents=True, exist_ok=True)
+            Image.new('RGB', (40, 40), (50 * i, 10, 90)).save(tmp_path / 'val' / str(i % 2) / f'{i}.png')
+        command = ['verify', 'repa_deit_tiny', '--checkpoint', str(tmp_path / 'c.pth'), *ARGS]
+        assert main([*command, '--data-dir', str(tmp_path), '--num-images', '3']) == 0
+        out = capsys.readouterr().out
+        for kind in ('random', 'real'):
+            assert f'repa_deit_tiny, {kind} images: 2 folded layers, 3 images\n' in out
+        assert out.count('\npassed\n') == 2
+        assert main([*command, '--tolerance', '0']) == 1
+        assert '\nFAILED\n' in capsys.readouterr().out
+
+        assert main([*command, '--data-dir', str(tmp_path), '--split', 'test']) == 1
+        assert "no folder for the split 'test'" in capsys.readouterr().err
+        assert main(command[:4]) == 1
+        assert 'does not fit repa_deit_tiny with these --model-kwargs' in capsys.readouterr().err
+
+    def test_broken(self, capsys, monkeypatch):
+        fuse = RePaMlp.fuse
+
+        def broken(self):
+            deploy = fuse(self)
+            for p in deploy.parameters():
+                p.data.mul_(2)
+            return deploy
+
+        monkeypatch.setattr(RePaMlp, 'fuse', broken)
+        assert main(['verify', 'repa_deit_tiny', '--num-images', '1', *ARGS]) == 1
+        assert 'first layer that differs: blocks.0.mlp,' in capsys.readouterr().out
+
+    def test_other_models(self, capsys):
+        args = ['verify', 'deit3_small_patch16_224', '--num-images', '1', *ARGS]
+        assert main(args) == 0
+        assert capsys.readouterr().out == 'deit3_small_patch16_224, random images: nothing to fold\n'
+        assert main([*args, '--convert-to-repa', 'idle_ratio=0.5']) == 0
+        assert '2 folded layers, 1 images' in capsys.readouterr().out
