@@ -1,7 +1,7 @@
 from .ffn import convert_to_repa, find_ffns, take_layer_scale, use_repa_ffns
 from .least_squares import eliminate
 from .linearize import ConversionReport, ConvertedFfn, linearize_ffns
-from .pointwise import PointwiseFfn, find_pointwise_ffns
+from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
 from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     'is_reparameterized',
     'linearize_ffns',
     'reparameterize',
+    'replace_module',
     'take_layer_scale',
     'use_repa_ffns',
 ]

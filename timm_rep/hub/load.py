@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Type, Union
 
+import timm
 import torch
 import torch.nn as nn
 from huggingface_hub import constants
@@ -35,6 +36,11 @@ _CFG = (
     'input_size', 'test_input_size', 'min_input_size', 'fixed_input_size', 'interpolation', 'crop_pct', 'test_crop_pct',
     'crop_mode', 'mean', 'std', 'num_classes', 'label_names', 'label_descriptions', 'pool_size', 'test_pool_size',
     'first_conv', 'classifier', 'tag', 'license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
+# arguments that are not those of a constructor, some of which name files
+_FACTORY_ARGS = {
+    *inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters,
+    'device', 'dtype', 'features_only', 'out_indices', 'weight_select', 'weights',
+}
 
 
 class Weights(NamedTuple):
@@ -124,8 +130,10 @@ def _create_with_weights(
     return model.reparameterize() if fold else model
 
 
-def _parameters(cls: Type[nn.Module]) -> Dict[str, Any]:
-    """Arguments of a class and its bases, with their defaults."""
+def _parameters(cls: Union[Type[nn.Module], Callable[..., nn.Module]]) -> Dict[str, Any]:
+    """Arguments of a class and its bases, or of a function, with their defaults."""
+    if not isinstance(cls, type):
+        return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
     return {
         name: parameter.default for base in reversed(cls.__mro__)
         for name, parameter in inspect.signature(base.__init__).parameters.items()
@@ -230,6 +238,8 @@ def _model_args(cls: Type[nn.Module], published: Published) -> Dict[str, Any]:
     """
     args = dict(published.model_args)
     others = args.keys() - (_parameters(cls).keys() - {'self', 'args', 'kwargs', 'device', 'dtype'})
+    if not isinstance(cls, type):  # it passes arguments on to a model of timm, whose constructor reads no files
+        others &= _FACTORY_ARGS
     if args.get('scales') is False:
         args['scales'] = None
     if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):

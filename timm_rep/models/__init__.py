@@ -1,4 +1,4 @@
-from . import students
+from . import repa_any, students
 from .repa_lvvit import LvVit, RePaLvVit
 from .repa_mixer import RePaMlpMixer
 from .repa_poolformer import RePaPoolFormer
@@ -16,5 +16,6 @@ __all__ = [
     'RePaVisionTransformer',
     'RepOptGhostNet',
     'RepOptVgg',
+    'repa_any',
     'students',
 ]

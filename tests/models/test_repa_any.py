@@ -1,0 +1,126 @@
+"""repa_any: converted timm models as a registered architecture."""
+import copy
+import json
+import pickle
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+from timm.optim import create_optimizer_v2
+from timm.utils import reparameterize_model
+
+import timm_rep
+from tests.helpers import images, relative, wild_
+from tests.models.contract import train
+from timm_rep.layers import RePaMlp, RePaMlpDeploy
+
+VIT = dict(base='vit_tiny_patch16_224', img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
+CONVNEXT = dict(base='convnext_atto', dims=(8, 16, 16, 24), depths=(1, 1, 1, 1), num_classes=5)
+
+
+def plain(args):
+    args = dict(args)
+    torch.manual_seed(0)
+    return timm.create_model(args.pop('base'), **args).eval()
+
+
+@pytest.mark.parametrize('args', [VIT, CONVNEXT])
+@torch.no_grad()
+def test_it_is_what_the_conversion_makes(args, tmp_path):
+    converted = plain(args)
+    x = images(64, 32 if args is VIT else 128)
+    report = timm_rep.convert_to_repa(converted, idle_ratio=.6, calibration=[x])
+    model = timm.create_model('repa_any', idle_ratio=.6, **args).eval()
+    assert type(model) is type(converted)
+    model.load_state_dict(converted.state_dict())
+    assert torch.equal(model(x), converted(x))
+    assert len(report.ffns) == sum(isinstance(m, RePaMlpDeploy) for m in model.modules()) == 4
+    assert model.pretrained_cfg['architecture'] == 'repa_any'
+    assert model.pretrained_cfg['input_size'] == timm.get_pretrained_cfg(args['base']).input_size
+    assert model.reparameterize() is model  # nothing is left to fold
+
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert torch.equal(loaded(x), model(x))
+    assert loaded.pretrained_cfg['mean'] == model.pretrained_cfg['mean']
+    assert timm.create_model(f'local-dir:{tmp_path}', pretrained=True, num_classes=3)(x).shape[1] == 3
+    with torch.device('meta'):
+        assert timm.create_model(f'local-dir:{tmp_path}').num_classes == 5
+
+    features = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, features_only=True, out_indices=(1, 2)).eval()
+    expected = model.forward_intermediates(x, indices=(1, 2), intermediates_only=True)
+    assert [torch.equal(a, b) for a, b in zip(features(x), expected)] == [True, True]
+    names = {'model.'} if args is VIT else {'stem_0.', 'stages_1.'}
+    assert all(any(k.startswith(name) for k in features.state_dict()) for name in names)
+    assert not any('head' in k for k in features.state_dict())
+
+
+def test_one_ratio_for_each_ffn():
+    ratios = [.5, None, 1., 0.]
+    model = timm.create_model('repa_any', idle_ratio=ratios, device='meta', **VIT)
+    assert [getattr(getattr(b.mlp, 'fc_in', None), 'out_features', None) for b in model.blocks] == [48, None, None, 96]
+    assert type(model.blocks[1].mlp) is timm.layers.Mlp
+    assert [getattr(b.mlp, 'has_idle', None) for b in model.blocks] == [True, None, True, False]
+
+
+@torch.no_grad()
+def test_structure_of_the_paper(tmp_path):
+    model = timm.create_model('repa_any', norm='batch', idle_ratio=.5, bn_momentum=.2, **VIT).eval()
+    mlps = [m for m in model.modules() if isinstance(m, RePaMlp)]
+    assert len(mlps) == 4
+    assert {(m.norm1.momentum, m.act.active_channels) for m in mlps} == {(.2, 48)}
+    for i, mlp in enumerate(mlps):
+        wild_(mlp, i, log_var=(-1, 1))
+    x = images(3, 32)
+    expected = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert relative(other.reparameterize()(x), expected) < 1e-4
+    assert relative(reparameterize_model(model)(x), expected) < 1e-4
+    assert torch.equal(model(x), expected)
+    save_for_hf(model, str(tmp_path / 'training'), safe_serialization=True)
+    save_for_hf(model.reparameterize(), str(tmp_path / 'folded'), safe_serialization=True)
+    folded = model(x)
+    for name, given in (('training', dict(reparameterized=True)), ('folded', {})):
+        loaded = timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True, **given).eval()
+        assert torch.equal(loaded(x), folded)
+    loaded = timm.create_model(f'local-dir:{tmp_path / "training"}', pretrained=True).eval()
+    assert torch.equal(loaded(x), expected)
+    with pytest.raises(RuntimeError, match='has the deploy structure'):
+        loaded.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize('args,message', [
+    (dict(base='repa_deit_tiny'), "base is the name of a model of timm without tag.*got 'repa_deit_tiny'"),
+    (dict(base='vit_tiny_patch16_224.augreg_in21k'), 'without tag'),
+    (dict(base='hf-hub:timm/resnet18.a1_in1k'), 'without tag'),
+    (dict(base='resnet18'), 'ResNet has 0 pointwise FFNs'),
+    (dict(base='resnet18', norm='batch'), 'it has none'),
+    (dict(VIT, idle_ratio=[.5, .5]), 'has 4 pointwise FFNs.*one for each of them'),
+    (dict(VIT, idle_ratio=1.5), 'from 0 to 1, got 1.5'),
+    (dict(VIT, norm='layer'), "norm is 'keep' or 'batch', got 'layer'"),
+])
+def test_refusals(args, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model('repa_any', device='meta', **args)
+
+
+@pytest.mark.parametrize('given', [
+    dict(base='repa_deit_tiny', weight_select='teacher.pth'),
+    dict(checkpoint_path='other.pth'), dict(weight_select='teacher.pth'), dict(pretrained_cfg={'file': 'other.pth'}),
+])
+def test_a_config_cannot_name_other_files(tmp_path, given):
+    model = timm.create_model('repa_any', **VIT)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    config['model_args'].update(given)
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    with pytest.raises((RuntimeError, TypeError, ValueError), match='not allowed|multiple values|weight_select is for'):
+        timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
+
+
+def test_it_trains_as_any_model():
+    model = timm.create_model('repa_any', **VIT)
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
+    losses = train(model, optimizer, images(10, 32), torch.arange(10) % 5, steps=25)
+    assert losses[-1] < .5 * losses[0]

@@ -1,0 +1,159 @@
+"""Any timm model with RePa FFNs as a registered architecture, so that timm's scripts, config.json and the Hub know it.
+
+`RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, ICML 2025 as
+`RePaViT` - https://arxiv.org/abs/2505.21847
+"""
+import dataclasses
+import inspect
+from functools import partial
+from typing import Any, Dict, Optional, Sequence, Union
+
+import timm
+import torch.nn as nn
+from timm.models import PretrainedCfg, generate_default_cfgs, get_pretrained_cfg, is_model, register_model
+
+from timm_rep.convert import find_pointwise_ffns, reparameterize, replace_module, use_repa_ffns
+from timm_rep.convert.reparameterize import check_loaded_structure
+from timm_rep.hub.load import build_model, resolve_pretrained
+from timm_rep.layers import active_channels
+
+__all__ = []
+
+_DEFAULT_BASE = 'vit_tiny_patch16_224'
+
+
+def _build(
+        base: str = _DEFAULT_BASE,
+        idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,
+        norm: str = 'keep',
+        idle_schedule: str = 'constant',
+        bn_momentum: float = 0.1,
+        bn_eps: float = 1e-5,
+        reparameterized: bool = False,
+        **kwargs,
+) -> nn.Module:
+    """The timm model ``base`` with converted FFNs; see :func:`repa_any`."""
+    model = timm.create_model(base, **kwargs)
+    model._model_args = {}  # those of the base; create_model adds all
+    if norm == 'keep':
+        use_linearized_ffns(model, idle_ratio)
+    elif norm == 'batch':
+        use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
+    else:
+        raise ValueError(f"norm is 'keep' or 'batch', got {norm!r}.")
+    model.register_load_state_dict_pre_hook(check_loaded_structure)
+    model.reparameterize = partial(_reparameterize, model)
+    return model
+
+
+def use_linearized_ffns(model: nn.Module, idle_ratio: Union[float, Sequence[Optional[float]]]) -> None:
+    """Give the FFNs of a model the structure of :func:`timm_rep.convert.linearize_ffns`, with new weights.
+
+    Args:
+        model: timm model.
+        idle_ratio: Share of the idle hidden channels; or one for each pointwise FFN, None for those left as they are.
+
+    Raises:
+        ValueError: The model has no pointwise FFN, or another number of them than ratios.
+    """
+    ffns, _ = find_pointwise_ffns(model)
+    ratios = [idle_ratio] * len(ffns) if isinstance(idle_ratio, (int, float)) else list(idle_ratio)
+    if not ffns or len(ratios) != len(ffns):
+        raise ValueError(
+            f'{type(model).__name__} has {len(ffns)} pointwise FFNs that can be converted, idle_ratio is one number or '
+            f'one for each of them, got {idle_ratio!r}.')
+    for ffn, ratio in zip(ffns, ratios):
+        if ratio is not None:
+            replace_module(model, ffn.module, ffn.replacement(active_channels(ffn.hidden_features, ratio)))
+
+
+def _reparameterize(model: nn.Module) -> nn.Module:
+    """Fold the model in place; config.json says so afterwards."""
+    reparameterize(model)
+    model._model_args = {**getattr(model, '_model_args', {}), 'reparameterized': True}
+    return model
+
+
+def _check_base(base: str) -> None:
+    known = isinstance(base, str) and '.' not in base and is_model(base)
+    entry = timm.models.model_entrypoint(base) if known else None
+    if entry is None or not entry.__module__.startswith('timm.models.'):
+        raise ValueError(
+            f'base is the name of a model of timm without tag, such as {_DEFAULT_BASE!r}; got {base!r}, see '
+            'timm.list_models().')
+
+
+def _base_cfg(base: str, pretrained_cfg: Union[str, Dict[str, Any], PretrainedCfg, None]) -> Dict[str, Any]:
+    """The pretrained_cfg of the base without its weights, completed by a given one."""
+    cfg = get_pretrained_cfg(base)
+    cfg = cfg.to_dict() if cfg is not None else {}
+    for name in ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'custom_load'):
+        cfg.pop(name, None)
+    if isinstance(pretrained_cfg, PretrainedCfg):
+        pretrained_cfg = dataclasses.asdict(pretrained_cfg)
+    given = {} if pretrained_cfg is None or isinstance(pretrained_cfg, str) else pretrained_cfg
+    return {**cfg, **{k: v for k, v in given.items() if v is not None}, 'architecture': 'repa_any'}
+
+
+def _take_layers(target: nn.Module, layers: Dict[str, nn.Module], name: str = '') -> None:
+    """Put the layers of a model in the places of a copy of it, whose names may have underscores for dots."""
+    for child_name, child in target.named_children():
+        path = f'{name}_{child_name}'.strip('_').replace('.', '_')
+        layer = layers.get(path)
+        if layer is None or isinstance(child, nn.Identity):  # timm prunes layers after the last features
+            continue
+        if type(layer) is type(child) and any(True for _ in child.children()):
+            child._parameters, child._buffers = layer._parameters, layer._buffers
+            _take_layers(child, layers, path)
+        else:
+            setattr(target, child_name, layer)
+
+
+def _feature_extractor(model: nn.Module, base: str, **kwargs) -> nn.Module:
+    """timm's feature extractor of the base, with the layers of a converted model."""
+    features = timm.create_model(base, features_only=True, **kwargs)
+    inner = getattr(features, 'model', None)  # of timm's FeatureGetterNet
+    if inner is None:
+        inner = features
+    else:
+        inner._parameters, inner._buffers = model._parameters, model._buffers
+    _take_layers(inner, {path.replace('.', '_'): layer for path, layer in model.named_modules()})
+    features.pretrained_cfg = features.default_cfg = model.pretrained_cfg
+    return features
+
+
+def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
+    kwargs = resolve_pretrained(_build, variant, pretrained, kwargs)
+    base = kwargs.setdefault('base', _DEFAULT_BASE)
+    _check_base(base)
+    kwargs['pretrained_cfg'] = _base_cfg(base, kwargs.get('pretrained_cfg'))
+    features_only = kwargs.pop('features_only', False)
+    feature_args = {name: kwargs.pop(name) for name in ('out_indices', 'feature_cls') if name in kwargs}
+    model = build_model(_build, variant, pretrained, **kwargs)
+    if not features_only:
+        return model
+    own = {*inspect.signature(_build).parameters, 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir', 'weights'}
+    base_args = {name: value for name, value in kwargs.items() if name not in own}
+    return _feature_extractor(model, base, **base_args, **feature_args)
+
+
+default_cfgs = generate_default_cfgs({
+    'repa_any.untrained': _base_cfg(_DEFAULT_BASE, None),
+})
+
+
+@register_model
+def repa_any(pretrained=False, **kwargs) -> nn.Module:
+    """Any timm model with pointwise FFNs as a RePaFormer: ``create_model('repa_any', base='deit3_base_patch16_224')``.
+
+    Args, beside those of the base:
+        base: Name of a model of timm, without tag.
+        idle_ratio: Share of the hidden channels that are idle, from 0 to 1; with ``norm='keep'`` also one for each
+            pointwise FFN, None for those that stay as they are.
+        norm: 'keep' for the structure of ``timm_rep.convert_to_repa(model, calibration=loader)``: three matrices for
+            each FFN, norms and shortcuts as they are. 'batch' for the structure of the paper, to train:
+            ``timm_rep.convert_to_repa(model)``, which folds.
+        idle_schedule, bn_momentum, bn_eps: For ``norm='batch'``, see :func:`timm_rep.convert_to_repa`.
+        reparameterized: For ``norm='batch'``, build the deploy structure.
+    """
+    return _create_repa_any('repa_any', pretrained=pretrained, **kwargs)
