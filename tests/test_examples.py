@@ -1,6 +1,9 @@
 """The examples of dense prediction and their benchmark, at the smallest sizes."""
+import argparse
+import copy
 import importlib
 import json
+from functools import partial
 from statistics import mean
 from types import SimpleNamespace
 
@@ -10,14 +13,21 @@ import torch
 import torch.nn as nn
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from timm.optim import param_groups_weight_decay
 from timm.utils import reparameterize_model
 from torchvision import tv_tensors
 
 from tests.helpers import randomize_, relative, same_weights
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
+from timm_rep.optim import RepSGD
 
 TINY = dict(embed_dim=16, depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8), drop_path_rate=0.)
 TINY_OPTIONS = [f'{k}={v}' for k, v in TINY.items()]
+# with feature maps at strides of 2 to 32 and of 4 to 32 pixels
+OTHER_BACKBONES = {
+    'repopt_vgg_b1': dict(depths=(1, 2, 1, 1), widths=(8, 16, 24, 32), stem_width=8),
+    'repa_poolformer_s12': dict(depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)),
+}
 DETECTORS = ['retinanet', 'mask_rcnn']
 
 
@@ -92,6 +102,69 @@ def test_detector_folds(detection, name):
     built.load_state_dict(folded.state_dict())
 
 
+@pytest.mark.parametrize('backbone', OTHER_BACKBONES)
+@torch.no_grad()
+def test_other_backbones(segmentation, detection, tmp_path, backbone):
+    """RepOpt-VGG and PoolFormer start from a classifier, give the FPN maps of the same strides, and fold."""
+    args = OTHER_BACKBONES[backbone]
+    classifier = randomize_(timm.create_model(backbone, num_classes=7, **args))
+    path = tmp_path / 'classifier.safetensors'
+    save_file(classifier.state_dict(), path)
+    x = torch.randn(2, 3, 96, 160)
+    expected = classifier.forward_intermediates(x, intermediates_only=True)[-4:]
+    nets = {
+        'segmentation': segmentation.build_model(backbone, 5, checkpoint=path, decoder_channels=16, **args).eval(),
+        **{name: detection.build_model(name, backbone, 4, dict(args, checkpoint=path), 16).backbone.eval()
+           for name in DETECTORS},
+    }
+    for name, net in nets.items():
+        maps = net.encoder(x) if name == 'segmentation' else net.body(x)
+        count = 3 if name == 'retinanet' else 4
+        for a, b in zip(maps[-count:], expected[-count:], strict=True):
+            assert relative(a, b) < 1e-6
+        y, folded = net(x), reparameterize_model(net)(x)
+        if name == 'segmentation':
+            y, folded = {'logits': y}, {'logits': folded}
+        else:
+            sizes = {'retinanet': [(12, 20), (6, 10), (3, 5), (2, 3), (1, 2)]}.get(
+                name, [(24, 40), (12, 20), (6, 10), (3, 5), (2, 3)])
+            assert [tuple(m.shape) for m in y.values()] == [(2, 16, *size) for size in sizes]
+        for key in y:
+            assert relative(folded[key], y[key]) < 1e-5
+
+
+@pytest.mark.parametrize('backbone,options,optimizer', [
+    ('repopt_vgg_b1', [], partial(RepSGD, lr=.01, momentum=.9, nesterov=True)),
+    ('repopt_vgg_b1', ['--opt', 'adamw'], partial(torch.optim.AdamW, lr=3e-4)),
+    ('repa_poolformer_s12', ['--lr', '0.001'], partial(torch.optim.AdamW, lr=1e-3)),
+])
+def test_optimizer(load_script, backbone, options, optimizer):
+    """RepSGD with gradients as they are for a model with multipliers, AdamW with clipped gradients otherwise."""
+    shared = load_script('examples/_dense')
+    parser = argparse.ArgumentParser()
+    shared.add_arguments(parser, pixels='')
+    torch.manual_seed(0)
+    trained = timm.create_model(backbone, num_classes=7, **OTHER_BACKBONES[backbone])
+    expected = copy.deepcopy(trained).train()
+    batches = [(torch.randn(4, 3, 64, 64), torch.tensor([0, 1, 2, 3])) for _ in range(3)]
+
+    def loss_fn(model, x, target):
+        return 10 * nn.functional.cross_entropy(model(x), target)
+
+    shared.train(trained, batches, loss_fn, parser.parse_args(options))
+    is_adamw = optimizer.func is torch.optim.AdamW
+    optimizer = optimizer(param_groups_weight_decay(expected, .05 if is_adamw else 1e-4))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=optimizer.defaults['lr'], total_steps=3)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(expected, *batch).backward()
+        norm = nn.utils.clip_grad_norm_(expected.parameters(), 1. if is_adamw else float('inf'))
+        assert norm > 2  # clipping at 1 makes a difference
+        optimizer.step()
+        scheduler.step()
+    assert same_weights(trained, expected)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize('name', ['segmentation', *DETECTORS])
 def test_starts_from_a_classifier(request, name, tmp_path):
@@ -119,12 +192,15 @@ def test_starts_from_a_classifier(request, name, tmp_path):
         body(reparameterized=True)
 
 
-def test_segmentation(script, segmentation, tmp_path, capsys):
+@pytest.mark.parametrize('backbone,lr', [('repa_swin_tiny', 2e-3), ('repopt_vgg_b1', .03)])
+def test_segmentation(script, segmentation, tmp_path, capsys, backbone, lr):
+    args = {'repa_swin_tiny': TINY, **OTHER_BACKBONES}[backbone]
     checkpoint = tmp_path / 'classifier.safetensors'
-    save_file(timm.create_model('repa_swin_tiny', **TINY).state_dict(), checkpoint)
+    save_file(timm.create_model(backbone, **args).state_dict(), checkpoint)
     result = script(
-        'examples/segmentation', '--backbone-kwargs', *TINY_OPTIONS, '--img-size', 64, '--decoder-channels', 16,
-        '--steps', 20, '--lr', 2e-3, '--val-shapes', 5, '--checkpoint', checkpoint, '--output', tmp_path / 'folded')
+        'examples/segmentation', '--backbone', backbone, '--backbone-kwargs', *(f'{k}={v}' for k, v in args.items()),
+        '--img-size', 64, '--decoder-channels', 16, '--steps', 20, '--lr', lr, '--val-shapes', 5,
+        '--checkpoint', checkpoint, '--output', tmp_path / 'folded')
     assert mean(result['losses'][-5:]) < .9 * mean(result['losses'][:5])
     assert result['difference'] < 1e-5
     assert 0 < result['ious']['folded'] < 100

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
+import PIL
 import pytest
 import timm
 import torch
 import yaml
+from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 from timm.layers import DropPath
 from timm.optim import list_optimizers
@@ -113,6 +116,27 @@ def test_repopt(model):
         assert all(op.magnitude_std == float('inf') for op in augment.ops)  # drawn uniformly
     expected = {**paper, **released, 'min_lr': 0., 'sched_on_updates': True}
     assert recipe == {**expected, **{key: recipe[key] for key in ('model', 'device_modules', 'batch_size')}}
+
+
+@pytest.mark.parametrize('model,level', [('repa_deit_tiny', 10), ('repopt_vgg_b1', 0)])
+def test_pillow(model, level):
+    """At a level that is drawn, Posterize keeps no bit; Pillow 13 refuses that with the documented error."""
+    posterize, = (
+        op for op in rand_augment_transform(read(model)['aa'], {}).ops if op.name.startswith('Posterize'))
+    assert level <= (posterize.magnitude_max or 10)
+    assert posterize.magnitude_std == float('inf') or posterize.magnitude + 3 * posterize.magnitude_std > level
+    if posterize.level_fn(level, posterize.hparams) != (0,):
+        pytest.skip(f'timm {timm.__version__} keeps at least one bit: README.md can say so')
+    posterize = partial(posterize.aug_fn, Image.new('RGB', (2, 2), 'white'), 0)
+    text = ' '.join((RECIPES / 'README.md').read_text().split())
+    if int(PIL.__version__.split('.')[0]) < 13:
+        assert posterize().getextrema() == ((0, 0),) * 3
+    else:
+        with pytest.raises(ValueError, match='bits') as error:
+            posterize()
+        assert f'ValueError: {error.value}' in text
+    assert "pip install 'pillow<13'" in text
+    assert all('pillow<13' in line for line in (RECIPES / f'{model}.yaml').open() if line.startswith('aa:'))
 
 
 _CHECKOUT = os.environ.get('TIMM_CHECKOUT')

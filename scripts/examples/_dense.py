@@ -1,5 +1,6 @@
-"""Shared by the dense examples: data sets, training, and arguments for a Swin backbone."""
+"""Shared by the dense examples: data sets, training, and arguments for a backbone."""
 import argparse
+import re
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -12,22 +13,29 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-import timm_rep  # noqa: F401, registers the models
+from timm_rep.layers.grad_mult import get_grad_mult
 
 __all__ = ['Folder', 'Shapes', 'add_arguments', 'backbone_args', 'create_loaders', 'train']
 
 
-def backbone_args(checkpoint: Optional[str] = None, **kwargs) -> Dict[str, Any]:
-    """Arguments of ``timm.create_model`` for a Swin that takes images of any size.
+# learning rate and weight decay by optimizer
+_HYPERPARAMETERS = {'adamw': (3e-4, .05), 'repsgd': (.01, 1e-4)}
+
+
+def backbone_args(backbone: str, checkpoint: Optional[str] = None, **kwargs) -> Dict[str, Any]:
+    """Arguments of ``timm.create_model`` for a backbone that takes images of any size.
 
     Args:
+        backbone: Name of the backbone.
         checkpoint: Checkpoint of a classifier of the same name to start from.
         kwargs: Further arguments, which take precedence.
     """
     if checkpoint:
         kwargs.update(pretrained=True, pretrained_cfg_overlay=dict(file=str(checkpoint)))
-    # without always_partition the last stage, one window large at 224 x 224 pixels, would not shift its windows
-    return {'strict_img_size': False, 'always_partition': True, **kwargs}
+    if re.match('(repa_)?swin', backbone):
+        # without always_partition the last stage, one window large at 224 x 224 pixels, would not shift its windows
+        kwargs = {'strict_img_size': False, 'always_partition': True, **kwargs}
+    return kwargs
 
 
 class Shapes(Dataset):
@@ -103,7 +111,9 @@ class Folder(Dataset):
 
 
 def add_arguments(parser: argparse.ArgumentParser, pixels: str) -> None:
-    parser.add_argument('--backbone', default='repa_swin_tiny', metavar='NAME', help='a Swin of timm (%(default)s)')
+    parser.add_argument(
+        '--backbone', default='repa_swin_tiny', metavar='NAME',
+        help='a Swin, PoolFormer or CNN of timm or this package (%(default)s)')
     parser.add_argument(
         '--backbone-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='KEY=VALUE', help='its arguments')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of a classifier of that name to start from')
@@ -111,7 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser, pixels: str) -> None:
     parser.add_argument('--masks', type=Path, metavar='DIR', help=f'named as the images or NAME_mask: {pixels}')
     parser.add_argument('--steps', type=int, default=200, help='(%(default)s)')
     parser.add_argument('--batch-size', type=int, default=4, help='(%(default)s)')
-    parser.add_argument('--lr', type=float, default=3e-4, help='learning rate of AdamW (%(default)s)')
+    parser.add_argument(
+        '--opt', choices=_HYPERPARAMETERS, help='(repsgd if the backbone has gradient multipliers, otherwise adamw)')
+    parser.add_argument(
+        '--lr', type=float,
+        help=f'learning rate ({", ".join(f"{opt}: {lr:g}" for opt, (lr, _) in _HYPERPARAMETERS.items())})')
     parser.add_argument('--val-shapes', type=int, default=50, help='validation images of shapes (%(default)s)')
     parser.add_argument('--workers', '-j', type=int, default=0, help='(%(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
@@ -138,7 +152,7 @@ def create_loaders(args, collate_train: Callable, collate_val: Callable) -> Tupl
 
 
 def train(model: nn.Module, loader: DataLoader, loss_fn: Callable, args) -> List[float]:
-    """Train a model in place.
+    """Train a model in place: with RepSGD if it has GradMults, otherwise with AdamW and clipped gradients.
 
     Args:
         model: Model on the device of the arguments.
@@ -149,15 +163,20 @@ def train(model: nn.Module, loader: DataLoader, loss_fn: Callable, args) -> List
     Returns:
         Loss of every step.
     """
-    optimizer = create_optimizer_v2(model, opt='adamw', lr=args.lr, weight_decay=.05)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=args.lr, total_steps=len(loader))
+    has_grad_mults = any(get_grad_mult(p) is not None for p in model.parameters())
+    opt = args.opt or ('repsgd' if has_grad_mults else 'adamw')
+    default_lr, weight_decay = _HYPERPARAMETERS[opt]
+    lr = default_lr if args.lr is None else args.lr
+    optimizer = create_optimizer_v2(model, opt=opt, lr=lr, weight_decay=weight_decay)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=len(loader))
     losses = []
     model.train()
     for step, batch in enumerate(loader, start=1):
         loss = loss_fn(model, *batch)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.)
+        if opt != 'repsgd':  # clipping would break the equivalence with the multi-branch network
+            nn.utils.clip_grad_norm_(model.parameters(), 1.)
         optimizer.step()
         scheduler.step()
         losses.append(loss.item())

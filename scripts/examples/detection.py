@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Object detection: torchvision's RetinaNet or Mask R-CNN on a RePa-Swin, trained, folded and compared.
+"""Object detection: torchvision's RetinaNet or Mask R-CNN on a RePaFormer or RepOpt-VGG, trained, folded and compared.
 
 Trains on drawn shapes, or on images and masks of your own.
 """
@@ -23,7 +23,7 @@ from timm_rep.utils.atomic import replacing_files
 
 
 class Backbone(nn.Module):
-    """A Swin of timm, a norm for each of its feature maps, and torchvision's FPN."""
+    """A backbone of timm, a norm for each of its feature maps, and torchvision's FPN."""
 
     def __init__(
             self,
@@ -35,8 +35,8 @@ class Backbone(nn.Module):
     ):
         """
         Args:
-            name: Name of the Swin.
-            out_indices: Stages that are inputs of the FPN.
+            name: Name of the backbone.
+            out_indices: Feature maps that are inputs of the FPN, counted from the last one, -1.
             out_channels: Channels of the FPN.
             extra_blocks: Coarser levels of the FPN.
             kwargs: Arguments of :func:`backbone_args`.
@@ -44,7 +44,7 @@ class Backbone(nn.Module):
         super().__init__()
         # 'getter' returns NCHW maps, which the FPN takes; timm's default for a Swin returns NHWC
         self.body = timm.create_model(
-            name, features_only=True, feature_cls='getter', out_indices=out_indices, **backbone_args(**kwargs))
+            name, features_only=True, feature_cls='getter', out_indices=out_indices, **backbone_args(name, **kwargs))
         channels = self.body.feature_info.channels()
         self.norms = nn.ModuleList(LayerNorm2d(n) for n in channels)
         self.fpn = FeaturePyramidNetwork(channels, out_channels, extra_blocks)
@@ -63,20 +63,20 @@ def build_model(
         fpn_channels: int = 256,
         **kwargs,
 ) -> nn.Module:
-    """A detector of torchvision on a Swin of timm, with the pyramid levels of torchvision's ResNet detectors.
+    """A detector of torchvision on a backbone of timm, with the pyramid levels of torchvision's ResNet detectors.
 
     Args:
         detector: 'retinanet' or 'mask_rcnn'.
-        backbone: Name of the Swin.
+        backbone: Name of the backbone, whose last feature maps have strides of 4, 8, 16 and 32 pixels.
         num_classes: Number of classes including the background.
         backbone_kwargs: Arguments of :func:`backbone_args`.
         fpn_channels: Channels of the FPN and of RetinaNet's head.
         kwargs: Arguments of torchvision's detector.
     """
     if detector == 'retinanet':
-        net, out_indices, extra_blocks = RetinaNet, (1, 2, 3), LastLevelP6P7(fpn_channels, fpn_channels)
+        net, out_indices, extra_blocks = RetinaNet, (-3, -2, -1), LastLevelP6P7(fpn_channels, fpn_channels)
     else:
-        net, out_indices, extra_blocks = MaskRCNN, (0, 1, 2, 3), LastLevelMaxPool()
+        net, out_indices, extra_blocks = MaskRCNN, (-4, -3, -2, -1), LastLevelMaxPool()
     return net(Backbone(backbone, out_indices, fpn_channels, extra_blocks, **backbone_kwargs), num_classes, **kwargs)
 
 

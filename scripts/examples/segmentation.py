@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Semantic segmentation: UPerNet of segmentation_models_pytorch on a RePa-Swin, trained, folded and compared.
+"""Semantic segmentation: UPerNet of segmentation_models_pytorch on a RePaFormer or RepOpt-VGG, folded and compared.
 
 Trains on drawn shapes, or on images and masks of your own.
 """
@@ -18,15 +18,15 @@ from torchvision.transforms import v2
 
 
 def build_model(backbone: str, classes: int, **kwargs) -> nn.Module:
-    """UPerNet with a Swin of timm as its encoder.
+    """UPerNet with a backbone of timm as its encoder.
 
     Args:
-        backbone: Name of the Swin.
+        backbone: Name of the backbone.
         classes: Number of classes.
-        kwargs: Arguments of smp.UPerNet, of the Swin, and of :func:`backbone_args`.
+        kwargs: Arguments of smp.UPerNet, of the backbone, and of :func:`backbone_args`.
     """
     # smp reads strides and memory layout of 'tu-' encoders from timm
-    kwargs = backbone_args(**kwargs)
+    kwargs = backbone_args(backbone, **kwargs)
     return smp.UPerNet(f'tu-{backbone}', encoder_weights=kwargs.pop('pretrained', None), classes=classes, **kwargs)
 
 
