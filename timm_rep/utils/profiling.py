@@ -9,7 +9,6 @@ import timm
 import torch
 import torch.nn as nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from timm_rep.version import __version__
 
@@ -66,6 +65,8 @@ def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -
     Returns:
         The counts: half of the counted floating-point operations.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # a part of torch that nothing else here loads
+
     if input_size is None:
         input_size = model_input_size(model)
     param = next(model.parameters())
