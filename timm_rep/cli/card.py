@@ -1,5 +1,5 @@
 """``timm-rep card``: prepare a folder for publishing: weights, measured figures, model card, hashes."""
-from ._arguments import positive_int
+from ._arguments import device, positive_int
 
 
 def add_parser(commands) -> None:
@@ -15,7 +15,7 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--val-split', default='val', metavar='NAME', help='name of their folder in DIR (default: %(default)s)')
     parser.add_argument('--dataset', metavar='NAME', help='name of the data set, for the card, e.g. CIFAR-10')
-    parser.add_argument('--device', default='cpu', help='device to measure on (default: %(default)s)')
+    parser.add_argument('--device', type=device, default='cpu', help='device to measure on (default: %(default)s)')
     parser.add_argument(
         '--batch-size', type=positive_int, default=8, metavar='N',
         help='batch size of the throughput (default: %(default)s)')

@@ -1,6 +1,6 @@
 """``timm-rep profile``: latency by part, vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
 
-from ._arguments import ModelKwargs, positive_int
+from ._arguments import ModelKwargs, create_model, device, positive_int
 
 
 def add_parser(commands) -> None:
@@ -9,7 +9,7 @@ def add_parser(commands) -> None:
         'models', nargs='+', metavar='MODEL',
         help='RePa models, or other timm models that convert_to_repa() converts')
     parser.add_argument('-o', '--output', default='profile.png', metavar='FILE', help='picture to write (%(default)s)')
-    parser.add_argument('--device', default='cpu', help='device (%(default)s)')
+    parser.add_argument('--device', type=device, default='cpu', help='device (%(default)s)')
     parser.add_argument('--batch-size', type=positive_int, default=1, metavar='N', help='batch size (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's own)")
     parser.add_argument(
@@ -62,7 +62,7 @@ def _build(name: str, args):
     if name in VANILLA:
         vanilla_name, vanilla_args = VANILLA[name]
         vanilla = timm.create_model(vanilla_name, **vanilla_args, **size)
-        repa = timm.create_model(name, **args.model_kwargs, **size)
+        repa = create_model(name, args.model_kwargs, **size)
     else:
         vanilla = timm.create_model(name, **size)
         repa = convert_to_repa(timm.create_model(name, **size), **args.model_kwargs)
