@@ -153,5 +153,6 @@ def test_an_interrupted_search_says_how_to_continue(monkeypatch, capsys, tmp_pat
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
     monkeypatch.setattr('timm_rep.search.create_search_dataset', interrupt)
-    assert main(['hyper-search', 'repopt_vgg_a0', '--data-dir', str(tmp_path), '-o', str(tmp_path / 's.safetensors')]) == 130
+    paths = ['--data-dir', str(tmp_path), '-o', str(tmp_path / 's.safetensors')]
+    assert main(['hyper-search', 'repopt_vgg_a0', *paths]) == 130
     assert '--resume continues' in capsys.readouterr().err

@@ -1,10 +1,10 @@
 """``timm-rep run SCRIPT``: run one of timm's scripts, unmodified, with this package's models registered."""
 import argparse
 import os
-import runpy
 import subprocess
 import sys
 import traceback
+import types
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import timm_rep
 
 # program of a new interpreter, whose arguments are the script's folder, this package's, the script, its arguments
 _START = '''
-import os, runpy, sys
+import sys
 folder, package, *sys.argv = sys.argv[1:]
 sys.path[:] = [folder, *(path for path in sys.path if path), package]
-import timm_rep
-runpy.run_path(os.path.abspath(sys.argv[0]), run_name='__main__')
+from timm_rep.cli.run import run_script
+run_script(sys.argv[0])
 '''
 
 
@@ -42,11 +42,22 @@ def run(args) -> int:
     sys.argv = [args.script, *args.args]
     sys.path[0] = folder
     try:
-        runpy.run_path(os.path.abspath(args.script), run_name='__main__')
+        run_script(args.script)
     except Exception:  # an error of the script: show its traceback, as python does
         traceback.print_exc()
         return 1
     return 0
+
+
+def run_script(script: str) -> None:
+    """Run a script as the module ``__main__``; unlike runpy, with ``__file__`` and ``sys.argv`` as python has them."""
+    main = types.ModuleType('__main__')
+    main.__file__ = os.path.abspath(script)
+    previous, sys.modules['__main__'] = sys.modules['__main__'], main
+    try:
+        exec(compile(Path(script).read_bytes(), main.__file__, 'exec'), vars(main))
+    finally:
+        sys.modules['__main__'] = previous
 
 
 def _shadows(folder: str) -> bool:
