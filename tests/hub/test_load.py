@@ -136,6 +136,20 @@ def test_scales_come_along(folder):
     assert csla_layers(timm.create_model('repopt_vgg_a0.mine', pretrained=True, scales='ones'))['stem.conv'].grad_mult
 
 
+def test_saved_by_transformers(folder):
+    """Its save_pretrained() keeps unknown fields of config.json, such as sha256, and writes no scales."""
+    for kind, name in (REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine'):
+        publish(folder / name, kind)
+        config = json.loads((folder / name / 'config.json').read_text())
+        model, _ = publish(folder / name, kind, seed=1)  # trained further
+        (folder / name / 'config.json').write_text(json.dumps({**config, 'transformers_version': '5.0.0'}))
+        (folder / name / 'scales.safetensors').unlink(missing_ok=True)
+        for source in name, f'local-dir:{folder / name}':
+            found = timm.create_model(source, pretrained=True)
+            assert same(found, model)
+            assert all(layer.grad_mult is None for layer in csla_layers(found).values())
+
+
 def test_another_idle_ratio_is_refused(folder):
     """It is another function with tensors of the same shapes."""
     publish(folder / NAME)

@@ -169,4 +169,8 @@ def _read_config(path: Path) -> Dict[str, Any]:
     for name in hashes:
         if Path(name).name != name:
             raise RuntimeError(f'{source}: sha256 has {name!r}, which is not the name of a file in this folder.')
+    if 'transformers_version' in config:
+        # save_pretrained() of transformers copies the hashes of the files that it read, and no file of scales
+        if SCALES in config.pop('sha256', {}):
+            config['model_args'] = {**model_args, 'scales': False}
     return config
