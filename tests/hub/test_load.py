@@ -1,4 +1,5 @@
 """create_model(pretrained=True): from a folder, from the Hub, and what is refused."""
+import itertools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -234,6 +235,33 @@ def test_damaged_files_are_refused(folder, damage):
             timm.create_model(name, pretrained=True)
         for part in (str(path), expected, sha256(path), f'{len(data)} bytes', 'Nothing was loaded'):
             assert part in str(e.value)
+
+
+@pytest.mark.parametrize('data', [b'', b'neither', b'\xff' * 100])
+def test_damaged_files_without_hashes(folder, data):
+    publish(folder / NAME)
+    config = json.loads((folder / NAME / 'config.json').read_text())
+    del config['sha256']
+    (folder / NAME / 'config.json').write_text(json.dumps(config))
+    (folder / NAME / 'model.safetensors').write_bytes(data)
+    for name in (NAME, f'local-dir:{folder / NAME}'):
+        with pytest.raises(RuntimeError, match=r"Cannot read '.*/local/repa_deit_tiny\.mine/model\.safetensors'"):
+            timm.create_model(name, pretrained=True)
+
+
+def test_arguments_that_no_model_has(folder):
+    """A depth of 1e9 is refused before anything is built."""
+    publish(folder / NAME)
+    path = folder / NAME / 'config.json'
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, 'model_args': {**config['model_args'], 'depth': 1e9}}))
+    for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
+        with pytest.raises(RuntimeError, match=r"config\.json': model_args: 'depth' is 1000000000\.0"):
+            timm.create_model(name, pretrained=pretrained)
+    path.write_text(json.dumps({**config, 'model_args': {**config['model_args'], 'num_heads': 0}}))
+    for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
+        with pytest.raises(ValueError, match=r'model_args of .*/local/repa_deit_tiny\.mine .*ZeroDivisionError'):
+            timm.create_model(name, pretrained=pretrained)
 
 
 def test_damaged_configs(folder, tmp_path):
