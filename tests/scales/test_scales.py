@@ -127,6 +127,13 @@ def test_order_and_history_survive_a_file(tmp_path):
             Scales.load(tmp_path / 's.safetensors')
 
 
+def test_scales_are_copies():
+    given = torch.ones(3)
+    scales = Scales({'a': {'conv3x3': given}})
+    given.zero_()
+    assert scales == Scales({'a': {'conv3x3': torch.ones(3)}})
+
+
 def test_scales_are_constants():
     """Float32 on the CPU, and not those of the model they were read from."""
     model = tiny(structure='search', dtype=torch.float64)
