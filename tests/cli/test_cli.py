@@ -1,3 +1,5 @@
+import os
+import subprocess
 import sys
 from importlib.metadata import entry_points
 
@@ -5,6 +7,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from tests.helpers import ROOT
 from timm_rep.cli import main
 from timm_rep.version import __version__
 
@@ -63,6 +66,40 @@ def test_run_script_as_python_would(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == f"{[str(script), '--model', 'm', '-b', '1']} 7 True\n"
 
 
+def test_run_imports_what_python_would(tmp_path):
+    """The script's folder comes first, also for what timm_rep imports, such as the timm of a checkout."""
+    folder = tmp_path / 'checkout'
+    (folder / 'timm').mkdir(parents=True)
+    # the installed timm under another module, as that of a checkout is
+    (folder / 'timm' / '__init__.py').write_text(
+        'import sys\n'
+        'from importlib.machinery import PathFinder\n'
+        "spec = PathFinder.find_spec('timm', sys.path[1:])\n"
+        '__path__ = list(spec.submodule_search_locations)\n'
+        'exec(open(spec.origin).read())\n')
+    (folder / 'beside.py').write_text('')
+    (folder / 'script.py').write_text(
+        'import sys\n'
+        'import timm, beside\n'
+        'import __main__\n'
+        'def f(): pass\n'
+        'print(timm.__file__, beside.__file__, sys.path[0], sys.argv, __name__, __file__, __main__.f is f)\n'
+        'print(timm.is_model("repa_deit_tiny"))\n'
+        'sys.exit(3)\n')
+    (tmp_path / 'link.py').symlink_to(folder / 'script.py')
+    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    outputs = []
+    for command in (), ('-m', 'timm_rep.cli', 'run'):
+        command = [sys.executable, *command, 'link.py', '--model', 'm']
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 3, done.stderr
+        outputs.append(done.stdout.splitlines())
+    (expected, registered), (found, registered_by_run) = outputs
+    assert str(folder / 'timm' / '__init__.py') in expected
+    assert found == expected
+    assert (registered, registered_by_run) == ('False', 'True')
+
+
 def test_run_without_script(capsys):
     assert main(['run', 'nowhere.py']) == 1
     assert capsys.readouterr().err == "timm-rep: no script at 'nowhere.py'.\n"
@@ -116,5 +153,6 @@ def test_an_interrupted_search_says_how_to_continue(monkeypatch, capsys, tmp_pat
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
     monkeypatch.setattr('timm_rep.search.create_search_dataset', interrupt)
-    assert main(['hyper-search', 'repopt_vgg_a0', '-o', str(tmp_path / 's.safetensors')]) == 130
+    paths = ['--data-dir', str(tmp_path), '-o', str(tmp_path / 's.safetensors')]
+    assert main(['hyper-search', 'repopt_vgg_a0', *paths]) == 130
     assert '--resume continues' in capsys.readouterr().err

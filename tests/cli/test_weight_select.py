@@ -69,7 +69,7 @@ def test_chain(teacher, tmp_path, monkeypatch):
     (['-o', 'x.safetensors', '--student', 'vit_tinny'], "There is no model 'vit_tinny'"),
     (['-o', 'x.safetensors', '--teacher', 'nothing'], "The teacher 'nothing' is neither a file nor a timm model"),
     (['-o', 'x.safetensors', '--student', 'vit_base_patch16_224'], 'smaller'),
-    (['-o', 'x.safetensors', '--model-kwargs', 'bogus=1'], "argument 'bogus'; is it a --model-kwargs?"),
+    (['-o', 'x.safetensors', '--model-kwargs', 'bogus=1'], "with --model-kwargs {'bogus': 1} cannot be used"),
 ])
 def test_refusals(teacher, args, message, tmp_path, monkeypatch, capsys):
     """Before anything is written; a file that is there stays."""

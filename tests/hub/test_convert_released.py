@@ -97,3 +97,23 @@ def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeyp
     with pytest.raises(RuntimeError, match='does not give the logits'):
         convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_nothing_is_written_if_the_check_of_scales_fails(tmp_path, monkeypatch):
+    model = timm.create_model('repopt_vgg_a0', **REPOPT[1], device='meta')
+    scales = Scales({name: {b: torch.rand(len(s)) for b, s in branches.items()}
+                     for name, branches in Scales.initial(model).items()})
+    names = {'conv3x3': 'scale_conv', 'conv1x1': 'scale_1x1', 'identity': 'scale_identity'}
+    torch.save({
+        f"{re.sub(r'^stages[.]([0-9])', lambda m: f'stage{int(m[1]) + 1}', name).replace('stem', 'stage0')}"
+        .removesuffix('.conv') + f'.{names[branch]}.weight': scale
+        for name, branches in scales.items() for branch, scale in branches.items()
+    }, tmp_path / 'scales.pth')
+    folder = tmp_path / 'repopt_vgg_a0.in1k'
+    with monkeypatch.context() as patch:
+        save = Scales.save
+        patch.setattr(Scales, 'save', lambda self, path: save(self.ones_like(), path))
+        with pytest.raises(RuntimeError, match='not those that were read'):
+            convert_released(tmp_path / 'scales.pth', 'repopt_vgg_a0', folder, REPOPT[1])
+    assert not list(folder.iterdir())
+    assert Scales.load(convert_released(tmp_path / 'scales.pth', 'repopt_vgg_a0', folder, REPOPT[1])) == scales

@@ -1,4 +1,5 @@
 """create_model(pretrained=True): from a folder, from the Hub, and what is refused."""
+import itertools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +137,20 @@ def test_scales_come_along(folder):
     assert csla_layers(timm.create_model('repopt_vgg_a0.mine', pretrained=True, scales='ones'))['stem.conv'].grad_mult
 
 
+def test_saved_by_transformers(folder):
+    """Its save_pretrained() keeps unknown fields of config.json, such as sha256, and writes no scales."""
+    for kind, name in (REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine'):
+        publish(folder / name, kind)
+        config = json.loads((folder / name / 'config.json').read_text())
+        model, _ = publish(folder / name, kind, seed=1)  # trained further
+        (folder / name / 'config.json').write_text(json.dumps({**config, 'transformers_version': '5.0.0'}))
+        (folder / name / 'scales.safetensors').unlink(missing_ok=True)
+        for source in name, f'local-dir:{folder / name}':
+            found = timm.create_model(source, pretrained=True)
+            assert same(found, model)
+            assert all(layer.grad_mult is None for layer in csla_layers(found).values())
+
+
 def test_another_idle_ratio_is_refused(folder):
     """It is another function with tensors of the same shapes."""
     publish(folder / NAME)
@@ -222,16 +237,43 @@ def test_damaged_files_are_refused(folder, damage):
             assert part in str(e.value)
 
 
+@pytest.mark.parametrize('data', [b'', b'neither', b'\xff' * 100])
+def test_damaged_files_without_hashes(folder, data):
+    publish(folder / NAME)
+    config = json.loads((folder / NAME / 'config.json').read_text())
+    del config['sha256']
+    (folder / NAME / 'config.json').write_text(json.dumps(config))
+    (folder / NAME / 'model.safetensors').write_bytes(data)
+    for name in (NAME, f'local-dir:{folder / NAME}'):
+        with pytest.raises(RuntimeError, match=r"Cannot read '.*/local/repa_deit_tiny\.mine/model\.safetensors'"):
+            timm.create_model(name, pretrained=True)
+
+
+def test_arguments_that_no_model_has(folder):
+    """A depth of 1e9 is refused before anything is built."""
+    publish(folder / NAME)
+    path = folder / NAME / 'config.json'
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, 'model_args': {**config['model_args'], 'depth': 1e9}}))
+    for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
+        with pytest.raises(RuntimeError, match=r"config\.json': model_args: 'depth' is 1000000000\.0"):
+            timm.create_model(name, pretrained=pretrained)
+    path.write_text(json.dumps({**config, 'model_args': {**config['model_args'], 'num_heads': 0}}))
+    for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
+        with pytest.raises(ValueError, match=r'model_args of .*/local/repa_deit_tiny\.mine .*ZeroDivisionError'):
+            timm.create_model(name, pretrained=pretrained)
+
+
 def test_damaged_configs(folder, tmp_path):
     publish(folder / NAME)
     path = folder / NAME / 'config.json'
     config = json.loads(path.read_text())
     for text, message in [
-        ('{', 'not the config.json of a timm model'),
-        ('[]', 'not the config.json of a timm model'),
-        (json.dumps({**config, 'pretrained_cfg': None}), 'pretrained_cfg is None'),
-        (json.dumps({**config, 'sha256': []}), r'sha256 is \[\]'),
-        (json.dumps({'pretrained_cfg': {}}), "KeyError: 'architecture'"),
+        ('{', 'config.json. is not valid JSON'),
+        ('[]', 'config.json. has to be a mapping'),
+        (json.dumps({**config, 'pretrained_cfg': None}), 'pretrained_cfg has to be a mapping'),
+        (json.dumps({**config, 'sha256': []}), r'sha256 has to be a mapping .*, got \[\]'),
+        (json.dumps({'pretrained_cfg': {}}), "has no 'architecture'"),
         (json.dumps({**config, 'architecture': 'repa_deit_small'}), 'holds a repa_deit_small, no repa_deit_tiny'),
     ]:
         path.write_text(text)

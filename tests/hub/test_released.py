@@ -122,6 +122,10 @@ def test_refusals(tmp_path):
         timm_rep.load_released(timm.create_model('resnet18'), {})
     with pytest.raises(FileNotFoundError, match='nowhere'):
         timm_rep.load_released(tiny(), tmp_path / 'nowhere.pth')
+    for name, content in ('nested.pth', {'inner': {'x': torch.zeros(1)}}), ('other.pth', {'x': torch.zeros(1)}):
+        torch.save(content, tmp_path / name)
+        with pytest.raises((TypeError, RuntimeError), match=name):
+            timm_rep.load_released(tiny(), tmp_path / name)
     with pytest.raises(TypeError, match='empty'):
         timm_rep.load_released(tiny(), {})
     with pytest.raises(TypeError, match="'epoch'"):

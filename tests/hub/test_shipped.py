@@ -15,7 +15,7 @@ from timm_rep.hub import WEIGHTS
 from timm_rep.hub.card import CARD, card_text
 from timm_rep.hub.folder import check_folder
 from timm_rep.hub.metrics import METRICS, PREDICTIONS, read_metrics, read_predictions
-from timm_rep.utils.profiling import count_params
+from timm_rep.utils.profiling import count_macs, count_params
 
 HUB = Path(__file__).parents[2] / 'hub'
 FOLDERS = sorted(path.parent.name for path in HUB.glob(f'*/{WEIGHTS}'))
@@ -64,6 +64,8 @@ def test_folder(name):
     forms = {'unfolded': model, 'folded': timm.create_model(name, pretrained=True, reparameterized=True)}
     assert {form: count_params(of) for form, of in forms.items()} == {
         form: of['params'] for form, of in metrics['cost']['forms'].items()}
+    assert {form: round(count_macs(of).total / 1e9, 4) for form, of in forms.items()} == {
+        form: of['gmacs'] for form, of in metrics['cost']['forms'].items()}
     if model.pretrained_cfg['pool_size']:
         with torch.no_grad():
             features = model.eval().forward_features(torch.zeros(1, *model.pretrained_cfg['input_size']))

@@ -1,4 +1,5 @@
 import argparse
+import json
 import os
 import pickle
 
@@ -111,10 +112,26 @@ def test_order_and_history_survive_a_file(tmp_path):
     # of another writer, who knows nothing of our metadata
     save_file({'a.10.conv3x3': torch.ones(3), 'a.2.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors')
     assert Scales.load(tmp_path / 's.safetensors').keys() == {'a.10', 'a.2'}
-    for metadata in ({'layers': '[3]'}, {'layers': '{'}, {'history': '3'}, {'history': '{'}):
+    for order in ({'a.9': ['conv3x3']}, {'a.10': ['conv3x3']}, {'a.10': ['conv3x3'], 'a.2': ['conv3x3', 'conv1x1']}):
+        save_file(
+            {'a.10.conv3x3': torch.ones(3), 'a.2.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors',
+            metadata={'layers': json.dumps(order)})
+        assert {layer: list(branches) for layer, branches in Scales.load(tmp_path / 's.safetensors').items()} == {
+            'a.10': ['conv3x3'], 'a.2': ['conv3x3']}
+    for metadata in (
+            {'layers': '[3]'}, {'layers': '{'}, {'layers': '{"a": 5}'}, {'layers': '[' * 100_000},
+            {'history': '3'}, {'history': '{'}, {'history': '{"a": {"b": 5}}'}, {'history': '[' * 100_000},
+    ):
         save_file({'a.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors', metadata=metadata)
         with pytest.raises(ValueError, match=r"s\.safetensors' (is not a safetensors file of|holds no) scales"):
             Scales.load(tmp_path / 's.safetensors')
+
+
+def test_scales_are_copies():
+    given = torch.ones(3)
+    scales = Scales({'a': {'conv3x3': given}})
+    given.zero_()
+    assert scales == Scales({'a': {'conv3x3': torch.ones(3)}})
 
 
 def test_scales_are_constants():
@@ -166,6 +183,10 @@ def test_equality():
     assert a != Scales(other)
     del other['stem.conv']
     assert a != Scales(other)
+    more = {n: dict(s) for n, s in a.items()}
+    more['stem.conv']['conv5x5'] = torch.ones(8)
+    assert a != Scales(more)
+    assert Scales(more) != a
     assert a != 'ones'
     with pytest.raises(TypeError):
         a['stem.conv']['conv1x1'] = torch.ones(8)
@@ -301,7 +322,13 @@ def released_layout(model):
 def test_released_layout(tmp_path):
     model = tiny(structure='search', scales=some_scales())
     expected = Scales.from_model(model)
-    for content in (released_layout(model), {'model': released_layout(model), 'epoch': 3}):
+    average = {key: value + 1 for key, value in released_layout(model).items()}
+    for content in (
+            released_layout(model),
+            {'model': released_layout(model), 'epoch': 3},
+            {'model': released_layout(model), 'model_ema': average},
+            {'state_dict': released_layout(model), 'state_dict_ema': average},
+    ):
         torch.save(content, tmp_path / 'scales.pth')
         read = Scales.load(tmp_path / 'scales.pth')
         assert read == expected
@@ -385,6 +412,13 @@ def test_from_the_hub(hub, tmp_path, monkeypatch):
         model = timm.create_model(
             'repopt_vgg_a0', depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, scales=source)
         assert model.stem.conv.grad_mult is not None
+    # another file on the main branch, after which the revisions are what they were
+    some_scales(1).save(tmp_path / 'new.safetensors')
+    hub.add('owner/other', {'scales.safetensors': (tmp_path / 's.safetensors').read_bytes()})
+    hub.tag('owner/other', 'v1.0')
+    hub.add('owner/other', {'scales.safetensors': (tmp_path / 'new.safetensors').read_bytes()})
+    assert Scales.load('owner/other') == some_scales(1)
+    assert Scales.load('owner/other@v1.0') == some_scales()
     # the same file once, from the cache after
     assert hub.bytes_served('owner/name', 'scales.safetensors') == (tmp_path / 's.safetensors').stat().st_size
     with pytest.raises(FileNotFoundError, match="No scales at 'owner/nothing'"):

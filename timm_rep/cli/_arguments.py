@@ -1,16 +1,20 @@
-"""Types of command-line arguments."""
+"""Types of command-line arguments, and models created with them."""
 import argparse
+from typing import Any, Mapping
 
+import timm
+import torch
+import torch.nn as nn
 from timm.utils import ParseKwargs
 
-__all__ = ['ModelKwargs', 'default_device', 'positive_int']
+from timm_rep.utils.files import argument_errors
+
+__all__ = ['ModelKwargs', 'create_model', 'default_device', 'device', 'positive_int', 'seed']
 
 
-def default_device() -> str:
-    """Device of a command without ``--device``: 'cuda' if torch finds a GPU, otherwise 'cpu'."""
-    import torch
-
-    return 'cuda' if torch.cuda.is_available() else 'cpu'
+def default_device() -> torch.device:
+    """Device of a command without ``--device``: the GPU if torch finds one, otherwise the CPU."""
+    return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 
 def positive_int(text: str) -> int:
@@ -22,6 +26,40 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f'expected an integer of at least 1, got {text!r}')
     return value
+
+
+def seed(text: str) -> int:
+    """A seed of the generators of torch, NumPy and Python."""
+    if not text.isdecimal() or int(text) >= 2 ** 31:
+        raise argparse.ArgumentTypeError(f'expected an integer from 0 to 2 ** 31 - 1, got {text!r}')
+    return int(text)
+
+
+def device(text: str) -> torch.device:
+    """A device that tensors can be created on."""
+    try:
+        found = torch.device(text)
+        torch.zeros(1, device=found).item()
+    except (AssertionError, NotImplementedError, RuntimeError) as e:  # AssertionError: torch without CUDA
+        raise argparse.ArgumentTypeError(f'cannot use the device {text!r}: {" ".join(str(e).split())}') from e
+    return found
+
+
+def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs) -> nn.Module:
+    """``timm.create_model``, with errors that name --model-kwargs.
+
+    Args:
+        name: Name of a model.
+        model_kwargs: Arguments given as --model-kwargs.
+        kwargs: Other arguments of ``create_model``.
+
+    Raises:
+        ValueError: The model cannot be created with ``model_kwargs``.
+    """
+    if not model_kwargs:
+        return timm.create_model(name, **kwargs)
+    with argument_errors(f'{name} with --model-kwargs {model_kwargs}'):
+        return timm.create_model(name, **kwargs, **model_kwargs)
 
 
 class ModelKwargs(ParseKwargs):

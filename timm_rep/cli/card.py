@@ -1,5 +1,5 @@
 """``timm-rep card``: prepare a folder for publishing: weights, measured figures, model card, hashes."""
-from ._arguments import default_device, positive_int
+from ._arguments import default_device, device, positive_int
 
 
 def add_parser(commands) -> None:
@@ -15,7 +15,8 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--val-split', default='val', metavar='NAME', help='name of their folder in DIR (default: %(default)s)')
     parser.add_argument('--dataset', metavar='NAME', help='name of the data set, for the card, e.g. CIFAR-10')
-    parser.add_argument('--device', help='device to measure on (the GPU if there is one, otherwise the CPU)')
+    parser.add_argument(
+        '--device', type=device, help='device to measure on (the GPU if there is one, otherwise the CPU)')
     parser.add_argument(
         '--batch-size', type=positive_int, default=8, metavar='N',
         help='batch size of the throughput (default: %(default)s)')

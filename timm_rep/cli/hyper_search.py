@@ -4,7 +4,7 @@
 """
 from pathlib import Path
 
-from ._arguments import default_device, positive_int
+from ._arguments import default_device, positive_int, seed
 
 
 def add_parser(commands) -> None:
@@ -25,7 +25,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--batch-size', type=positive_int, default=256, help='for each process (%(default)s)')
     parser.add_argument('--lr', type=float, default=0.1, help='(%(default)s)')
     parser.add_argument('--weight-decay', type=float, default=4e-5, help='(%(default)s)')
-    parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
+    parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
     parser.add_argument('--device', help='(the GPU if there is one, otherwise the CPU)')
     parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
     parser.add_argument('--channels-last', action='store_true', help='train in channels-last memory')
@@ -54,11 +54,13 @@ def run(args) -> int:
         raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
     if not timm.is_model(args.model):
         raise ValueError(f'Unknown model {args.model!r}: see timm-rep models "repopt_*".')
+    if not args.data_dir and args.dataset.partition('/')[0] in ('', 'torch'):
+        raise ValueError(f'The data set {args.dataset!r} is in a folder: pass --data-dir.')
     check_writable(output.parent)
-    args.device = args.device or default_device()
+    args.device = args.device or str(default_device())
     try:
         device = init_distributed_device(args)
-    except AssertionError as e:  # raised by timm for a missing device
+    except (AssertionError, RuntimeError) as e:  # raised by timm for a missing device, by torch for an unknown one
         raise RuntimeError(f'cannot use the device {args.device!r}: {e}') from e
     if args.dataset_download and args.distributed:
         raise ValueError('--dataset-download is for one process: download the data set before a distributed search.')

@@ -21,7 +21,7 @@ def add_parser(commands) -> None:
 def run(args) -> int:
     from timm_rep.plotting import plot_kernels, plot_scales
     from timm_rep.scales import Scales
-    from timm_rep.utils.checkpoints import read_checkpoint
+    from timm_rep.utils.checkpoints import read_state_dict
 
     from ._picture import check_picture, save_picture
 
@@ -35,7 +35,7 @@ def run(args) -> int:
         missing = [source for source in args.sources if not Path(source).is_file()]
         if missing:
             raise FileNotFoundError(f'No checkpoint at {missing[0]!r}.')
-        checkpoints = {title: read_checkpoint(source) for title, source in zip(titles, args.sources)}
+        checkpoints = {title: read_state_dict(source) for title, source in zip(titles, args.sources)}
         layers = args.layer * len(checkpoints) if args.layer and len(args.layer) == 1 else args.layer
         figure = plot_kernels(checkpoints, layers)
     else:

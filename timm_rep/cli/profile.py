@@ -1,6 +1,6 @@
 """``timm-rep profile``: latency by part, vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
 
-from ._arguments import ModelKwargs, default_device, positive_int
+from ._arguments import ModelKwargs, create_model, default_device, device, positive_int
 
 
 def add_parser(commands) -> None:
@@ -11,7 +11,7 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '-o', '--output', default='profile.png', metavar='FILE',
         help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
-    parser.add_argument('--device', help='device (the GPU if there is one, otherwise the CPU)')
+    parser.add_argument('--device', type=device, help='device (the GPU if there is one, otherwise the CPU)')
     parser.add_argument('--batch-size', type=positive_int, default=1, metavar='N', help='batch size (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's own)")
     parser.add_argument(
@@ -65,7 +65,7 @@ def _build(name: str, args):
     if name in VANILLA:
         vanilla_name, vanilla_args = VANILLA[name]
         vanilla = timm.create_model(vanilla_name, **vanilla_args, **size)
-        repa = timm.create_model(name, **args.model_kwargs, **size)
+        repa = create_model(name, args.model_kwargs, **size)
     else:
         vanilla = timm.create_model(name, **size)
         repa = convert_to_repa(timm.create_model(name, **size), **args.model_kwargs)

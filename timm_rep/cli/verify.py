@@ -1,5 +1,5 @@
 """``timm-rep verify``: numeric self-test of folding a model."""
-from ._arguments import ModelKwargs, positive_int
+from ._arguments import ModelKwargs, create_model, positive_int
 
 
 def add_parser(commands) -> None:
@@ -24,25 +24,20 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    import timm
     import torch
 
     from timm_rep.convert import convert_to_repa
-    from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of
+    from timm_rep.utils.checkpoints import load_checkpoint
     from timm_rep.utils.profiling import model_input_size
     from timm_rep.verify import verify
 
     torch.manual_seed(0)
     pretrained = not args.checkpoint and ('.' in args.model or ':' in args.model)
-    model = timm.create_model(args.model, pretrained=pretrained, **args.model_kwargs)
+    model = create_model(args.model, args.model_kwargs, pretrained=pretrained)
     if args.convert_to_repa is not None:
         model = convert_to_repa(model, **args.convert_to_repa)
     if args.checkpoint:
-        try:
-            model.load_state_dict(state_dict_of(read_checkpoint(args.checkpoint)))
-        except (RuntimeError, TypeError) as e:
-            raise RuntimeError(
-                f'{args.checkpoint!r} does not fit {args.model} with these --model-kwargs: {e}') from e
+        load_checkpoint(model, args.checkpoint)
     images = {'random': torch.randn(args.num_images, *model_input_size(model))}
     if args.data_dir:
         images['real'] = _read_images(model, args)

@@ -5,7 +5,7 @@ from timm_rep.init.head_aware import HEADS
 from timm_rep.init.matching import LAYER_SELECTIONS
 from timm_rep.init.weight_select import ELEMENT_CHOICES
 
-from ._arguments import ModelKwargs, positive_int
+from ._arguments import ModelKwargs, create_model, positive_int, seed
 
 
 def add_parser(commands) -> None:
@@ -33,7 +33,7 @@ def add_parser(commands) -> None:
         '--no-strict', dest='strict', action='store_false',
         help='keep the own initialization of tensors without counterpart in the teacher, instead of an error')
     parser.add_argument(
-        '--seed', type=int, default=0, help='seed of the initialization and of random selections (%(default)s)')
+        '--seed', type=seed, default=0, help='seed of the initialization and of random selections (%(default)s)')
     parser.add_argument('-v', '--verbose', action='store_true', help='print the origin of every tensor')
     parser.set_defaults(run=run)
 
@@ -54,7 +54,7 @@ def run(args) -> int:
     check_writable(output.parent)
     classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
     torch.manual_seed(args.seed)
-    student = timm.create_model(args.student, **classes, **args.model_kwargs)
+    student = create_model(args.student, args.model_kwargs, **classes)
     report = weight_select_init(
         student,
         args.teacher if len(args.teacher) > 1 else args.teacher[0],

@@ -6,11 +6,12 @@ from typing import Any, Mapping, Tuple, Union
 from huggingface_hub import EvalResult, ModelCardData
 
 from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.files import COUNT, MAPPING, check_fields, read_text
 
 from .folder import split_name
 from .load import organization
 from .metrics import METRICS, PREDICTIONS, read_metrics
-from .published import CONFIG, SCALES, WEIGHTS, read_folder
+from .published import CONFIG, IMAGES, SCALES, WEIGHTS, read_folder
 
 __all__ = ['CARD', 'TRAIN', 'card_text', 'write_card']
 
@@ -59,14 +60,17 @@ def card_text(folder: Union[str, os.PathLike]) -> str:
     """Model card for the Hub, with the measured and cited figures of metrics.json.
 
     Raises:
-        FileNotFoundError, RuntimeError: There is no config.json, or a file cannot be read.
+        FileNotFoundError, RuntimeError: There is no config.json, or a file cannot be read or lacks a field.
         ValueError: The folder is not named after a model.
     """
     folder = Path(folder)
     variant, tag = split_name(folder)
     config, metrics = read_folder(folder).config, read_metrics(folder)
+    source = repr(str(folder / CONFIG))
+    cfg = check_fields(config, source, {'num_classes': COUNT, 'pretrained_cfg': MAPPING})['pretrained_cfg']
+    check_fields(cfg, f'{source}: pretrained_cfg', {'input_size': IMAGES['input_size']})
     files = '\n'.join(f'- `{name}`: {what}' for name, what in _FILES.items() if (folder / name).is_file())
-    recipe = (folder / TRAIN).read_text(encoding='utf-8').strip() if (folder / TRAIN).is_file() else ''
+    recipe = read_text(folder / TRAIN).strip() if (folder / TRAIN).is_file() else ''
     _, bibtex = _family(variant)
     sections = [
         _front_matter(f'{variant}.{tag}', config, metrics),

@@ -11,7 +11,8 @@ from timm.models import save_for_hf
 
 from timm_rep.scales import Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files, replacing_folder
-from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of, write_safetensors
+from timm_rep.utils.checkpoints import read_state_dict, write_safetensors
+from timm_rep.utils.files import argument_errors
 from timm_rep.utils.profiling import model_input_size
 
 from .published import CONFIG, SCALES, WEIGHTS, PathLike, Published, read_folder, sha256
@@ -108,7 +109,13 @@ def load_folder(folder: PathLike, **kwargs) -> nn.Module:
     Args:
         folder: Folder with config.json and weights.
         kwargs: Further arguments of ``timm.create_model``.
+
+    Raises:
+        FileNotFoundError, RuntimeError: There is no config.json or no file of weights, or one cannot be read.
     """
+    architecture = read_folder(folder).config['architecture']  # timm's errors do not name the file
+    if not timm.is_model(architecture):
+        raise RuntimeError(f'{str(Path(folder) / CONFIG)!r}: there is no model {architecture!r}.')
     return timm.create_model(f'local-dir:{os.fspath(folder)}', pretrained=True, **kwargs).eval()
 
 
@@ -180,17 +187,21 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
         raise ValueError(f'The folder of a {model_name} is named {model_name}.TAG, got {str(folder)!r}.')
     plain_args = {**model_args, 'scales': None} if 'scales' in model_args else dict(model_args)
     # a file of vectors and no kernels is one of scales
-    tensors = {} if path.endswith('.safetensors') else state_dict_of(read_checkpoint(path, use_ema=False))
+    tensors = {} if path.endswith('.safetensors') else read_state_dict(path, use_ema=False)
     if tensors and all(tensor.ndim < 2 for tensor in tensors.values()):
         scales = Scales.load(path)
-        attach_grad_mults(timm.create_model(model_name, device='meta', **plain_args), scales)
+        with argument_errors(f'{model_name} with {dict(model_args)}'):
+            model = timm.create_model(model_name, device='meta', **plain_args)
+        attach_grad_mults(model, scales)
         scales = Scales(scales, {**scales.metadata, 'model': model_name}, scales.history)
         with replacing_files(folder) as temporary:
             scales.save(temporary / SCALES)
             if Scales.load(temporary / SCALES) != scales:
                 raise RuntimeError('The scales that were written are not those that were read.')
         return folder / SCALES
-    model = load_released(timm.create_model(model_name, **model_args), path).eval()
+    with argument_errors(f'{model_name} with {dict(model_args)}'):
+        model = timm.create_model(model_name, **model_args)
+    load_released(model, path).eval()
     images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
     with replacing_folder(folder) as draft:
         write_folder(draft, model, plain_args)

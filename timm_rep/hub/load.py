@@ -19,7 +19,8 @@ from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, re
 
 from timm_rep.init import weight_select_init
 from timm_rep.scales import packaged_scales
-from timm_rep.utils.checkpoints import read_checkpoint
+from timm_rep.utils.checkpoints import read_state_dict
+from timm_rep.utils.files import argument_errors
 
 from .published import CONFIG, SCALES, WEIGHTS, Published, check_sha256, read_folder, read_repository
 from .released import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release, rename_released
@@ -50,10 +51,12 @@ class Weights(NamedTuple):
         path: Checked file of weights; None if timm finds them, or none are asked for.
         model_args: Arguments that the weights were trained with.
         released: Whether the file has the layout of the authors' release.
+        source: Folder, repository or release that published the model, for error messages.
     """
     path: Optional[str]
     model_args: Mapping[str, Any]
     released: bool = False
+    source: str = ''
 
 
 def build_model(
@@ -80,11 +83,13 @@ def build_model(
         kwargs: Other arguments of ``build_model_with_cfg``, and those of the class.
 
     Raises:
-        ValueError: As :func:`timm_rep.weight_select_init`; or the weights are of another idle ratio.
+        ValueError: As :func:`timm_rep.weight_select_init`; the weights are of another idle ratio; or the published
+            arguments, with those given, cannot be used.
         RuntimeError: The weights do not fit the model.
     """
     if weights is None or weights.path is None:
-        model = build_model_with_cfg(cls, variant, pretrained, pretrained_filter_fn=pretrained_filter_fn, **kwargs)
+        build = cls if weights is None else functools.partial(_create, cls, weights)
+        model = build_model_with_cfg(build, variant, pretrained, pretrained_filter_fn=pretrained_filter_fn, **kwargs)
     else:
         _check_idle_channels(cls, kwargs, weights.model_args)
         cfg = resolve_pretrained_cfg(
@@ -100,6 +105,11 @@ def build_model(
     return model
 
 
+def _create(cls: Type[nn.Module], weights: Weights, **model_args) -> nn.Module:
+    with argument_errors(f'The model_args of {weights.source} (with the arguments given)'):
+        return cls(**model_args)
+
+
 def _create_with_weights(
         cls: Type[nn.Module],
         weights: Weights,
@@ -112,21 +122,24 @@ def _create_with_weights(
     fold = reparameterized and not weights.model_args.get('reparameterized', False)
     if reparameterized and not fold:
         model_args['reparameterized'] = True
-    model = cls(**model_args)
+    model = _create(cls, weights, **model_args)
     if weights.released:
         classifier = cfg['classifier']
         state_dict = rename_released(
             model, weights.path, (classifier,) if isinstance(classifier, str) else classifier)
     else:
-        state_dict = read_checkpoint(weights.path)
-    load_pretrained(
-        model,
-        dict(cfg, source='', state_dict=state_dict),
-        num_classes=model.num_classes,
-        in_chans=model_args.get('in_chans', 3),
-        filter_fn=filter_fn,
-        strict=strict,
-    )
+        state_dict = read_state_dict(weights.path)
+    try:
+        load_pretrained(
+            model,
+            dict(cfg, source='', state_dict=state_dict),
+            num_classes=model.num_classes,
+            in_chans=model_args.get('in_chans', 3),
+            filter_fn=filter_fn,
+            strict=strict,
+        )
+    except (AttributeError, LookupError, RuntimeError) as e:  # the first two: classifier or first_conv of the cfg
+        raise RuntimeError(f'{weights.path!r} of {weights.source} does not fit the model. {e}') from e
     return model.reparameterize() if fold else model
 
 
@@ -204,12 +217,12 @@ def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwa
         ratio = kwargs.get('idle_ratio', DEFAULT_IDLE_RATIO)
         path, published = find_weights(variant, tag, repository, file, ratio, cache_dir)
         if published is None:
-            return {**kwargs, 'weights': Weights(path, {'idle_ratio': ratio}, released=True)}
+            return {**kwargs, 'weights': Weights(path, {'idle_ratio': ratio}, True, RELEASE)}
 
     if published.config['architecture'] != variant:
         raise RuntimeError(f'{published.where} holds a {published.config["architecture"]}, no {variant}.')
     args = _model_args(cls, published)
-    resolved = {**args, **kwargs, 'weights': Weights(path, args)}
+    resolved = {**args, **kwargs, 'weights': Weights(path, args, source=published.where)}
     if SCALES in published.hashes and 'scales' not in kwargs:
         resolved['scales'] = published.file(SCALES)
     if path or not cfg.get('source'):

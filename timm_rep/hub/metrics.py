@@ -10,6 +10,7 @@ from timm.data import create_loader, resolve_data_config
 from timm.utils import reparameterize_model
 
 from timm_rep.utils.data import ImageFolder
+from timm_rep.utils.files import COUNT, MAPPING, NUMBER, POSITIVE, STRING, TEXT, check_fields, list_of, read_json
 from timm_rep.utils.profiling import (
     count_macs,
     count_params,
@@ -39,23 +40,39 @@ PREDICTIONS = 'predictions.csv'
 
 Prediction = Tuple[str, int, int]  # file, class, predicted class
 
+_FIELDS = {'dataset': STRING, 'accuracy': MAPPING, 'cost': MAPPING, 'cited': list_of(MAPPING)}
+_ACCURACY = {'top1': NUMBER, 'top5': NUMBER, 'images': COUNT, 'split': STRING, 'date': STRING}
+_COST = {
+    'forms': MAPPING, 'batch_size': COUNT, 'dtype': STRING, 'machine': STRING, 'date': STRING, 'versions': MAPPING}
+_FORM = {'params': NUMBER, 'gmacs': NUMBER, 'images_per_second': POSITIVE}
+
 
 def read_metrics(folder: Path) -> Dict[str, Any]:
     """metrics.json of a folder, without the figures of other weights than the present ones; {} if there is none.
 
     Raises:
-        RuntimeError: The file cannot be read.
+        RuntimeError: The file cannot be read, or a field is missing or of the wrong type.
     """
     path = folder / METRICS
     if not path.is_file():
         return {}
-    try:
-        metrics = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as e:
-        raise RuntimeError(f'{str(path)!r} is not valid JSON: {e}') from e
+    source = repr(str(path))
+    metrics = check_fields(read_json(path), source, {}, _FIELDS)
     weights = sha256(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else None
-    measured = {'accuracy', 'cost'} & metrics.keys()
-    return {k: v for k, v in metrics.items() if k not in measured or v.get('weights') == weights}
+    metrics = {
+        name: value for name, value in metrics.items()
+        if name not in ('accuracy', 'cost') or (value is not None and value.get('weights') == weights)
+    }
+    if 'accuracy' in metrics:
+        check_fields(metrics['accuracy'], f'{source}: accuracy', _ACCURACY, {'of': STRING})
+    if 'cost' in metrics:
+        cost = check_fields(metrics['cost'], f'{source}: cost', _COST)
+        check_fields(cost['versions'], f'{source}: versions', {'torch': STRING})
+        for name, form in check_fields(cost['forms'], f'{source}: forms', {'folded': MAPPING}).items():
+            check_fields(form, f'{source}: {name}', _FORM)
+    for figure in metrics.get('cited') or ():
+        check_fields(figure, f'{source}: cited', dict.fromkeys(('what', 'value', 'source'), TEXT))
+    return metrics
 
 
 def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
@@ -86,13 +103,17 @@ def measure_accuracy(
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: The number of classes is not the model's, or an image cannot be decoded.
+        ValueError: The number of classes or the size is not the model's, or an image cannot be decoded.
     """
     dataset = ImageFolder(data_dir, split)
     classes = len(dataset.classes)
     if classes != model.num_classes:
         raise ValueError(f'{data_dir!r} has {classes} classes in {split!r}, the model has {model.num_classes}.')
     config = resolve_data_config({}, model=model)
+    if config['input_size'] != model_input_size(model):
+        raise ValueError(
+            f'The model is for images of {model_input_size(model)}, the input_size of its pretrained_cfg is '
+            f"{config['input_size']}: correct it in config.json.")
     loader = create_loader(
         dataset, batch_size=batch_size, num_workers=0, persistent_workers=False, use_prefetcher=False,
         device=torch.device('cpu'),

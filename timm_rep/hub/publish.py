@@ -2,7 +2,7 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import timm
 import torch
@@ -12,12 +12,12 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 from timm.layers import get_spatial_dim
-from timm.models import load_checkpoint
 
 from timm_rep.scales import resolve_scales
 from timm_rep.utils.atomic import replacing_folder
-from timm_rep.utils.checkpoints import has_moving_average
+from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint
 from timm_rep.utils.data import ImageFolder
+from timm_rep.utils.files import COUNT, MAPPING, STRING, argument_errors, check_fields, check_model_args, read_text
 from timm_rep.utils.network import hub_errors
 from timm_rep.utils.profiling import model_input_size
 
@@ -33,12 +33,14 @@ from .metrics import (
     write_metrics,
     write_predictions,
 )
-from .published import CONFIG, SCALES, WEIGHTS, read_folder, sha256
+from .published import CONFIG, IMAGES, SCALES, WEIGHTS, read_folder, sha256
 
 __all__ = ['Change', 'prepare_folder', 'push_folder', 'write_folded']
 
 # settings of a recipe that are named alike in timm's train.py and pretrained_cfg
 _DATA = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'num_classes')
+_MAX_RECIPE = 1 << 15  # bytes; the time that YAML takes can grow with the square of the length
+_RECIPE = {**IMAGES, 'img_size': COUNT, 'in_chans': COUNT, 'global_pool': STRING, 'model_kwargs': MAPPING}
 
 
 def prepare_folder(
@@ -91,7 +93,7 @@ def prepare_folder(
                 classes = ImageFolder(data_dir, split).classes
             else:
                 classes = _previous_classes(folder, recipe)
-            _write_trained(draft, variant, _read_recipe(recipe, variant), checkpoint, classes, half, use_ema)
+            _write_trained(draft, variant, recipe, checkpoint, classes, half, use_ema)
         if not (draft / CONFIG).is_file():
             raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')
         metrics = read_metrics(draft)
@@ -117,12 +119,15 @@ def prepare_folder(
 def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f'There is no recipe at {str(path)!r}: pass the train.py --config of the training run.')
+    text, source = read_text(path, _MAX_RECIPE), repr(str(path))
     try:
-        settings = yaml.safe_load(path.read_text(encoding='utf-8'))
-    except yaml.YAMLError as e:
-        raise RuntimeError(f'{str(path)!r} is not valid YAML: {e}') from e
+        settings = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: of a date
+        raise RuntimeError(f'{source} is not valid YAML: {" ".join(str(e).split())}') from e
     if not isinstance(settings, dict) or settings.get('model') != variant:
-        raise ValueError(f'{str(path)!r} is not a recipe of {variant}.')
+        raise ValueError(f'{source} is not a recipe of {variant}.')
+    check_fields(settings, source, {}, _RECIPE)
+    check_model_args(settings.get('model_kwargs') or {}, f'{source}: model_kwargs')
     return settings
 
 
@@ -140,7 +145,7 @@ def _previous_classes(folder: Path, recipe: Path) -> Optional[List[str]]:
 def _write_trained(
         folder: Path,
         variant: str,
-        settings: Mapping[str, Any],
+        recipe: Path,
         checkpoint: Union[str, os.PathLike],
         classes: Optional[List[str]],
         half: bool,
@@ -148,6 +153,7 @@ def _write_trained(
 ) -> None:
     if not os.path.isfile(checkpoint):
         raise FileNotFoundError(f'There is no checkpoint {os.fspath(checkpoint)!r}.')
+    settings = _read_recipe(recipe, variant)
     model_args = dict(settings.get('model_kwargs') or {})
     model_args.update({name: settings[name] for name in ('in_chans', 'global_pool') if settings.get(name) is not None})
     overlay = {key: settings[key] for key in _DATA if settings.get(key) is not None}
@@ -156,14 +162,15 @@ def _write_trained(
         overlay.setdefault('input_size', [settings.get('in_chans', 3), size, size])
         if timm.get_pretrained_cfg(variant).fixed_input_size:
             model_args.setdefault('img_size', size)
-    model = timm.create_model(variant, pretrained_cfg_overlay=overlay, **model_args)
+    with argument_errors(f'{str(recipe)!r}: model_kwargs'):
+        model = timm.create_model(variant, pretrained_cfg_overlay=overlay, **model_args)
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
     if use_ema and not has_moving_average(checkpoint):
         raise ValueError(
             f'{os.fspath(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
             '--use-ema.')
-    load_checkpoint(model, os.fspath(checkpoint), use_ema=use_ema)
+    load_checkpoint(model, checkpoint, use_ema)
     _set_pool_size(model)
     (folder / SCALES).unlink(missing_ok=True)  # of the previous weights
     scales = resolve_scales(model, getattr(model, 'scales_source', None))

@@ -1,21 +1,57 @@
 """Reading published models: a folder with timm's config.json, here or on the Hub, and the files that it names."""
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Union
 
 from huggingface_hub import hf_hub_download
 
+from timm_rep.utils.files import (
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    STRING,
+    Kind,
+    check_fields,
+    check_model_args,
+    list_of,
+    one_of,
+    read_json,
+)
 from timm_rep.utils.network import hub_errors
 
-__all__ = ['CONFIG', 'SCALES', 'WEIGHTS', 'Published', 'check_sha256', 'read_folder', 'read_repository', 'sha256']
+__all__ = [
+    'CONFIG', 'IMAGES', 'SCALES', 'WEIGHTS', 'Published', 'check_sha256', 'read_folder', 'read_repository', 'sha256',
+]
 
 PathLike = Union[str, os.PathLike]
 
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 SCALES = 'scales.safetensors'
+
+_SIZE = Kind(
+    'a list of 3 integers from 1 to 10,000',
+    lambda value: isinstance(value, (list, tuple)) and len(value) == 3
+    and all(COUNT.test(size) and 1 <= size <= 10_000 for size in value))
+# how images are preprocessed, in a pretrained_cfg as in a recipe for train.py
+IMAGES = {
+    'input_size': _SIZE,
+    'mean': list_of(NUMBER),
+    'std': list_of(POSITIVE),
+    'interpolation': one_of('nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos', 'random'),
+    'crop_pct': POSITIVE,
+    'num_classes': COUNT,
+}
+_FIELDS = {
+    'num_classes': COUNT, 'num_features': COUNT, 'global_pool': STRING,
+    'label_names': Kind('a list or a mapping', lambda value: isinstance(value, (list, dict))),
+}
+_LAYERS = Kind('a name, or a list of names', lambda value: STRING.test(value) or list_of(STRING).test(value))
+_CFG_FIELDS = {
+    **IMAGES, 'crop_mode': one_of('center', 'squash', 'border'), 'license': STRING, 'tag': STRING,
+    'first_conv': _LAYERS, 'classifier': _LAYERS,
+}
 
 
 def sha256(path: PathLike) -> str:
@@ -124,17 +160,17 @@ def read_repository(repository: str, cache_dir: Optional[PathLike] = None) -> Pu
 
 
 def _read_config(path: Path) -> Dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding='utf-8'))
-        if not isinstance(config, dict):
-            raise TypeError('it is not a mapping')
-        config['architecture']
-        for name, kind in {'architecture': str, 'pretrained_cfg': dict, 'model_args': dict, 'sha256': dict}.items():
-            if not isinstance(config.get(name, kind()), kind):
-                raise TypeError(f'{name} is {config[name]!r}')
-        for name in config.get('sha256', {}):
-            if Path(name).name != name:
-                raise ValueError(f'sha256 has {name!r}, which is not the name of a file in this folder')
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise RuntimeError(f'{str(path)!r} is not the config.json of a timm model: {type(e).__name__}: {e}') from e
+    config, source = read_json(path), repr(str(path))
+    check_fields(config, source, {'architecture': STRING}, _FIELDS)
+    cfg, model_args, hashes = (config.get(name, {}) for name in ('pretrained_cfg', 'model_args', 'sha256'))
+    check_fields(cfg, f'{source}: pretrained_cfg', {}, _CFG_FIELDS)
+    check_model_args(model_args, f'{source}: model_args')
+    check_fields(hashes, f'{source}: sha256', dict.fromkeys(hashes, STRING))
+    for name in hashes:
+        if Path(name).name != name:
+            raise RuntimeError(f'{source}: sha256 has {name!r}, which is not the name of a file in this folder.')
+    if 'transformers_version' in config:
+        # save_pretrained() of transformers copies the hashes of the files that it read, and no file of scales
+        if SCALES in config.pop('sha256', {}):
+            config['model_args'] = {**model_args, 'scales': False}
     return config

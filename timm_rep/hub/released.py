@@ -9,7 +9,7 @@ import torch.nn as nn
 from huggingface_hub import HfApi, hf_hub_download
 
 from timm_rep.layers import holds_structure
-from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of
+from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
 from timm_rep.utils.network import hub_errors
 
 __all__ = [
@@ -188,21 +188,21 @@ def rename_released(
         raise RuntimeError(
             'Released checkpoints hold the training structure, the model has the deploy structure: load into a model '
             'created without reparameterized=True, then call its reparameterize().')
-    checkpoint = path_or_state_dict
-    if not isinstance(checkpoint, Mapping):
-        if not os.path.isfile(checkpoint):
-            raise FileNotFoundError(f'No released checkpoint at {os.fspath(checkpoint)!r}.')
-        checkpoint = read_checkpoint(checkpoint, use_ema=False)
-    released = {
-        name: value for name, value in state_dict_of(checkpoint).items() if not _RELEASED_BUFFERS.search(name)
-    }
+    if isinstance(path_or_state_dict, Mapping):
+        checkpoint, state_dict = 'The checkpoint', state_dict_of(path_or_state_dict)
+    else:
+        path = os.fspath(path_or_state_dict)
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f'No released checkpoint at {path!r}.')
+        checkpoint, state_dict = f'The checkpoint {path!r}', read_state_dict(path, use_ema=False)
+    released = {name: value for name, value in state_dict.items() if not _RELEASED_BUFFERS.search(name)}
     if holds_structure(model, released, 'deploy'):
         raise RuntimeError(
-            "The checkpoint holds this package's deploy structure, not a released layout: create the model with "
+            f"{checkpoint} holds this package's deploy structure, not a released layout: create the model with "
             'reparameterized=True and use its load_state_dict().')
     own = model.state_dict()
     if released.keys() == own.keys():
-        raise RuntimeError("The checkpoint has this package's own key layout: use the model's load_state_dict().")
+        raise RuntimeError(f"{checkpoint} has this package's own key layout: use the model's load_state_dict().")
 
     names = {}  # released key -> key here
     for key in [*own, *(f'{layer}.{kind}' for layer in classifier or () for kind in ('weight', 'bias'))]:
@@ -221,7 +221,7 @@ def rename_released(
     ]
     if problems:
         raise RuntimeError(
-            f'The checkpoint does not fit {type(model).__name__}, nothing was loaded. Create the model with the '
+            f'{checkpoint} does not fit {type(model).__name__}, nothing was loaded. Create the model with the '
             'configuration it was trained with (structure, widths, depth, num_classes, img_size, ...).\n  '
             + '\n  '.join(problems))
     return {key: released[name] for name, key in names.items() if name in released}

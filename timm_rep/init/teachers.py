@@ -11,7 +11,7 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from timm.utils import unwrap_model
 
-from timm_rep.utils.checkpoints import read_checkpoint, state_dict_of
+from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
 from timm_rep.utils.network import hub_errors
 
 from .matching import Shape
@@ -108,7 +108,7 @@ def open_teacher(source: TeacherSource) -> Teacher:
     if os.path.isfile(path):
         if path.endswith('.safetensors'):
             return _with_timm_names(_from_safetensors(path))
-        return _with_timm_names(_from_state_dict(state_dict_of(read_checkpoint(path), _WRAPPERS)))
+        return _with_timm_names(_from_state_dict(read_state_dict(path, wrappers=_WRAPPERS)))
     if not timm.is_model(path):
         raise FileNotFoundError(f'The teacher {path!r} is neither a file nor a timm model.')
     if not timm.get_pretrained_cfg(path).has_weights:

@@ -10,7 +10,8 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 
 from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.checkpoints import read_checkpoint, write_safetensors
+from timm_rep.utils.checkpoints import read_state_dict, write_safetensors
+from timm_rep.utils.files import parse_json
 
 from .packaged import locate_packaged, packaged_scales
 
@@ -89,7 +90,7 @@ def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
         with safe_open(path, 'pt') as file:
             metadata = dict(file.metadata() or {})
             keys = [
-                f'{layer}.{branch}' for layer, branches in json.loads(metadata.pop(ORDER, '{}')).items()
+                f'{layer}.{branch}' for layer, branches in parse_json(metadata.pop(ORDER, '{}')).items()
                 for branch in branches
             ]
             if sorted(keys) != sorted(file.keys()):
@@ -104,8 +105,8 @@ def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
 
 def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
     try:
-        state_dict = read_checkpoint(path, use_ema=False)
-    except RuntimeError as e:
+        state_dict = read_state_dict(path, use_ema=False)
+    except (RuntimeError, TypeError) as e:
         raise ValueError(str(e)) from e
     layers: Dict[str, Dict[str, torch.Tensor]] = {}
     for key, value in state_dict.items():

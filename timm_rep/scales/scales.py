@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.layers import CslaBlock, csla_layers
+from timm_rep.utils.files import parse_json
 
 from .files import ORDER, locate, read, write
 
@@ -209,7 +210,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         layers, metadata = read(path)
         metadata = dict(metadata)
         try:
-            history = json.loads(metadata.pop(_HISTORY, '{}'))
+            history = parse_json(metadata.pop(_HISTORY, '{}'))
             return cls(layers, metadata, history)
         except (ValueError, AttributeError, TypeError) as e:
             raise ValueError(f'{path!r} holds no scales. {e}') from e

@@ -55,8 +55,9 @@ def replacing_files(folder: Union[str, os.PathLike]) -> Iterator[Path]:
 def replacing_folder(folder: Union[str, os.PathLike]) -> Iterator[Path]:
     """A copy of ``folder`` to write to, of the same name, which takes its place at the end, in one step.
 
-    If the body raises, the folder is as it was. If the process is killed, it is the old one or the new one; where the
-    file system cannot exchange two folders (outside Linux) it may be missing, until the next call puts it back.
+    If the body raises, the folder is as it was, and the message names it instead of the copy. If the process is killed,
+    it is the old one or the new one; where the file system cannot exchange two folders (outside Linux) it may be
+    missing, until the next call puts it back.
 
     Raises:
         BlockingIOError: Another process is replacing the folder.
@@ -73,7 +74,12 @@ def replacing_folder(folder: Union[str, os.PathLike]) -> Iterator[Path]:
         with _temporary_folder(folder.parent, prefix) as temporary:
             draft = temporary / folder.name
             shutil.copytree(folder, draft, symlinks=True, ignore=shutil.ignore_patterns(f'{_PREFIX}*'))
-            yield draft
+            try:
+                yield draft
+            except Exception as e:  # its message is to name the folder, not the draft, which is about to be removed
+                e.args = tuple(
+                    arg.replace(os.fspath(draft), os.fspath(folder)) if isinstance(arg, str) else arg for arg in e.args)
+                raise
             _set_modes(draft)
             _exchange(draft, folder)
     finally:

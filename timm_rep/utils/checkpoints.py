@@ -1,33 +1,81 @@
 """Reading checkpoints without executing pickled code."""
 import argparse
+import contextlib
 import os
-from typing import Any, Dict, Mapping, Optional, Sequence, Union
+import re
+from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Union
 
 import torch
+import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from timm.models import clean_state_dict, load_state_dict
 
-__all__ = ['has_moving_average', 'read_checkpoint', 'state_dict_of', 'write_checkpoint', 'write_safetensors']
+__all__ = [
+    'has_moving_average',
+    'load_checkpoint',
+    'read_state_dict',
+    'state_dict_of',
+    'write_checkpoint',
+    'write_safetensors',
+]
 
 
-def read_checkpoint(path: Union[str, os.PathLike], use_ema: bool = True) -> Dict[str, Any]:
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as e:  # torch and safetensors raise many types for damaged files
+        reason = ' '.join(str(e.__cause__ or e).split())
+        # torch explains over many lines how to load the file unsafely
+        found = re.search(r'WeightsUnpickler error: (.*?)(?= Please use | Check the documentation|$)', reason)
+        raise RuntimeError(
+            f'Cannot read {path!r} as a checkpoint, a .safetensors file or a torch.save() file that loads with '
+            f'weights_only=True: {type(e.__cause__ or e).__name__}: {found[1] if found else reason}') from e
+
+
+def read_state_dict(
+        path: Union[str, os.PathLike],
+        use_ema: bool = True,
+        wrappers: Sequence[str] = ('state_dict', 'model'),
+) -> Dict[str, torch.Tensor]:
     """Read the state dict of a ``.safetensors`` file or of a torch.save() file, with ``weights_only=True``.
 
     Args:
         path: Path of the file.
         use_ema: Prefer the moving average of the weights, if the checkpoint has one.
+        wrappers: Further keys of the state dict in the checkpoint, as for :func:`state_dict_of`.
 
     Raises:
         RuntimeError: The file cannot be read.
+        TypeError: It does not hold a state dict.
     """
     path = os.fspath(path)
+    with _reading(path):
+        checkpoint = load_state_dict(path, use_ema=use_ema, weights_only=True)
     try:
-        return load_state_dict(path, use_ema=use_ema, weights_only=True)
-    except Exception as e:  # both libraries raise many types for damaged files
-        raise RuntimeError(
-            f'Cannot read {path!r} as a checkpoint, a .safetensors file or a torch.save() file that loads with '
-            f'weights_only=True: {type(e).__name__}: {e}') from e
+        return state_dict_of(checkpoint, wrappers)
+    except TypeError as e:
+        raise TypeError(f'{path!r}: {e}') from e
+
+
+def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike], use_ema: bool = False) -> None:
+    """Load a checkpoint into a model, strictly.
+
+    Args:
+        model: The model.
+        path: Path of the file.
+        use_ema: Prefer the moving average of the weights, if the checkpoint has one.
+
+    Raises:
+        RuntimeError: The file cannot be read, or does not fit the model.
+        TypeError: It does not hold a state dict.
+    """
+    state_dict = read_state_dict(path, use_ema)
+    try:
+        model.load_state_dict(state_dict)
+    except RuntimeError as e:
+        raise RuntimeError(f'{os.fspath(path)!r} does not fit the model. {e}') from e
 
 
 def has_moving_average(path: Union[str, os.PathLike]) -> bool:
@@ -39,11 +87,8 @@ def has_moving_average(path: Union[str, os.PathLike]) -> bool:
     path = os.fspath(path)
     if path.endswith('.safetensors'):
         return False
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # train.py saves its arguments
-            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e:  # torch raises many types for damaged files
-        raise RuntimeError(f'Cannot read {path!r} as a checkpoint: {type(e).__name__}: {e}') from e
+    with _reading(path), torch.serialization.safe_globals([argparse.Namespace]):  # train.py saves its arguments
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     return isinstance(checkpoint, dict) and any(
         checkpoint.get(name) is not None for name in ('state_dict_ema', 'model_ema'))
 
@@ -61,14 +106,14 @@ def state_dict_of(
     Raises:
         TypeError: The state dict is empty or has values that are not tensors.
     """
-    state_dict = clean_state_dict(next(
-        (checkpoint[wrapper] for wrapper in wrappers if isinstance(checkpoint.get(wrapper), Mapping)), checkpoint))
-    others = [repr(k) for k, v in state_dict.items() if not isinstance(v, torch.Tensor)]
+    state_dict = next(
+        (checkpoint[wrapper] for wrapper in wrappers if isinstance(checkpoint.get(wrapper), Mapping)), checkpoint)
+    others = [repr(k) for k, v in state_dict.items() if not isinstance(k, str) or not isinstance(v, torch.Tensor)]
     if others or not state_dict:
         raise TypeError(
             f'A checkpoint is a state dict of tensors, or holds one under {" or ".join(map(repr, wrappers))}; this one '
             + (f'has values that are not tensors: {", ".join(others[:5])}.' if others else 'is empty.'))
-    return state_dict
+    return clean_state_dict(state_dict)
 
 
 def write_safetensors(

@@ -21,8 +21,11 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Datase
         kwargs: Other arguments of ``create_dataset``.
 
     Raises:
-        FileNotFoundError: There is no folder of the split; timm would take all images below the root, of every split.
+        FileNotFoundError: There is no root, or no folder of the split; timm would take all images below the root, of
+            every split.
     """
+    if not name and not os.path.exists(root or ''):
+        raise FileNotFoundError(f'there is no folder {root!r}, expected images in {root}/{split}/CLASS/IMAGE')
     dataset = create_dataset(name, root=root, split=split, **kwargs)
     reader = getattr(dataset, 'reader', None)
     if isinstance(reader, ReaderImageFolder) and root is not None and os.path.samefile(reader.root, root):

@@ -1,0 +1,274 @@
+"""Wrong files and arguments: one line that names the file and the cause, exit status 1, nothing is written."""
+import io
+import json
+import os
+import pickle
+import struct
+import time
+import zipfile
+
+import pytest
+import timm
+import torch
+
+from tests.hub.published import REPA, publish
+from timm_rep.cli import main
+from timm_rep.hub import CONFIG, sha256
+from timm_rep.hub.metrics import METRICS
+
+NAME = 'repa_deit_tiny.mine'
+
+
+class NotATensor:
+    def __reduce__(self):
+        return print, ('executed',)
+
+
+def _torch(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _zip(**files):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, 'w') as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def _safetensors(header, data=b'0000'):
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack('<Q', len(header)) + header + data
+
+
+_TENSOR = {'dtype': 'F32', 'shape': [1], 'data_offsets': [0, 4]}
+JUNK = {
+    'empty.pth': b'',
+    'text.pth': b'hello world\n',
+    'random.pth': bytes(range(200, 256)) * 50,
+    'truncated.pth': _torch({'x': torch.zeros(100)})[:700],
+    'archive.pth': _zip(**{'x/data.pkl': b'junk'}),
+    'pickle.pth': pickle.dumps({'state_dict': NotATensor()}),
+    'class.pth': _torch(NotATensor()),
+    'number.pth': _torch(5),
+    'none.pth': _torch(None),
+    'list.pth': _torch([torch.zeros(2)]),
+    'tensor.pth': _torch(torch.zeros(3)),
+    'no-tensors.pth': _torch({'state_dict': {'a': 1, 'b': 'x'}}),
+    'no-names.pth': _torch({1: torch.zeros(2)}),
+    'nested.pth': _torch({'state_dict': {'inner': {'w': torch.zeros(2)}}}),
+    'list-inside.pth': _torch({'state_dict': [torch.zeros(2)]}),
+    'none-inside.pth': _torch({'state_dict': None}),
+    'nothing-inside.pth': _torch({'state_dict': {}}),
+    'empty.safetensors': b'',
+    'text.safetensors': b'hello world\n',
+    'truncated.safetensors': _safetensors({'x': {**_TENSOR, 'shape': [100], 'data_offsets': [0, 400]}}),
+    'header.safetensors': _safetensors({'x': _TENSOR})[:20],
+    'huge-header.safetensors': struct.pack('<Q', 1 << 40) + b'{}',
+    'list.safetensors': _safetensors([1]),
+    'bomb.safetensors': _safetensors(b'[' * 100_000),
+    'shape.safetensors': _safetensors({'x': {**_TENSOR, 'shape': [1 << 40, 1 << 40]}}),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A published folder with a recipe, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    publish(tmp_path / NAME)
+    recipe = {'model': 'repa_deit_tiny', 'num_classes': 5, 'model_kwargs': REPA[1]}
+    (tmp_path / NAME / 'train.yaml').write_text(json.dumps(recipe))  # JSON is YAML
+    return tmp_path / NAME
+
+
+def check_error(capsys, argv, *parts):
+    """A command fails with one line that holds all of ``parts``."""
+    assert main([str(arg) for arg in argv]) == 1, argv
+    captured = capsys.readouterr()
+    assert 'executed' not in captured.out
+    lines = [line for line in captured.err.splitlines() if line.startswith('timm-rep: ')]
+    assert len(lines) == 1
+    assert captured.err.endswith(f'{lines[0]}\n'), captured.err
+    for part in parts:
+        assert str(part) in lines[0]
+    assert 'retry with weights_only=False' not in lines[0]
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@pytest.mark.parametrize('name', JUNK)
+def test_junk_checkpoints(folder, capsys, name):
+    file = folder.parent / name
+    file.write_bytes(JUNK[name])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    tiny = ['--model-kwargs', 'depth=1', 'embed_dim=24']
+    for argv in (
+            ['card', folder, '--checkpoint', file],
+            ['convert', file, '--model', 'repa_deit_tiny', '-o', 'repa_deit_tiny.new', *tiny],
+            ['convert', file, '--model', 'repopt_vgg_a0', '-o', 'repopt_vgg_a0.new'],
+            ['plot-scales', file],
+            ['plot-scales', '--kernels', file],
+            ['plot-attention-weights', f'repa_deit_tiny={file}'],
+            ['weight-select', '--student', 'repa_deit_tiny', '--teacher', file, '-o', 'x.safetensors', *tiny],
+            *([['card', folder, '--use-ema', '--checkpoint', file]] if name.endswith('.pth') else []),
+    ):
+        check_error(capsys, argv, name)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not list(folder.parent.glob('*.new/*'))
+    assert not (folder.parent / 'x.safetensors').exists()
+
+
+def test_a_checkpoint_of_another_model(folder, capsys):
+    torch.save(timm.create_model('repa_deit_tiny', **{**REPA[1], 'depth': 1}).state_dict(), 'other.pth')
+    assert main(['card', str(folder), '--checkpoint', 'other.pth']) == 1
+    assert capsys.readouterr().err.startswith("timm-rep: 'other.pth' does not fit the model. ")
+
+
+# k is ten levels of ten references each: 10 ** 10 values
+_REFERENCES = b'model: repa_deit_tiny\na: &a [x]\n' + b''.join(
+    b'%c: &%c [%s]\n' % (c + 1, c + 1, b', '.join([b'*%c' % c] * 10)) for c in range(ord('a'), ord('k')))
+
+
+@pytest.mark.parametrize('recipe,parts', [
+    (b'[a]', ['is not a recipe']),
+    (b'a: [', ['is not valid YAML']),
+    (b'\xff\xfe', ['is not a text file in UTF-8']),
+    (b'[' * 3_000, ['is not valid YAML']),
+    (b'# comment\n' * 10_000, ['is too large']),
+    (b'{"model": "repa_deit_tiny", "model_kwargs": [1]}', ["'model_kwargs' has to be a mapping", '[1]']),
+    (b'{"model": "repa_deit_tiny", "num_classes": "many"}', ["'num_classes' has to be an integer", "'many'"]),
+    (b'{"model": "repa_deit_tiny", "num_classes": -5}', ["'num_classes' has to be an integer from 0", '-5']),
+    (b'{"model": "repa_deit_tiny", "img_size": [32, 32]}', ["'img_size' has to be an integer", '[32, 32]']),
+    (b'{"model": "repa_deit_tiny", "input_size": 3}', ["'input_size' has to be a list of 3", '3']),
+    (b'{"model": "repa_deit_tiny", "mean": "x"}', ["'mean' has to be a list", "'x'"]),
+    (b'{"model": "repa_deit_tiny", "interpolation": "x"}', ["'interpolation' has to be one of", "'x'"]),
+    (b'{"model": "repa_deit_tiny", "model_kwargs": {"depth": 1000000000}}', ["'depth' is 1000000000, expected"]),
+    (b'{"model": "repa_deit_tiny", "model_kwargs": {"depth": "x"}}', ['model_kwargs cannot be used', 'TypeError']),
+    (b'{"model": "repa_deit_tiny", "model_kwargs": {"num_heads": 0}}', ['model_kwargs cannot be used', 'ZeroDivision']),
+    (b'{"model": "repa_deit_tiny", "model_kwargs": {"nothing": 1}}', ['model_kwargs cannot be used', "'nothing'"]),
+    (_REFERENCES + b'num_classes: *k\n', ["'num_classes' has to be an integer"]),
+    (_REFERENCES + b'model_kwargs: {x: *k}\n', ["holds too much in 'x'"]),
+])
+def test_recipes(folder, capsys, recipe, parts):
+    (folder.parent / 'recipe.yaml').write_bytes(recipe)
+    torch.save({'x': torch.zeros(1)}, 'c.pth')
+    start = time.monotonic()
+    check_error(capsys, ['card', folder, '--checkpoint', 'c.pth', '--recipe', 'recipe.yaml'], 'recipe.yaml', *parts)
+    assert time.monotonic() - start < 30
+
+
+def _edit(file, field, value):
+    """Set a field of a JSON file, 'a.b' for one of a mapping; the whole file if there is none."""
+    if isinstance(value, bytes):
+        file.write_bytes(value)
+        return
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    *parents, last = field.split('.')
+    mapping = config
+    for parent in parents:
+        mapping = mapping.setdefault(parent, {})
+    mapping[last] = value
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize('field,value,parts', [
+    ('', b'[1]', ['has to be a mapping', '[1]']),
+    ('', b'null', ['has to be a mapping', 'None']),
+    ('', b'{', ['is not valid JSON']),
+    ('', b'[' * 100_000, ['is not valid JSON']),
+    ('', b'\xff', ['is not a text file']),
+    ('dataset', 5, ["'dataset' has to be a string", '5']),
+    ('accuracy', [1], ["'accuracy' has to be a mapping", '[1]']),
+    ('accuracy', {}, ["accuracy has no 'top1'"]),
+    ('accuracy', {'top1': 'x'}, ["accuracy: 'top1' has to be a number", "'x'"]),
+    ('cost', 'x', ["'cost' has to be a mapping"]),
+    ('cost', {'forms': [1]}, ["cost: 'forms' has to be a mapping"]),
+    ('cost', {'forms': {'folded': {'params': 1, 'gmacs': 1, 'images_per_second': 0}}, 'batch_size': 1, 'dtype': 'x',
+              'machine': 'x', 'date': 'x', 'versions': {'torch': 'x'}},
+     ["folded: 'images_per_second' has to be a positive number", '0']),
+    ('cited', 'x', ["'cited' has to be a list"]),
+    ('cited', [{'what': 'x'}], ["cited has no 'value'"]),
+])
+def test_metrics(folder, capsys, field, value, parts):
+    if field in ('accuracy', 'cost') and isinstance(value, dict):
+        value = {**value, 'weights': sha256(folder / 'model.safetensors')}
+        if 'top1' in value:
+            value = {**value, 'top5': 1, 'images': 1, 'split': 'val', 'date': '2026-01-01'}
+    _edit(folder / METRICS, field, value)
+    for argv in (['card', folder], ['push', folder, '--folded', '--dry-run']):
+        check_error(capsys, argv, METRICS, *parts)
+
+
+@pytest.mark.parametrize('field,value,parts', [
+    ('', b'[1]', ['has to be a mapping', '[1]']),
+    ('', b'', ['is not valid JSON']),
+    ('', b'[' * 100_000, ['is not valid JSON', 'nested too deeply']),
+    ('', b'\xff', ['is not a text file']),
+    ('', b'{"architecture": "' + b'x' * (1 << 24) + b'"}', ['is too large']),
+    ('architecture', 5, ["'architecture' has to be a string"]),
+    ('architecture', 'nothing', ["there is no model 'nothing'"]),
+    ('num_classes', 10 ** 12, ["'num_classes' has to be an integer from 0 to 1,000,000"]),
+    ('label_names', 5, ["'label_names' has to be a list"]),
+    ('pretrained_cfg', [], ['pretrained_cfg has to be a mapping']),
+    ('pretrained_cfg.input_size', [3, 10 ** 6, 10 ** 6], ["'input_size' has to be a list of 3 integers"]),
+    ('pretrained_cfg.input_size', ['a', 'b', 'c'], ["'input_size' has to be a list of 3 integers"]),
+    ('pretrained_cfg.std', [0, 0, 0], ["'std' has to be a list of values, each a positive number"]),
+    ('pretrained_cfg.interpolation', 5, ["'interpolation' has to be one of"]),
+    ('pretrained_cfg.crop_pct', 'x', ["'crop_pct' has to be a positive number"]),
+    ('pretrained_cfg.first_conv', 5, ["'first_conv' has to be a name"]),
+    ('model_args', [1], ['model_args has to be a mapping']),
+    ('model_args.depth', 1e9, ["model_args: 'depth' is 1000000000.0, expected numbers up to 1,000"]),
+    ('model_args.depth', 'x', ['cannot be used: TypeError']),
+    ('model_args.embed_dim', 10 ** 9, ["model_args: 'embed_dim' is 1000000000"]),
+    ('model_args.num_heads', 0, ['cannot be used: ZeroDivisionError']),
+    ('model_args.num_heads', 7, ['cannot be used: AssertionError']),
+    ('model_args.act_layer', 'nothing', ['cannot be used: KeyError']),
+    ('model_args.img_size', [[1] * 200] * 200, ['holds too much']),
+    ('model_args.embed_dim', 12, ['model.safetensors', 'does not fit the model']),
+    ('sha256', {'model.safetensors': 5}, ["sha256: 'model.safetensors' has to be a string"]),
+])
+def test_configs(folder, capsys, field, value, parts):
+    _edit(folder / CONFIG, field, value)
+    start = time.monotonic()
+    if 'does not fit the model' in parts:  # a list of tensors follows
+        assert main(['card', str(folder)]) == 1
+        line = capsys.readouterr().err.splitlines()[0]
+        assert all(part in line for part in (str(folder), *parts))
+    else:
+        where = os.fspath(folder) if 'cannot be used' in parts[0] else CONFIG
+        check_error(capsys, ['card', folder, '--measure'], where, *parts)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize('argv,parts', [
+    (['card', NAME, '--data-dir', 'nowhere'], ["there is no folder 'nowhere'", 'CLASS/IMAGE']),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--dataset', '', '--data-dir', 'nowhere'],
+     ["there is no folder 'nowhere'"]),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors'], ["'torch/cifar100'", 'pass --data-dir']),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--data-dir', '.', '--device', 'nothing'],
+     ["cannot use the device 'nothing'"]),
+    (['profile', 'repa_deit_tiny', '--model-kwargs', 'num_heads=7'], ["{'num_heads': 7} cannot be used"]),
+    (['profile', 'repa_deit_tiny', '--model-kwargs', 'nothing=7'], ["{'nothing': 7} cannot be used"]),
+    (['weight-select', '--student', 'repa_deit_tiny', '--teacher', 'x', '-o', 'x.safetensors',
+      '--model-kwargs', 'num_heads=0'], ["{'num_heads': 0} cannot be used"]),
+    (['convert', 'c.pth', '--model', 'repa_deit_tiny', '-o', 'repa_deit_tiny.new', '--model-kwargs', 'depth=x'],
+     ["{'depth': 'x'} cannot be used"]),
+])
+def test_wrong_arguments(folder, capsys, argv, parts):
+    torch.save({'x': torch.zeros(2, 2)}, 'c.pth')
+    check_error(capsys, argv, *parts)
+
+
+@pytest.mark.parametrize('argv,message', [
+    (['card', NAME, '--device', 'nothing'], "cannot use the device 'nothing'"),
+    (['profile', 'repa_deit_tiny', '--device', 'meta'], "cannot use the device 'meta'"),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '9' * 20], 'from 0 to 2 ** 31 - 1'),
+    (['weight-select', '--student', 'm', '--teacher', 'm', '-o', 's.safetensors', '--seed', '-1'],
+     'from 0 to 2 ** 31 - 1'),
+])
+def test_arguments_of_a_wrong_type(capsys, argv, message):
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert e.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

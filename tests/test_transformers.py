@@ -1,0 +1,80 @@
+"""Published folders in Hugging Face transformers: ``pytest -m clients``."""
+import json
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+
+import timm_rep
+from tests.helpers import ROOT
+from tests.test_readme import blocks
+from timm_rep.layers import csla_layers
+
+pytestmark = pytest.mark.clients
+
+NAMES = ['repa_deit_tiny.cifar10', 'repopt_vgg_a0.cifar10']
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    return pytest.importorskip('transformers')
+
+
+@pytest.fixture
+def image():
+    pixels = torch.randint(0, 256, (40, 50, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def test_documentation(transformers, image, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, = (code for code in blocks('hub/README.md', 'python') if 'from transformers import' in code)
+    names = {}
+    exec(compile(code, 'hub/README.md', 'exec'), names)
+    assert names['classify'](image)
+    assert csla_layers(names['model'].timm_model)['stem.conv'].grad_mult is not None
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_round_trip(transformers, image, tmp_path, name):
+    """Equal inputs and logits in transformers and timm, from the published folder and from what transformers saves."""
+    folder = str(ROOT / 'hub' / name)
+    reference = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+    pixels = create_transform(**resolve_data_config(model=reference))(image)[None]
+    with torch.inference_mode():
+        logits = reference(pixels)
+    labels = json.loads((ROOT / 'hub' / name / 'config.json').read_text())['label_names']
+    saved = str(tmp_path / name)
+    for source in folder, saved:
+        model = transformers.AutoModelForImageClassification.from_pretrained(source, dtype=torch.float32).eval()
+        processor = transformers.AutoImageProcessor.from_pretrained(source)
+        inputs = processor(image, return_tensors='pt')
+        assert torch.equal(inputs['pixel_values'], pixels)
+        with torch.inference_mode():
+            assert torch.equal(model(**inputs).logits, logits)
+        classify = transformers.pipeline('image-classification', model=source, dtype=torch.float32)
+        best, *_ = classify(image)
+        assert best['label'] == labels[logits.argmax()]
+        assert best['score'] == pytest.approx(logits.softmax(-1).max().item(), rel=1e-4)
+        model.save_pretrained(saved)
+    again = timm.create_model(f'local-dir:{saved}', pretrained=True).eval()
+    with torch.inference_mode():
+        assert torch.equal(again(pixels), logits)
+
+
+def test_scales(transformers, tmp_path):
+    """The published scales are attached by path; what transformers saves has none, and RepSGD refuses it."""
+    folder = ROOT / 'hub' / 'repopt_vgg_a0.cifar10'
+    model = transformers.AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32)
+    timm_rep.attach_grad_mults(model.timm_model, str(folder / 'scales.safetensors'))
+    published = timm.create_model(f'local-dir:{folder}', pretrained=True)
+    for name, layer in csla_layers(published).items():
+        found = csla_layers(model.timm_model)[name].grad_mult
+        assert torch.equal(found.dense('squared'), layer.grad_mult.dense('squared'))
+    model.save_pretrained(tmp_path / folder.name)
+    saved = timm.create_model(f'local-dir:{tmp_path / folder.name}', pretrained=True)
+    with pytest.raises(ValueError, match='GradMult'):
+        timm.optim.create_optimizer_v2(saved, opt='repsgd', lr=.1)
