@@ -198,7 +198,7 @@ class TestCommand:
         assert main([*command, '--data-dir', str(tmp_path), '--split', 'test']) == 1
         assert "no folder for the split 'test'" in capsys.readouterr().err
         assert main(command[:4]) == 1
-        assert 'does not fit repa_deit_tiny with these --model-kwargs' in capsys.readouterr().err
+        assert f'{str(tmp_path / "c.pth")!r} does not fit the model' in capsys.readouterr().err
 
     def test_broken(self, capsys, monkeypatch):
         fuse = RePaMlp.fuse

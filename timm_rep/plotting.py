@@ -1,5 +1,6 @@
 """Figures of the papers: scales, kernels, latency by part, and products of attention weights."""
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+import itertools
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -7,7 +8,16 @@ import torch.nn as nn
 from timm_rep.init import attention_products, attentions
 from timm_rep.scales import Scales
 
-__all__ = ['diagonal', 'kernel_layer', 'plot_attention', 'plot_kernels', 'plot_latency', 'plot_scales', 'tidy']
+__all__ = [
+    'diagonal',
+    'kernel_layer',
+    'plot_accuracy',
+    'plot_attention',
+    'plot_kernels',
+    'plot_latency',
+    'plot_scales',
+    'tidy',
+]
 
 _COLORS = ('#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f')
 
@@ -175,6 +185,27 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
         tidy(axes, title, y='milliseconds')
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc='outside right upper')
+    return figure
+
+
+def plot_accuracy(figures: Mapping[str, Mapping[str, Any]]):
+    """Draw accuracy against throughput of an original model and of models converted from it.
+
+    Args:
+        figures: By name of the model, the original first: 'top1' in percent, and 'images_per_second' by batch size.
+
+    Returns:
+        A matplotlib Figure with one plot for each batch size.
+    """
+    sizes = list(next(iter(figures.values()))['images_per_second'])
+    figure = _figure(len(sizes), 1)
+    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes):
+        for (name, row), color in zip(figures.items(), itertools.cycle(_COLORS)):
+            speed = row['images_per_second'][size]
+            axes.scatter(speed, row['top1'], color=color)
+            axes.annotate(name, (speed, row['top1']), xytext=(4, 4), textcoords='offset points', fontsize=8)
+        axes.margins(.2)
+        tidy(axes, f'batch size {size}', x='images/s', y='top-1 accuracy, %')
     return figure
 
 

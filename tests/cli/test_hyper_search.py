@@ -70,7 +70,7 @@ def test_default_device(tmp_path, capsys, monkeypatch, gpu):
 
     monkeypatch.setattr('torch.cuda.is_available', lambda: gpu)
     monkeypatch.setattr('timm.utils.init_distributed_device', init)
-    args = ['-o', str(tmp_path / 's.safetensors')]
+    args = ['-o', str(tmp_path / 's.safetensors'), '--data-dir', str(tmp_path)]
     for more, device in (([], 'cuda' if gpu else 'cpu'), (['--device', 'cpu'], 'cpu')):
         assert main(['hyper-search', 'repopt_vgg_a0', *args, *more]) == 1
         assert f'asked for {device}' in capsys.readouterr().err

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from timm_rep.version import __version__
 
 from . import (
+    accelerate,
     card,
     convert,
     demo,
@@ -25,8 +26,8 @@ from . import (
 __all__ = ['main']
 
 _COMMANDS = (
-    card, convert, demo, hyper_search, models, plot_attention_weights, plot_scales, profile, push, run, verify,
-    weight_select)
+    accelerate, card, convert, demo, hyper_search, models, plot_attention_weights, plot_scales, profile, push, run,
+    verify, weight_select)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -9,7 +9,7 @@ from timm.utils import ParseKwargs
 
 from timm_rep.utils.files import argument_errors
 
-__all__ = ['ModelKwargs', 'create_model', 'default_device', 'device', 'positive_int', 'seed']
+__all__ = ['ModelKwargs', 'create_model', 'default_device', 'device', 'positive_int', 'ratio', 'seed']
 
 
 def default_device() -> torch.device:
@@ -25,6 +25,17 @@ def positive_int(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f'expected an integer of at least 1, got {text!r}')
+    return value
+
+
+def ratio(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f'expected a number from 0 to 1, got {text!r}')
     return value
 
 

@@ -1,6 +1,6 @@
 from .ffn import convert_to_repa, find_ffns, take_layer_scale, use_repa_ffns
 from .least_squares import eliminate
-from .linearize import ConversionReport, ConvertedFfn, linearize_ffns
+from .linearize import ConversionReport, ConvertedFfn, check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
 from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
 
@@ -9,6 +9,7 @@ __all__ = [
     'ConvertedFfn',
     'PointwiseFfn',
     'ReparameterizeMixin',
+    'check_convertible',
     'convert_to_repa',
     'eliminate',
     'find_ffns',

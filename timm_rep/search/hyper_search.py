@@ -17,8 +17,8 @@ from timm.utils import random_seed, unwrap_model
 
 from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
-from timm_rep.utils.atomic import check_writable, replacing_files
-from timm_rep.utils.checkpoints import write_checkpoint
+from timm_rep.utils.atomic import check_writable
+from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.training import evaluate, fit, world_size_and_rank
 from timm_rep.version import __version__
 
@@ -262,15 +262,13 @@ def _save_checkpoint(
         epoch: int,
         history: _History,
 ) -> None:
-    state = dict(
+    write_training_state(path, dict(
         model=unwrap_model(model).state_dict(),
         optimizer=optimizer.state_dict(),
         settings=settings,
         epoch=epoch,
         history=history,
-    )
-    with replacing_files(path.parent) as temporary:
-        write_checkpoint(state, temporary / path.name)
+    ))
 
 
 def _load_checkpoint(
@@ -280,14 +278,7 @@ def _load_checkpoint(
         settings: Dict[str, Any],
 ) -> Tuple[int, _History]:
     """Load a checkpoint into model and optimizer; returns the number of epochs done and their history."""
-    try:
-        state = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e:  # torch raises many types for damaged files
-        raise ValueError(f'{str(path)!r} cannot be read as the checkpoint of a search: {type(e).__name__}: {e}') from e
-    found = state.get('settings', {}) if isinstance(state, dict) else {}
-    others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]
-    if others:
-        raise ValueError(f'{str(path)!r} is the checkpoint of another search: {", ".join(others)}.')
+    state = read_training_state(path, settings, 'search')
     unwrap_model(model).load_state_dict(state['model'])
     optimizer.load_state_dict(state['optimizer'])
     return state['epoch'], state['history']

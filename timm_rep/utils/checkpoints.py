@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import os
 import re
+from pathlib import Path
 from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Union
 
 import torch
@@ -11,13 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from timm.models import clean_state_dict, load_state_dict
 
+from .atomic import replacing_files
+
 __all__ = [
     'has_moving_average',
     'load_checkpoint',
     'read_state_dict',
+    'read_training_state',
     'state_dict_of',
     'write_checkpoint',
     'write_safetensors',
+    'write_training_state',
 ]
 
 
@@ -142,3 +147,40 @@ def write_checkpoint(state: Mapping[str, Any], path: Union[str, os.PathLike]) ->
         torch.save(state, path)
     except RuntimeError as e:  # torch reports a full disk as an unexpected position in the file
         raise OSError(f'cannot write {os.path.basename(path)!r}, is the disk full? {e}') from e
+
+
+def write_training_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write the state of a training to resume from, replacing that of an earlier epoch in one step.
+
+    Args:
+        path: File to write.
+        state: Values that ``torch.load(weights_only=True)`` reads; under 'settings' those that must not change.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with replacing_files(path.parent) as temporary:
+        write_checkpoint(state, temporary / path.name)
+
+
+def read_training_state(path: Path, settings: Mapping[str, Any], training: str) -> Dict[str, Any]:
+    """Read what :func:`write_training_state` wrote.
+
+    Args:
+        path: The file.
+        settings: Settings of this training.
+        training: What the training is, for messages.
+
+    Raises:
+        ValueError: The file cannot be read, or is of a training with other settings.
+    """
+    try:
+        state = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as e:  # torch raises many types for damaged files
+        raise ValueError(
+            f'{str(path)!r} cannot be read as the checkpoint of a {training}: {type(e).__name__}: {e}') from e
+    found = state.get('settings', {}) if isinstance(state, dict) else {}
+    others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]
+    if others:
+        raise ValueError(f'{str(path)!r} is the checkpoint of another {training}: {", ".join(others)}.')
+    return state

@@ -1,9 +1,10 @@
-"""A small training loop for Hyper-Search, the demo and the ablations; timm's train.py trains on large data sets."""
+"""A small training loop: Hyper-Search, distillation, the demo, the ablations; train.py trains on large data sets."""
 import contextlib
 from typing import Callable, Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import AverageMeter, accuracy, random_seed
@@ -29,6 +30,7 @@ def fit(
         *,
         device: torch.device,
         start: int = 0,
+        teacher: Optional[nn.Module] = None,
         smoothing: float = 0.1,
         clip_grad: Optional[float] = None,
         amp_dtype: Optional[torch.dtype] = None,
@@ -38,7 +40,10 @@ def fit(
         description: str = 'training',
         progress: bool = True,
 ) -> List[float]:
-    """Train a classifier in place with label-smoothed cross entropy; in a process group, data-parallel.
+    """Train a classifier in place; in a process group, data-parallel.
+
+    The loss is label-smoothed cross entropy; with a teacher the Kullback-Leibler divergence from its outputs, without
+    labels.
 
     Args:
         model: A classifier on ``device``.
@@ -48,6 +53,7 @@ def fit(
         epochs: Number of epochs of the whole training.
         device: Device to train on.
         start: Index of the first epoch, the number of epochs done by an earlier run.
+        teacher: Model in eval mode on ``device`` to distil from; None to train on the targets.
         smoothing: Label smoothing factor.
         clip_grad: Maximum norm of all gradients together; no clipping if None.
         amp_dtype: Dtype of autocast; no autocast if None.
@@ -84,7 +90,8 @@ def fit(
                 images = images.to(device, non_blocking=True, memory_format=memory_format)
                 targets = targets.to(device, non_blocking=True)
                 with autocast():
-                    loss = loss_fn(parallel(images), targets)
+                    outputs = parallel(images)
+                    loss = loss_fn(outputs, targets) if teacher is None else _divergence(outputs, teacher, images)
                 optimizer.zero_grad()
                 loss.backward()
                 if clip_grad is not None:
@@ -98,6 +105,12 @@ def fit(
             if after_epoch is not None:
                 after_epoch(epoch + 1)
     return losses
+
+
+def _divergence(outputs: torch.Tensor, teacher: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = teacher(images).float().log_softmax(1)
+    return F.kl_div(outputs.float().log_softmax(1), target, log_target=True, reduction='batchmean')
 
 
 def _seed_epoch(seed: int, epoch: int, loader: Iterable) -> None:

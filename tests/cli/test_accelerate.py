@@ -1,0 +1,187 @@
+"""``timm-rep accelerate``: a pretrained model in, a folder with a faster one out."""
+import json
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import timm_rep
+from tests.helpers import relative
+from timm_rep.accelerate import STATE, Images, as_repa_any, distil
+from timm_rep.cli import main
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=3)
+KWARGS = [f'{k}={v}' for k, v in VIT.items()]
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp('data')
+    g = torch.Generator().manual_seed(0)
+    for split, n in (('train', 24), ('val', 6)):
+        for c in range(3):
+            (root / split / str(c)).mkdir(parents=True)
+            for i in range(n):
+                pixels = torch.randint(0, 256, (32, 32, 3), generator=g, dtype=torch.uint8).numpy()
+                Image.fromarray(pixels).save(root / split / str(c) / f'{i}.png')
+    torch.manual_seed(0)
+    torch.save(timm.create_model('vit_tiny_patch16_224', **VIT).state_dict(), root / 'model.pth')
+    return root
+
+
+def command(data, output, *more):
+    return [
+        'accelerate', 'vit_tiny_patch16_224', '--model-kwargs', *KWARGS, '--checkpoint', str(data / 'model.pth'),
+        '--data-dir', str(data), '-o', str(output), '--device', 'cpu', *more]
+
+
+def original(data):
+    model = timm.create_model('vit_tiny_patch16_224', **VIT).eval()
+    model.load_state_dict(torch.load(data / 'model.pth', weights_only=True))
+    return model
+
+
+@torch.no_grad()
+def test_a_folder_to_load(data, tmp_path, capsys):
+    output = tmp_path / 'fast'
+    assert main(command(data, output, '--idle-ratio', '0.6', '--sweep', '--mean', '.4', '.5', '.6')) == 0
+    out = capsys.readouterr().out
+    assert f'Written: {output}' in out
+    assert {p.name for p in output.iterdir()} == {
+        'model.safetensors', 'config.json', 'report.json', 'README.md', 'accuracy.png'}
+    model = timm.create_model(f'local-dir:{output}', pretrained=True).eval()
+    assert model.pretrained_cfg['architecture'] == 'repa_any'
+    assert model.pretrained_cfg['mean'] == (.4, .5, .6)
+    assert model.pretrained_cfg['input_size'] == (3, 32, 32)
+    # it is what the conversion by hand gives
+    expected, images = original(data), Images(original(data), str(data), mean=(.4, .5, .6))
+    report = timm_rep.convert_to_repa(expected, idle_ratio=.6, calibration=images.calibration(512))
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert relative(model(x), expected(x)) < 1e-6
+    figures = json.loads((output / 'report.json').read_text())
+    assert figures['conversion'] == json.loads(json.dumps(report.as_dict()))
+    figures = figures['figures']
+    assert list(figures) == ['original', 'converted', *(f'idle ratio {r}' for r in (.25, .5, .75, .9, 1))]
+    # accuracy and agreement, counted here
+    logits = {
+        name: torch.cat([m(x) for x, _ in images.validation()]) for name, m in (
+            ('original', original(data)), ('converted', expected))}
+    targets = torch.cat([y for _, y in images.validation()])
+    for name, z in logits.items():
+        top1 = (z.argmax(1) == targets).double().mean().item() * 100
+        agreement = (z.argmax(1) == logits['original'].argmax(1)).double().mean().item() * 100
+        assert figures[name]['top1'] == pytest.approx(top1, abs=.01)
+        assert figures[name]['agreement'] == pytest.approx(agreement, abs=.01)
+        assert all(rate > 0 for rate in figures[name]['images_per_second'].values())
+    sizes = [figures[f'idle ratio {r}']['params'] for r in (.25, .5, .75, .9, 1)]
+    assert sizes == sorted(sizes, reverse=True)
+    card = (output / 'README.md').read_text()
+    assert '| converted |' in card
+    assert str(report) in card
+
+
+def test_distillation_comes_closer_and_resumes(data, tmp_path):
+    """Interrupted after an epoch and resumed, it ends with the same weights as in one go."""
+    teacher = original(data)
+    images = Images(teacher, str(data), batch_size=24)
+    converted = original(data)
+    report = timm_rep.convert_to_repa(converted, idle_ratio=1., calibration=images.calibration(64))
+    with torch.no_grad():  # an untrained model is hardly changed by the conversion
+        converted.head.weight += torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+
+    def start():
+        return as_repa_any(converted, teacher, report, images.config)
+
+    def divergence(model):
+        with torch.no_grad():
+            x = torch.cat([x for x, _ in images.calibration(64)])
+            target = teacher(x).log_softmax(1)
+            return torch.nn.functional.kl_div(model(x).log_softmax(1), target, log_target=True, reduction='batchmean')
+
+    whole = start()
+    before = divergence(whole)
+    distil(whole, teacher, images, epochs=3, lr=1e-3)
+    assert divergence(whole) < .5 * before
+
+    class Killed(Exception):
+        pass
+
+    state, interrupted = tmp_path / STATE, start()
+    loader = images.training
+    epochs = []
+
+    def killed():
+        def batches():
+            if epochs:
+                raise Killed
+            epochs.append(0)
+            yield from found
+        found = loader()
+
+        class Loader(list):
+            def __iter__(self):
+                return batches()
+        return Loader([None] * len(found))
+
+    images.training = killed
+    with pytest.raises(Killed):
+        distil(interrupted, teacher, images, epochs=3, lr=1e-3, checkpoint=state)
+    images.training = loader
+    resumed = start()
+    distil(resumed, teacher, images, epochs=3, lr=1e-3, checkpoint=state, resume=True)
+    for name, value in resumed.state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+    with pytest.raises(ValueError, match=r'another distillation: lr is 0\.001 there and 0\.1 here'):
+        distil(start(), teacher, images, epochs=3, lr=.1, checkpoint=state, resume=True)
+
+
+def test_kept_ffns_and_budgets(data, tmp_path):
+    output = tmp_path / 'fast'
+    assert main(command(data, output, '--macs', '0.8', '--distil-epochs', '1')) == 0
+    report = json.loads((output / 'report.json').read_text())
+    before, after = report['conversion']['macs']
+    assert after <= .8 * before
+    assert list(report['figures']) == ['original', 'converted', 'distilled']
+    assert not (output / STATE).exists()
+    args = json.loads((output / 'config.json').read_text())['model_args']
+    assert args['base'] == 'vit_tiny_patch16_224'
+    assert timm.create_model(f'local-dir:{output}', pretrained=True).num_classes == 3
+
+
+@pytest.mark.parametrize('change,message', [
+    (['--data-dir', '{tmp}'], 'Found 0 images in subfolders of'),
+    (['--train-split', 'test'], "no folder for the split 'test'"),
+    (['--val-split', 'test'], "no folder for the split 'test'"),
+    (['--val-split', 'two'], "has 2 classes in 'two', the model has 3"),
+    (['--checkpoint', '{tmp}/none.pth'], 'none.pth'),
+    (['--images', '3'], 'needs at least'),
+])
+def test_refused_before_anything_is_written(data, tmp_path, capsys, change, message):
+    for c in '01':
+        (data / 'two' / c).mkdir(parents=True, exist_ok=True)
+        Image.new('RGB', (32, 32)).save(data / 'two' / c / 'a.png')
+    assert main([*command(data, tmp_path / 'out'), *(c.format(tmp=tmp_path) for c in change)]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not list((tmp_path / 'out').glob('*'))
+
+
+def test_other_wrong_calls(data, tmp_path, capsys):
+    out = tmp_path / 'out'
+    out.mkdir()
+    (out / STATE).write_text('')
+    assert main(command(data, out, '--distil-epochs', '1')) == 1
+    assert '--resume continues it' in capsys.readouterr().err
+    for more in (['--idle-ratio', '1.5'], ['--macs', 'x'], ['--idle-ratio', '.5', '--macs', '.5'], ['--seed', '-1']):
+        with pytest.raises(SystemExit):
+            main(command(data, out, *more))
+
+
+def test_a_model_without_ffns(data, tmp_path, capsys):
+    torch.save(timm.create_model('resnet18', num_classes=3).state_dict(), tmp_path / 'r.pth')
+    assert main([
+        'accelerate', 'resnet18', '--model-kwargs', 'num_classes=3', '--checkpoint', str(tmp_path / 'r.pth'),
+        '--data-dir', str(data), '-o', str(tmp_path / 'out')]) == 1
+    assert 'Cannot convert ResNet, nothing was changed: it has no pointwise FFN' in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()

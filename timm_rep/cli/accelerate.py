@@ -1,0 +1,86 @@
+"""``timm-rep accelerate``: a faster model from a pretrained one."""
+import shlex
+import sys
+
+from ._arguments import ModelKwargs, create_model, default_device, device, positive_int, ratio, seed
+
+# idle ratios of --sweep
+_SWEEP = (0.25, 0.5, 0.75, 0.9, 1.)
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser(
+        'accelerate', help='convert the FFNs of a pretrained model from unlabelled images; measure, distil, save')
+    parser.add_argument('model', metavar='MODEL', help="timm model; pretrained, unless --checkpoint is given")
+    parser.add_argument(
+        '--data-dir', required=True, metavar='DIR', help='folder of images: DIR/train/CLASS/IMAGE, DIR/val/CLASS/IMAGE')
+    parser.add_argument('-o', '--output', required=True, metavar='DIR', help='folder to write')
+    parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of the model (default: pretrained weights)')
+    parser.add_argument(
+        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
+        help='arguments of the model, e.g. num_classes=10 img_size=32')
+    share = parser.add_mutually_exclusive_group()
+    share.add_argument(
+        '--idle-ratio', type=ratio, default=0.75, metavar='R',
+        help='share of the hidden channels that become linear, 0 to 1 (default: %(default)s)')
+    share.add_argument(
+        '--macs', type=ratio, metavar='R',
+        help='share of the multiply-accumulates to keep, instead of --idle-ratio; chooses a ratio for each FFN')
+    parser.add_argument(
+        '--sweep', action='store_true', help=f'also measure the idle ratios {", ".join(map(str, _SWEEP))}')
+    parser.add_argument(
+        '--images', type=positive_int, default=512, metavar='N', help='calibration images (default: %(default)s)')
+    parser.add_argument(
+        '--distil-epochs', type=int, default=0, metavar='N', help='epochs of distillation from MODEL (default: none)')
+    parser.add_argument('--lr', type=float, default=5e-4, help='learning rate of the distillation (%(default)s)')
+    parser.add_argument('--resume', action='store_true', help='continue an interrupted distillation')
+    parser.add_argument(
+        '--train-split', default='train', metavar='NAME', help='folder for calibration and distillation (%(default)s)')
+    parser.add_argument('--val-split', default='val', metavar='NAME', help='folder for the accuracy (%(default)s)')
+    parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's)")
+    parser.add_argument('--mean', type=float, nargs=3, metavar='X', help="mean of the channels (the model's)")
+    parser.add_argument('--std', type=float, nargs=3, metavar='X', help="deviation of the channels (the model's)")
+    parser.add_argument('--interpolation', metavar='NAME', help="interpolation of the images (the model's)")
+    parser.add_argument('--crop-pct', type=float, metavar='X', help="share of the image that is kept (the model's)")
+    parser.add_argument('--batch-size', type=positive_int, default=64, metavar='N', help='(default: %(default)s)')
+    parser.add_argument('--workers', type=int, default=0, metavar='N', help='processes that load images (%(default)s)')
+    parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
+    parser.add_argument('--device', type=device, help='(the GPU if there is one, otherwise the CPU)')
+    parser.set_defaults(run=run, interrupt_hint='--resume continues the distillation.')
+
+
+def run(args) -> int:
+    from timm_rep.accelerate import STATE, Images, accelerate, table, write_model
+    from timm_rep.convert import check_convertible
+    from timm_rep.utils.atomic import check_writable
+    from timm_rep.utils.checkpoints import load_checkpoint
+
+    model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
+    if args.checkpoint:
+        load_checkpoint(model, args.checkpoint)
+    check_convertible(model)
+    images = Images(
+        model, args.data_dir, args.train_split, args.val_split, args.batch_size, args.workers,
+        args.device or default_device(), args.seed,
+        **{name: getattr(args, name) for name in ('img_size', 'mean', 'std', 'interpolation', 'crop_pct')})
+    output = check_writable(args.output)
+    if args.distil_epochs and (output / STATE).exists() and not args.resume:
+        raise FileExistsError(
+            f'{str(output / STATE)!r} of an interrupted distillation exists: --resume continues it; delete it to start '
+            'anew.')
+    result = accelerate(
+        model,
+        images,
+        idle_ratio=args.idle_ratio,
+        macs=args.macs,
+        calibration_images=args.images,
+        distil_epochs=args.distil_epochs,
+        lr=args.lr,
+        sweep=_SWEEP if args.sweep else (),
+        checkpoint=output / STATE if args.distil_epochs else None,
+        resume=args.resume,
+    )
+    write_model(output, result, 'timm-rep ' + shlex.join(sys.argv[1:]))
+    print(f'{result.report}\n\n{table(result.figures)}\n\nWritten: {output.resolve()}')
+    print(f"\nmodel = timm.create_model('local-dir:{output}', pretrained=True)   # after import timm_rep")
+    return 0
