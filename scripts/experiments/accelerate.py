@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Accuracy of a pretrained model after converting its FFNs without training, and after a short distillation.
+
+``closed form``: ``convert_to_repa`` with calibration images. At the same multiply-accumulates, ``first channels``:
+``convert_to_repa`` without data, then ``calibrate_batchnorm``; ``VBP``: variance-based pruning of hidden channels with
+a mean shift; ``VBP, refitted``: the same with the second layer fitted by least squares; ``RePa from scratch``: the
+RePaFormer with new weights. Idle ratios are those of the first; MACs are relative to the original model.
+
+    python scripts/experiments/accelerate.py --data-dir CIFAR10 --checkpoint convnext.pth.tar
+"""
+import argparse
+import copy
+import math
+import sys
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn as nn
+import yaml
+
+import timm_rep
+from timm_rep.accelerate import Images, distil
+from timm_rep.convert import find_pointwise_ffns, linearize_ffns
+from timm_rep.utils.checkpoints import load_checkpoint
+from timm_rep.utils.profiling import count_macs
+from timm_rep.utils.training import evaluate
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_table, rows_measured, save
+
+SECTION = 'accelerate'
+KEYS = ('method', 'idle_ratio', 'epochs', 'seed')
+
+
+def closed_form(model: nn.Module, loader, ratio: float) -> nn.Module:
+    linearize_ffns(model, loader, ratio)
+    return model
+
+
+def first_channels(model: nn.Module, loader, ratio: float) -> nn.Module:
+    timm_rep.convert_to_repa(model, ratio)
+    timm_rep.calibrate_batchnorm(model, loader, identity_norms='*.mlp.norm2')
+    return model.reparameterize()
+
+
+def hidden_features(model: nn.Module, mlp: nn.Module, loader) -> torch.Tensor:
+    """Inputs of the second layer of an MLP, (tokens, channels)."""
+    seen = []
+    hook = mlp.fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0].reshape(-1, args[0].shape[-1])))
+    for images, _ in loader:
+        model(images)
+    hook.remove()
+    return torch.cat(seen)
+
+
+@torch.no_grad()
+def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Module:
+    """Variance-based pruning: the hidden channels of least variance are replaced by their mean, FFN after FFN."""
+    for ffn in find_pointwise_ffns(model)[0]:
+        mlp = ffn.module
+        # as many channels more as the matrix of the idle channels of a RePa FFN costs
+        matrix = ffn.in_features * ffn.out_features / (ffn.in_features + ffn.out_features)
+        count = min(ffn.hidden_features, math.ceil(ffn.hidden_features * (1 - ratio)) + round(matrix))
+        features = hidden_features(model, mlp, loader).double()
+        mean = features.mean(0)
+        features -= mean
+        kept = features.var(0).argsort(descending=True)[:count].sort().values
+        gone = torch.ones(len(mean), dtype=torch.bool)
+        gone[kept] = False
+        weight, bias = mlp.fc2.weight.double(), mlp.fc2.bias.double() + mlp.fc2.weight.double()[:, gone] @ mean[gone]
+        second = weight[:, kept]
+        if refit:
+            gram = features[:, kept].T @ features[:, kept]
+            gram += 1e-4 * torch.diag(gram.diagonal())
+            change = torch.linalg.solve(gram, features[:, kept].T @ (features[:, gone] @ weight[:, gone].T)).T
+            second, bias = second + change, bias - change @ mean[kept]
+        for layer, name, value in (
+            (mlp.fc1, 'weight', mlp.fc1.weight[kept]), (mlp.fc1, 'bias', mlp.fc1.bias[kept]),
+            (mlp.fc2, 'weight', second.float()), (mlp.fc2, 'bias', bias.float()),
+        ):
+            setattr(layer, name, nn.Parameter(value.clone()))
+    return model
+
+
+METHODS = {
+    'closed form': closed_form,
+    'first channels': first_channels,
+    'VBP': prune,
+    'VBP, refitted': lambda *args: prune(*args, refit=True),
+}
+SCRATCH = 'RePa from scratch'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--recipe', default=Path(__file__).with_name('convnext_cifar10.yaml'), type=Path)
+    parser.add_argument('--checkpoint', required=True, help='checkpoint of a training with the recipe')
+    parser.add_argument('--data-dir', required=True)
+    parser.add_argument('--methods', nargs='+', choices=[*METHODS, SCRATCH], default=[*METHODS])
+    parser.add_argument('--ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.])
+    parser.add_argument('--seeds', nargs='+', type=int, default=[0, 1, 2])
+    parser.add_argument('--epochs', type=int, default=0, help='epochs of distillation')
+    parser.add_argument('--images', type=int, default=512)
+    parser.add_argument('--lr', type=float, default=5e-4)
+    args = parser.parse_args()
+    recipe = yaml.safe_load(args.recipe.read_text())
+
+    def create() -> nn.Module:
+        return timm.create_model(recipe['model'], num_classes=recipe['num_classes'], **recipe['model_kwargs']).eval()
+
+    model = create()
+    load_checkpoint(model, args.checkpoint)
+    config = {name: recipe[name] for name in ('mean', 'std', 'interpolation', 'crop_pct')}
+    size = recipe['input_size'][-1]
+    device = torch.device('cpu')
+
+    def images(seed: int) -> Images:
+        return Images(
+            model, args.data_dir, val_split=recipe['val_split'], batch_size=128, seed=seed, img_size=size, **config)
+
+    validation = list(images(0).validation())
+    original = evaluate(model, validation, device)[1]
+    settings = dict(
+        model=recipe['model'], epochs_trained=recipe['epochs'], accuracy=round(original, 2), images=args.images)
+    rows = rows_measured(SECTION, device, settings)
+    done = {tuple(row[key] for key in KEYS) for row in rows}
+    gmacs = count_macs(model, (3, size, size)).total
+    for seed in args.seeds:
+        for ratio in args.ratios:
+            for method in args.methods:
+                if (method, ratio, args.epochs, seed) in done:
+                    continue
+                if method == SCRATCH:
+                    torch.manual_seed(seed)
+                    converted = timm_rep.convert_to_repa(create(), ratio)
+                else:
+                    loader = list(images(seed).calibration(args.images))
+                    converted = METHODS[method](copy.deepcopy(model), loader, ratio)
+                if args.epochs:
+                    distil(converted, model, images(seed), args.epochs, args.lr)
+                    if hasattr(converted, 'reparameterize'):
+                        converted.reparameterize()
+                rows.append({
+                    'method': method, 'idle_ratio': ratio, 'epochs': args.epochs, 'seed': seed,
+                    'MACs': round(count_macs(converted, (3, size, size)).total / gmacs, 3),
+                    'top-1 change': round(evaluate(converted, validation, device)[1] - original, 2),
+                })
+                save(SECTION, __doc__.strip(), rows, device, settings, KEYS)
+                print_table(rows[-1:])
+
+
+if __name__ == '__main__':
+    main()
