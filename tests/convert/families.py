@@ -4,7 +4,7 @@ from functools import partial
 import timm
 import torch
 import torch.nn as nn
-from timm.layers import GluMlp, LayerNorm, LayerNorm2d
+from timm.layers import GluMlp
 from timm.models import (
     byobnet,
     coat,
@@ -24,7 +24,6 @@ from timm.models import (
     mlp_mixer,
     mobilevit,
     mvitv2,
-    naflexvit,
     nextvit,
     pit,
     qwen3_vit,
@@ -35,8 +34,8 @@ from timm.models import (
     swin_transformer_v2_cr,
     tiny_vit,
     tnt,
-    vision_transformer,
     visformer,
+    vision_transformer,
     vitamin,
     xcit,
 )
@@ -75,7 +74,7 @@ def _mvitv2(num_classes):
     return mvitv2.MultiScaleVit(cfg, img_size=(32, 32), num_classes=num_classes)
 
 
-# one model for every FFN class and option: model name or class, arguments, size of the images
+# one model for every FFN class and option: model name or class, arguments, size and number of the images
 CLASSES = {
     'Mlp: vision_transformer': ('vit_tiny_patch16_224', VIT, 32),
     'Mlp with LayerNorm: vision_transformer': ('vit_base_patch16_224', dict(VIT, scale_mlp_norm=True), 32),
@@ -91,10 +90,10 @@ CLASSES = {
         act_layer=nn.SiLU), 32),
     'GluMlp, gates first: vision_transformer': (
         'vit_giant_patch14_dinov2', dict(VIT, mlp_layer=gate_first, mlp_ratio=4), 32),
-    'GluMlp with LayerNorm: eva': (eva.Eva, dict(
-        VIT, qkv_fused=True, swiglu_mlp=True, scale_mlp=True, mlp_ratio=2), 32),
-    'SwiGLU: eva': (eva.Eva, dict(VIT, qkv_fused=False, swiglu_mlp=True, scale_mlp=False, mlp_ratio=2), 32),
-    'SwiGLU with LayerNorm: eva': (eva.Eva, dict(VIT, qkv_fused=False, swiglu_mlp=True, scale_mlp=True, mlp_ratio=2), 32),
+    'GluMlp with LayerNorm: vision_transformer': (
+        'vit_giant_patch14_dinov2', dict(VIT, mlp_ratio=4, scale_mlp_norm=True), 32),
+    'SwiGLU: vision_transformer': ('aimv2_large_patch14_224', VIT, 32),
+    'SwiGLU with LayerNorm: eva': (eva.Eva, dict(VIT, swiglu_mlp=True, scale_mlp=True, mlp_ratio=2), 32),
     'ConvMlpWithNorm: efficientformer': (efficientformer.EfficientFormer, dict(
         depths=(1, 2), embed_dims=(16, 24), num_vit=1, mlp_ratios=2, layer_scale_init_value=.5), 56),
     'FFN: efficientvim': (efficientvim.EfficientViM, dict(
@@ -155,7 +154,7 @@ FILES = {
     'naflexvit': ('naflexvit_base_patch16_gap', dict(
         patch_size=8, embed_dim=24, depth=1, num_heads=3, pos_embed_grid_size=(4, 4)), 32),
     'nextvit': (nextvit.NextViT, dict(
-        in_chans=3, stem_chs=(8, 8, 8), depths=(1, 1, 5, 1), head_dim=8), 64),
+        in_chans=3, stem_chs=(8, 8, 8), depths=(1, 1, 5, 1), head_dim=8), 32, 400),
     'pit': (pit.PoolingVisionTransformer, dict(
         img_size=32, patch_size=8, stride=4, base_dims=(8, 8), depth=(1, 1), heads=(2, 2)), 32),
     'qwen3_vit': (qwen3_vit.Qwen3VitClassifier, dict(
@@ -166,7 +165,6 @@ FILES = {
         img_size=(32, 32), embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=4, init_values=.5), 32),
     'tnt': (tnt.TNT, dict(
         img_size=64, embed_dim=24, inner_dim=16, depth=1, num_heads_inner=2, num_heads_outer=2), 64),
-    'vision_transformer, aimv2': ('aimv2_large_patch14_224', VIT, 32),
     'vision_transformer, dinov2': ('vit_giant_patch14_dinov2', VIT, 32),
     'vision_transformer, parallel': ('vit_small_patch16_36x1_224', dict(
         VIT, block_fn=vision_transformer.ParallelThingsBlock), 32),
@@ -174,6 +172,9 @@ FILES = {
         img_size=64, embed_dim=24, depth=1, num_heads=3), 64),
     'xcit': (xcit.Xcit, dict(img_size=64, embed_dim=24, depth=1, num_heads=2, cls_attn_layers=1, eta=.5), 64),
     **MODELS,
+    'gcvit': (*MODELS['gcvit'], 80),
+    'hiera': (*MODELS['hiera'], 170),
+    'hieradet': (*MODELS['hieradet'], 48),
 }
 FAMILIES = {**CLASSES, **FILES}
 
@@ -182,7 +183,7 @@ FAMILIES = {**CLASSES, **FILES}
 def build(family, seed=0):
     """A model in eval mode, with random BatchNorm statistics, norms and layer scales; and 32 images."""
     torch.manual_seed(seed)
-    model, args, size = FAMILIES[family]
+    model, args, size, *n = FAMILIES[family]
     model = partial(timm.create_model, model) if isinstance(model, str) else model
     model = model(**{'num_classes': 5, **args}).eval()
     g = torch.Generator().manual_seed(seed)
@@ -193,4 +194,4 @@ def build(family, seed=0):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.running_mean.copy_(.3 * torch.randn(module.num_features, generator=g))
             module.running_var.copy_(.5 + torch.rand(module.num_features, generator=g))
-    return model, images(32, size)
+    return model, images(*n or [32], size)

@@ -3,13 +3,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
-from tests.convert.families import CLASSES, FAMILIES, FILES, build
-from tests.helpers import relative, same_weights
+from tests.convert.families import CLASSES, FILES, build
+from tests.helpers import relative
 from timm_rep.convert import find_pointwise_ffns, linearize_ffns
-from timm_rep.convert.pointwise import _CLASSES, _SEQUENTIALS
 from timm_rep.layers import RePaMlpDeploy
 
 
@@ -70,7 +68,7 @@ def check_ffn(ffn, new, calls, lost_variance):
     variance = out.var(0, correction=0).sum()
     best = (out - reference).square().mean(0).sum() / variance
     measured = (out - fitted).square().mean(0).sum() / variance
-    assert (fitted - reference).square().mean(0).sum() / variance < 1e-4 * best + 1e-6
+    assert (fitted - reference).square().mean(0).sum() / variance < 1e-4 * best + 1e-5
     assert lost_variance == pytest.approx(measured.item(), rel=1e-3, abs=1e-6)
 
 

@@ -61,7 +61,8 @@ _CLASSES: Dict[str, _Names] = {
 # blocks with an FFN that is an nn.Sequential: the attribute that holds it
 _SEQUENTIALS: Dict[str, Tuple[str, _Names]] = {
     'models.fasternet.MLPBlock': ('mlp', _Names('0 1', '2', '3')),
-    'models.iformer.FFN': ('mixer.m', _Names('0', '1', '2')),
+    'models.iformer.ConvBlock': ('mixer.module', _Names('1', '2', '3', before='0')),
+    'models.iformer.FFN': ('mixer.module', _Names('0', '1', '2')),
 }
 # classes that have the role of an FFN and are not pointwise, with the reason
 _OTHERS = {
@@ -71,11 +72,15 @@ _OTHERS = {
 _OTHER_NAMES = {
     'models.pvt_v2.MlpWithDepthwiseConv': 'has a depthwise convolution between its linear layers',
     'models.gemma4_vit.Gemma4GatedMlp': 'has clipped linear layers',
+    'models.vision_transformer.ParallelScalingBlock': 'computes FFN and attention with one matrix',
+    'models.vision_transformer.DiffParallelScalingBlock': 'computes FFN and attention with one matrix',
 }
 # MLPs that are no FFN of a block: position biases, squeeze and excitation, pooling and classifier heads; and MLPs over
 # tokens, which RePaFormer leaves alone
 _NO_FFN = re.compile(
-    r'(^|\.)(attn_pool|rel_pos|shared_rel_pos|meta_mlp|mlp_tokens|mlp_add|mlp_scale|head|pre_logits)(\.|$)')
+    r'(^|\.)(attn_pool|rel_pos|shared_rel_pos|meta_mlp|mlp_tokens|mlp_add|mlp_scale|attn\.attn|head|pre_logits)(\.|$)')
+
+_HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
 
 
 def _class_name(module: nn.Module) -> str:
@@ -124,10 +129,18 @@ def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
                 type(part) is nn.Conv2d and part.kernel_size == part.stride == (1, 1) and part.groups == 1)
             if not pointwise and part not in module.get_submodule(names.act).modules():
                 return f'has a {type(part).__name__} where a linear layer is expected'
+            # quantized and distributed weights are subclasses of Tensor
+            if pointwise and (type(part.weight.data) is not torch.Tensor or not part.weight.is_floating_point()):
+                return f'has a weight that is a {type(part.weight.data).__name__} of {part.weight.dtype}'
     if any(p.numel() > 1 for p in module.get_submodule(names.act).parameters()):
         return 'has an activation with parameters for every channel'
-    if names.norm and not isinstance(module.get_submodule(names.norm), (nn.Identity, nn.LayerNorm)):
-        return f'has a {type(module.get_submodule(names.norm)).__name__} before its last linear layer'
+    norm = module.get_submodule(names.norm) if names.norm else nn.Identity()
+    # LayerNorm2d is a LayerNorm
+    if not isinstance(norm, nn.Identity if isinstance(_linear(module), nn.Conv2d) else (nn.Identity, nn.LayerNorm)):
+        return f'has a {type(norm).__name__} before its last linear layer'
+    for part in module.modules():
+        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
+            return 'has hooks, or a forward() that was replaced: remove them first'
     return None
 
 
@@ -232,7 +245,7 @@ def find_pointwise_ffns(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str,
         if key in _SEQUENTIALS:
             attribute, names = _SEQUENTIALS[key]
             module, name = module.get_submodule(attribute), f'{name}.{attribute}'
-            if not isinstance(module, nn.Sequential):  # converted already
+            if any(isinstance(m, RePaMlpDeploy) for m in module.modules()):  # converted already
                 continue
         if names is not None:
             reason = _obstacle(module, names)
