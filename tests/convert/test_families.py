@@ -32,6 +32,13 @@ def rows(xs, use_conv):
     return torch.cat([x.reshape(-1, x.shape[-1]) for x in xs]).double()
 
 
+def nearest(a, b):
+    """For every column of a the nearest column of b, and the largest distance, relative to the scale of b's."""
+    distance = (a[:64].T[:, None] - b[:64].T[None]).abs().amax(2) / (b.square().mean(0).sqrt() + 1e-6)
+    error, index = distance.min(1)
+    return error.max(), index
+
+
 @torch.no_grad()
 def check_ffn(ffn, new, calls, lost_variance):
     """Compare a converted FFN with the fit to its inputs of the outputs of the original one."""
@@ -46,16 +53,16 @@ def check_ffn(ffn, new, calls, lost_variance):
         active = rows(active, ffn.use_conv)
         if ffn.hidden_norm is None:
             # they are hidden features of the original FFN, each another one
-            scale = g.square().mean(0).sqrt() + 1e-6
-            distance = ((active.T[:, None] - g.T[None]).abs().amax(2) / scale)
-            assert distance.amin(1).max() < 1e-3
-            assert len(set(distance.argmin(1).tolist())) == active.shape[1]
+            error, index = nearest(active, g)
+            assert error < 1e-3
+            assert len(set(index.tolist())) == active.shape[1]
         else:
             inner, = record(new, [deploy.act[1]], lambda: [new(x.clone()) for x in calls])
             before, = record(ffn.module, [ffn.hidden_norm], lambda: [ffn.module(x.clone()) for x in calls])
             inner, before = rows(inner, ffn.use_conv), rows(before, ffn.use_conv)
-            index = (inner.T[:, None] - before.T[None]).abs().amax(2).argmin(1)
+            error, index = nearest(inner, before)
             norm = ffn.hidden_norm
+            assert error < 1e-3
             assert len(set(index.tolist())) == inner.shape[1]
             expected = F.layer_norm(
                 before[:, index], (len(index),), norm.weight[index].double(), norm.bias[index].double(), norm.eps)

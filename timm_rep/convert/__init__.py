@@ -3,10 +3,12 @@ from .least_squares import eliminate
 from .linearize import ConversionReport, ConvertedFfn, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns
 from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
+from .survey import Convertibility, survey_convertible
 
 __all__ = [
     'ConversionReport',
     'ConvertedFfn',
+    'Convertibility',
     'PointwiseFfn',
     'ReparameterizeMixin',
     'convert_to_repa',
@@ -16,6 +18,7 @@ __all__ = [
     'is_reparameterized',
     'linearize_ffns',
     'reparameterize',
+    'survey_convertible',
     'take_layer_scale',
     'use_repa_ffns',
 ]

@@ -357,8 +357,9 @@ def _convert(
 ) -> Tuple[nn.Module, float]:
     """The replacement of an FFN, and the share of the variance of its output that is lost."""
     problem = _least_squares(recorder, ffn, calls, ridge)
-    order = problem.elimination().order
-    active = order[len(order) - active_features:].sort().values
+    active = torch.arange(active_features, device=problem.mean.device)
+    if 0 < active_features < ffn.hidden_features:
+        active = problem.elimination().order[-active_features:].sort().values
     act = ffn.act(active)
     new = ffn.replacement(active_features, act, device='meta')
     deploy = new if isinstance(new, RePaMlpDeploy) else new[-1]

@@ -150,6 +150,7 @@ class PointwiseFfn:
     Attributes:
         name: Name of the module in the model.
         module: The FFN.
+        class_name: Name of its class; of the block, if the FFN is a Sequential.
         first: Layer whose input is u.
         last: Layer whose input is g.
         in_features: Channels of u.
@@ -159,8 +160,9 @@ class PointwiseFfn:
         hidden_norm: LayerNorm of the hidden features, None if there is none.
     """
 
-    def __init__(self, name: str, module: nn.Module, names: _Names):
+    def __init__(self, name: str, module: nn.Module, names: _Names, class_name: str):
         self.name, self.module, self._names = name, module, names
+        self.class_name = class_name.rpartition('.')[2]
         self.first, self.last = _chain(module, names.first)[0], _chain(module, names.last)[0]
         first, last = _linear(self.first), _linear(self.last)
         self.use_conv = isinstance(first, nn.Conv2d)
@@ -252,7 +254,7 @@ def find_pointwise_ffns(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str,
         if reason:
             others[name] = reason
         elif names is not None:
-            ffns.append(PointwiseFfn(name, module, names))
+            ffns.append(PointwiseFfn(name, module, names, key))
     return ffns, others
 
 
