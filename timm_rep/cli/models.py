@@ -36,8 +36,8 @@ def _run_convertible(pattern: str) -> int:
         raise ValueError(f'no model of timm matches {pattern!r}.')
     print(f'\n{found} of these {count} models have FFNs that can be converted.')
     if pattern == '*':
-        print('They are the smallest of each family, by name; others of a family may differ: give a pattern, for example '
-              'timm-rep models --convertible "convnext*", to see every model that matches.')
+        print('They are the smallest of each family, by name; the others may differ: a pattern lists every model that '
+              'matches, for example timm-rep models --convertible "convnext*".')
     return 0
 
 

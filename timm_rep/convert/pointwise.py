@@ -118,21 +118,26 @@ def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
     absent = getattr(module, names.absent) if names.absent else None
     if absent is not None and not isinstance(absent, nn.Identity):
         return 'has a convolution between its linear layers'
+    act = module.get_submodule(names.act)
     for layer in _chain(module, f'{names.first} {names.last} {names.value}'):
-        for part in [layer, *layer.modules()]:
-            children = [m for m in part.children() if not isinstance(m, (nn.Identity, nn.Dropout))]
-            if type(part) in (nn.Identity, nn.Dropout) or children:
+        for part in layer.modules():
+            if part in act.modules():  # of a composite
                 continue
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            if type(part) is nn.Linear or (
+                    type(part) is nn.Conv2d and part.kernel_size == part.stride == (1, 1) and part.groups == 1):
+                weight = part.weight
+                # quantized and distributed weights are subclasses of Tensor
+                if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
+                    return f'has a weight that is a {type(weight.data).__name__} of {weight.dtype}'
                 continue
-            pointwise = type(part) is nn.Linear or (
-                type(part) is nn.Conv2d and part.kernel_size == part.stride == (1, 1) and part.groups == 1)
-            if not pointwise and part not in module.get_submodule(names.act).modules():
-                return f'has a {type(part).__name__} where a linear layer is expected'
-            # quantized and distributed weights are subclasses of Tensor
-            if pointwise and (type(part.weight.data) is not torch.Tensor or not part.weight.is_floating_point()):
-                return f'has a weight that is a {type(part.weight.data).__name__} of {part.weight.dtype}'
-    if any(p.numel() > 1 for p in module.get_submodule(names.act).parameters()):
+            known = isinstance(part, (nn.modules.batchnorm._BatchNorm, nn.Identity, nn.Dropout)) or (
+                # composites; adapters are subclasses of linear layers
+                type(part).__module__.startswith('timm.') and any(part.children())
+                and not isinstance(part, (nn.Linear, nn.Conv2d)))
+            if not known:
+                kind = f'{type(part).__module__}.{type(part).__qualname__}'
+                return f'has a {re.sub(r"^torch.nn.modules.[a-z]+.", "", kind)} where a linear layer is expected'
+    if any(p.numel() > 1 for p in act.parameters()):
         return 'has an activation with parameters for every channel'
     norm = module.get_submodule(names.norm) if names.norm else nn.Identity()
     # LayerNorm2d is a LayerNorm
@@ -176,9 +181,15 @@ class PointwiseFfn:
         """Whether the hidden features are products of two linear maps of u, one of them activated."""
         return self._names.packed or bool(self._names.value)
 
+    def _affine(self, names: str) -> Affine:
+        try:
+            return _affine(_chain(self.module, names))
+        except ValueError as e:  # running statistics that are missing or not finite
+            raise ValueError(f'{self.name}: {e}') from e
+
     def fc_in(self, channels: torch.Tensor) -> Affine:
         """The map of u to the given hidden channels before the activation; of a gated unit gates, then values."""
-        maps = [_affine(_chain(self.module, names)) for names in (self._names.first, self._names.value) if names]
+        maps = [self._affine(names) for names in (self._names.first, self._names.value) if names]
         if self._names.packed:
             half = self.hidden_features
             maps = [maps[0].outputs(0, half), maps[0].outputs(half)]
@@ -188,7 +199,7 @@ class PointwiseFfn:
 
     def fc_out(self) -> Affine:
         """The map of the hidden features to the output."""
-        return _affine(_chain(self.module, self._names.last))
+        return self._affine(self._names.last)
 
     def act(self, channels: torch.Tensor) -> nn.Module:
         """The map of the output of :meth:`fc_in` to the hidden features of the given channels.
