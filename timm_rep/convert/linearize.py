@@ -55,7 +55,7 @@ class ConversionReport:
         ffns: The converted FFNs.
         kept: Names of the FFNs that are as they were, with the reason.
         images: Number of calibration images.
-        macs: Multiply-accumulates of the model for one image, before and after, without those of its FFNs' norms.
+        macs: Multiply-accumulates of the model for one image, before and after.
     """
     ffns: List[ConvertedFfn]
     kept: Dict[str, str]
@@ -257,7 +257,8 @@ def linearize_ffns(
             converted.append(ConvertedFfn(
                 ffn.name, ffn.hidden_features, counts[ffn.name], lost,
                 tuple(tokens[ffn.name] * _matrix_entries(m) for m in (ffn.module, new))))
-        report = ConversionReport(converted, kept, images, (before, count_macs(model, input_size).total))
+        saved = sum(ffn.macs[0] - ffn.macs[1] for ffn in converted)
+        report = ConversionReport(converted, kept, images, (before, before - saved))
     except BaseException:
         for new, old in replaced:
             replace_module(model, new, old)
