@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from timm.layers import LayerNorm2d, Mlp
 from timm.models.vision_transformer import ParallelScalingBlock
+from timm.utils import reparameterize_model
 
 import timm_rep
 from tests.convert.families import VIT, build
@@ -467,3 +468,17 @@ def test_check_convertible_and_public_function():
     assert find_pointwise_ffns(model)[0][0].class_name == 'Mlp'
     report = timm_rep.convert_to_repa(model, calibration=[x], macs=.7)
     assert report.macs[1] <= .7 * report.macs[0]
+
+
+@pytest.mark.parametrize('family', [
+    'RepVitMlp: repvit', *(pytest.param(family, marks=pytest.mark.slow) for family in (
+        'ConvMlp: fastvit', 'ConvMlp: efficientvit_msra', 'FFN: shvit', 'FFN: iformer', 'LevitMlp: levit'))])
+@torch.no_grad()
+def test_models_that_timm_folds(family):
+    """timm's reparameterize_model() before and after the conversion."""
+    model, x = build(family)
+    folded = reparameterize_model(model)
+    assert linearize_ffns(folded, [x]).ffns
+    linearize_ffns(model, [x])
+    assert relative(reparameterize_model(model)(x), model(x)) < 1e-5
+    assert relative(folded(x), model(x)) < 1e-2  # rounding may change which channels are idle
