@@ -72,9 +72,12 @@ class Images:
         given = {name: value for name, value in data_config.items() if value is not None}
         size = {} if 'img_size' in given else {'input_size': model_input_size(model)}
         self.config = resolve_data_config({**size, **given}, model=model)
-        self.batch_size, self.workers, self.device, self.seed = batch_size, workers, torch.device(device), seed
+        self.workers, self.device, self.seed = workers, torch.device(device), seed
         for split in self.splits:
-            classes = len(ImageFolder(root, split).classes)
+            dataset = ImageFolder(root, split)
+            classes = len(dataset.classes)
+            if split == train_split:
+                self.batch_size = min(batch_size, len(dataset))  # timm's loader drops an incomplete batch
             if split == val_split and classes != model.num_classes:
                 raise ValueError(
                     f'{root!r} has {classes} classes in {split!r}, the model has {model.num_classes}: the accuracy is '

@@ -1,6 +1,7 @@
-"""``timm-rep models``: counted and published parameters and MACs of the models in the papers' tables."""
+"""``timm-rep models``: counted and published parameters and MACs of the papers' models; which timm models convert."""
 import fnmatch
 
+from timm_rep.convert import survey_convertible
 from timm_rep.paper import PAPER_ROWS, count_row
 
 _NOTES = """
@@ -14,10 +15,35 @@ published value that agrees with neither.
 def add_parser(commands) -> None:
     parser = commands.add_parser('models', help='print parameters and MACs beside those in the papers')
     parser.add_argument('filter', nargs='?', default='*', help='pattern of model names, e.g. "repa_deit_*" (all)')
+    parser.add_argument(
+        '--convertible', action='store_true', help="instead list timm's architectures whose FFNs convert_to_repa() "
+        'converts from images: the smallest one of each family, or every one that matches the pattern')
     parser.set_defaults(run=run)
 
 
+def _run_convertible(pattern: str) -> int:
+    layout = '{:<26} {:>6}  {:<44} {:>5}  {}'
+    found, count = 0, 0
+    for row in survey_convertible(pattern):
+        if not count:
+            print(layout.format('family', 'models', 'model', 'FFNs', 'classes; FFNs that stay as they are'))
+        notes = [', '.join(row.classes)] * bool(row.classes)
+        notes += [f'{n} stay: each {reason}' for reason, n in row.others.items()]
+        ffns = sum(row.classes.values())
+        print(layout.format(row.family, row.models, row.model, ffns, '; '.join(notes) or 'no FFN'), flush=True)
+        count, found = count + 1, found + (ffns > 0)
+    if not count:
+        raise ValueError(f'no model of timm matches {pattern!r}.')
+    print(f'\n{found} of these {count} models have FFNs that can be converted.')
+    if pattern == '*':
+        print('They are the smallest of each family, by name; the others may differ: a pattern lists every model that '
+              'matches, for example timm-rep models --convertible "convnext*".')
+    return 0
+
+
 def run(args) -> int:
+    if args.convertible:
+        return _run_convertible(args.filter)
     rows = [row for row in PAPER_ROWS if fnmatch.fnmatch(row.model, args.filter)]
     if not rows:
         raise ValueError(f'no model of the papers\' tables matches {args.filter!r}; see timm-rep models.')

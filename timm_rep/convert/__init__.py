@@ -3,10 +3,12 @@ from .least_squares import eliminate
 from .linearize import ConversionReport, ConvertedFfn, check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
 from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
+from .survey import Convertibility, survey_convertible
 
 __all__ = [
     'ConversionReport',
     'ConvertedFfn',
+    'Convertibility',
     'PointwiseFfn',
     'ReparameterizeMixin',
     'check_convertible',
@@ -18,6 +20,7 @@ __all__ = [
     'linearize_ffns',
     'reparameterize',
     'replace_module',
+    'survey_convertible',
     'take_layer_scale',
     'use_repa_ffns',
 ]

@@ -15,11 +15,13 @@ from timm_rep.layers import Affine, RePaMlpDeploy, active_channels
 from timm_rep.utils.data import batch_images
 from timm_rep.utils.profiling import count_macs
 
+from .budget import allocate
 from .least_squares import LeastSquares, Moments
 from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
 from .reparameterize import check_unconverted
 
 __all__ = ['ConversionReport', 'ConvertedFfn', 'linearize_ffns']
+
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedFfn:
@@ -53,7 +55,7 @@ class ConversionReport:
         ffns: The converted FFNs.
         kept: Names of the FFNs that are as they were, with the reason.
         images: Number of calibration images.
-        macs: Multiply-accumulates of the model for one image, before and after, without those of its FFNs' norms.
+        macs: Multiply-accumulates of the model for one image, before and after.
     """
     ffns: List[ConvertedFfn]
     kept: Dict[str, str]
@@ -142,10 +144,17 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
     """The first images of a loader, as batches; they are needed once for every FFN."""
+    if max_images < 1:
+        raise ValueError(f'max_images must be at least 1, got {max_images}.')
     batches, count = [], 0
     for batch in loader:
-        batches.append(batch_images(batch)[:max_images - count])
-        count += len(batches[-1])
+        images = batch_images(batch)[:max_images - count]
+        if images.ndim != 4:
+            raise ValueError(f'A batch has images of shape (N, C, H, W), got {tuple(images.shape)}.')
+        if not len(images):
+            continue
+        batches.append(images)
+        count += len(images)
         if count >= max_images:
             break
     if not count:
@@ -167,9 +176,11 @@ def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, s
 
     Raises:
         TypeError: model is not a module.
-        ValueError: The model has no pointwise FFN, or is wrapped or converted already.
+        ValueError: The model has no pointwise FFN, or is wrapped, compiled or converted already.
     """
     check_unconverted(model)
+    if any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ValueError(f'{type(model).__name__} is compiled: convert the model before calling its compile().')
     ffns, others = find_pointwise_ffns(model)
     if not ffns:
         reasons = [f'{name} {reason}' for name, reason in others.items()]
@@ -188,6 +199,7 @@ def linearize_ffns(
         max_images: int = 512,
         ridge: float = 1e-4,
         progress: bool = False,
+        macs: Optional[float] = None,
 ) -> ConversionReport:
     """Replace the FFNs of a pretrained model by three small matrices each, fitted to unlabelled images, in place.
 
@@ -204,16 +216,27 @@ def linearize_ffns(
         max_images: Number of images to use.
         ridge: Damping of the least-squares problems, relative to the variance of every variable.
         progress: Whether to show a progress bar.
+        macs: Multiply-accumulates of the converted model as a fraction of the model's, above 0 and below 1. Takes the
+            place of idle_ratio: FFNs that linearize well idle more, see :func:`timm_rep.convert.budget.allocate`, and
+            the images pass the FFNs twice.
 
     Returns:
         The report.
 
     Raises:
         TypeError: model is not a module, or a batch has no tensor of images.
-        ValueError: The model has no FFN that can be converted, or is wrapped or converted already; idle_ratio is out of
-            range; there are too few images; or features are not finite. The model is unchanged.
+        ValueError: The model has no FFN that can be converted, or is wrapped or converted already; idle_ratio, ridge or
+            max_images is out of range; macs cannot be reached; there are too few images; or features or weights are
+            not finite. The model is unchanged.
+        OverflowError: A fitted weight does not fit the dtype of the model, which is unchanged.
     """
     ffns, kept = check_convertible(model)
+    if macs is not None and (idle_ratio != 0.75 or not 0 < macs < 1):
+        raise ValueError(
+            'macs is a fraction of the multiply-accumulates of the model, above 0 and below 1, and takes the place of '
+            f'idle_ratio: got macs={macs!r} and idle_ratio={idle_ratio!r}.')
+    if not ridge > 0:
+        raise ValueError(f'ridge must be positive, got {ridge!r}.')
     counts = dict(zip((ffn.name for ffn in ffns), _active_counts(ffns, idle_ratio)))
     recorder = _Recorder(model, _take_images(loader, max_images))
     modes = {m: m.training for m in model.modules()}
@@ -222,8 +245,10 @@ def linearize_ffns(
         model.eval()
         images = sum(map(len, recorder.batches))
         input_size = tuple(recorder.batches[0].shape[1:])
-        macs = count_macs(model, input_size).total
+        before = count_macs(model, input_size).total
         ffns, tokens, calls = _survey(recorder, ffns, kept, images)
+        if macs is not None:
+            counts = _counts_for_budget(recorder, ffns, tokens, calls, ridge, before, macs, progress)
         converted = []
         for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
             new, lost = _convert(recorder, ffn, counts[ffn.name], calls[ffn.name], ridge)
@@ -232,14 +257,18 @@ def linearize_ffns(
             converted.append(ConvertedFfn(
                 ffn.name, ffn.hidden_features, counts[ffn.name], lost,
                 tuple(tokens[ffn.name] * _matrix_entries(m) for m in (ffn.module, new))))
-        return ConversionReport(converted, kept, images, (macs, count_macs(model, input_size).total))
+        saved = sum(ffn.macs[0] - ffn.macs[1] for ffn in converted)
+        report = ConversionReport(converted, kept, images, (before, before - saved))
     except BaseException:
         for new, old in replaced:
             replace_module(model, new, old)
         raise
     finally:
+        for new, old in replaced:
+            new.train(modes[old])
         for module, training in modes.items():
             module.training = training
+    return report
 
 
 def _matrix_entries(module: nn.Module) -> int:
@@ -269,7 +298,7 @@ def _survey(
     for name in calls:
         tokens[name] //= len(recorder.batches[0])
         if tokens[name] == calls[name]:
-            kept[name] = 'sees one token for each image, so that converting it saves nothing'
+            kept[name] = 'sees one token of each image, so that converting it saves next to nothing'
             continue
         ffn = by_name[name]
         needed = ffn.in_features + ffn.hidden_features + 1
@@ -279,7 +308,45 @@ def _survey(
                 f'its conversion needs at least {math.ceil(needed / tokens[name])} images, got {images}. '
                 'Nothing was changed.')
         ordered.append(ffn)
+    if not ordered:
+        raise ValueError(
+            'No FFN can be converted, nothing was changed: '
+            + ', '.join(f'{name} {reason}' for name, reason in list(kept.items())[:3]) + '.')
     return ordered, tokens, calls
+
+
+def _budget_weight(problem: LeastSquares) -> float:
+    """The factor of an FFN's loss in the sum over all FFNs that a budget minimizes: one over the output's variance."""
+    return 1 / max(problem.output_variance(), torch.finfo(torch.float64).tiny)
+
+
+def _counts_for_budget(
+        recorder: _Recorder,
+        ffns: Sequence[PointwiseFfn],
+        tokens: Dict[str, int],
+        calls: Dict[str, int],
+        ridge: float,
+        model_macs: int,
+        fraction: float,
+        progress: bool,
+) -> Dict[str, int]:
+    """Active channels of every FFN for a fraction of the model's multiply-accumulates."""
+    losses, macs = [], []
+    for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):
+        problem = _least_squares(recorder, ffn, calls[ffn.name], ridge)
+        losses.append(_budget_weight(problem) * problem.elimination().loss.cpu())
+        idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
+        channel = ffn.in_features * (2 if ffn.gated else 1) + ffn.out_features
+        line = (ffn.in_features * ffn.out_features) * (idle > 0)
+        macs.append(tokens[ffn.name] * (_matrix_entries(ffn.module) - channel * idle + line))
+    others = model_macs - sum(m[0].item() for m in macs)
+    least = others + sum(m.min().item() for m in macs)
+    if least > fraction * model_macs:
+        raise ValueError(
+            f'macs={fraction} cannot be reached: with all hidden channels idle the model has {least / model_macs:.4f} '
+            'of its multiply-accumulates. Nothing was changed.')
+    idle = allocate(losses, macs, fraction * model_macs - others)
+    return {ffn.name: ffn.hidden_features - k for ffn, k in zip(ffns, idle)}
 
 
 def _convert(
@@ -291,14 +358,17 @@ def _convert(
 ) -> Tuple[nn.Module, float]:
     """The replacement of an FFN, and the share of the variance of its output that is lost."""
     problem = _least_squares(recorder, ffn, calls, ridge)
-    order = problem.elimination().order
-    active = order[len(order) - active_features:].sort().values
+    active = torch.arange(active_features, device=problem.mean.device)
+    if 0 < active_features < ffn.hidden_features:
+        active = problem.elimination().order[-active_features:].sort().values
     act = ffn.act(active)
     new = ffn.replacement(active_features, act, device='meta')
     deploy = new if isinstance(new, RePaMlpDeploy) else new[-1]
-    like = next(ffn.last.parameters())
+    fc_in_like, like = (
+        next(m.weight for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
+        for layer in (ffn.first, ffn.last))
     if active_features:
-        ffn.fc_in(active).write_to(deploy.fc_in, like=like)
+        ffn.fc_in(active).write_to(deploy.fc_in, like=fc_in_like)
     if ffn.hidden_norm is None:
         linear, weight, error = problem.solve(active)
     else:
@@ -318,12 +388,12 @@ def _least_squares(recorder: _Recorder, ffn: PointwiseFfn, calls: int, ridge: fl
         moments.add(_wide(torch.cat([g, u], 1)))
 
     recorder.run([ffn], see, calls)
-    covariance = moments.covariance()
-    if not covariance.isfinite().all():
+    covariance, second = moments.covariance(), ffn.fc_out()
+    if not all(x.isfinite().all() for x in (covariance, *second)):
         raise ValueError(
             f'The features of {ffn.name} are not finite on the calibration images: the images, or the weights up to '
             'it, hold NaN or infinite values. Nothing was changed.')
-    return LeastSquares(ffn.fc_out(), moments.mean(), covariance, ridge)
+    return LeastSquares(second, moments.mean(), covariance, ridge)
 
 
 def _fit_to_new_features(

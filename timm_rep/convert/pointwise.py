@@ -61,7 +61,8 @@ _CLASSES: Dict[str, _Names] = {
 # blocks with an FFN that is an nn.Sequential: the attribute that holds it
 _SEQUENTIALS: Dict[str, Tuple[str, _Names]] = {
     'models.fasternet.MLPBlock': ('mlp', _Names('0 1', '2', '3')),
-    'models.iformer.FFN': ('mixer.m', _Names('0', '1', '2')),
+    'models.iformer.ConvBlock': ('mixer.module', _Names('1', '2', '3', before='0')),
+    'models.iformer.FFN': ('mixer.module', _Names('0', '1', '2')),
 }
 # classes that have the role of an FFN and are not pointwise, with the reason
 _OTHERS = {
@@ -71,11 +72,15 @@ _OTHERS = {
 _OTHER_NAMES = {
     'models.pvt_v2.MlpWithDepthwiseConv': 'has a depthwise convolution between its linear layers',
     'models.gemma4_vit.Gemma4GatedMlp': 'has clipped linear layers',
+    'models.vision_transformer.ParallelScalingBlock': 'computes FFN and attention with one matrix',
+    'models.vision_transformer.DiffParallelScalingBlock': 'computes FFN and attention with one matrix',
 }
 # MLPs that are no FFN of a block: position biases, squeeze and excitation, pooling and classifier heads; and MLPs over
 # tokens, which RePaFormer leaves alone
 _NO_FFN = re.compile(
-    r'(^|\.)(attn_pool|rel_pos|shared_rel_pos|meta_mlp|mlp_tokens|mlp_add|mlp_scale|head|pre_logits)(\.|$)')
+    r'(^|\.)(attn_pool|rel_pos|shared_rel_pos|meta_mlp|mlp_tokens|mlp_add|mlp_scale|attn\.attn|head|pre_logits)(\.|$)')
+
+_HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
 
 
 def _class_name(module: nn.Module) -> str:
@@ -113,21 +118,34 @@ def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
     absent = getattr(module, names.absent) if names.absent else None
     if absent is not None and not isinstance(absent, nn.Identity):
         return 'has a convolution between its linear layers'
+    act = module.get_submodule(names.act)
     for layer in _chain(module, f'{names.first} {names.last} {names.value}'):
-        for part in [layer, *layer.modules()]:
-            children = [m for m in part.children() if not isinstance(m, (nn.Identity, nn.Dropout))]
-            if type(part) in (nn.Identity, nn.Dropout) or children:
+        for part in layer.modules():
+            if part in act.modules():  # of a composite
                 continue
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            if type(part) is nn.Linear or (
+                    type(part) is nn.Conv2d and part.kernel_size == part.stride == (1, 1) and part.groups == 1):
+                weight = part.weight
+                # quantized and distributed weights are subclasses of Tensor
+                if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
+                    return f'has a weight that is a {type(weight.data).__name__} of {weight.dtype}'
                 continue
-            pointwise = type(part) is nn.Linear or (
-                type(part) is nn.Conv2d and part.kernel_size == part.stride == (1, 1) and part.groups == 1)
-            if not pointwise and part not in module.get_submodule(names.act).modules():
-                return f'has a {type(part).__name__} where a linear layer is expected'
-    if any(p.numel() > 1 for p in module.get_submodule(names.act).parameters()):
+            known = isinstance(part, (nn.modules.batchnorm._BatchNorm, nn.Identity, nn.Dropout)) or (
+                # composites; adapters are subclasses of linear layers
+                type(part).__module__.startswith('timm.') and any(part.children())
+                and not isinstance(part, (nn.Linear, nn.Conv2d)))
+            if not known:
+                kind = f'{type(part).__module__}.{type(part).__qualname__}'
+                return f'has a {re.sub(r"^torch.nn.modules.[a-z]+.", "", kind)} where a linear layer is expected'
+    if any(p.numel() > 1 for p in act.parameters()):
         return 'has an activation with parameters for every channel'
-    if names.norm and not isinstance(module.get_submodule(names.norm), (nn.Identity, nn.LayerNorm)):
-        return f'has a {type(module.get_submodule(names.norm)).__name__} before its last linear layer'
+    norm = module.get_submodule(names.norm) if names.norm else nn.Identity()
+    # LayerNorm2d is a LayerNorm
+    if not isinstance(norm, nn.Identity if isinstance(_linear(module), nn.Conv2d) else (nn.Identity, nn.LayerNorm)):
+        return f'has a {type(norm).__name__} before its last linear layer'
+    for part in module.modules():
+        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
+            return 'has hooks, or a forward() that was replaced: remove them first'
     return None
 
 
@@ -137,6 +155,7 @@ class PointwiseFfn:
     Attributes:
         name: Name of the module in the model.
         module: The FFN.
+        class_name: Name of its class; of the block, if the FFN is a Sequential.
         first: Layer whose input is u.
         last: Layer whose input is g.
         in_features: Channels of u.
@@ -146,8 +165,9 @@ class PointwiseFfn:
         hidden_norm: LayerNorm of the hidden features, None if there is none.
     """
 
-    def __init__(self, name: str, module: nn.Module, names: _Names):
+    def __init__(self, name: str, module: nn.Module, names: _Names, class_name: str):
         self.name, self.module, self._names = name, module, names
+        self.class_name = class_name.rpartition('.')[2]
         self.first, self.last = _chain(module, names.first)[0], _chain(module, names.last)[0]
         first, last = _linear(self.first), _linear(self.last)
         self.use_conv = isinstance(first, nn.Conv2d)
@@ -161,9 +181,15 @@ class PointwiseFfn:
         """Whether the hidden features are products of two linear maps of u, one of them activated."""
         return self._names.packed or bool(self._names.value)
 
+    def _affine(self, names: str) -> Affine:
+        try:
+            return _affine(_chain(self.module, names))
+        except ValueError as e:  # running statistics that are missing or not finite
+            raise ValueError(f'{self.name}: {e}') from e
+
     def fc_in(self, channels: torch.Tensor) -> Affine:
         """The map of u to the given hidden channels before the activation; of a gated unit gates, then values."""
-        maps = [_affine(_chain(self.module, names)) for names in (self._names.first, self._names.value) if names]
+        maps = [self._affine(names) for names in (self._names.first, self._names.value) if names]
         if self._names.packed:
             half = self.hidden_features
             maps = [maps[0].outputs(0, half), maps[0].outputs(half)]
@@ -173,7 +199,7 @@ class PointwiseFfn:
 
     def fc_out(self) -> Affine:
         """The map of the hidden features to the output."""
-        return _affine(_chain(self.module, self._names.last))
+        return self._affine(self._names.last)
 
     def act(self, channels: torch.Tensor) -> nn.Module:
         """The map of the output of :meth:`fc_in` to the hidden features of the given channels.
@@ -232,14 +258,14 @@ def find_pointwise_ffns(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str,
         if key in _SEQUENTIALS:
             attribute, names = _SEQUENTIALS[key]
             module, name = module.get_submodule(attribute), f'{name}.{attribute}'
-            if not isinstance(module, nn.Sequential):  # converted already
+            if any(isinstance(m, RePaMlpDeploy) for m in module.modules()):  # converted already
                 continue
         if names is not None:
             reason = _obstacle(module, names)
         if reason:
             others[name] = reason
         elif names is not None:
-            ffns.append(PointwiseFfn(name, module, names))
+            ffns.append(PointwiseFfn(name, module, names, key))
     return ffns, others
 
 

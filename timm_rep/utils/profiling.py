@@ -71,10 +71,13 @@ def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -
         input_size = model_input_size(model)
     param = next(model.parameters())
     modes = {m: m.training for m in model.modules()}
+    # the counter asks for the gradient of an input of a layer that is a view of a parameter, such as a class token
+    detached = {name: p.detach() for name, p in model.named_parameters()}
     try:
         # not every version of torch counts fused attention on every device
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-            model.eval()(torch.empty(1, *input_size, device=param.device, dtype=param.dtype))
+            torch.func.functional_call(
+                model.eval(), detached, (torch.empty(1, *input_size, device=param.device, dtype=param.dtype),))
     finally:
         for module, training in modes.items():
             module.training = training

@@ -1,0 +1,106 @@
+"""Every family of timm: the converted FFNs against a plain float64 least-squares fit."""
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.convert.families import CLASSES, FILES, build
+from tests.helpers import relative
+from timm_rep.convert import find_pointwise_ffns, linearize_ffns
+from timm_rep.layers import RePaMlpDeploy
+from timm_rep.utils.profiling import count_macs
+
+
+def deploy_layer(module):
+    return next(m for m in module.modules() if isinstance(m, RePaMlpDeploy))
+
+
+@torch.no_grad()
+def record(module, layers, run):
+    """Inputs of the layers during run(), tokens in rows, in float64."""
+    seen = [[] for _ in layers]
+    hooks = [layer.register_forward_pre_hook(lambda _, args, s=s: s.append(args[0].clone()))
+             for layer, s in zip(layers, seen)]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def rows(xs, use_conv):
+    xs = [(x.movedim(1, -1) if use_conv else x) for x in xs]
+    return torch.cat([x.reshape(-1, x.shape[-1]) for x in xs]).double()
+
+
+def nearest(a, b):
+    """For every column of a the nearest column of b, and the largest distance, relative to the scale of b's."""
+    distance = (a[:64].T[:, None] - b[:64].T[None]).abs().amax(2) / (b.square().mean(0).sqrt() + 1e-6)
+    error, index = distance.min(1)
+    return error.max(), index
+
+
+@torch.no_grad()
+def check_ffn(ffn, new, calls, lost_variance):
+    """Compare a converted FFN with the fit to its inputs of the outputs of the original one."""
+    out = rows([ffn.module(x.clone()) for x in calls], ffn.use_conv)
+    fitted = rows([new(x.clone()) for x in calls], ffn.use_conv)
+    u, g = record(ffn.module, (ffn.first, ffn.last), lambda: [ffn.module(x.clone()) for x in calls])
+    u, g = rows(u, ffn.use_conv), rows(g, ffn.use_conv)
+    parts = [u, u.new_ones(len(u), 1)]
+    deploy = deploy_layer(new)
+    if deploy.has_active:
+        active, = record(new, [deploy.fc_out], lambda: [new(x.clone()) for x in calls])
+        active = rows(active, ffn.use_conv)
+        if ffn.hidden_norm is None:
+            # they are hidden features of the original FFN, each another one
+            error, index = nearest(active, g)
+            assert error < 1e-3
+            assert len(set(index.tolist())) == active.shape[1]
+        else:
+            inner, = record(new, [deploy.act[1]], lambda: [new(x.clone()) for x in calls])
+            before, = record(ffn.module, [ffn.hidden_norm], lambda: [ffn.module(x.clone()) for x in calls])
+            inner, before = rows(inner, ffn.use_conv), rows(before, ffn.use_conv)
+            error, index = nearest(inner, before)
+            norm = ffn.hidden_norm
+            assert error < 1e-3
+            assert len(set(index.tolist())) == inner.shape[1]
+            expected = F.layer_norm(
+                before[:, index], (len(index),), norm.weight[index].double(), norm.bias[index].double(), norm.eps)
+            assert relative(active, expected) < 1e-4
+        parts.append(active)
+    design = torch.cat(parts, 1)
+    # column scaling, and the minimum-norm solution where columns are collinear
+    solution = torch.linalg.lstsq(design / design.norm(dim=0).clamp(min=1e-9), out, rcond=1e-7, driver='gelsd').solution
+    reference = design / design.norm(dim=0).clamp(min=1e-9) @ solution
+    variance = out.var(0, correction=0).sum()
+    best = (out - reference).square().mean(0).sum() / variance
+    measured = (out - fitted).square().mean(0).sum() / variance
+    assert (fitted - reference).square().mean(0).sum() / variance < 1e-4 * best + 1e-5
+    assert lost_variance == pytest.approx(measured.item(), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize('family', [*CLASSES, *(pytest.param(f, marks=pytest.mark.slow) for f in FILES)])
+@torch.no_grad()
+def test_family(family):
+    model, x = build(family)
+    original, before = copy.deepcopy(model), model(x)
+    ffns, _ = find_pointwise_ffns(original)
+    assert ffns
+    ffns = {ffn.name: ffn for ffn in ffns}
+    report = linearize_ffns(model, [x], idle_ratio=.5, ridge=1e-10)
+    assert {ffn.name for ffn in report.ffns} | report.kept.keys() >= ffns.keys()
+    assert not find_pointwise_ffns(model)[0] or report.kept
+    converted = [model.get_submodule(ffn.name) for ffn in report.ffns]
+    outputs = []
+    calls = record(model, converted, lambda: outputs.append(model(x)))
+    for ffn, new, seen in zip(report.ffns, converted, calls):
+        check_ffn(ffns[ffn.name], new, seen, ffn.lost_variance)
+    after, = outputs
+    assert after.isfinite().all()
+    assert report.macs[1] == count_macs(model, x.shape[1:]).total < report.macs[0]
+
+    # nothing idle: the same function
+    model = copy.deepcopy(original)
+    linearize_ffns(model, [x], idle_ratio=0.)
+    assert relative(model(x), before) < 1e-5

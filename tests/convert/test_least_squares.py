@@ -1,0 +1,150 @@
+import pytest
+import torch
+
+from timm_rep.convert import eliminate
+from timm_rep.convert.budget import allocate
+from timm_rep.convert.least_squares import LeastSquares, Moments
+from timm_rep.layers import Affine
+
+F64 = torch.float64
+
+
+def features(tokens=400, hidden=12, inputs=5, out=7, seed=0, mean=0.):
+    """Nonlinear hidden features g of u, with a collinear pair and a constant channel in each; second layer."""
+    g = torch.Generator().manual_seed(seed)
+    u = torch.randn(tokens, inputs, generator=g, dtype=F64) @ torch.randn(inputs, inputs, generator=g, dtype=F64)
+    h = (u @ torch.randn(inputs, hidden, generator=g, dtype=F64)).relu()
+    h = h + .3 * torch.randn(tokens, hidden, generator=g, dtype=F64)
+    u[:, 1], h[:, 3] = 2 * u[:, 0], h[:, 2] - h[:, 1]
+    u[:, 2], h[:, 4] = 1., -2.
+    second = Affine(torch.randn(out, hidden, generator=g, dtype=F64), torch.randn(out, generator=g, dtype=F64))
+    return h + mean, u + mean, second
+
+
+def problem(h, u, second, ridge):
+    moments = Moments()
+    moments.add(torch.cat([h, u], 1))
+    return LeastSquares(second, moments.mean(), moments.covariance(), ridge)
+
+
+def refit(design, y):
+    """Prediction and error of the least-squares fit with an intercept, by lstsq."""
+    design, mean = design - design.mean(0), y.mean(0)
+    prediction = design @ torch.linalg.lstsq(design, y - mean, driver='gelsd', rcond=1e-9).solution + mean
+    return prediction, (y - prediction).square().mean(0).sum().item()
+
+
+@pytest.mark.parametrize('mean', [0., 1e3])
+def test_moments_of_a_stream(mean):
+    h, u, _ = features(mean=mean)
+    x, moments = torch.cat([h, u], 1), Moments()
+    for part in x.split([1, 7, 200, 192]):
+        moments.add(part)
+    torch.testing.assert_close(moments.mean(), x.mean(0))
+    torch.testing.assert_close(moments.covariance(), torch.cov(x.T, correction=0), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize('mean', [0., 1e3])
+@pytest.mark.parametrize('active', [[], [0], [1, 2, 3], [4, 7, 11], [*range(12)]])
+def test_fit_equals_lstsq(active, mean):
+    h, u, second = features(mean=mean)
+    y, active = h @ second.weight.T + second.bias, torch.tensor(active, dtype=torch.long)
+    linear, weight, error = problem(h, u, second, 1e-12).solve(active)
+    fitted = h[:, active] @ weight.T + u @ linear.weight.T + linear.bias
+    measured = (y - fitted).square().mean(0).sum().item()
+    reference, best = refit(torch.cat([h[:, active], u], 1), y)
+    scale = y.var(0).sum().item()
+    assert (fitted - reference).square().mean(0).sum() < 1e-9 * scale
+    assert measured == pytest.approx(best, abs=1e-9 * scale)
+    assert error == pytest.approx(measured, abs=1e-9 * scale)
+
+
+def test_output_variance_and_ridge():
+    h, u, second = features()
+    y, active = h @ second.weight.T + second.bias, torch.tensor([0, 5])
+    assert problem(h, u, second, 1.).output_variance() == pytest.approx(y.var(0, correction=0).sum().item())
+    errors = []
+    for ridge in (1e-9, 1e-2, 1., 100.):
+        linear, weight, error = problem(h, u, second, ridge).solve(active)
+        fitted = h[:, active] @ weight.T + u @ linear.weight.T + linear.bias
+        # damped weights are no best fit; the error is still theirs
+        assert error == pytest.approx((y - fitted).square().mean(0).sum().item(), rel=1e-9)
+        assert (y - fitted).mean(0).abs().max() < 1e-9
+        errors.append(error)
+    assert errors == sorted(errors)
+    assert errors[-1] > errors[0]
+
+
+def test_features_that_are_all_constant():
+    h, u, second = features()
+    constant = problem(h[:1].repeat(50, 1), u[:1].repeat(50, 1), second, 1e-4)
+    assert constant.output_variance() == pytest.approx(0, abs=1e-20)
+    assert constant.elimination().loss.isfinite().all()
+    linear, weight, error = constant.solve(torch.tensor([1]))
+    assert error == 0
+    expected = h[0] @ second.weight.T + second.bias
+    torch.testing.assert_close(weight @ h[0, 1:2] + linear.weight @ u[0] + linear.bias, expected)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_elimination_equals_trying_every_channel(seed):
+    h, u, second = features(hidden=8, seed=seed)
+    h[:, 3:5] += torch.randn(400, 2, generator=torch.Generator().manual_seed(1), dtype=F64)  # all channels differ
+    y = h @ second.weight.T
+    found = problem(h, u, second, 1e-12).elimination()
+    left, order, losses = list(range(8)), [], [0.]
+    while left:
+        errors = [refit(torch.cat([h[:, [j for j in left if j != i]], u], 1), y)[1] for i in left]
+        best = min(range(len(left)), key=errors.__getitem__)
+        order.append(left.pop(best))
+        losses.append(errors[best])
+    assert found.order.tolist() == order
+    torch.testing.assert_close(found.loss, torch.tensor(losses, dtype=F64), rtol=1e-6, atol=1e-8)
+
+
+def test_elimination_of_several_channels_at_once():
+    h, _, second = features(hidden=40, out=9)
+    residual = torch.cov(h.T) + torch.eye(40, dtype=F64)
+    one, groups = eliminate(residual, second.weight, 40), eliminate(residual, second.weight, 8)
+    assert sorted(groups.order.tolist()) == list(range(40))
+    assert (groups.loss.diff() >= 0).all()
+    # the loss is that of the refitted second layer whatever the steps
+    for k in (5, 20, 40):
+        gone, kept = groups.order[:k], groups.order[k:]
+        schur = residual[gone][:, gone] - residual[gone][:, kept] @ torch.linalg.solve(
+            residual[kept][:, kept], residual[kept][:, gone])
+        expected = (second.weight[:, gone] @ schur * second.weight[:, gone]).sum()
+        torch.testing.assert_close(groups.loss[k], expected)
+        assert one.loss[k] <= groups.loss[k] * (1 + 1e-9)
+
+
+def test_allocation_against_every_combination():
+    g = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        # convex losses that start with a step, as the additional matrix makes the costs start with one
+        losses = [torch.rand(7, generator=g, dtype=F64).sort().values.cumsum(0) for _ in range(3)]
+        for loss in losses:
+            loss[0] = 0
+        macs = [10. * c * torch.arange(6, -1, -1, dtype=F64) + 15 * (torch.arange(7) > 0) for c in (1, 2, 3)]
+        budget = 200.
+        idle = allocate(losses, macs, budget)
+        total = sum(m[k] for m, k in zip(macs, idle))
+        assert total <= budget
+        best = min(
+            (losses[0][i] + losses[1][j] + losses[2][k]).item()
+            for i in range(7) for j in range(7) for k in range(7)
+            if macs[0][i] + macs[1][j] + macs[2][k] <= budget)
+        found = sum(loss[k].item() for loss, k in zip(losses, idle))
+        # at worst one channel of one FFN from the best combination
+        assert found <= best + max(loss.diff().max().item() for loss in losses)
+
+
+def test_allocation_limits():
+    loss, macs = torch.tensor([0., 1., 3.], dtype=F64), torch.tensor([10., 8., 4.], dtype=F64)
+    assert allocate([loss, loss], [macs, macs], 20) == [0, 0]
+    assert allocate([loss, loss], [macs, macs], 8) == [2, 2]
+    assert allocate([loss, 100 * loss], [macs, macs], 14) == [2, 0]
+    with pytest.raises(ValueError, match='least'):
+        allocate([loss, loss], [macs, macs], 7.9)
+    # channels that cost nothing idle before others
+    assert allocate([0 * loss, loss], [macs, macs], 14) == [2, 0]

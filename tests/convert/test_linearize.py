@@ -1,0 +1,484 @@
+import copy
+import io
+import json
+import pickle
+import re
+import warnings
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from timm.layers import LayerNorm2d, Mlp
+from timm.models.vision_transformer import ParallelScalingBlock
+from timm.utils import reparameterize_model
+
+import timm_rep
+from tests.convert.families import VIT, build
+from tests.helpers import images, relative, same_weights
+from timm_rep.convert import find_pointwise_ffns, linearize_ffns
+from timm_rep.convert.least_squares import LeastSquares
+from timm_rep.convert.linearize import check_convertible
+from timm_rep.layers import RePaMlpDeploy
+from timm_rep.utils.profiling import count_macs
+
+
+def vit(seed=0, **kwargs):
+    torch.manual_seed(seed)
+    model = timm.create_model('vit_tiny_patch16_224', **{**VIT, 'num_classes': 5, **kwargs})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)  # away from the linear range of the activation
+    return model.eval()
+
+
+def all_hooks(model):
+    return [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+
+
+class Unchanged:
+    """Checks that a model is as it was."""
+
+    def __init__(self, model):
+        self.model, self.repr = model, repr(model)
+        self.state = copy.deepcopy(model.state_dict())
+        self.modules = list(model.modules())
+        self.modes = [m.training for m in self.modules]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        assert repr(self.model) == self.repr
+        assert self.state.keys() == self.model.state_dict().keys()
+        assert all(torch.equal(v.nan_to_num(), self.state[k].nan_to_num()) for k, v in self.model.state_dict().items())
+        assert list(self.model.modules()) == self.modules
+        assert [m.training for m in self.modules] == self.modes
+        assert not all_hooks(self.model)
+
+
+@pytest.mark.parametrize('kind', ['tensors', 'pairs', 'dicts', 'one-shot', 'uneven'])
+def test_forms_of_the_loader(kind):
+    x, model = images(24, 32), vit()
+    loader = {
+        'tensors': [x[:12], x[12:]],
+        'pairs': [(x[:12], torch.arange(12)), [x[12:], torch.arange(12)]],
+        'dicts': [{'image': x[:12], 'label': torch.arange(12)}, {'image': x[12:], 'label': torch.arange(12)}],
+        'one-shot': iter(x.split(12)),
+        'uneven': [x[:0], x[:1], x[1:8], x[8:].double()],
+    }[kind]
+    report = linearize_ffns(model, loader)
+    expected = vit()
+    linearize_ffns(expected, [x])
+    assert report.images == 24
+    assert relative(model(x), expected(x)) < 1e-4
+
+
+def test_number_of_images():
+    x, model = images(40, 32), vit()
+
+    def endless():
+        while True:
+            yield x[:16]
+
+    assert linearize_ffns(model, endless(), max_images=24).images == 24
+    for max_images in (0, -1):
+        with Unchanged(model := vit()), pytest.raises(ValueError, match='max_images'):
+            linearize_ffns(model, [x], max_images=max_images)
+
+
+@pytest.mark.parametrize('loader, error, message', [
+    ([], ValueError, 'no images'),
+    ([torch.zeros(0, 3, 32, 32)], ValueError, 'no images'),
+    ([{'a': 1}], TypeError, 'batch'),
+    ([['a', 1]], TypeError, 'batch'),
+    ([torch.zeros(3, 32, 32)], ValueError, r'shape \(N, C, H, W\), got \(3, 32, 32\)'),
+    # 24 + 96 channels, 17 tokens
+    ([torch.zeros(7, 3, 32, 32)], ValueError, r'blocks\.0\.mlp has 120 .* 17 tokens .* at least 8 images, got 7'),
+    ([torch.full((8, 3, 32, 32), torch.nan)], ValueError, r'blocks\.0\.mlp are not finite'),
+    ([torch.full((8, 3, 32, 32), torch.inf)], ValueError, r'blocks\.0\.mlp are not finite'),
+    ([images(8, 32), images(8, 48)], AssertionError, 'height'),
+])
+def test_refused_loaders(loader, error, message):
+    with Unchanged(model := vit()), pytest.raises(error, match=message):
+        linearize_ffns(model, loader)
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    (dict(idle_ratio=1.1), 'idle_ratio'),
+    (dict(idle_ratio=-.1), 'idle_ratio'),
+    (dict(idle_ratio=float('nan')), 'idle_ratio'),
+    (dict(idle_ratio=[.5]), r'each of the 2 FFNs, got 1: blocks\.0\.mlp, blocks\.1\.mlp'),
+    (dict(idle_ratio=[.5, 'x']), 'idle_ratio'),
+    (dict(ridge=0.), 'ridge'),
+    (dict(ridge=float('nan')), 'ridge'),
+    (dict(macs=0.), 'macs'),
+    (dict(macs=1.), 'macs'),
+    (dict(macs=.5, idle_ratio=.5), 'takes the place of idle_ratio'),
+    (dict(macs=.3), r'macs=0\.3 cannot be reached.*0\.\d+ '),
+])
+def test_refused_arguments(kwargs, message):
+    with Unchanged(model := vit()), pytest.raises(ValueError, match=message):
+        linearize_ffns(model, [images(16, 32)], **kwargs)
+
+
+@pytest.mark.parametrize('layer', ['norm2', 'mlp.fc1', 'mlp.fc2'])
+@pytest.mark.parametrize('name', ['weight', 'bias'])
+def test_weights_that_are_not_finite(layer, name):
+    model = vit()
+    with torch.no_grad():
+        getattr(model.blocks[1].get_submodule(layer), name).flatten()[3] = torch.nan
+    with Unchanged(model), pytest.raises(ValueError, match=r'blocks\.1\.mlp'):
+        linearize_ffns(model, [images(16, 32)])
+
+
+def test_statistics_that_are_not_finite():
+    model, x = build('RepVitMlp: repvit')
+    name = find_pointwise_ffns(model)[0][-1].name
+    model.get_submodule(name).conv2.bn.running_var[0] = torch.nan
+    with Unchanged(model), pytest.raises(ValueError, match=name.replace('.', r'\.')):
+        linearize_ffns(model, [x])
+
+
+def test_an_error_in_the_middle_changes_nothing(monkeypatch):
+    model, x = build('ConvMlp: fastvit')  # its FFNs have a layer that stays
+    model.train()
+    model.stages[0].eval()
+    solve, calls = LeastSquares.solve, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return solve(*args)
+
+    monkeypatch.setattr(LeastSquares, 'solve', interrupted)
+    with Unchanged(model), pytest.raises(KeyboardInterrupt):
+        linearize_ffns(model, [x])
+
+
+@pytest.mark.parametrize('mode', [True, False])
+def test_modes_are_left(mode):
+    model, x = build('ConvMlp: fastvit')
+    model.train(mode)
+    model.stages[1].train(not mode)
+    modes = {name: m.training for name, m in model.named_modules()}
+    statistics = {k: v.clone() for k, v in model.state_dict().items() if 'running' in k or 'num_batches' in k}
+    report = linearize_ffns(model, [x])
+    assert all(m.training == modes[name] for name, m in model.named_modules() if name in modes)
+    for ffn in report.ffns:
+        assert all(m.training == modes[ffn.name] for m in model.get_submodule(ffn.name).modules())
+    state = model.state_dict()
+    assert sum(torch.equal(v, state[k]) for k, v in statistics.items() if k in state) > 10
+    assert all(torch.equal(v, state[k]) for k, v in statistics.items() if k in state)
+    assert not all_hooks(model)
+
+
+def test_frozen_weights_stay_frozen():
+    model = vit()
+    model.blocks[0].mlp.requires_grad_(False)
+    model.blocks[1].mlp.fc1.requires_grad_(False)
+    linearize_ffns(model, [images(16, 32)])
+    first, second = (block.mlp for block in model.blocks)
+    assert not any(p.requires_grad for p in first.parameters())
+    assert {name: p.requires_grad for name, p in second.named_parameters()} == {
+        'fc_in.weight': False, 'fc_in.bias': False,
+        'fc_out.weight': True, 'fc_idle.weight': True, 'fc_idle.bias': True}
+    assert model.head.weight.requires_grad
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-6), (torch.bfloat16, .1)])
+def test_dtypes(dtype, tolerance):
+    x, model, expected = images(16, 32), vit(), vit()
+    report, other = linearize_ffns(expected, [x]), linearize_ffns(model.to(dtype), [x])
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert relative(model(x.to(dtype)).double(), expected(x).double()) < tolerance + 1e-4
+    for a, b in zip(report.ffns, other.ffns):
+        assert a.lost_variance == pytest.approx(b.lost_variance, rel=.1)
+
+
+def test_overflow_of_a_small_dtype():
+    model = vit()
+    with torch.no_grad():
+        model.blocks[1].norm2.weight.mul_(1e-5)
+        model.blocks[1].mlp.fc1.weight.mul_(1e5)
+        model.blocks[1].mlp.fc2.weight.mul_(1e5)
+    model.half()
+    with Unchanged(model), pytest.raises(OverflowError, match='float16'):
+        linearize_ffns(model, [images(16, 32)], idle_ratio=1.)
+
+
+class LoRALinear(nn.Linear):
+    def __init__(self, base):
+        super().__init__(base.in_features, base.out_features)
+        self.load_state_dict(base.state_dict())
+        self.down, self.up = nn.Linear(base.in_features, 2, False), nn.Linear(2, base.out_features, False)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(x))
+
+
+class Tagged(torch.Tensor):
+    """A subclass, as quantized and distributed weights are."""
+
+
+def _replace_weight(mlp):
+    mlp.fc2.weight = nn.Parameter(mlp.fc2.weight.data.as_subclass(Tagged))
+
+
+def _replace_forward(mlp):
+    mlp.fc1.forward = lambda x: nn.Linear.forward(mlp.fc1, x) * 2
+
+
+@pytest.mark.parametrize('change, reason', [
+    (lambda mlp: setattr(mlp, 'fc1', LoRALinear(mlp.fc1)), 'LoRALinear where a linear layer is expected'),
+    (lambda mlp: setattr(mlp, 'fc2', LoRALinear(mlp.fc2)), 'LoRALinear where a linear layer is expected'),
+    (lambda mlp: setattr(mlp, 'fc2', nn.Sequential(mlp.fc2, nn.GELU())), 'Sequential where'),
+    (lambda mlp: setattr(mlp, 'act', nn.Sequential(nn.Linear(96, 96))), 'parameters for every channel'),
+    (lambda mlp: setattr(mlp, 'norm', nn.RMSNorm(96)), 'has a RMSNorm before its last linear layer'),
+    (lambda mlp: nn.utils.parametrizations.weight_norm(mlp.fc1), 'ParametrizedLinear where'),
+    (_replace_weight, 'has a weight that is a Tagged of torch.float32'),
+    (_replace_forward, 'a forward.. that was replaced'),
+    (lambda mlp: mlp.fc1.register_forward_hook(lambda module, args, y: 2 * y), 'has hooks'),
+    (lambda mlp: mlp.register_forward_pre_hook(lambda module, args: None), 'has hooks'),
+])
+def test_modified_ffns_stay(change, reason):
+    x, model = images(16, 32), vit()
+    mlp = model.blocks[0].mlp
+    change(mlp)
+    report = linearize_ffns(model, [x])
+    assert model.blocks[0].mlp is mlp
+    assert [ffn.name for ffn in report.ffns] == ['blocks.1.mlp']
+    assert re.search(reason, report.kept['blocks.0.mlp'])
+    assert f'blocks.0.mlp is as it was: it {report.kept["blocks.0.mlp"]}.' in str(report)
+
+    model = vit()
+    for block in model.blocks:
+        change(block.mlp)
+    with pytest.raises(ValueError, match=rf'nothing was changed: .*blocks\.0\.mlp.*{reason}.*blocks\.1\.mlp'):
+        linearize_ffns(model, [x])
+
+
+def test_kernels_that_are_not_pointwise_are_refused():
+    mlp = Mlp(8, 16, use_conv=True)
+    mlp.fc1 = nn.Conv2d(8, 16, 3, padding=1)
+    assert find_pointwise_ffns(nn.ModuleList([mlp]))[1] == {'0': 'has a Conv2d where a linear layer is expected'}
+
+
+def test_quantized_layers_are_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        model = torch.ao.quantization.quantize_dynamic(vit(), {nn.Linear})
+    with pytest.raises(ValueError, match=r'blocks\.0\.mlp has a torch.ao.nn.quantized'):
+        linearize_ffns(model, [images(16, 32)])
+
+
+@pytest.mark.parametrize('name, args, reason', [
+    ('convnextv2_atto', dict(dims=(8, 8, 8, 8), depths=(1, 1, 1, 1)), 'global response norm'),
+    ('pvt_v2_b0', {}, 'depthwise convolution'),
+    ('gmlp_s16_224', {}, 'spatial gating unit'),
+    ('efficientformerv2_s0', {}, 'convolution between'),
+    ('vit_tiny_patch16_224', dict(VIT, block_fn=ParallelScalingBlock), 'with one matrix'),
+    ('resnet18', {}, 'no pointwise FFN.$'),
+])
+def test_architectures_without_pointwise_ffns(name, args, reason):
+    with torch.device('meta'):
+        model = timm.create_model(name, **args)
+    before = repr(model)
+    with pytest.raises(ValueError, match=reason):
+        linearize_ffns(model, None)  # before the loader is touched
+    assert repr(model) == before
+
+
+def test_wrapped_compiled_and_converted_models():
+    x = images(16, 32)
+    features = timm.create_model('vit_tiny_patch16_224', features_only=True, out_indices=(0, 1), **VIT)
+    for wrapped in (features, nn.DataParallel(vit()), torch.compile(vit())):
+        with pytest.raises(ValueError, match='wraps another model'):
+            linearize_ffns(wrapped, [x])
+    with pytest.raises(TypeError, match='create_model'):
+        linearize_ffns('vit_tiny_patch16_224', [x])
+    model = vit()
+    linearize_ffns(model, [x])
+    with Unchanged(model), pytest.raises(ValueError, match='already'):
+        linearize_ffns(model, [x])
+    model = vit()
+    model.compile(backend='eager')
+    with pytest.raises(ValueError, match='compiled'):
+        linearize_ffns(model, [x])
+    model = vit()
+    model.blocks[0].compile(backend='eager')
+    with pytest.raises(ValueError, match='compiled'):
+        linearize_ffns(model, [x])
+
+
+def test_ffns_of_one_token_and_unused_ones_stay():
+    model, x = build('cait')
+    one = [name for name, m in model.blocks_token_only.named_modules() if isinstance(m, Mlp)]
+    report = linearize_ffns(model, [x])
+    assert report.kept.keys() == {f'blocks_token_only.{name}' for name in one}
+    assert all('one token' in reason for reason in report.kept.values())
+    # nothing left to convert
+    with pytest.raises(ValueError, match='already'):
+        linearize_ffns(model, [x])
+    model = vit()
+    model.unused = Mlp(4, 8)
+    report = linearize_ffns(model, [images(16, 32)])
+    assert report.kept == {'unused': 'is not used in the forward pass'}
+    model = vit()
+    model.forward_features = lambda x, **kwargs: torch.zeros(len(x), 17, 24)
+    with pytest.raises(ValueError, match=r'nothing was changed: blocks\.0\.mlp is not used'):
+        linearize_ffns(model, [images(16, 32)])
+
+
+@pytest.mark.parametrize('name, args, left', [
+    ('vit_base_patch16_siglip_224', VIT, ['attn_pool.mlp']),
+    ('maxxvit_rmlp_nano_rw_256', dict(img_size=64, embed_dim=(32,), depths=(1,), stem_width=8), [
+        'stages.0.blocks.0.attn_block.attn.rel_pos.mlp', 'stages.0.blocks.0.attn_grid.attn.rel_pos.mlp']),
+    ('vit_relpos_small_patch16_224', VIT, ['blocks.0.attn.rel_pos.mlp', 'blocks.1.attn.rel_pos.mlp']),
+    ('vit_srelpos_small_patch16_224', VIT, ['shared_rel_pos.mlp']),
+    ('swinv2_cr_tiny_224', dict(img_size=64, embed_dim=16, depths=(1,), num_heads=(2,)), [
+        'stages.0.blocks.0.attn.meta_mlp']),
+    ('mixer_s32_224', {}, [f'blocks.{i}.mlp_tokens' for i in range(8)]),
+    ('gcresnet33ts', {}, None),
+    ('csatv2', dict(dims=(8,) * 4, depths=(1,) * 4, transformer_depths=(0,) * 4), None),
+    ('vgg11', {}, None),
+    ('caformer_s18', {}, []),
+])
+def test_other_mlps_are_left_alone(name, args, left):
+    with torch.device('meta'):
+        model = timm.create_model(name, **args)
+    ffns, others = find_pointwise_ffns(model)
+    found = {ffn.name for ffn in ffns}
+    assert not others
+    if left is None:
+        assert not found
+        return
+    assert found
+    mlps = {name for name, m in model.named_modules() if type(m) is Mlp}
+    assert mlps - found == set(left)
+
+
+def test_hidden_layernorm_of_maps_is_refused():
+    # LayerNorm2d is a subclass of LayerNorm with another dimension
+    mlp = nn.ModuleList([Mlp(8, 16, norm_layer=LayerNorm2d, use_conv=True)])
+    assert 'LayerNorm2d' in find_pointwise_ffns(mlp)[1]['0']
+
+
+def test_report():
+    model, x = vit(), images(16, 32)
+    original = copy.deepcopy(model)
+    report = linearize_ffns(model, [x], idle_ratio=[.5, .75])
+    assert [(f.name, f.hidden_features, f.active_features, f.idle_ratio) for f in report.ffns] == [
+        ('blocks.0.mlp', 96, 48, .5), ('blocks.1.mlp', 96, 24, .75)]
+    assert report.ffns[0].macs == (17 * 2 * 24 * 96, 17 * (2 * 24 * 48 + 24 * 24))
+    assert report.macs == (count_macs(original).total, count_macs(model).total)
+    saved = sum(f.macs[0] - f.macs[1] for f in report.ffns)
+    assert report.macs[0] - report.macs[1] == saved
+    assert json.loads(json.dumps(report.as_dict()))['ffns'][1]['active_features'] == 24
+    text = str(report)
+    assert all(part in text for part in ('blocks.1.mlp', '50%', '75%', '16 images'))
+
+
+def test_macs_before_and_after_are_counted_with_class_tokens():
+    # the first input of a layer is a view of a parameter
+    model, x = build('cait')
+    assert count_macs(model, x.shape[1:]).total > 0
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize('fraction', [.65, .8, .95])
+def test_budget(fraction):
+    model, x = vit(), images(16, 32)
+    model.blocks[0].mlp.fc1.bias.data += 4  # nearly linear
+    before = count_macs(model).total
+    report = linearize_ffns(model, [x], macs=fraction)
+    budget, channel = fraction * before, 17 * 2 * 24
+    assert budget - channel < count_macs(model).total <= budget
+    assert report.macs == (before, count_macs(model).total)
+    linear, other = report.ffns
+    assert linear.idle_ratio > other.idle_ratio
+
+
+def test_larger_budgets_lose_less():
+    idle, lost = [], []
+    for fraction in (.65, .75, .85, .95):
+        report = linearize_ffns(vit(), [images(16, 32)], macs=fraction)
+        idle.append(sum(f.hidden_features - f.active_features for f in report.ffns))
+        lost.append(report.ffns[0].lost_variance)  # its input is that of the original model
+    assert idle == sorted(idle, reverse=True)
+    assert lost == sorted(lost, reverse=True)
+    assert len(set(lost)) > 2
+
+
+def test_budget_of_gated_ffns_that_see_several_sizes():
+    model, x = build('GluMlp, gates first: vision_transformer')
+    before = count_macs(model).total
+    linearize_ffns(model, [x], macs=.7)
+    assert .7 * before - 17 * 3 * 24 < count_macs(model).total <= .7 * before
+
+
+@pytest.mark.parametrize('family', [
+    'Mlp: vision_transformer', 'GluMlp with LayerNorm: vision_transformer', 'ConvMlp: fastvit', 'MLPBlock: fasternet'])
+@torch.no_grad()
+def test_copies_pickles_and_checkpoints(family):
+    model, x = build(family)
+    linearize_ffns(model, [x])
+    y = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), y)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), y)
+    other, _ = build(family, seed=1)
+    linearize_ffns(other, [x + 1])
+    assert not same_weights(model, other)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(x), y)
+    assert all(p.is_leaf and p.is_contiguous() for p in model.parameters())
+
+
+def test_converted_models_train():
+    model, x = build('ConvMlp: fastvit')
+    linearize_ffns(model, [x])
+    model.train()(x).sum().backward()
+    assert all(
+        p.grad is not None and p.grad.isfinite().all()
+        for m in model.modules() if isinstance(m, RePaMlpDeploy) for p in m.parameters())
+
+
+@pytest.mark.parametrize('family', [
+    'Mlp: vision_transformer', pytest.param('SwiGLU with LayerNorm: eva', marks=pytest.mark.slow),
+    pytest.param('ConvMlp: fastvit', marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_compile_and_export(family):
+    model, x = build(family)
+    linearize_ffns(model, [x])
+    x = x[:2]
+    y = model(x)
+    exported = torch.export.export(model, (x,))
+    assert relative(exported.module()(x), y) < 1e-5
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    assert relative(compiled(x), y) < 1e-5
+
+
+def test_check_convertible_and_public_function():
+    model, x = vit(), images(16, 32)
+    assert [ffn.name for ffn in check_convertible(model)[0]] == ['blocks.0.mlp', 'blocks.1.mlp']
+    assert find_pointwise_ffns(model)[0][0].class_name == 'Mlp'
+    report = timm_rep.convert_to_repa(model, calibration=[x], macs=.7)
+    assert report.macs[1] <= .7 * report.macs[0]
+
+
+@pytest.mark.parametrize('family', [
+    'RepVitMlp: repvit', *(pytest.param(family, marks=pytest.mark.slow) for family in (
+        'ConvMlp: fastvit', 'ConvMlp: efficientvit_msra', 'FFN: shvit', 'FFN: iformer', 'LevitMlp: levit'))])
+@torch.no_grad()
+def test_models_that_timm_folds(family):
+    """timm's reparameterize_model() before and after the conversion."""
+    model, x = build(family)
+    folded = reparameterize_model(model)
+    assert linearize_ffns(folded, [x]).ffns
+    linearize_ffns(model, [x])
+    assert relative(reparameterize_model(model)(x), model(x)) < 1e-5
+    assert relative(folded(x), model(x)) < 1e-2  # rounding may change which channels are idle
