@@ -91,7 +91,7 @@ def run_blocks(document, folder):
             re.sub(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.', key): value
             for key, value in model.state_dict().items()
         }, 'RePaViT_Base.pth')
-        names = dict(loader=[torch.randn(4, 3, 32, 32)] * 2, device='cpu')
+        names = dict(loader=[torch.randn(32, 3, 32, 32)] * 2, device='cpu')
         states = []
         for code in blocks(document, 'python'):
             if 'from transformers import' in code:  # run in test_transformers.py
