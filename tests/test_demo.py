@@ -1,13 +1,17 @@
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from PIL.Image import BICUBIC
 from safetensors.torch import load_file
+from torchvision.transforms.functional import to_tensor
 
+from timm_rep import convert_to_repa
 from timm_rep.cli import main
-from timm_rep.demo import repa, repopt, run_demo
+from timm_rep.demo import repa, repopt, run_demo, training
 from timm_rep.demo.training import load_split
 
 STEPS = 8  # of the comparison with the CSLA net
@@ -15,7 +19,10 @@ STEPS = 8  # of the comparison with the CSLA net
 
 @pytest.fixture(scope='module')
 def small():
-    """Makes the demo small: 64 and 32 images, two blocks, few steps. Its real size is for test_learns."""
+    """Makes the demo small: 64 and 32 images, two blocks, few steps. Its real size is for test_learns.
+
+    Yields the function that gives the images of a seed.
+    """
 
     def few(seed):
         parts = load_split(seed)
@@ -28,7 +35,7 @@ def small():
         patch.setattr(repa, '_MODEL_ARGS', dict(repa._MODEL_ARGS, embed_dim=32, depth=2, num_heads=2))
         patch.setattr(repopt, '_MODEL_ARGS', dict(repopt._MODEL_ARGS, depths=(1, 2, 1, 1)))
         patch.setattr(repopt, '_STEPS', STEPS)
-        yield
+        yield few
 
 
 @pytest.fixture(scope='module')
@@ -37,11 +44,13 @@ def demo(small, tmp_path_factory):
 
 
 def test_results(demo):
-    plain, repa, folded = demo.rows.values()
+    plain, converted, repa, folded = demo.rows.values()
     assert repa['accuracy'] == folded['accuracy']
     assert all(0 <= row['accuracy'] <= 100 and row['throughput'] > 0 for row in demo.rows.values())
     assert folded['params'] < 0.7 * repa['params']
     assert folded['macs'] < 0.7 * plain['macs']
+    assert converted['params'] < 0.7 * plain['params']
+    assert (plain['macs'], converted['macs']) == demo.conversion.macs
     assert demo.logits_difference < 1e-5
     assert all(0 <= accuracy <= 100 for accuracy in demo.repopt.accuracy.values())
     assert all(len(losses) == 2 for losses in demo.repopt.losses.values())  # one epoch, half of two
@@ -49,6 +58,29 @@ def test_results(demo):
     assert max(demo.repopt.csla_difference['RepSGD']) < 1e-10
     assert demo.repopt.csla_difference['SGD'][-1] > 1e-2
     assert demo.picture.read_bytes().startswith(b'\x89PNG')
+
+
+def test_conversion(small, demo):
+    """The third part converts the plain ViT that the first part trains, as is done here by hand."""
+    train_set, val_set = small(3)
+    cpu = torch.device('cpu')
+    model = training.create_model('deit_tiny_patch16_224', 3, cpu, **repa._MODEL_ARGS)
+    loader = training.create_loader_for(train_set, model, is_training=True)
+    training.train('', model, loader, 2, cpu, opt='adamw', lr=2e-3, weight_decay=0.05)
+    model.eval()
+    images, val_images = (
+        torch.stack([(to_tensor(image.resize((16, 16), BICUBIC)) - 0.5) / 0.5 for image in part.images])
+        for part in (train_set, val_set))
+    before = model(val_images).argmax(-1)
+    report = convert_to_repa(model, idle_ratio=0.75, calibration=[images])
+    after = model(val_images).argmax(-1)
+    assert demo.rows['plain ViT, converted']['accuracy'] == pytest.approx(
+        100 * (after == torch.tensor(val_set.targets)).double().mean().item())
+    assert demo.agreement == 100 * (before == after).double().mean().item()
+    assert demo.conversion.images == report.images == 64
+    for ours, by_hand in zip(demo.conversion.ffns, report.ffns, strict=True):
+        assert ours.idle_ratio == by_hand.idle_ratio == 0.75
+        assert ours.lost_variance == pytest.approx(by_hand.lost_variance, rel=1e-3)
 
 
 def test_usage_runs(demo, monkeypatch, capsys):
@@ -96,6 +128,10 @@ def test_learns(tmp_path, capsys):
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if line.startswith('RePa-DeiT, folded'))
     assert float(row.split()[2].rstrip('%')) > 95
+    plain, converted = (
+        float(re.search(rf'^{label} +([0-9.]+)%', out, re.MULTILINE)[1])
+        for label in ('plain ViT', 'plain ViT, converted'))
+    assert converted > plain - 3
     row = next(line for line in out.splitlines() if line.startswith('One stack'))
     with_rep, without = (float(word.rstrip('%')) for word in row.split() if word.endswith('%'))
     assert with_rep > 95
@@ -110,9 +146,6 @@ def test_learns(tmp_path, capsys):
 
 @pytest.mark.parametrize('args,message', [
     (['--output', '{file}'], "cannot write to the output folder '{file}'"),
-    (['--device', 'cuda:99'], "cannot use the device 'cuda:99'"),
-    (['--device', 'toaster'], "cannot use the device 'toaster'"),
-    (['--device', 'meta'], "cannot use the device 'meta'"),
     (['--seed', '-1'], 'seed'),
     (['--seed', str(2 ** 32)], 'seed'),
     (['--output', '{parent}'], "demo.png in it is a folder"),
@@ -132,6 +165,33 @@ def test_refused_before_any_training(tmp_path, capsys, monkeypatch, args, messag
     assert message.format(**places).lower() in captured.err.lower()
     assert places['file'].read_text() == (places['blocked'] / 'model').read_text() == 'old'
     assert not (tmp_path / 'timm-rep-demo').exists()
+
+
+@pytest.mark.parametrize('device', ['cuda:99', 'toaster', 'meta'])
+def test_device_refused_before_any_training(tmp_path, capsys, monkeypatch, device):
+    monkeypatch.setattr('timm_rep.demo.training.train', lambda *a, **k: pytest.fail('trained'))
+    with pytest.raises(RuntimeError, match=f"cannot use the device '{device}'"):
+        run_demo(tmp_path / 'new', device=device)
+    with pytest.raises(SystemExit) as stopped:
+        main(['demo', '--output', str(tmp_path / 'new'), '--device', device])
+    assert stopped.value.code == 2
+    assert f"argument --device: cannot use the device '{device}'" in capsys.readouterr().err
+    assert not (tmp_path / 'new').exists()
+
+
+@pytest.mark.parametrize('args,expected', [([], 'cuda'), (['--device', 'cpu'], 'cpu')], ids=str)
+def test_gpu_by_default(monkeypatch, args, expected):
+    """Where there is a GPU, the demo runs on it, as other commands do."""
+    devices = []
+
+    def run(output, device, **kwargs):
+        devices.append(device)
+        raise RuntimeError('enough')
+
+    monkeypatch.setattr('timm_rep.demo.run_demo', run)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    assert main(['demo', *args]) == 1
+    assert devices == [torch.device(expected)]
 
 
 def test_missing_extra(tmp_path, monkeypatch, capsys):

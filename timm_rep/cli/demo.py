@@ -1,11 +1,14 @@
-"""``timm-rep demo``: train and fold a small RePaFormer; train a plain net with RepSGD and with SGD."""
-from ._arguments import positive_int
+"""``timm-rep demo``: train and fold a small RePaFormer; a plain net with RepSGD and SGD; a ViT converted."""
+from ._arguments import default_device, device, positive_int
 
 
 def add_parser(commands) -> None:
-    parser = commands.add_parser('demo', help='train a small RePaFormer and a small RepOpt-VGG on handwritten digits')
+    parser = commands.add_parser(
+        'demo', help='train a small RePaFormer and a small RepOpt-VGG on handwritten digits, convert a small ViT')
     parser.add_argument('--output', default='timm-rep-demo', metavar='DIR', help='folder for the results (%(default)s)')
-    parser.add_argument('--device', default='cpu', help='device for training and measurements (%(default)s)')
+    parser.add_argument(
+        '--device', type=device,
+        help='device for training and measurements (the GPU if there is one, otherwise the CPU)')
     parser.add_argument('--seed', type=int, default=0, help='random seed (%(default)s)')
     parser.add_argument(
         '--epochs', type=positive_int, default=12,
@@ -16,8 +19,8 @@ def add_parser(commands) -> None:
 def run(args) -> int:
     from timm_rep.demo import run_demo
 
-    result = run_demo(args.output, device=args.device, seed=args.seed, epochs=args.epochs)
-    layout = '{:<20}{:>12}{:>14}{:>16}{:>12}'
+    result = run_demo(args.output, device=args.device or default_device(), seed=args.seed, epochs=args.epochs)
+    layout = '{:<22}{:>12}{:>14}{:>16}{:>12}'
     print()
     print(layout.format('', 'accuracy', 'parameters', 'MACs per image', 'images/s'))
     for label, row in result.rows.items():
@@ -28,15 +31,20 @@ def run(args) -> int:
             f'{row["macs"]:,.0f}',
             f'{row["throughput"]:,.0f}',
         ))
-    rates = [row['throughput'] for row in result.rows.values()]
+    plain, converted, repa, folded = (row['throughput'] for row in result.rows.values())
     print(
-        f'\nThroughput of the folded RePa-DeiT: {rates[2] / rates[1]:.2f}x that of the unfolded one, '
-        f'{rates[2] / rates[0]:.2f}x that of the plain ViT.\n'
+        f'\nThroughput of the folded RePa-DeiT: {folded / repa:.2f}x that of the unfolded one, '
+        f'{folded / plain:.2f}x that of the plain ViT.\n'
         f'Largest relative difference of the logits after folding: {result.logits_difference:.1e}.')
     accuracy, difference = result.repopt.accuracy, result.repopt.csla_difference
     print(
         f'\nOne stack of 28 plain convolutions: {accuracy["RepSGD"]:.1f}% with RepSGD, {accuracy["SGD"]:.1f}% with SGD.'
         f'\nRelative difference to the logits of the multi-branch (CSLA) net after {len(difference["SGD"])} steps in '
         f"float64:\n{difference['RepSGD'][-1]:.1e} with RepSGD, {difference['SGD'][-1]:.1e} with SGD.")
+    before, after = (result.rows[label]['accuracy'] for label in ('plain ViT', 'plain ViT, converted'))
+    print(
+        f'\nThe plain ViT, converted from {result.conversion.images} training images, without labels or training: '
+        f'accuracy {before:.1f}% -> {after:.1f}%,\n'
+        f'{result.agreement:.1f}% equal predictions, {converted / plain:.2f}x the throughput.')
     print(f'\nPicture: {result.picture}\nModel:   {result.model_folder}\n\nLoad and use it:\n\n{result.usage}')
     return 0

@@ -1,10 +1,11 @@
-"""``timm-rep demo``: a RePaFormer and a RepOpt-VGG, trained on small real images within minutes."""
+"""``timm-rep demo``: a RePaFormer, a RepOpt-VGG and a converted ViT on small real images, within minutes."""
 import os
 from pathlib import Path
 from typing import Dict, NamedTuple, Union
 
 import torch
 
+from timm_rep.convert import ConversionReport
 from timm_rep.utils.atomic import check_writable, replacing_files
 
 from .picture import draw
@@ -24,11 +25,15 @@ class DemoResult(NamedTuple):
     """Results of :func:`run_demo`.
 
     Attributes:
-        rows: For the plain ViT, the RePa model and the folded RePa model, by label: ``accuracy`` (percent of the
-            validation images), ``params``, ``macs`` (per image) and ``throughput`` (images per second).
+        rows: For the plain ViT, the converted plain ViT, the RePa model and the folded RePa model, by label:
+            ``accuracy`` (percent of the validation images), ``params``, ``macs`` (per image) and ``throughput`` (images
+            per second).
         logits_difference: Largest difference between the logits before and after folding, relative to the largest
             logit.
         repopt: Results of the second part, RepSGD against SGD.
+        agreement: Percent of the validation images for which the converted plain ViT predicts the class that the plain
+            ViT predicts.
+        conversion: Report of the conversion of the plain ViT.
         model_folder: Folder with the model.safetensors and config.json of the folded model.
         picture: Path of the picture of the results.
         usage: Three lines of Python that load and run the folded model.
@@ -36,6 +41,8 @@ class DemoResult(NamedTuple):
     rows: Dict[str, Dict[str, float]]
     logits_difference: float
     repopt: RepOptResult
+    agreement: float
+    conversion: ConversionReport
     model_folder: Path
     picture: Path
     usage: str
@@ -69,7 +76,8 @@ def run_demo(
     """Train, fold and compare small models on handwritten digits.
 
     The first part trains a RePa-DeiT and the plain ViT of its size, folds the RePa-DeiT and compares the three. The
-    second part trains a deep stack of plain convolutions with RepSGD and with SGD.
+    second part trains a deep stack of plain convolutions with RepSGD and with SGD. The third part converts the plain
+    ViT with :func:`timm_rep.convert_to_repa` from its own weights and training images, without labels or training.
 
     Writes demo.png, digit.png (a validation image) and the folded model to the output folder. Seeds the random number
     generators of Python, NumPy and torch; the same seed, machine and number of threads give the same weights.
@@ -109,6 +117,8 @@ def run_demo(
         rows=repa.rows,
         logits_difference=repa.logits_difference,
         repopt=repopt,
+        agreement=repa.agreement,
+        conversion=repa.conversion,
         model_folder=model_folder,
         picture=output / 'demo.png',
         usage=_USAGE.format(model=f'local-dir:{model_folder}', digit=str(output / 'digit.png')),

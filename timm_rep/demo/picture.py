@@ -7,7 +7,7 @@ from timm_rep.utils.atomic import replacing_files
 
 from .training import Images
 
-_COLORS = ('#9aa5b1', '#7c9ed9', '#2f6fde')
+_COLORS = ('#9aa5b1', '#66717e', '#7c9ed9', '#2f6fde')
 _PANELS = (
     ('accuracy', 'validation accuracy (%)', 1., '{:.1f}'),
     ('params', 'parameters (thousands)', 1e-3, '{:.0f}'),
@@ -37,7 +37,8 @@ def draw(result, samples: Images, predictions: List[int], path: Path) -> None:
 
 
 def _bars(axes, values, form: str, title: str) -> None:
-    bars = axes.bar(list(values), list(values.values()), color=_COLORS[-len(values):])
+    labels = [label.replace(', ', ',\n') for label in values]
+    bars = axes.bar(labels, list(values.values()), color=_COLORS[-len(values):])
     axes.bar_label(bars, fmt=form.format)
     axes.margins(y=0.12)
     tidy(axes, title)
@@ -46,7 +47,8 @@ def _bars(axes, values, form: str, title: str) -> None:
 def _draw_repa(figure, result) -> None:
     figure.suptitle(
         'RePaFormer: train, then fold '
-        f'(largest relative difference of the logits: {result.logits_difference:.1e})', fontsize=11)
+        f'(largest relative difference of the logits: {result.logits_difference:.1e}); or convert a trained ViT '
+        f'({result.agreement:.1f}% equal predictions)', fontsize=11)
     for axes, (key, title, unit, form) in zip(figure.subplots(1, len(_PANELS)), _PANELS):
         _bars(axes, {label: row[key] * unit for label, row in result.rows.items()}, form, title)
 

@@ -1,4 +1,5 @@
-"""First part of the demo: a RePa-DeiT, its folded form and the plain ViT of its size."""
+"""First and third part of the demo: a RePa-DeiT and its folded form; the plain ViT of its size and its conversion."""
+import copy
 from pathlib import Path
 from typing import Dict, NamedTuple
 
@@ -7,6 +8,7 @@ import torch.nn as nn
 from timm.models import save_for_hf
 from timm.utils import reparameterize_model
 
+from timm_rep.convert import ConversionReport, convert_to_repa
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.profiling import count_macs, count_params, measure_throughput
 from timm_rep.utils.training import evaluate
@@ -18,16 +20,20 @@ _MODEL_ARGS = dict(patch_size=4, embed_dim=128, depth=4, num_heads=4, global_poo
 
 
 class RePaResult(NamedTuple):
-    """Results of the first part.
+    """Results of the first and the third part.
 
     Attributes:
         rows: See :class:`timm_rep.demo.DemoResult`.
         logits_difference: See :class:`timm_rep.demo.DemoResult`.
+        agreement: See :class:`timm_rep.demo.DemoResult`.
+        conversion: See :class:`timm_rep.demo.DemoResult`.
         folded: The folded model.
         predictions: Its predicted classes for the validation images, (images,).
     """
     rows: Dict[str, Dict[str, float]]
     logits_difference: float
+    agreement: float
+    conversion: ConversionReport
     folded: nn.Module
     predictions: torch.Tensor
 
@@ -39,13 +45,18 @@ def run_repa(
         seed: int,
         epochs: int,
 ) -> RePaResult:
-    """Train the plain ViT and the RePa-DeiT, fold the latter, and measure all three models."""
-    models = {}
+    """Train the plain ViT and the RePa-DeiT, convert the former, fold the latter, and measure all four models."""
+    trained = {}
     for label, name in (('plain ViT', 'deit_tiny_patch16_224'), ('RePa-DeiT', 'repa_deit_tiny')):
-        models[label] = model = training.create_model(name, seed, device, **_MODEL_ARGS)
+        trained[label] = model = training.create_model(name, seed, device, **_MODEL_ARGS)
         loader = training.create_loader_for(train_set, model, is_training=True)
         training.train(label, model, loader, epochs, device, opt='adamw', lr=2e-3, weight_decay=0.05)
-    folded = models['RePa-DeiT, folded'] = reparameterize_model(models['RePa-DeiT'])
+    plain, repa = trained.values()
+    converted = copy.deepcopy(plain)
+    conversion = convert_to_repa(
+        converted, idle_ratio=0.75, calibration=training.create_loader_for(train_set, plain, is_training=False))
+    folded = reparameterize_model(repa)
+    models = {'plain ViT': plain, 'plain ViT, converted': converted, 'RePa-DeiT': repa, 'RePa-DeiT, folded': folded}
 
     rows: Dict[str, Dict[str, float]] = {}
     logits = {}
@@ -58,7 +69,9 @@ def run_repa(
     for label, throughput in measure_throughput(models, batch).items():
         rows[label]['throughput'] = throughput
     difference = ((after - before).abs().max() / before.abs().max()).item()
-    return RePaResult(rows, difference, folded, after.argmax(-1))
+    classes = {label: values.argmax(-1) for label, values in logits.items()}
+    agreement = 100 * (classes['plain ViT, converted'] == classes['plain ViT']).double().mean().item()
+    return RePaResult(rows, difference, agreement, conversion, folded, classes['RePa-DeiT, folded'])
 
 
 def save_folded(model: nn.Module, folder: Path) -> None:
