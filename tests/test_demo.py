@@ -96,6 +96,7 @@ def no_picture(monkeypatch):
     monkeypatch.setattr('timm_rep.demo.draw', lambda result, samples, predictions, path: path.touch())
 
 
+@pytest.mark.slow
 def test_reproducible_by_seed(demo, no_picture, tmp_path):
     """The same results in an existing folder, whose files are replaced; another seed gives other results."""
     first = load_file(demo.model_folder / 'model.safetensors')

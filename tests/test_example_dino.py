@@ -86,6 +86,7 @@ def test_digits(dino, spied, tmp_path, capsys):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.slow
 def test_seed(dino, spied):
     trained, evaluated = spied('train'), spied('evaluate')
     for seed in (0, 0, 1):

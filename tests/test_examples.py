@@ -228,7 +228,8 @@ def folders(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize('name', DETECTORS)
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.slow if name == 'mask_rcnn' else ()) for name in DETECTORS])
 def test_detection(script, detection, folders, capsys, name):
     if name == 'retinanet':
         kwargs = ['score_thresh=0.01']
@@ -399,7 +400,8 @@ def test_bench_dense(bench, script, capsys):
 
 
 @pytest.mark.parametrize('network,paper', [
-    ('retinanet', 1.15), pytest.param('mask_rcnn', 1.16, marks=pytest.mark.slow), ('upernet', 1.13)])
+    ('retinanet', 1.15), *(
+        pytest.param(*row, marks=pytest.mark.slow) for row in (('mask_rcnn', 1.16), ('upernet', 1.13)))])
 @torch.no_grad()
 def test_bench_dense_compares_backbones(bench, request, monkeypatch, network, paper):
     """The networks differ in the backbone only, and the detectors in nothing that takes time."""

@@ -450,6 +450,7 @@ def test_bench_search_step(load_script, monkeypatch):
     assert ['FeatureMaps' in names for names in blocks] == [False, True]
 
 
+@pytest.mark.slow
 def test_parts_of_a_training_step(load_script, monkeypatch):
     """Each operator counts once; those of the optimizer count as the optimizer."""
     bench = load_script('benchmarks/repopt_train')

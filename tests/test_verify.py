@@ -42,7 +42,8 @@ def test_every_family(name, kwargs, layers):
     assert result.same_top1 == 1
 
 
-@pytest.mark.parametrize('name', ['repvgg_a0', 'mobileone_s0', 'fastvit_t8'])
+@pytest.mark.parametrize('name', [
+    'repvgg_a0', *(pytest.param(name, marks=pytest.mark.slow) for name in ('mobileone_s0', 'fastvit_t8'))])
 def test_models_of_timm(name):
     torch.manual_seed(0)
     result = timm_rep.verify(randomize_(timm.create_model(name, num_classes=5)), images(1, 32))
@@ -112,6 +113,7 @@ def test_a_broken_fold_of_one_layer(monkeypatch, damage):
     assert timm_rep.verify(model, tolerance=10.).passed == (damage < 10)
 
 
+@pytest.mark.slow
 def test_a_broken_fold_in_place(monkeypatch):
     """timm's blocks that fold themselves, and a difference that the outputs do not show."""
     torch.manual_seed(0)

@@ -66,6 +66,7 @@ def test_run_script_as_python_would(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == f"{[str(script), '--model', 'm', '-b', '1']} 7 True\n"
 
 
+@pytest.mark.slow
 def test_run_imports_what_python_would(tmp_path):
     """The script's folder comes first, also for what timm_rep imports, such as the timm of a checkout."""
     folder = tmp_path / 'checkout'

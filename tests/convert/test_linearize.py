@@ -447,9 +447,8 @@ def test_converted_models_train():
         for m in model.modules() if isinstance(m, RePaMlpDeploy) for p in m.parameters())
 
 
-@pytest.mark.parametrize('family', [
-    'Mlp: vision_transformer', pytest.param('SwiGLU with LayerNorm: eva', marks=pytest.mark.slow),
-    pytest.param('ConvMlp: fastvit', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('family', ['Mlp: vision_transformer', 'SwiGLU with LayerNorm: eva', 'ConvMlp: fastvit'])
 @torch.no_grad()
 def test_compile_and_export(family):
     model, x = build(family)

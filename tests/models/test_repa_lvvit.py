@@ -143,7 +143,7 @@ def test_refusals():
     tiny().set_input_size(patch_size=16)
 
 
-@pytest.mark.parametrize('name', ['repa_lvvit_s', 'lvvit_s'])
+@pytest.mark.parametrize('name', ['repa_lvvit_s', pytest.param('lvvit_s', marks=pytest.mark.slow)])
 def test_training_lowers_the_loss(name):
     model = tiny(name, drop_path_rate=.1).train()
     optimizer = create_optimizer_v2(model, opt='adamw', lr=2e-3, weight_decay=.05)

@@ -365,6 +365,7 @@ def test_deploy_form_is_in_place_everywhere():
     assert forms[4] == {'fc_in.weight', 'fc_in.bias', 'fc_out.weight', 'fc_out.bias'}  # ratio 0
 
 
+@pytest.mark.slow
 def test_compiles_and_exports():
     """The other families and structures: -m slow."""
     contract.check_compile(tiny(depth=1), images())

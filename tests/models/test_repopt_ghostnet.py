@@ -195,6 +195,7 @@ def test_refusals():
         tiny().load_state_dict(tiny(structure='search').state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('opt', ['repsgd', 'repadamw'])
 def test_training_lowers_the_loss(opt):
     model = tiny().train()

@@ -156,7 +156,7 @@ def test_profile_latency_refuses_models_without_ffns():
 
 
 def test_every_repaformer_has_a_vanilla_backbone():
-    assert VANILLA.keys() == set(timm.list_models('repa_*'))
+    assert VANILLA.keys() == set(timm.list_models('repa_*')) - {'repa_any'}
 
 
 SMALLEST = {'repa_deit_tiny', 'repa_swin_tiny', 'repa_lvvit_s', 'repa_poolformer_s12', 'repa_mixer_s32'}
