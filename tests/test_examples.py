@@ -192,7 +192,8 @@ def test_starts_from_a_classifier(request, name, tmp_path):
         body(reparameterized=True)
 
 
-@pytest.mark.parametrize('backbone,lr', [('repa_swin_tiny', 2e-3), ('repopt_vgg_b1', .03)])
+@pytest.mark.parametrize('backbone,lr', [
+    ('repa_swin_tiny', 2e-3), pytest.param('repopt_vgg_b1', .03, marks=pytest.mark.slow)])
 def test_segmentation(script, segmentation, tmp_path, capsys, backbone, lr):
     args = {'repa_swin_tiny': TINY, **OTHER_BACKBONES}[backbone]
     checkpoint = tmp_path / 'classifier.safetensors'

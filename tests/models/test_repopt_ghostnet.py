@@ -141,7 +141,8 @@ def test_recorded_outputs(recorded, name, structure):
 
 @pytest.mark.parametrize('rep,plain,args,tolerance', [
     (RepSGD, torch.optim.SGD, dict(lr=.02, momentum=.9, weight_decay=1e-3, nesterov=True), 1e-10),
-    (RepAdamW, torch.optim.AdamW, dict(lr=1e-3, weight_decay=.05, eps=1e-16), 1e-6),
+    pytest.param(
+        RepAdamW, torch.optim.AdamW, dict(lr=1e-3, weight_decay=.05, eps=1e-16), 1e-6, marks=pytest.mark.slow),
 ], ids=['sgd', 'adamw'])
 def test_csla_is_gr_end_to_end(rep, plain, args, tolerance):
     scales = normal_scales(tiny(), seed=0)
