@@ -1,8 +1,9 @@
 from .ffn import convert_to_repa, find_ffns, take_layer_scale, use_repa_ffns
 from .least_squares import eliminate
-from .linearize import ConversionReport, ConvertedFfn, check_convertible, linearize_ffns
+from .linearize import check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
 from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
+from .report import ConversionReport, ConvertedFfn
 from .survey import Convertibility, survey_convertible
 
 __all__ = [

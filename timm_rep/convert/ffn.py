@@ -11,8 +11,9 @@ from timm.models.metaformer import Scale
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
-from .linearize import ConversionReport, linearize_ffns
+from .linearize import linearize_ffns
 from .reparameterize import check_loaded_structure, check_unconverted, reparameterize
+from .report import ConversionReport
 
 __all__ = ['Ffn', 'convert_to_repa', 'find_ffns', 'take_layer_scale', 'use_repa_ffns']
 

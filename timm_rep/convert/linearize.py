@@ -3,7 +3,6 @@
 The FFN ``y = W2 g(u) + b2`` with hidden features g becomes ``W2' g_A + M u + c``: the active channels A keep the
 activation, the others are replaced by their best linear predictor from the input u and the active features.
 """
-import dataclasses
 import math
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
@@ -19,64 +18,9 @@ from .budget import allocate
 from .least_squares import LeastSquares, Moments
 from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
 from .reparameterize import check_unconverted
+from .report import ConversionReport, ConvertedFfn
 
-__all__ = ['ConversionReport', 'ConvertedFfn', 'linearize_ffns']
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvertedFfn:
-    """What the conversion of one FFN did.
-
-    Attributes:
-        name: Name of the module.
-        hidden_features: Hidden channels before the conversion.
-        active_features: Hidden channels that keep the activation.
-        lost_variance: Share of the variance of the FFN's output that the converted one does not reproduce, on the
-            calibration images, from 0 to 1.
-        macs: Multiply-accumulates of the FFN for one image, before and after.
-    """
-    name: str
-    hidden_features: int
-    active_features: int
-    lost_variance: float
-    macs: Tuple[int, int]
-
-    @property
-    def idle_ratio(self) -> float:
-        """Share of the hidden channels that are idle."""
-        return 1 - self.active_features / self.hidden_features
-
-
-@dataclasses.dataclass(frozen=True)
-class ConversionReport:
-    """What :func:`linearize_ffns` did; ``print`` shows it as a table.
-
-    Attributes:
-        ffns: The converted FFNs.
-        kept: Names of the FFNs that are as they were, with the reason.
-        images: Number of calibration images.
-        macs: Multiply-accumulates of the model for one image, before and after.
-    """
-    ffns: List[ConvertedFfn]
-    kept: Dict[str, str]
-    images: int
-    macs: Tuple[int, int]
-
-    def as_dict(self) -> Dict[str, Any]:
-        """The report as data that JSON can hold."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        width = max(len(ffn.name) for ffn in self.ffns)
-        rows = [f'{"FFN":{width}}  hidden  active  idle   lost variance  MACs']
-        rows += [
-            f'{ffn.name:{width}}  {ffn.hidden_features:6}  {ffn.active_features:6}  {ffn.idle_ratio:4.0%}  '
-            f'{ffn.lost_variance:13.2%}  {ffn.macs[0] / 1e6:.1f} M -> {ffn.macs[1] / 1e6:.1f} M' for ffn in self.ffns]
-        rows += [f'{name} is as it was: it {reason}.' for name, reason in self.kept.items()]
-        before, after = self.macs
-        return '\n'.join([
-            *rows, f'Model: {before / 1e6:.1f} M -> {after / 1e6:.1f} M MACs ({after / before:.0%}), from '
-            f'{self.images} images.'])
+__all__ = ['check_convertible', 'linearize_ffns']
 
 
 class _AllSeen(Exception):

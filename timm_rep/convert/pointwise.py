@@ -12,7 +12,7 @@ from timm.layers.mlp import GatedMlp
 
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy
 
-__all__ = ['PointwiseFfn', 'find_pointwise_ffns']
+__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'replace_module']
 
 
 class _Names(NamedTuple):
