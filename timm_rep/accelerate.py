@@ -282,7 +282,7 @@ def accelerate(
         ValueError: As :func:`timm_rep.convert.linearize_ffns` and :func:`distil`.
     """
     original = model.eval().to(images.device)
-    loader = images.calibration(calibration_images)
+    loader = list(images.calibration(calibration_images))  # decoded once for all ratios
 
     def convert(**kwargs) -> Tuple[nn.Module, ConversionReport]:
         converted = copy.deepcopy(original)
@@ -314,6 +314,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     Raises:
         RuntimeError: The model loaded from the folder computes something else.
     """
+    machine = device_name(next(result.model.parameters()).device)  # that of the measurements
     with replacing_files(folder) as draft:
         model = result.model.cpu()
         save_for_hf(model, str(draft), safe_serialization=True)
@@ -325,7 +326,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
                     f'The model loaded from its new folder computes something else; {str(folder)!r} is as it was.')
         data = dict(
             figures=result.figures, conversion=result.report.as_dict(), command=command,
-            machine=device_name(next(result.model.parameters()).device), versions=versions())
+            machine=machine, versions=versions())
         (draft / 'report.json').write_text(json.dumps(data, indent=2) + '\n', encoding='utf-8')
         if any(name.startswith('idle ratio') for name in result.figures):
             from timm_rep.plotting import plot_accuracy  # matplotlib is an extra

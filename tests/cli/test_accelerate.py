@@ -136,6 +136,17 @@ def test_distillation_comes_closer_and_resumes(data, tmp_path):
         distil(start(), teacher, images, epochs=3, lr=.1, checkpoint=state, resume=True)
 
 
+def test_the_machine_is_that_of_the_measurements(data, tmp_path, monkeypatch):
+    """It is read before the model moves to the CPU to be saved."""
+    events = []
+    monkeypatch.setattr('timm_rep.accelerate.device_name', lambda device: events.append('machine') or 'a machine')
+    cpu = torch.nn.Module.cpu
+    monkeypatch.setattr(torch.nn.Module, 'cpu', lambda self: events.append('cpu') or cpu(self))
+    assert main(command(data, tmp_path / 'fast')) == 0
+    assert events == ['machine', 'cpu']
+    assert json.loads((tmp_path / 'fast' / 'report.json').read_text())['machine'] == 'a machine'
+
+
 def test_kept_ffns_and_budgets(data, tmp_path):
     output = tmp_path / 'fast'
     assert main(command(data, output, '--macs', '0.8', '--distil-epochs', '1')) == 0

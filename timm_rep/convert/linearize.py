@@ -16,7 +16,7 @@ from timm_rep.utils.profiling import count_macs
 
 from .budget import allocate
 from .least_squares import LeastSquares, Moments
-from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
+from .pointwise import PointwiseFfn, find_pointwise_ffns, linear_of, replace_module
 from .reparameterize import check_unconverted
 from .report import ConversionReport, ConvertedFfn
 
@@ -308,9 +308,7 @@ def _convert(
     act = ffn.act(active)
     new = ffn.replacement(active_features, act, device='meta')
     deploy = new if isinstance(new, RePaMlpDeploy) else new[-1]
-    fc_in_like, like = (
-        next(m.weight for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
-        for layer in (ffn.first, ffn.last))
+    fc_in_like, like = linear_of(ffn.first).weight, linear_of(ffn.last).weight
     if active_features:
         ffn.fc_in(active).write_to(deploy.fc_in, like=fc_in_like)
     if ffn.hidden_norm is None:

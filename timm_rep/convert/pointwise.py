@@ -12,7 +12,7 @@ from timm.layers.mlp import GatedMlp
 
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy
 
-__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'replace_module']
+__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'replace_module']
 
 
 class _Names(NamedTuple):
@@ -108,7 +108,7 @@ def _affine(layers: Sequence[nn.Module]) -> Affine:
     return affine
 
 
-def _linear(layer: nn.Module) -> nn.Module:
+def linear_of(layer: nn.Module) -> nn.Module:
     """The linear layer of a composite."""
     return next(m for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
 
@@ -141,7 +141,7 @@ def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
         return 'has an activation with parameters for every channel'
     norm = module.get_submodule(names.norm) if names.norm else nn.Identity()
     # LayerNorm2d is a LayerNorm
-    if not isinstance(norm, nn.Identity if isinstance(_linear(module), nn.Conv2d) else (nn.Identity, nn.LayerNorm)):
+    if not isinstance(norm, nn.Identity if isinstance(linear_of(module), nn.Conv2d) else (nn.Identity, nn.LayerNorm)):
         return f'has a {type(norm).__name__} before its last linear layer'
     for part in module.modules():
         if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
@@ -169,7 +169,7 @@ class PointwiseFfn:
         self.name, self.module, self._names = name, module, names
         self.class_name = class_name.rpartition('.')[2]
         self.first, self.last = _chain(module, names.first)[0], _chain(module, names.last)[0]
-        first, last = _linear(self.first), _linear(self.last)
+        first, last = linear_of(self.first), linear_of(self.last)
         self.use_conv = isinstance(first, nn.Conv2d)
         self.in_features = first.weight.shape[1]
         self.out_features, self.hidden_features = last.weight.shape[:2]
@@ -226,7 +226,7 @@ class PointwiseFfn:
             act: Map of the output of ``fc_in`` to the hidden features; that of the first channels by default.
             dd: Device and dtype of the new parameters; those of the FFN by default.
         """
-        like = _linear(self.first).weight
+        like = linear_of(self.first).weight
         deploy = RePaMlpDeploy(
             self.in_features,
             self.hidden_features,
