@@ -95,9 +95,9 @@ def test_structure_of_the_paper(tmp_path):
     (dict(base='repa_deit_tiny'), "base is the name of a model of timm without tag.*got 'repa_deit_tiny'"),
     (dict(base='vit_tiny_patch16_224.augreg_in21k'), 'without tag'),
     (dict(base='hf-hub:timm/resnet18.a1_in1k'), 'without tag'),
-    (dict(base='resnet18'), 'ResNet has 0 pointwise FFNs'),
+    (dict(base='resnet18'), 'ResNet has no pointwise FFN'),
     (dict(base='resnet18', norm='batch'), 'it has none'),
-    (dict(VIT, idle_ratio=[.5, .5]), 'has 4 pointwise FFNs.*one for each of them'),
+    (dict(VIT, idle_ratio=[.5, .5]), 'one number or one for each of the 4 pointwise FFNs, got 2: blocks.0.mlp'),
     (dict(VIT, idle_ratio=1.5), 'from 0 to 1, got 1.5'),
     (dict(VIT, norm='layer'), "norm is 'keep' or 'batch', got 'layer'"),
 ])

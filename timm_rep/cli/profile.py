@@ -56,7 +56,7 @@ def _build(name: str, args):
     import timm
     import torch
 
-    from timm_rep.convert.ffn import convert_to_repa
+    from timm_rep.convert import convert_to_repa
     from timm_rep.paper import VANILLA
 
     if not timm.is_model(name):

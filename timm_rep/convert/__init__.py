@@ -1,17 +1,21 @@
-from .ffn import convert_to_repa, find_ffns, take_layer_scale, use_repa_ffns
+from .anneal import AnnealedFfn, anneal_ffns
+from .ffn import find_ffns, take_layer_scale, use_repa_ffns
 from .least_squares import eliminate
 from .linearize import check_convertible, linearize_ffns
-from .pointwise import PointwiseFfn, find_pointwise_ffns, replace_module
+from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_module
+from .repa import convert_to_repa
 from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
 from .report import ConversionReport, ConvertedFfn
 from .survey import Convertibility, survey_convertible
 
 __all__ = [
+    'AnnealedFfn',
     'ConversionReport',
     'ConvertedFfn',
     'Convertibility',
     'PointwiseFfn',
     'ReparameterizeMixin',
+    'anneal_ffns',
     'check_convertible',
     'convert_to_repa',
     'eliminate',
@@ -19,6 +23,7 @@ __all__ = [
     'find_pointwise_ffns',
     'is_reparameterized',
     'linearize_ffns',
+    'ratios_of',
     'reparameterize',
     'replace_module',
     'survey_convertible',

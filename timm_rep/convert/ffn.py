@@ -2,8 +2,7 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equation 3.
 """
-from functools import partial
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d, Mlp
@@ -11,11 +10,16 @@ from timm.models.metaformer import Scale
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
 
-from .linearize import linearize_ffns
-from .reparameterize import check_loaded_structure, check_unconverted, reparameterize
-from .report import ConversionReport
-
-__all__ = ['Ffn', 'convert_to_repa', 'find_ffns', 'take_layer_scale', 'use_repa_ffns']
+__all__ = [
+    'Ffn',
+    'affine_names',
+    'batch_norm_like',
+    'check_batch_norm',
+    'find_ffns',
+    'find_supported_ffns',
+    'take_layer_scale',
+    'use_repa_ffns',
+]
 
 # timm's block classes whose forward() adds ls(mlp(norm(x))) to x: their names for norm, MLP and layer scale
 _NAMES = ('norm2', 'mlp', 'ls2')
@@ -97,17 +101,68 @@ def _unsupported(model: nn.Module, ffns: List[Ffn]) -> List[str]:
     ]
 
 
-def _keep_affine(norm: nn.Module, old: nn.Module) -> None:
-    """Copy scale and shift, where there are any, from a norm over the same channels to the BatchNorm replacing it."""
-    own = norm.state_dict()
+def find_supported_ffns(model: nn.Module) -> List[Ffn]:
+    """The FFNs of a model whose blocks are all known and whose MLPs are all ``timm.layers.Mlp``.
+
+    Raises:
+        ValueError: The model has no such FFN, or others beside them, which are named.
+    """
+    ffns = find_ffns(model)
+    unsupported = _unsupported(model, ffns)
+    if unsupported or not ffns:
+        more = f' and {len(unsupported) - 5} more' if len(unsupported) > 5 else ''
+        raise ValueError(
+            f"Cannot convert {type(model).__name__}, nothing was changed. Its FFNs must be timm.layers.Mlp, each "
+            "between a norm and a shortcut in a block of timm's, but "
+            + (f'{", ".join(unsupported[:5])}{more}.' if unsupported else 'it has none.'))
+    return ffns
+
+
+def affine_names(norm: nn.Module) -> Dict[str, str]:
+    """Names of scale and shift in the state dict of a norm, with those of a BatchNorm."""
     renames = {'alpha': 'weight', 'beta': 'bias'}  # ResMLP's Affine
-    for name, value in old.state_dict().items():
-        name = renames.get(name, name)
-        if name in own and value.numel() == own[name].numel():
-            own[name] = value.reshape(own[name].shape)
-    norm.load_state_dict(own)
-    frozen = [not p.requires_grad for p in old.parameters()]
-    norm.requires_grad_(not frozen or not all(frozen))
+    names = {name: renames.get(name, name) for name in norm.state_dict()}
+    return {name: affine for name, affine in names.items() if affine in ('weight', 'bias')}
+
+
+def check_batch_norm(bn_momentum: Optional[float], bn_eps: float) -> None:
+    """Check the arguments of BatchNorms.
+
+    Raises:
+        ValueError: One is out of range.
+    """
+    if not bn_eps > 0 or not (bn_momentum is None or 0 <= bn_momentum <= 1):
+        raise ValueError(
+            f'bn_eps must be positive and bn_momentum from 0 to 1 (or None), got bn_eps={bn_eps}, '
+            f'bn_momentum={bn_momentum}.')
+
+
+def batch_norm_like(
+        norm: nn.Module,
+        linear: Union[nn.Linear, nn.Conv2d],
+        bn_momentum: Optional[float],
+        bn_eps: float,
+        outputs: bool = False,
+) -> nn.modules.batchnorm._BatchNorm:
+    """A BatchNorm for the inputs or outputs of a linear layer, with the scale and shift of another norm.
+
+    Args:
+        norm: Norm over the same channels, or an identity.
+        linear: Linear layer, or 1 x 1 convolution for images, whose device and dtype it takes.
+        bn_momentum: Momentum.
+        bn_eps: Epsilon.
+        outputs: Whether it normalizes the outputs of the layer, not its inputs.
+    """
+    weight = linear.weight
+    bn = (nn.BatchNorm2d if isinstance(linear, nn.Conv2d) else nn.BatchNorm1d)(
+        weight.shape[0 if outputs else 1], eps=bn_eps, momentum=bn_momentum, device=weight.device, dtype=weight.dtype)
+    own, old = bn.state_dict(), norm.state_dict()
+    for name, affine in affine_names(norm).items():
+        if old[name].numel() == own[affine].numel():
+            own[affine] = old[name].reshape(-1)
+    bn.load_state_dict(own)
+    frozen = [not p.requires_grad for p in norm.parameters()]
+    return bn.requires_grad_(not frozen or not all(frozen))
 
 
 def take_layer_scale(block: nn.Module, name: str, use_conv: bool) -> Optional[nn.Module]:
@@ -131,7 +186,6 @@ def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: float, bn_eps: float) ->
     mlp: Mlp = getattr(ffn.block, ffn.mlp)
     use_conv = isinstance(mlp.fc1, nn.Conv2d)
     hidden_features, in_features = mlp.fc1.weight.shape[:2]
-    norm_layer = partial(nn.BatchNorm2d if use_conv else nn.BatchNorm1d, eps=bn_eps, momentum=bn_momentum)
     repa = RePaMlp(
         in_features,
         hidden_features,
@@ -140,11 +194,9 @@ def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: float, bn_eps: float) ->
         use_conv=use_conv,
         device='meta',  # every parameter is replaced below
     )
-    dd = {'device': mlp.fc1.weight.device, 'dtype': mlp.fc1.weight.dtype}
-    repa.norm1, repa.norm2 = norm_layer(in_features, **dd), norm_layer(hidden_features, **dd)
+    repa.norm1 = batch_norm_like(getattr(ffn.block, ffn.norm), mlp.fc1, bn_momentum, bn_eps)
+    repa.norm2 = batch_norm_like(mlp.norm, mlp.fc1, bn_momentum, bn_eps, outputs=True)
     repa.fc1, repa.fc2, repa.drop1, repa.drop2 = mlp.fc1, mlp.fc2, mlp.drop1, mlp.drop2
-    _keep_affine(repa.norm1, getattr(ffn.block, ffn.norm))
-    _keep_affine(repa.norm2, mlp.norm)
     repa.ls = take_layer_scale(ffn.block, ffn.ls, use_conv) or nn.Identity()
     return repa.train(mlp.training)
 
@@ -191,75 +243,10 @@ def use_repa_ffns(
         ValueError: The model has no such FFN, or others beside them, which are named; or an argument is out of range.
             The model is unchanged.
     """
-    ffns = find_ffns(model)
-    unsupported = _unsupported(model, ffns)
-    if unsupported or not ffns:
-        more = f' and {len(unsupported) - 5} more' if len(unsupported) > 5 else ''
-        raise ValueError(
-            f"Cannot convert {type(model).__name__}, nothing was changed. Its FFNs must be timm.layers.Mlp, each "
-            "between a norm and a shortcut in a block of timm's, but "
-            + (f'{", ".join(unsupported[:5])}{more}.' if unsupported else 'it has none.'))
+    ffns = find_supported_ffns(model)
     ratios = idle_ratios(len(ffns), idle_ratio, idle_schedule)
-    if not bn_eps > 0 or not (bn_momentum is None or 0 <= bn_momentum <= 1):
-        raise ValueError(
-            f'bn_eps must be positive and bn_momentum from 0 to 1 (or None), got bn_eps={bn_eps}, '
-            f'bn_momentum={bn_momentum}.')
+    check_batch_norm(bn_momentum, bn_eps)
     for ffn, ratio in zip(ffns, ratios):
         mlp = _repa_mlp_deploy(ffn, ratio) if reparameterized else _repa_mlp(ffn, ratio, bn_momentum, bn_eps)
         setattr(ffn.block, ffn.mlp, mlp)
         setattr(ffn.block, ffn.norm, nn.Identity())
-
-
-def convert_to_repa(
-        model: nn.Module,
-        idle_ratio: Union[float, Sequence[float]] = 0.75,
-        idle_schedule: str = 'constant',
-        bn_momentum: float = 0.1,
-        bn_eps: float = 1e-5,
-        calibration: Optional[Iterable[Any]] = None,
-        **kwargs,
-) -> Union[nn.Module, ConversionReport]:
-    """Turn a timm model into a RePaFormer, in place.
-
-    With ``calibration``, from its own weights: every pointwise FFN becomes three small matrices fitted to the images,
-    so that the model computes nearly the same at once, see :func:`timm_rep.convert.linearize_ffns`. Its norms stay.
-
-    Without, for training (eq. 3): the FFNs get BatchNorms, which fold afterwards with ``model.reparameterize()``. For
-    models whose FFNs are ``timm.layers.Mlp``: DeiT, DeiT-III, BEiT, CaiT, ConvNeXt, EVA without GLU, Swin, PoolFormer,
-    MLP-Mixer, ResMLP, MaxViT, Hiera and others. Existing weights are kept where they have a place: both linear layers,
-    layer scales, and the scale and shift of the norms, which become those of the BatchNorms. Idle channels and batch
-    statistics change the function, so the model has to be trained. Blocks keep their shortcuts, and a layer scale that
-    is a parameter of the block (BEiT, CaiT, ConvNeXt, EVA). Create optimizers after the conversion.
-
-    Args:
-        model: timm model, not wrapped.
-        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; with calibration also
-            one for each FFN.
-        idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
-            calibration.
-        bn_momentum: Momentum of the BatchNorms.
-        bn_eps: Epsilon of the BatchNorms.
-        calibration: Batches of images, a few hundred, preprocessed as for the model.
-        kwargs: Other arguments of :func:`timm_rep.convert.linearize_ffns`.
-
-    Returns:
-        The model, with a method ``reparameterize()``; with calibration the report of the conversion.
-
-    Raises:
-        TypeError: model is not a module, or a batch has no images.
-        ValueError: The model has no such FFN, or, without calibration, others beside them, such as GLUs, which are
-            named; it is wrapped (DDP, torch.compile, features_only) or a RePaFormer already; or idle_ratio or
-            idle_schedule is out of range. The model is unchanged.
-    """
-    if calibration is not None:
-        if idle_schedule != 'constant':
-            raise ValueError(f"With calibration, idle_schedule is 'constant', got {idle_schedule!r}.")
-        return linearize_ffns(model, calibration, idle_ratio, **kwargs)
-    if kwargs:
-        raise TypeError(f'{", ".join(kwargs)}: only with calibration.')
-    check_unconverted(model)
-    use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps)
-    model.register_load_state_dict_pre_hook(check_loaded_structure)
-    # an attribute of the instance, since timm's class has no such method; a partial is copied and pickled with it
-    model.reparameterize = partial(reparameterize, model)
-    return model

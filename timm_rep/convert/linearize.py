@@ -16,7 +16,7 @@ from timm_rep.utils.profiling import count_macs
 
 from .budget import allocate
 from .least_squares import LeastSquares, Moments
-from .pointwise import PointwiseFfn, find_pointwise_ffns, linear_of, replace_module
+from .pointwise import PointwiseFfn, find_pointwise_ffns, linear_of, ratios_of, replace_module
 from .reparameterize import check_unconverted
 from .report import ConversionReport, ConvertedFfn
 
@@ -106,15 +106,6 @@ def _take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
     return batches
 
 
-def _active_counts(ffns: Sequence[PointwiseFfn], idle_ratio: Union[float, Sequence[float]]) -> List[int]:
-    ratios = [idle_ratio] * len(ffns) if isinstance(idle_ratio, (int, float)) else list(idle_ratio)
-    if len(ratios) != len(ffns):
-        raise ValueError(
-            f'idle_ratio is one number or one for each of the {len(ffns)} FFNs, got {len(ratios)}: '
-            f'{", ".join(ffn.name for ffn in ffns)}.')
-    return [active_channels(ffn.hidden_features, ratio) for ffn, ratio in zip(ffns, ratios)]
-
-
 def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, str]]:
     """The pointwise FFNs of a model, and the names of other FFNs with the reason why they cannot be converted.
 
@@ -181,7 +172,8 @@ def linearize_ffns(
             f'idle_ratio: got macs={macs!r} and idle_ratio={idle_ratio!r}.')
     if not ridge > 0:
         raise ValueError(f'ridge must be positive, got {ridge!r}.')
-    counts = dict(zip((ffn.name for ffn in ffns), _active_counts(ffns, idle_ratio)))
+    counts = {
+        ffn.name: active_channels(ffn.hidden_features, ratio) for ffn, ratio in zip(ffns, ratios_of(ffns, idle_ratio))}
     recorder = _Recorder(model, _take_images(loader, max_images))
     modes = {m: m.training for m in model.modules()}
     replaced: List[Tuple[nn.Module, nn.Module]] = []

@@ -3,7 +3,7 @@
 The table of this file names the parts of every FFN class of timm. The form of the block around an FFN does not matter.
 """
 import re
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -156,8 +156,6 @@ class PointwiseFfn:
         name: Name of the module in the model.
         module: The FFN.
         class_name: Name of its class; of the block, if the FFN is a Sequential.
-        first: Layer whose input is u.
-        last: Layer whose input is g.
         in_features: Channels of u.
         hidden_features: Channels of g.
         out_features: Channels of y.
@@ -168,7 +166,6 @@ class PointwiseFfn:
     def __init__(self, name: str, module: nn.Module, names: _Names, class_name: str):
         self.name, self.module, self._names = name, module, names
         self.class_name = class_name.rpartition('.')[2]
-        self.first, self.last = _chain(module, names.first)[0], _chain(module, names.last)[0]
         first, last = linear_of(self.first), linear_of(self.last)
         self.use_conv = isinstance(first, nn.Conv2d)
         self.in_features = first.weight.shape[1]
@@ -177,9 +174,28 @@ class PointwiseFfn:
         self.hidden_norm = norm if isinstance(norm, nn.LayerNorm) else None
 
     @property
+    def first(self) -> nn.Module:
+        """The layer whose input is u."""
+        return _chain(self.module, self._names.first)[0]
+
+    @property
+    def last(self) -> nn.Module:
+        """The layer whose input is g."""
+        return _chain(self.module, self._names.last)[0]
+
+    @property
+    def act_name(self) -> str:
+        """Name of the activation in the module."""
+        return self._names.act
+
+    @property
     def gated(self) -> bool:
         """Whether the hidden features are products of two linear maps of u, one of them activated."""
         return self._names.packed or bool(self._names.value)
+
+    def obstacle(self) -> Optional[str]:
+        """Why the module, which may have changed, is not a pointwise FFN; None if it is."""
+        return _obstacle(self.module, self._names)
 
     def _affine(self, names: str) -> Affine:
         try:
@@ -201,14 +217,16 @@ class PointwiseFfn:
         """The map of the hidden features to the output."""
         return self._affine(self._names.last)
 
+    def unit(self, act: nn.Module) -> nn.Module:
+        """The map of gates and values, or of the output of the first layer, to hidden features."""
+        return GatedUnit(act, dim=1 if self.use_conv else -1) if self.gated else act
+
     def act(self, channels: torch.Tensor) -> nn.Module:
         """The map of the output of :meth:`fc_in` to the hidden features of the given channels.
 
         A LayerNorm of the hidden features becomes one over these channels alone, which is another function.
         """
-        act = self.module.get_submodule(self._names.act)
-        if self.gated:
-            act = GatedUnit(act, dim=1 if self.use_conv else -1)
+        act = self.unit(self.module.get_submodule(self.act_name))
         if self.hidden_norm is None or not len(channels):
             return act
         old = self.hidden_norm
@@ -267,6 +285,23 @@ def find_pointwise_ffns(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str,
         elif names is not None:
             ffns.append(PointwiseFfn(name, module, names, key))
     return ffns, others
+
+
+def ratios_of(
+        ffns: Sequence[PointwiseFfn],
+        idle_ratio: Union[float, Sequence[Optional[float]]],
+) -> List[Optional[float]]:
+    """The idle ratio of every FFN, None for those that are to stay as they are.
+
+    Raises:
+        ValueError: There are several ratios, but not one for each FFN.
+    """
+    ratios = [idle_ratio] * len(ffns) if isinstance(idle_ratio, (int, float)) else list(idle_ratio)
+    if len(ratios) != len(ffns):
+        raise ValueError(
+            f'idle_ratio is one number or one for each of the {len(ffns)} pointwise FFNs, got {len(ratios)}: '
+            f'{", ".join(ffn.name for ffn in ffns)}.')
+    return ratios
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

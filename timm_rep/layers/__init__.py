@@ -1,3 +1,4 @@
+from .annealing import AnnealedActivation, AnnealedNorm, advance_annealing, check_annealing
 from .csla import ConvBranch, Csla, IdentityBranch
 from .csla_conv import CslaBlock, CslaConv2d, SearchBlock, csla_layers
 from .fold import Affine, batch_norm_scale_shift
@@ -8,6 +9,8 @@ from .structure import foldable_layers, holds_structure
 
 __all__ = [
     'Affine',
+    'AnnealedActivation',
+    'AnnealedNorm',
     'ChannelIdle',
     'ConvBranch',
     'Csla',
@@ -22,7 +25,9 @@ __all__ = [
     'SearchBlock',
     'WindowAvgPool2d',
     'active_channels',
+    'advance_annealing',
     'batch_norm_scale_shift',
+    'check_annealing',
     'check_pool_size',
     'csla_layers',
     'foldable_layers',

@@ -12,10 +12,17 @@ import timm
 import torch.nn as nn
 from timm.models import PretrainedCfg, generate_default_cfgs, get_pretrained_cfg, is_model, register_model
 
-from timm_rep.convert import find_pointwise_ffns, reparameterize, replace_module, use_repa_ffns
+from timm_rep.convert import (
+    anneal_ffns,
+    find_pointwise_ffns,
+    ratios_of,
+    reparameterize,
+    replace_module,
+    use_repa_ffns,
+)
 from timm_rep.convert.reparameterize import check_loaded_structure
 from timm_rep.hub.load import build_model, resolve_pretrained
-from timm_rep.layers import active_channels
+from timm_rep.layers import active_channels, advance_annealing
 
 __all__ = []
 
@@ -29,13 +36,19 @@ def _build(
         idle_schedule: str = 'constant',
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
+        anneal_steps: int = 0,
+        anneal_schedule: str = 'linear',
         reparameterized: bool = False,
         **kwargs,
 ) -> nn.Module:
     """The timm model ``base`` with converted FFNs; see :func:`repa_any`."""
     model = timm.create_model(base, **kwargs)
     model._model_args = {}  # those of the base; create_model adds all
-    if norm == 'keep':
+    if anneal_steps and not reparameterized:
+        if idle_schedule != 'constant':
+            raise ValueError(f"With anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
+        anneal_ffns(model, anneal_steps, idle_ratio, norm, anneal_schedule, bn_momentum, bn_eps)
+    elif norm == 'keep':
         use_linearized_ffns(model, idle_ratio)
     elif norm == 'batch':
         use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
@@ -57,12 +70,9 @@ def use_linearized_ffns(model: nn.Module, idle_ratio: Union[float, Sequence[Opti
         ValueError: The model has no pointwise FFN, or another number of them than ratios.
     """
     ffns, _ = find_pointwise_ffns(model)
-    ratios = [idle_ratio] * len(ffns) if isinstance(idle_ratio, (int, float)) else list(idle_ratio)
-    if not ffns or len(ratios) != len(ffns):
-        raise ValueError(
-            f'{type(model).__name__} has {len(ffns)} pointwise FFNs that can be converted, idle_ratio is one number or '
-            f'one for each of them, got {idle_ratio!r}.')
-    for ffn, ratio in zip(ffns, ratios):
+    if not ffns:
+        raise ValueError(f'{type(model).__name__} has no pointwise FFN that can be converted.')
+    for ffn, ratio in zip(ffns, ratios_of(ffns, idle_ratio)):
         if ratio is not None:
             replace_module(model, ffn.module, ffn.replacement(active_channels(ffn.hidden_features, ratio)))
 
@@ -119,17 +129,23 @@ def _feature_extractor(model: nn.Module, base: str, **kwargs) -> nn.Module:
         inner._parameters, inner._buffers = model._parameters, model._buffers
     _take_layers(inner, {path.replace('.', '_'): layer for path, layer in model.named_modules()})
     features.pretrained_cfg = features.default_cfg = model.pretrained_cfg
+    features.register_forward_pre_hook(advance_annealing)
     return features
 
 
 def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
+    build = _build
+    if pretrained and kwargs.get('anneal_steps') and not kwargs.get('pretrained_cfg'):
+        # the weights to start from are those of the base
+        overlay = kwargs.pop('pretrained_cfg_overlay', None)
+        pretrained, build = False, partial(_build, pretrained=True, pretrained_cfg_overlay=overlay)
     kwargs = resolve_pretrained(_build, variant, pretrained, kwargs)
     base = kwargs.setdefault('base', _DEFAULT_BASE)
     _check_base(base)
     kwargs['pretrained_cfg'] = _base_cfg(base, kwargs.get('pretrained_cfg'))
     features_only = kwargs.pop('features_only', False)
     feature_args = {name: kwargs.pop(name) for name in ('out_indices', 'feature_cls') if name in kwargs}
-    model = build_model(_build, variant, pretrained, **kwargs)
+    model = build_model(build, variant, pretrained, **kwargs)
     if not features_only:
         return model
     own = {*inspect.signature(_build).parameters, 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir', 'weights'}
@@ -154,6 +170,10 @@ def repa_any(pretrained=False, **kwargs) -> nn.Module:
             each FFN, norms and shortcuts as they are. 'batch' for the structure of the paper, to train:
             ``timm_rep.convert_to_repa(model)``, which folds.
         idle_schedule, bn_momentum, bn_eps: For ``norm='batch'``, see :func:`timm_rep.convert_to_repa`.
-        reparameterized: For ``norm='batch'``, build the deploy structure.
+        anneal_steps: Number of training steps over which the pretrained base becomes this model, see
+            :func:`timm_rep.convert.anneal_ffns`; it loads checkpoints of the base, and with ``pretrained=True`` its
+            published weights. 0 for the structure of the end.
+        anneal_schedule: 'linear' or 'cosine'.
+        reparameterized: For ``norm='batch'`` or anneal_steps, build the deploy structure.
     """
     return _create_repa_any('repa_any', pretrained=pretrained, **kwargs)

@@ -1,0 +1,265 @@
+"""Annealing: the pretrained model at the first step, foldable at the last."""
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.models import save_for_hf
+from timm.optim import create_optimizer_v2
+from timm.utils import ModelEmaV3, reparameterize_model
+
+import timm_rep
+from tests.convert.families import CLASSES, build
+from tests.convert.test_families import record
+from tests.helpers import images, relative, same_weights
+from tests.models.contract import train
+from tests.models.test_repa_any import CONVNEXT, VIT, plain
+from timm_rep.convert import AnnealedFfn, anneal_ffns, find_pointwise_ffns
+from timm_rep.layers import AnnealedNorm, RePaMlpDeploy
+
+SWIN = dict(
+    base='swin_tiny_patch4_window7_224', img_size=56, embed_dim=24, depths=(1, 1), num_heads=(2, 4), drop_path_rate=0.,
+    num_classes=5)
+RESMLP = dict(base='resmlp_12_224', img_size=32, num_classes=5)
+BASES = {'vit': VIT, 'convnext': CONVNEXT, 'swin': SWIN, 'resmlp': RESMLP}
+
+
+def annealed(args, **kwargs):
+    torch.manual_seed(1)
+    return timm.create_model('repa_any', **{'anneal_steps': 4, **args, **kwargs})
+
+
+def annealed_from(model, args, **kwargs):
+    other = annealed(args, **kwargs)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def layers(model):
+    return [m for m in model.modules() if isinstance(m, AnnealedFfn)]
+
+
+def steps(model, count, size=32, seed=0):
+    """Training steps on random images, with a learning rate that changes every weight."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=.02)
+    for i in range(count):
+        loss = F.cross_entropy(model(images(8, size, seed=seed + i)), torch.arange(8) % 5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize('family', CLASSES)
+def test_family(family):
+    """Pretrained at first; at the end every FFN folds exactly."""
+    model, x = build(family)
+    x = x[:8]
+    original = copy.deepcopy(model)
+    ffns = find_pointwise_ffns(model)[0]
+    if any(ffn.hidden_norm is not None for ffn in ffns):
+        with pytest.raises(ValueError, match='has a LayerNorm before its last linear layer and cannot be annealed'):
+            anneal_ffns(model, 2, .5)
+        assert same_weights(model, original)
+        return
+    anneal_ffns(model, 2, .5)
+    with torch.no_grad():
+        assert torch.equal(model(x), original(x))
+        seed = torch.get_rng_state()
+        expected = copy.deepcopy(original).train()(x)
+        torch.set_rng_state(seed)
+        assert torch.equal(copy.deepcopy(model).train()(x), expected)
+        model.train()
+        model(x)
+        with pytest.raises(ValueError, match='at step 1 of 2'):
+            layers(model)[0].fuse()
+        model(x)
+        model.eval()
+        found = layers(model)
+        for layer, seen in zip(found, record(model, found, lambda: model(x))):
+            layer = copy.deepcopy(layer).double()
+            folded = layer.fuse()
+            for u in seen:
+                assert relative(folded(u.double()), layer(u.double())) < 1e-9
+            deploy = next(m for m in folded.modules() if isinstance(m, RePaMlpDeploy))
+            assert deploy.has_idle
+            assert deploy.has_active
+
+
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+@pytest.mark.parametrize('base', ['vit', 'convnext', 'swin', pytest.param('resmlp', marks=pytest.mark.slow)])
+def test_training(base, norm):
+    args, size = BASES[base], BASES[base].get('img_size', 64)
+    original = plain(args)
+    model = annealed_from(original, args, norm=norm, idle_ratio=.5).eval()
+    x = images(4, size)
+    with torch.no_grad():
+        assert torch.equal(model(x), original(x))
+        assert torch.equal(model.train()(x), original.train()(x))
+    steps(model, 2, size)
+    with pytest.raises(ValueError, match='at step 3 of 4'):
+        model.reparameterize()
+    assert layers(model)
+    steps(model, 1, size)
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)
+        utility = reparameterize_model(model)
+        assert relative(utility(x), expected) < 1e-5
+        model.reparameterize()
+        assert not layers(model)
+        assert relative(model(x), expected) < 1e-5
+        assert not any(isinstance(m, AnnealedNorm) for m in model.modules())
+    # the deploy structure has these weights, and no plain ones
+    deployed = annealed(args, norm=norm, idle_ratio=.5, reparameterized=True).eval()
+    deployed.load_state_dict(model.state_dict())
+    assert torch.equal(deployed(x), model(x))
+    with pytest.raises(RuntimeError):
+        model.load_state_dict(original.state_dict())
+    with pytest.raises(RuntimeError, match=r'the checkpoint has the deploy structure.*the model has the annealing'):
+        annealed(args, norm=norm, idle_ratio=.5).load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+def test_state(norm, tmp_path):
+    """Resuming, averages, copies and folders continue at the step they are at."""
+    model = annealed_from(plain(VIT), VIT, norm=norm, anneal_steps=6)
+    ema = ModelEmaV3(model, decay=.5)
+    steps(model, 3)
+    ema.update(model)
+    torch.save(model.state_dict(), tmp_path / 'last.pth')
+    save_for_hf(model, str(tmp_path / 'folder'), safe_serialization=True)
+    resumed = annealed(VIT, norm=norm, anneal_steps=6)
+    resumed.load_state_dict(torch.load(tmp_path / 'last.pth', weights_only=True))
+    others = [
+        resumed, copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
+        timm.create_model(f'local-dir:{tmp_path / "folder"}', pretrained=True)]
+    steps(model, 3, seed=3)
+    for other in others:
+        assert [layer.act.step.item() for layer in layers(other)] == [3] * 4
+        steps(other, 3, seed=3)
+        assert same_weights(other, model)
+    assert [layer.act.step.item() for layer in layers(ema.module)] == [3] * 4
+    with pytest.raises(ValueError, match='at step 3 of 6'):
+        ema.module.reparameterize()
+    ema.update(model)
+    x = images(2, 32)
+    with torch.no_grad():
+        expected = ema.module.eval()(x)
+        assert relative(ema.module.reparameterize()(x), expected) < 1e-5
+    assert torch.equal(layers(model)[0].act.idle, layers(others[0])[0].act.idle)
+
+
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+def test_gradient_checkpointing(norm):
+    original = plain(VIT)
+    a, b = (annealed_from(original, VIT, norm=norm) for _ in range(2))
+    b.set_grad_checkpointing()
+    for model in (a, b):
+        steps(model, 3)
+    # BatchNorms count a repeated pass; what is annealed does not
+    for (name, x), (_, y) in zip(a.state_dict().items(), b.state_dict().items()):
+        if 'running' not in name and 'num_batches' not in name:
+            assert torch.equal(x, y), name
+
+
+def test_idle_channels_come_from_the_first_batch():
+    original = plain(VIT)
+    model = annealed_from(original, VIT)
+    ffn = find_pointwise_ffns(original)[0][0]
+    u, = record(original, [ffn.first], lambda: original(images(8, 32)))
+    h = ffn.module.fc1(u[0]).flatten(0, 1).double()
+    g = F.gelu(h)
+    h, g = h - h.mean(0), g - g.mean(0)
+    residual = g.square().mean(0) - (h * g).mean(0) ** 2 / h.square().mean(0)
+    cost = residual * ffn.module.fc2.weight.square().sum(0)
+    model.train()(images(8, 32))
+    idle = layers(model)[0].act.idle
+    assert set(cost.argsort()[:72].tolist()) == set(idle.nonzero().flatten().tolist())
+
+
+def test_feature_extractor():
+    model = annealed_from(plain(VIT), VIT)
+    features = annealed(VIT, features_only=True, out_indices=(1, 3))
+    assert [m.act.step.item() for m in layers(features)] == [0] * 4
+    features.train()(images(4, 32))
+    assert [m.act.step.item() for m in layers(features)] == [1] * 4
+    model.eval()
+    assert len(layers(model)) == 4
+
+
+def test_pretrained_weights_are_those_of_the_base(tmp_path):
+    original = plain(dict(VIT, num_classes=1000))
+    torch.save(original.state_dict(), tmp_path / 'base.pth')
+    model = annealed(
+        VIT, pretrained=True, num_classes=1000, pretrained_cfg_overlay=dict(file=str(tmp_path / 'base.pth'))).eval()
+    x = images(2, 32)
+    assert torch.equal(model(x), original(x))
+    save_for_hf(model, str(tmp_path / 'folder'), safe_serialization=True)
+    (tmp_path / 'base.pth').unlink()
+    loaded = timm.create_model(f'local-dir:{tmp_path / "folder"}', pretrained=True).eval()
+    assert torch.equal(loaded(x), original(x))
+
+
+@pytest.mark.parametrize('kwargs,message', [
+    (dict(anneal_steps=1), 'at least 2, got 1'),
+    (dict(anneal_schedule='step'), "'linear' or 'cosine'"),
+    (dict(norm='layer'), "norm is 'keep' or 'batch'"),
+    (dict(idle_schedule='linear'), "idle_schedule is 'constant'"),
+    (dict(idle_ratio=[.5]), 'one for each of the 4 pointwise FFNs'),
+    (dict(idle_ratio=[.5, .5, .5, None], norm='batch'), r"norm='batch' converts all FFNs.*blocks.3.mlp"),
+    (dict(norm='batch', bn_eps=0.), 'bn_eps must be positive'),
+    (dict(base='resnet18'), 'no pointwise FFN'),
+])
+def test_refusals(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        annealed({} if 'base' in kwargs else VIT, device='meta', **kwargs)
+
+
+def test_replaced_layers_are_not_folded():
+    model = steps(annealed_from(plain(VIT), VIT, anneal_steps=2), 2)
+    model.blocks[1].mlp.ffn.fc1 = torch.nn.Sequential(model.blocks[1].mlp.ffn.fc1, torch.nn.Tanh())
+    with pytest.raises(ValueError, match=r'blocks\.1\.mlp cannot be folded: it has a'):
+        model.reparameterize()
+    assert len(layers(model)) == 4
+
+
+def test_convert_to_repa():
+    model = plain(VIT)
+    x = images(2, 32)
+    expected = model(x)
+    assert timm_rep.convert_to_repa(model, .5, anneal_steps=3) is model
+    assert torch.equal(model(x), expected)
+    steps(model, 3)
+    expected = model.eval()(x)
+    assert relative(model.reparameterize()(x), expected) < 1e-5
+
+
+def test_it_trains():
+    original = plain(VIT)
+    x, target = images(10, 32), torch.arange(10) % 5
+    model = annealed_from(original, VIT, anneal_steps=10, norm='batch')
+    losses = train(model, create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05), x, target, steps=30)
+    assert losses[-1] < .5 * losses[0]
+    model.reparameterize()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+def test_compile(norm):
+    original = plain(VIT)
+    a, b = (annealed_from(original, VIT, norm=norm) for _ in range(2))
+    steps(a, 4)
+    compiled = torch.compile(b, fullgraph=True)
+    compiled.train()
+    optimizer = torch.optim.SGD(b.parameters(), lr=.02)
+    for i in range(4):
+        loss = F.cross_entropy(compiled(images(8, 32, seed=i)), torch.arange(8) % 5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for (name, x), (_, y) in zip(a.state_dict().items(), b.state_dict().items()):
+        assert torch.allclose(x.float(), y.float(), rtol=1e-3, atol=1e-5), name

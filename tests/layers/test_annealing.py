@@ -1,0 +1,181 @@
+"""Annealed activations and norms against their formulas."""
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.layers import GroupNorm1, LayerNorm, LayerNorm2d
+
+from timm_rep.layers import Affine, AnnealedActivation, AnnealedNorm, advance_annealing
+
+
+def batch(seed, shape=(64, 7, 12), **kwargs):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=g, dtype=torch.float64) * torch.linspace(.1, 3, shape[-1]) + torch.linspace(
+        -2, 2, shape[-1])
+    return x.to(**kwargs)
+
+
+def lines(h, y):
+    """Least-squares slope and intercept of every column, and the mean squared error."""
+    result = []
+    for a, b in zip(h.T, y.T):
+        design = torch.stack([a, torch.ones_like(a)], 1)
+        line = torch.linalg.lstsq(design, b).solution
+        result.append((*line, (design @ line - b).square().mean()))
+    return (torch.stack(v) for v in zip(*result))
+
+
+@pytest.mark.parametrize('schedule,shares', [
+    ('linear', [0, .25, .5, .75, 1, 1]),
+    ('cosine', [(1 - math.cos(math.pi * t)) / 2 for t in (0, .25, .5, .75, 1, 1)]),
+])
+@pytest.mark.parametrize('act', [nn.GELU(), nn.Hardswish(inplace=True), nn.ReLU()])
+def test_activation(act, schedule, shares):
+    layer = AnnealedActivation(act, 12, 5, 5, schedule).double().train()
+    layer.weight.copy_(torch.linspace(2, .5, 12))
+    x, function = batch(0), type(act)()
+    layer.eval()
+    assert torch.equal(layer(x), function(x))  # before the first step
+    layer.train()
+    h, y = x.flatten(0, 1), function(x.flatten(0, 1))
+    slope, intercept, error = lines(h, y)
+    cost = layer.weight * error
+    for step, share in enumerate(shares, 1):
+        advance_annealing(layer)
+        out = layer(x)
+        assert layer.step == step
+        assert layer.share(torch.float64).item() == pytest.approx(share, abs=1e-7)
+        line = slope * x + intercept
+        idle = layer.idle
+        assert idle.sum() == 7
+        assert set(cost.argsort()[:7].tolist()) == set(idle.nonzero().flatten().tolist())
+        expected = torch.where(idle, function(x) + share * (line - function(x)), function(x))
+        assert (out - expected).abs().max() < 1e-6  # shares are computed in float32
+        assert torch.equal(out[..., ~idle], function(x)[..., ~idle])
+    assert torch.equal(layer(x)[..., idle], layer.eval()(x)[..., idle])
+
+
+def test_statistics_average_batches_and_end():
+    layer = AnnealedActivation(nn.GELU(), 12, 6, 4).double().train()
+    batches = [batch(i) * (i + 1) for i in range(5)]
+    means = []
+    for x in batches:
+        advance_annealing(layer)
+        layer(x)
+        means.append(layer.moments[0].clone())
+    flat = [x.flatten(0, 1).mean(0) for x in batches]
+    for step in (1, 2, 3):
+        assert (means[step - 1] - sum(flat[:step]) / step).abs().max() < 1e-6
+    # the end, in which lines no longer change
+    assert torch.equal(means[3], means[2])
+    assert torch.equal(means[4], means[2])
+    for _ in range(60):
+        layer.anneal_steps = 1000
+        advance_annealing(layer)
+        layer(batches[0])
+    momentum = .05
+    assert (layer.moments[0] - flat[0]).abs().max() < (1 - momentum) ** 40 * flat[4].abs().max() + 1e-6
+
+
+def test_repeated_passes_count_once():
+    layer = AnnealedActivation(nn.GELU(), 12, 6, 10).train()
+    for i in range(3):
+        advance_annealing(layer)
+        x = batch(i, dtype=torch.float32)
+        first = layer(x)
+        state = {k: v.clone() for k, v in layer.state_dict().items()}
+        assert torch.equal(layer(x), first)
+        assert all(torch.equal(v, state[k]) for k, v in layer.state_dict().items())
+    assert layer.step == 3
+    advance_annealing(layer.eval())
+    assert layer.step == 3
+
+
+def test_overflow_does_not_count():
+    layer = AnnealedActivation(nn.GELU(), 12, 6, 10).train()
+    advance_annealing(layer)
+    layer(batch(0, dtype=torch.float32))
+    moments = layer.moments.clone()
+    advance_annealing(layer)
+    x = batch(1, dtype=torch.float32)
+    x[0, 0, 3] = float('inf')
+    layer(x)
+    assert torch.equal(layer.moments[:, 3], moments[:, 3])
+    assert not torch.equal(layer.moments[:, 4], moments[:, 4])
+    assert layer.moments.isfinite().all()
+    assert layer(x[:0]).shape == (0, 7, 12)
+
+
+def test_channels_second_and_gates():
+    x = batch(0, dtype=torch.float32)
+    last = AnnealedActivation(nn.SiLU(), 12, 6, 3).train()
+    second = AnnealedActivation(nn.SiLU(), 12, 6, 3, dim=1).train()
+    gates = AnnealedActivation(nn.SiLU(), 12, 6, 3, gates=True).train()
+    for _ in range(3):
+        for layer in (last, second, gates):
+            advance_annealing(layer)
+        a, b = last(x), second(x.movedim(-1, 1).unsqueeze(-1)).squeeze(-1).movedim(1, -1)
+        assert (a - b).abs().max() < 1e-6
+        y = gates(x)
+    mean = F.silu(x).mean((0, 1))
+    assert (y[..., gates.idle] - mean[gates.idle]).abs().max() < 1e-6
+    spread = F.silu(x).flatten(0, 1).var(0)
+    assert set(spread.argsort()[:6].tolist()) == set(gates.idle.nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    layer = AnnealedActivation(nn.GELU(), 12, 6, 3).train()
+    x = batch(0, dtype=dtype)
+    for _ in range(3):
+        advance_annealing(layer)
+        y = layer(x)
+    assert y.dtype == dtype
+    assert layer.moments.dtype == torch.float32
+    reference = AnnealedActivation(nn.GELU(), 12, 6, 3).double().train()
+    for _ in range(3):
+        advance_annealing(reference)
+        expected = reference(x.double())
+    assert (y.double() - expected).abs().max() < 20 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize('norm,use_conv', [
+    (LayerNorm(12), False), (LayerNorm(12, affine=False), False), (LayerNorm2d(12), True),
+    (GroupNorm1(12), True),
+])
+def test_norm(norm, use_conv):
+    torch.manual_seed(0)
+    x = batch(0)
+    x = x.movedim(-1, 1).unsqueeze(-1) if use_conv else x
+    bn = (nn.BatchNorm2d if use_conv else nn.BatchNorm1d)(12)
+    for p in [*norm.parameters(), *bn.parameters()]:
+        nn.init.normal_(p)
+    layer = AnnealedNorm(norm, bn, 5, use_conv=use_conv).double().train()
+    nn.init.constant_(layer.alpha, -.3)
+    shape = (1, -1, 1, 1) if use_conv else (-1,)
+    dims = (0, 2, 3) if use_conv else (0, 1)
+    for step, share in enumerate((0, .25, .5, .75, 1, 1), 1):
+        advance_annealing(layer)
+        mean, var = x.mean(dims), x.var(dims, correction=0)
+        z = (x - mean.view(shape)) / (var.view(shape) + bn.eps).sqrt() * bn.weight.view(shape) + bn.bias.view(shape)
+        expected = norm(x) + share * (z - .3 * x - norm(x))
+        assert (layer(x) - expected).abs().max() < 1e-6
+        assert step > 1 or torch.equal(layer(x), norm(x))
+    # in front of a linear layer
+    layer.eval()
+    linear = nn.Linear(12, 3).double()
+    folded = layer.affine_before(Affine.from_linear(linear))
+    tokens = x.squeeze(-1).movedim(1, -1) if use_conv else x
+    y = layer(x).squeeze(-1).movedim(1, -1) if use_conv else layer(x)
+    assert (tokens @ folded.weight.T + folded.bias - linear(y)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize('args,message', [
+    ((1, 'linear'), 'at least 2, got 1'), ((2.5, 'linear'), 'got 2.5'), ((True, 'linear'), 'got True'),
+    ((9, 'step'), "'linear' or 'cosine', got 'step'"),
+])
+def test_refusals(args, message):
+    with pytest.raises(ValueError, match=message):
+        AnnealedActivation(nn.GELU(), 4, 2, *args)

@@ -1,0 +1,241 @@
+"""RePa FFNs from pretrained ones over a training: the function is the pretrained model's at first and folds at the end.
+
+A state dict of the plain model loads into the annealed one.
+"""
+from functools import partial
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.layers import LayerScale, LayerScale2d
+
+from timm_rep.layers import (
+    Affine,
+    AnnealedActivation,
+    AnnealedNorm,
+    active_channels,
+    advance_annealing,
+    check_annealing,
+)
+
+from .ffn import affine_names, batch_norm_like, check_batch_norm, find_supported_ffns, take_layer_scale
+from .linearize import check_convertible
+from .pointwise import PointwiseFfn, linear_of, ratios_of, replace_module
+
+__all__ = ['AnnealedFfn', 'anneal_ffns']
+
+
+class AnnealedFfn(nn.Module):
+    """A pointwise FFN whose idle channels become linear, see :class:`timm_rep.layers.AnnealedActivation`.
+
+    With a norm, it takes the place of norm, FFN and layer scale of a block, and the norm becomes a BatchNorm, see
+    :class:`timm_rep.layers.AnnealedNorm`. Input and output are those of the FFN.
+    """
+    structure = 'annealing'
+
+    def __init__(
+            self,
+            ffn: PointwiseFfn,
+            active_features: int,
+            anneal_steps: int,
+            anneal_schedule: str = 'linear',
+            norm: Optional[nn.Module] = None,
+            ls: Optional[nn.Module] = None,
+    ):
+        """
+        Args:
+            ffn: The FFN, whose module gets another activation.
+            active_features: Number of hidden channels that keep the activation.
+            anneal_steps: Number of training steps.
+            anneal_schedule: 'linear' or 'cosine'.
+            norm: Norm before the FFN, a BatchNorm or an AnnealedNorm; None to leave it to the block.
+            ls: Layer scale behind it; None to leave it to the block.
+        """
+        super().__init__()
+        self.norm = nn.Identity() if norm is None else norm
+        self.ffn = ffn.module
+        self.ls = nn.Identity() if ls is None else ls
+        self.active_features = active_features
+        self.pointwise = ffn  # what folding needs to know of the class of the FFN
+        ffn.module.set_submodule(ffn.act_name, AnnealedActivation(
+            ffn.module.get_submodule(ffn.act_name),
+            ffn.hidden_features,
+            active_features,
+            anneal_steps,
+            anneal_schedule,
+            gates=ffn.gated,
+            dim=1 if ffn.use_conv else -1,
+            device=linear_of(ffn.first).weight.device,
+        ))
+        self.train(ffn.module.training)
+
+    @staticmethod
+    def structures_in(state_dict, prefix: str) -> Tuple[str, ...]:
+        """Structures of the FFN that the entries of a state dict under ``prefix`` belong to."""
+        names = [key[len(prefix):] for key in state_dict if key.startswith(prefix)]
+        if any(name.startswith('ffn.') for name in names):
+            return ('annealing',)
+        return ('deploy',) if 'fc_in.weight' in names or 'fc_idle.weight' in names else ()
+
+    @property
+    def act(self) -> AnnealedActivation:
+        """The annealed activation."""
+        return self.ffn.get_submodule(self.pointwise.act_name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                # what a channel contributes to the output
+                self.act.weight.copy_(linear_of(self.pointwise.last).weight.flatten(1).square().sum(0))
+        return self.ls(self.ffn(self.norm(x)))
+
+    @torch.no_grad()
+    def fuse(self) -> nn.Module:
+        """The deploy structure, as a new module: at most three matrices.
+
+        Raises:
+            ValueError: The annealing has not ended, a BatchNorm has no running statistics, or a layer was replaced by
+                one that cannot be folded.
+            OverflowError: A folded weight does not fit the dtype of the model.
+        """
+        ffn, annealed = self.pointwise, self.act
+        annealed.check_end()
+        reason = ffn.obstacle()
+        if reason:
+            raise ValueError(f'{ffn.name} cannot be folded: it {reason}.')
+        first, out = linear_of(ffn.first).weight, ffn.fc_out()
+        if isinstance(self.ls, (LayerScale, LayerScale2d)):
+            out = out.scaled(self.ls.gamma)
+        active, idle = ((annealed.idle == i).nonzero().squeeze(1) for i in (False, True))
+        unit = ffn.unit(annealed.act)
+        new = ffn.replacement(self.active_features, unit, device='meta')
+        deploy = new[-1] if isinstance(new, nn.Sequential) else new
+        slope, intercept = (v[idle].to(out.weight) for v in annealed.line())
+        if deploy.has_idle:
+            # of a gated unit the second half, the values, whose gates are constant
+            inner = self._after_norm(ffn.fc_in(idle))
+            inner = Affine(*(v[-len(idle):] for v in inner))
+            scale, shift = (intercept, 0 * intercept) if ffn.gated else (slope, intercept)
+            inner = inner.scaled(scale)
+            inner = Affine(inner.weight, inner.bias + shift)
+            Affine(out.weight[:, idle], out.bias).after(inner).write_to(deploy.fc_idle, like=first)
+        if deploy.has_active:
+            self._after_norm(ffn.fc_in(active)).write_to(deploy.fc_in, like=first)
+            Affine(out.weight[:, active], out.bias).write_to(deploy.fc_out, like=first)
+        return new.train(self.training)
+
+    def _after_norm(self, linear: Affine) -> Affine:
+        if isinstance(self.norm, AnnealedNorm):
+            return self.norm.affine_before(linear)
+        return linear if isinstance(self.norm, nn.Identity) else linear.after_norm(self.norm)
+
+
+def anneal_ffns(
+        model: nn.Module,
+        anneal_steps: int,
+        idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,
+        norm: str = 'keep',
+        anneal_schedule: str = 'linear',
+        bn_momentum: float = 0.1,
+        bn_eps: float = 1e-5,
+) -> None:
+    """Let the FFNs of a pretrained model become RePa FFNs over the first steps of a training, in place.
+
+    The function is that of the model in the first step, and folds exactly from step ``anneal_steps`` on. A step is a
+    forward pass of the model in training mode. The state is in buffers.
+
+    Args:
+        model: timm model.
+        anneal_steps: Number of steps, at least 2.
+        idle_ratio: Share of the hidden channels of an FFN that become linear, from 0 to 1; or one for each FFN,
+            None for those that stay as they are.
+        norm: 'keep', or 'batch' to let the norms before the FFNs become BatchNorms too.
+        anneal_schedule: 'linear' or 'cosine'.
+        bn_momentum: Momentum of the BatchNorms.
+        bn_eps: Epsilon of the BatchNorms.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: The model has no FFN that can be annealed, or is wrapped or converted already; or an argument is out
+            of range. The model is unchanged.
+    """
+    check_annealing(anneal_steps, anneal_schedule)
+    ffns, _ = check_convertible(model)
+    ratios = ratios_of(ffns, idle_ratio)
+    chosen = [
+        (ffn, active_channels(ffn.hidden_features, ratio)) for ffn, ratio in zip(ffns, ratios) if ratio is not None]
+    for ffn, _ in chosen:
+        if ffn.hidden_norm is not None:
+            raise ValueError(
+                f'{ffn.name} has a LayerNorm before its last linear layer and cannot be annealed: convert the model '
+                'with calibration, or give it no idle ratio. Nothing was changed.')
+    plain = {id(value): name for name, value in model.state_dict(keep_vars=True).items()}
+    if norm == 'keep':
+        for ffn, active in chosen:
+            replace_module(model, ffn.module, AnnealedFfn(ffn, active, anneal_steps, anneal_schedule))
+    elif norm == 'batch':
+        _anneal_with_norms(model, chosen, anneal_steps, anneal_schedule, bn_momentum, bn_eps)
+    else:
+        raise ValueError(f"norm is 'keep' or 'batch', got {norm!r}.")
+    model.register_forward_pre_hook(advance_annealing)
+    plain_names = {name: plain.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
+    model.register_load_state_dict_pre_hook(partial(
+        _take_plain_weights, {name: old for name, old in plain_names.items() if name != old}))
+
+
+def _anneal_with_norms(
+        model: nn.Module,
+        chosen: Sequence[Tuple[PointwiseFfn, int]],
+        anneal_steps: int,
+        anneal_schedule: str,
+        bn_momentum: float,
+        bn_eps: float,
+) -> None:
+    check_batch_norm(bn_momentum, bn_eps)
+    blocks = find_supported_ffns(model)
+    found = {ffn.module: (ffn, active) for ffn, active in chosen}
+    missing = [f'{b.path}.{b.mlp}' for b in blocks if getattr(b.block, b.mlp) not in found]
+    if missing or len(chosen) != len(blocks):
+        raise ValueError(
+            "norm='batch' converts all FFNs of a model, each in one block: "
+            f'{", ".join(missing[:3]) or "some are shared or in no block"}. Nothing was changed.')
+    for b in blocks:
+        ffn, active = found[getattr(b.block, b.mlp)]
+        norm = getattr(b.block, b.norm)
+        if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            bn = batch_norm_like(norm, linear_of(ffn.first), bn_momentum, bn_eps)
+            norm = AnnealedNorm(norm, bn, anneal_steps, anneal_schedule, ffn.use_conv)
+        ls = take_layer_scale(b.block, b.ls, ffn.use_conv)
+        setattr(b.block, b.norm, nn.Identity())
+        setattr(b.block, b.mlp, AnnealedFfn(ffn, active, anneal_steps, anneal_schedule, norm, ls))
+
+
+def _take_plain_weights(
+        plain_names: Mapping[str, Optional[str]],
+        model: nn.Module,
+        state_dict: Dict[str, Any],
+        prefix: str,
+        *args,
+) -> None:
+    """Rename the entries of a plain model's state dict and add the state of an annealing before its first step.
+
+    A load_state_dict pre-hook. ``plain_names`` has the names in the annealed model, with those of the plain one, None
+    for what that has not.
+    """
+    own = model.state_dict()
+    if any(prefix + name in state_dict or name not in own for name in plain_names):  # not plain, or folded
+        return
+    taken = {
+        name: state_dict[prefix + old] for name, old in plain_names.items()
+        if old is not None and prefix + old in state_dict}
+    if not taken:
+        return
+    for layer_name, layer in model.named_modules():
+        if isinstance(layer, AnnealedNorm):
+            taken.update({
+                f'{layer_name}.bn.{affine}': taken[f'{layer_name}.norm.{name}'].reshape(-1)
+                for name, affine in affine_names(layer.norm).items() if f'{layer_name}.norm.{name}' in taken})
+    for old in plain_names.values():
+        state_dict.pop(f'{prefix}{old}', None)
+    fresh = {name: own[name] for name, old in plain_names.items() if old is None}
+    state_dict.update({prefix + name: value for name, value in {**fresh, **taken}.items()})
