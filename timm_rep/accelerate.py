@@ -212,15 +212,15 @@ def as_repa_any(
         A new model with the weights of ``model``.
     """
     converted = {ffn.name: ffn for ffn in report.ffns}
-    ratios = [
-        _ratio(converted[ffn.name].active_features, ffn.hidden_features) if ffn.name in converted else None
-        for ffn in find_pointwise_ffns(original)[0]
-    ]
+    found = [(ffn, converted.get(ffn.name)) for ffn in find_pointwise_ffns(original)[0]]
+    ratios = [new and _ratio(new.active_features, ffn.hidden_features) for ffn, new in found]
+    paths = [new is None or new.linear_path for _, new in found]
     args = {k: v for k, v in getattr(original, '_model_args', {}).items() if k not in _NO_ARCHITECTURE}
     result = timm.create_model(
         'repa_any',
         base=original.pretrained_cfg['architecture'],
         idle_ratio=ratios[0] if len(set(ratios)) == 1 else ratios,
+        linear_path=paths[0] if len(set(paths)) == 1 else paths,
         num_classes=original.num_classes,
         **args,
     )

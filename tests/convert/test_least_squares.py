@@ -44,12 +44,14 @@ def test_moments_of_a_stream(mean):
     torch.testing.assert_close(moments.covariance(), torch.cov(x.T, correction=0), atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize('linear_path', [True, False])
 @pytest.mark.parametrize('mean', [0., 1e3])
 @pytest.mark.parametrize('active', [[], [0], [1, 2, 3], [4, 7, 11], [*range(12)]])
-def test_fit_equals_lstsq(active, mean):
+def test_fit_equals_lstsq(active, mean, linear_path):
     h, u, second = features(mean=mean)
     y, active = h @ second.weight.T + second.bias, torch.tensor(active, dtype=torch.long)
-    linear, weight, error = problem(h, u, second, 1e-12).solve(active)
+    linear, weight, error = problem(h, u, second, 1e-12).solve(active, linear_path)
+    u = u if linear_path else u[:, :0]
     fitted = h[:, active] @ weight.T + u @ linear.weight.T + linear.bias
     measured = (y - fitted).square().mean(0).sum().item()
     reference, best = refit(torch.cat([h[:, active], u], 1), y)
@@ -86,12 +88,14 @@ def test_features_that_are_all_constant():
     torch.testing.assert_close(weight @ h[0, 1:2] + linear.weight @ u[0] + linear.bias, expected)
 
 
+@pytest.mark.parametrize('linear_path', [True, False])
 @pytest.mark.parametrize('seed', range(3))
-def test_elimination_equals_trying_every_channel(seed):
+def test_elimination_equals_trying_every_channel(seed, linear_path):
     h, u, second = features(hidden=8, seed=seed)
     h[:, 3:5] += torch.randn(400, 2, generator=torch.Generator().manual_seed(1), dtype=F64)  # all channels differ
     y = h @ second.weight.T
-    found = problem(h, u, second, 1e-12).elimination()
+    found = problem(h, u, second, 1e-12).elimination(linear_path)
+    u = u if linear_path else u[:, :0]
     left, order, losses = list(range(8)), [], [0.]
     while left:
         errors = [refit(torch.cat([h[:, [j for j in left if j != i]], u], 1), y)[1] for i in left]

@@ -9,17 +9,20 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from timm.data import resolve_data_config
 from timm.layers import LayerNorm2d, Mlp
+from timm.models import save_for_hf
 from timm.models.vision_transformer import ParallelScalingBlock
 from timm.utils import reparameterize_model
 
 import timm_rep
 from tests.convert.families import VIT, build
 from tests.helpers import images, relative, same_weights
+from timm_rep.accelerate import as_repa_any
 from timm_rep.convert import find_pointwise_ffns, linearize_ffns
 from timm_rep.convert.least_squares import LeastSquares
 from timm_rep.convert.linearize import check_convertible
-from timm_rep.layers import RePaMlpDeploy
+from timm_rep.layers import Affine, RePaMlpDeploy
 from timm_rep.utils.profiling import count_macs
 
 
@@ -72,6 +75,70 @@ def test_forms_of_the_loader(kind):
     linearize_ffns(expected, [x])
     assert report.images == 24
     assert relative(model(x), expected(x)) < 1e-4
+
+
+def deploys(model):
+    return [m for m in model.modules() if isinstance(m, RePaMlpDeploy)]
+
+
+@pytest.mark.parametrize('act,matrices', [
+    (nn.GELU, 3),
+    (nn.Hardtanh, 3),
+    (type('Square', (nn.Module,), {'forward': lambda self, x: x ** 2}), 2),  # symmetric: a line explains nothing
+])
+def test_two_matrices_where_a_linear_path_gains_nothing(act, matrices, tmp_path):
+    model, x = vit(depth=2), images(64, 32)
+    for block in model.blocks:
+        block.mlp.act = act()
+        nn.init.zeros_(block.mlp.fc1.bias)
+    original = copy.deepcopy(model)
+    report = linearize_ffns(model, [x], idle_ratio=.75, ridge=1e-9)
+    assert [ffn.matrices for ffn in report.ffns] == [matrices] * 2
+    assert [ffn.linear_path for ffn in report.ffns] == [matrices == 3] * 2
+    # 24 of 96 channels active; the path of 24 x 24 costs as much as 12 channels
+    assert [ffn.active_features for ffn in report.ffns] == [24 if matrices == 3 else 36] * 2
+    assert [m.has_idle for m in deploys(model)] == [matrices == 3] * 2
+    assert report.macs[1] == count_macs(model, (3, 32, 32)).total
+    assert len({ffn.macs[1] for ffn in report.ffns}) == 1
+    for ffn in report.ffns:
+        assert ffn.macs[1] == ffn.macs[0] * 3 // 8
+        assert ffn.idle_ratio == 1 - ffn.active_features / 96
+    # the better of both forms
+    u = []
+    hook = original.blocks[0].mlp.register_forward_pre_hook(lambda _, args: u.append(args[0].flatten(0, 1).double()))
+    original(x)
+    hook.remove()
+    mlp = copy.deepcopy(original.blocks[0].mlp).double()
+    with torch.no_grad():
+        g = mlp.act(mlp.fc1(u[0]))
+        moments = torch.cat([g, u[0]], 1)
+        problem = LeastSquares(
+            Affine.from_linear(mlp.fc2), moments.mean(0), torch.cov(moments.T, correction=0), 1e-9)
+    errors = {
+        n: problem.solve(problem.elimination(n == 3).order[-count:].sort().values, n == 3)[2]
+        for n, count in ((2, 36), (3, 24))}
+    assert min(errors, key=errors.get) == matrices
+    assert report.ffns[0].lost_variance == pytest.approx(errors[matrices] / problem.output_variance(), rel=1e-3)
+
+    # as the registered architecture
+    if matrices == 2:
+        base = vit(depth=2)
+        registered = as_repa_any(model, base, report, resolve_data_config(model=base))
+        assert [m.has_idle for m in deploys(registered)] == [False] * 2
+        assert registered._model_args['linear_path'] is False
+        save_for_hf(registered, str(tmp_path), safe_serialization=True)
+        loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+        assert torch.equal(loaded(x[:2]), registered(x[:2]))
+
+
+def test_more_channels_than_there_are_stay_all():
+    model, x = vit(depth=2), images(64, 32)
+    before = model(x)
+    report = linearize_ffns(model, [x], idle_ratio=.05)  # three matrices would be slower
+    assert [ffn.matrices for ffn in report.ffns] == [2] * 2
+    assert [ffn.lost_variance for ffn in report.ffns] == [0] * 2
+    assert report.macs[0] == report.macs[1]
+    assert relative(model(x), before) < 1e-5
 
 
 def test_number_of_images():

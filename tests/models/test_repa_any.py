@@ -65,6 +65,16 @@ def test_one_ratio_for_each_ffn():
     assert [getattr(b.mlp, 'has_idle', None) for b in model.blocks] == [True, None, True, False]
 
 
+def test_one_linear_path_for_each_ffn():
+    paths = [True, False, False, True]
+    model = timm.create_model('repa_any', idle_ratio=[.5, .5, None, 0.], linear_path=paths, device='meta', **VIT)
+    mlps = [model.blocks[i].mlp for i in (0, 1, 3)]
+    assert [(m.fc_in.out_features, m.has_idle, m.fc_out.bias is None) for m in mlps] == [
+        (48, True, True), (48, False, False), (96, False, False)]
+    model = timm.create_model('repa_any', linear_path=False, device='meta', **VIT)
+    assert not any(m.has_idle for m in model.modules() if isinstance(m, RePaMlpDeploy))
+
+
 @torch.no_grad()
 def test_structure_of_the_paper(tmp_path):
     model = timm.create_model('repa_any', norm='batch', idle_ratio=.5, bn_momentum=.2, **VIT).eval()
@@ -98,6 +108,7 @@ def test_structure_of_the_paper(tmp_path):
     (dict(base='resnet18'), 'ResNet has no pointwise FFN'),
     (dict(base='resnet18', norm='batch'), 'it has none'),
     (dict(VIT, idle_ratio=[.5, .5]), 'one number or one for each of the 4 pointwise FFNs, got 2: blocks.0.mlp'),
+    (dict(VIT, linear_path=[True]), r'one for each of the 4 FFNs, got \[True\]'),
     (dict(VIT, idle_ratio=1.5), 'from 0 to 1, got 1.5'),
     (dict(VIT, norm='layer'), "norm is 'keep' or 'batch', got 'layer'"),
 ])

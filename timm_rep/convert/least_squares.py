@@ -64,8 +64,8 @@ def eliminate(residual: torch.Tensor, weight: torch.Tensor, steps: int = 128) ->
     ``-K_R^T K_RR^-1 K_R`` (the optimal brain surgeon of the second layer).
 
     Args:
-        residual: Covariance of the hidden features that their input does not predict, (hidden, hidden) and positive
-            definite.
+        residual: Covariance of the hidden features, or of what their input does not predict of them, (hidden, hidden)
+            and positive definite.
         weight: Second layer, (out, hidden).
         steps: Number of steps; the channels of one step are chosen together.
 
@@ -115,27 +115,36 @@ class LeastSquares:
         weight, h = self.second.weight, self.second.weight.shape[1]
         return (weight @ self.covariance[:h, :h] * weight).sum().item()
 
-    def elimination(self) -> Elimination:
-        """Choose the idle channels, see :func:`eliminate`."""
+    def elimination(self, linear_path: bool = True) -> Elimination:
+        """Choose the idle channels, see :func:`eliminate`.
+
+        Args:
+            linear_path: Whether M is fitted, or zero.
+        """
         cov, h = self.covariance, self.second.weight.shape[1]
+        if not linear_path:
+            return eliminate(_damped(cov[:h, :h], self.ridge), self.second.weight)
         factor = torch.linalg.cholesky(_damped(cov[h:, h:], self.ridge))
         predicted = torch.linalg.solve_triangular(factor, cov[h:, :h], upper=False)
         return eliminate(_damped(cov[:h, :h] - predicted.T @ predicted, self.ridge), self.second.weight)
 
-    def solve(self, active: torch.Tensor) -> Tuple[Affine, torch.Tensor, float]:
+    def solve(self, active: torch.Tensor, linear_path: bool = True) -> Tuple[Affine, torch.Tensor, float]:
         """Fit ``W2' g_A + M u + c`` to y.
 
         Args:
             active: Indices of the active channels A.
+            linear_path: Whether M is fitted, or zero.
 
         Returns:
-            M and c; W2' of shape (out, active); and the squared error, as variance summed over the output channels.
+            M and c, M without columns if it is zero; W2' of shape (out, active); and the squared error, as variance
+            summed over the output channels.
         """
         weight, h, a = self.second.weight, self.second.weight.shape[1], len(active)
         is_idle = torch.ones(h, dtype=torch.bool, device=active.device)
         is_idle[active] = False
         idle = is_idle.nonzero().squeeze(1)
-        known = torch.cat([active, torch.arange(h, len(self.mean), device=active.device)])
+        inputs = torch.arange(h, len(self.mean) if linear_path else h, device=active.device)
+        known = torch.cat([active, inputs])
         # W2_A is exact already; what is fitted is the part of the idle channels
         covariance = self.covariance[known][:, known]
         target = weight[:, idle] @ self.covariance[idle][:, known]

@@ -4,7 +4,7 @@ The FFN ``y = W2 g(u) + b2`` with hidden features g becomes ``W2' g_A + M u + c`
 activation, the others are replaced by their best linear predictor from the input u and the active features.
 """
 import math
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -140,7 +140,9 @@ def linearize_ffns(
 
     FFN after FFN in the order of execution: what enters an FFN comes from the converted ones before it. The idle
     channels are those whose best linear replacement costs least, see :func:`timm_rep.convert.eliminate`; ``W2'``, M and
-    c solve ``min E |W2 g + b2 - (W2' g_A + M u + c)|^2`` with the damping ``ridge * variance`` of every variable.
+    c solve ``min E |W2 g + b2 - (W2' g_A + M u + c)|^2`` with the damping ``ridge * variance`` of every variable. Where
+    the fit with M = 0 and more active channels, as many as have the multiply-accumulates of M, is better, the FFN
+    becomes two matrices.
     Norm, layer scale and shortcut stay those of the block.
 
     Args:
@@ -187,11 +189,11 @@ def linearize_ffns(
             counts = _counts_for_budget(recorder, ffns, tokens, calls, ridge, before, macs, progress)
         converted = []
         for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
-            new, lost = _convert(recorder, ffn, counts[ffn.name], calls[ffn.name], ridge)
+            new, fit, lost = _convert(recorder, ffn, counts[ffn.name], calls[ffn.name], ridge)
             replace_module(model, ffn.module, new)
             replaced.append((new, ffn.module))
             converted.append(ConvertedFfn(
-                ffn.name, ffn.hidden_features, counts[ffn.name], lost,
+                ffn.name, ffn.hidden_features, len(fit.active), fit.linear_path, lost,
                 tuple(tokens[ffn.name] * _matrix_entries(m) for m in (ffn.module, new))))
         saved = sum(ffn.macs[0] - ffn.macs[1] for ffn in converted)
         report = ConversionReport(converted, kept, images, (before, before - saved))
@@ -270,8 +272,13 @@ def _counts_for_budget(
     losses, macs = [], []
     for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):
         problem = _least_squares(recorder, ffn, calls[ffn.name], ridge)
-        losses.append(_budget_weight(problem) * problem.elimination().loss.cpu())
         idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
+        loss = problem.elimination().loss.cpu()
+        if ffn.hidden_norm is None:
+            pruned = problem.elimination(linear_path=False).loss.cpu()
+            dropped = [ffn.hidden_features - _affordable(ffn, a) for a in range(ffn.hidden_features, 0, -1)]
+            loss[:-1] = torch.minimum(loss[:-1], pruned[dropped])
+        losses.append(_budget_weight(problem) * loss)
         channel = ffn.in_features * (2 if ffn.gated else 1) + ffn.out_features
         line = (ffn.in_features * ffn.out_features) * (idle > 0)
         macs.append(tokens[ffn.name] * (_matrix_entries(ffn.module) - channel * idle + line))
@@ -285,34 +292,58 @@ def _counts_for_budget(
     return {ffn.name: ffn.hidden_features - k for ffn, k in zip(ffns, idle)}
 
 
+class _Fit(NamedTuple):
+    """Least-squares fit of an FFN: active channels, whether it has the path M; M and c, W2', squared error."""
+    active: torch.Tensor
+    linear_path: bool
+    linear: Affine
+    weight: torch.Tensor
+    error: float
+
+
+def _affordable(ffn: PointwiseFfn, active_features: int) -> int:
+    """Active channels of two matrices with the multiply-accumulates of three."""
+    channel = ffn.in_features * (2 if ffn.gated else 1) + ffn.out_features
+    return min(ffn.hidden_features, active_features + ffn.in_features * ffn.out_features // channel)
+
+
+def _fit(problem: LeastSquares, ffn: PointwiseFfn, active_features: int) -> _Fit:
+    """The better fit of three matrices, and of two with as many multiply-accumulates."""
+    fits = []
+    for linear_path, count in ((False, _affordable(ffn, active_features)), (True, active_features)):
+        if not linear_path and (ffn.hidden_norm is not None or not 0 < active_features < ffn.hidden_features):
+            continue
+        active = torch.arange(count, device=problem.mean.device)
+        if 0 < count < ffn.hidden_features:
+            active = problem.elimination(linear_path).order[-count:].sort().values
+        fits.append(_Fit(active, linear_path, *problem.solve(active, linear_path)))
+    return min(fits, key=lambda fit: fit.error)  # of equal ones the first, two matrices
+
+
 def _convert(
         recorder: _Recorder,
         ffn: PointwiseFfn,
         active_features: int,
         calls: int,
         ridge: float,
-) -> Tuple[nn.Module, float]:
-    """The replacement of an FFN, and the share of the variance of its output that is lost."""
+) -> Tuple[nn.Module, _Fit, float]:
+    """The replacement of an FFN, its fit, and the share of the variance of the output that is lost."""
     problem = _least_squares(recorder, ffn, calls, ridge)
-    active = torch.arange(active_features, device=problem.mean.device)
-    if 0 < active_features < ffn.hidden_features:
-        active = problem.elimination().order[-active_features:].sort().values
-    act = ffn.act(active)
-    new = ffn.replacement(active_features, act, device='meta')
+    fit = _fit(problem, ffn, active_features)
+    act = ffn.act(fit.active)
+    new = ffn.replacement(len(fit.active), act, fit.linear_path, device='meta')
     deploy = new if isinstance(new, RePaMlpDeploy) else new[-1]
     fc_in_like, like = linear_of(ffn.first).weight, linear_of(ffn.last).weight
-    if active_features:
-        ffn.fc_in(active).write_to(deploy.fc_in, like=fc_in_like)
-    if ffn.hidden_norm is None:
-        linear, weight, error = problem.solve(active)
-    else:
-        linear, weight, error = _fit_to_new_features(recorder, ffn, deploy, active, calls, ridge)
+    if deploy.has_active:
+        ffn.fc_in(fit.active).write_to(deploy.fc_in, like=fc_in_like)
+    if ffn.hidden_norm is not None:
+        fit = _fit_to_new_features(recorder, ffn, deploy, fit.active, calls, ridge)
     if deploy.has_idle:
-        linear.write_to(deploy.fc_idle, like=like)
-    if active_features:
-        Affine(weight, linear.bias).write_to(deploy.fc_out, like=like)
+        fit.linear.write_to(deploy.fc_idle, like=like)
+    if deploy.has_active:
+        Affine(fit.weight, fit.linear.bias).write_to(deploy.fc_out, like=like)
     variance = problem.output_variance()
-    return new, error / variance if variance > 0 else 0.
+    return new, fit, fit.error / variance if variance > 0 else 0.
 
 
 def _least_squares(recorder: _Recorder, ffn: PointwiseFfn, calls: int, ridge: float) -> LeastSquares:
@@ -337,7 +368,7 @@ def _fit_to_new_features(
         active: torch.Tensor,
         calls: int,
         ridge: float,
-) -> Tuple[Affine, torch.Tensor, float]:
+) -> _Fit:
     """Fit to hidden features whose LayerNorm sees the active channels alone, which the moments of all do not give."""
     out, a = ffn.fc_out(), len(active)
     kept = out.weight[:, active]
@@ -357,4 +388,4 @@ def _fit_to_new_features(
     identity = torch.eye(len(kept), dtype=kept.dtype, device=kept.device)
     problem = LeastSquares(
         Affine(torch.cat([kept, identity], 1), torch.zeros_like(out.bias)), moments.mean(), moments.covariance(), ridge)
-    return problem.solve(torch.arange(a, device=kept.device))
+    return _Fit(active, True, *problem.solve(torch.arange(a, device=kept.device)))

@@ -236,18 +236,25 @@ class PointwiseFfn:
             setattr(norm, name, nn.Parameter(value.detach()[channels], requires_grad=value.requires_grad))
         return nn.Sequential(act, norm)
 
-    def replacement(self, active_features: int, act: Optional[nn.Module] = None, **dd) -> nn.Module:
+    def replacement(
+            self,
+            active_features: int,
+            act: Optional[nn.Module] = None,
+            linear_path: bool = True,
+            **dd,
+    ) -> nn.Module:
         """The module that takes the place of the FFN: at most three matrices, after the layers before the FFN's first.
 
         Args:
             active_features: Number of hidden channels that keep the activation.
             act: Map of the output of ``fc_in`` to the hidden features; that of the first channels by default.
+            linear_path: Whether the idle channels become a matrix, or are dropped.
             dd: Device and dtype of the new parameters; those of the FFN by default.
         """
         like = linear_of(self.first).weight
         deploy = RePaMlpDeploy(
             self.in_features,
-            self.hidden_features,
+            self.hidden_features if linear_path else active_features,
             active_features=active_features,
             out_features=self.out_features,
             gated=self.gated,

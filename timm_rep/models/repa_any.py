@@ -33,6 +33,7 @@ def _build(
         base: str = _DEFAULT_BASE,
         idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,
         norm: str = 'keep',
+        linear_path: Union[bool, Sequence[bool]] = True,
         idle_schedule: str = 'constant',
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
@@ -49,7 +50,7 @@ def _build(
             raise ValueError(f"With anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
         anneal_ffns(model, anneal_steps, idle_ratio, norm, anneal_schedule, bn_momentum, bn_eps)
     elif norm == 'keep':
-        use_linearized_ffns(model, idle_ratio)
+        use_linearized_ffns(model, idle_ratio, linear_path)
     elif norm == 'batch':
         use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
     else:
@@ -59,12 +60,17 @@ def _build(
     return model
 
 
-def use_linearized_ffns(model: nn.Module, idle_ratio: Union[float, Sequence[Optional[float]]]) -> None:
+def use_linearized_ffns(
+        model: nn.Module,
+        idle_ratio: Union[float, Sequence[Optional[float]]],
+        linear_path: Union[bool, Sequence[bool]] = True,
+) -> None:
     """Give the FFNs of a model the structure of :func:`timm_rep.convert.linearize_ffns`, with new weights.
 
     Args:
         model: timm model.
         idle_ratio: Share of the idle hidden channels; or one for each pointwise FFN, None for those left as they are.
+        linear_path: Whether the idle channels become a matrix, or are dropped; or one for each FFN.
 
     Raises:
         ValueError: The model has no pointwise FFN, or another number of them than ratios.
@@ -72,9 +78,13 @@ def use_linearized_ffns(model: nn.Module, idle_ratio: Union[float, Sequence[Opti
     ffns, _ = find_pointwise_ffns(model)
     if not ffns:
         raise ValueError(f'{type(model).__name__} has no pointwise FFN that can be converted.')
-    for ffn, ratio in zip(ffns, ratios_of(ffns, idle_ratio)):
+    paths = [linear_path] * len(ffns) if isinstance(linear_path, bool) else linear_path
+    if len(paths) != len(ffns):
+        raise ValueError(f'linear_path is one value or one for each of the {len(ffns)} FFNs, got {linear_path!r}.')
+    for ffn, ratio, path in zip(ffns, ratios_of(ffns, idle_ratio), paths):
         if ratio is not None:
-            replace_module(model, ffn.module, ffn.replacement(active_channels(ffn.hidden_features, ratio)))
+            replace_module(model, ffn.module, ffn.replacement(
+                active_channels(ffn.hidden_features, ratio), linear_path=path))
 
 
 def _reparameterize(model: nn.Module) -> nn.Module:
@@ -169,6 +179,8 @@ def repa_any(pretrained=False, **kwargs) -> nn.Module:
         norm: 'keep' for the structure of ``timm_rep.convert_to_repa(model, calibration=loader)``: three matrices for
             each FFN, norms and shortcuts as they are. 'batch' for the structure of the paper, to train:
             ``timm_rep.convert_to_repa(model)``, which folds.
+        linear_path: For ``norm='keep'``, whether the idle channels become a matrix, or are dropped; also one for each
+            pointwise FFN.
         idle_schedule, bn_momentum, bn_eps: For ``norm='batch'``, see :func:`timm_rep.convert_to_repa`.
         anneal_steps: Number of training steps over which the pretrained base becomes this model, see
             :func:`timm_rep.convert.anneal_ffns`; it loads checkpoints of the base, and with ``pretrained=True`` its
