@@ -221,6 +221,7 @@ def as_repa_any(
         base=original.pretrained_cfg['architecture'],
         idle_ratio=ratios[0] if len(set(ratios)) == 1 else ratios,
         linear_path=paths[0] if len(set(paths)) == 1 else paths,
+        reparameterized=True,
         num_classes=original.num_classes,
         **args,
     )

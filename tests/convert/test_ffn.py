@@ -14,9 +14,8 @@ from timm.utils import reparameterize_model
 import timm_rep
 from tests.helpers import relative, wild_
 from tests.models import contract
-from timm_rep.convert import is_reparameterized
 from timm_rep.convert.ffn import _BLOCKS, find_ffns
-from timm_rep.layers import RePaMlp, RePaMlpDeploy
+from timm_rep.layers import RePaMlp, RePaMlpDeploy, is_reparameterized
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
 MAXVIT = dict(img_size=64, embed_dim=(32, 32), depths=(1, 1), stem_width=8)

@@ -9,6 +9,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
+from timm.models import save_for_hf
 
 from tests.helpers import normal_scales, relative
 from tests.hub.published import REPA, REPOPT, trained
@@ -101,6 +102,32 @@ def test_card(folder, checkpoint, images, capsys):
                  metrics['cost']['machine'], f"create_model('{NAME}', pretrained=True)", 'opt: adamw',
                  f'{forms["folded"]["images_per_second"]:g}'):
         assert part in text
+
+
+@pytest.mark.parametrize('kwargs', [dict(reparameterized=True), dict(norm='batch'), dict(norm='batch', anneal_steps=2)])
+def test_converted_model_of_timm(kwargs, images, tmp_path):
+    """The folder that save_for_hf or ``timm-rep accelerate`` wrote becomes one that can be published."""
+    folder, args = tmp_path / 'repa_any.mine', {**kwargs, **REPA[1], 'num_classes': 4}
+    model = timm.create_model('repa_any', base='deit_tiny_patch16_224', idle_ratio=.5, **args)
+    for _ in range(2):
+        model(torch.randn(4, 3, 32, 32))
+    save_for_hf(model.eval(), str(folder), safe_serialization=True)
+    prepare_folder(folder, data_dir=str(images), split='validation')
+    check_folder(folder)
+    folded = 'reparameterized' in kwargs
+    metrics = json.loads((folder / 'metrics.json').read_text())
+    assert list(metrics['cost']['forms']) == (['folded'] if folded else ['unfolded', 'folded'])
+    config = json.loads((folder / 'config.json').read_text())['model_args']
+    assert config.get('reparameterized', False) == folded
+    assert config['base'] == 'deit_tiny_patch16_224'
+    card = (folder / 'README.md').read_text()
+    assert 'A pretrained model of timm' in card
+    assert ('This is the folded form' in card) == folded
+    loaded, x = timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded(x), model(x))
+    if not folded:
+        written = load_folder(write_folded(folder, tmp_path / 'folded'))
+        assert relative(written(x), model(x)) < 1e-5
 
 
 def test_what_is_measured_again(folder, checkpoint, images):

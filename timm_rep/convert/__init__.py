@@ -4,7 +4,7 @@ from .least_squares import eliminate
 from .linearize import check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_module
 from .repa import convert_to_repa
-from .reparameterize import ReparameterizeMixin, is_reparameterized, reparameterize
+from .reparameterize import ReparameterizeMixin, reparameterize
 from .report import ConversionReport, ConvertedFfn
 from .survey import Convertibility, survey_convertible
 
@@ -21,7 +21,6 @@ __all__ = [
     'eliminate',
     'find_ffns',
     'find_pointwise_ffns',
-    'is_reparameterized',
     'linearize_ffns',
     'ratios_of',
     'reparameterize',

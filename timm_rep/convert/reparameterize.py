@@ -5,14 +5,9 @@ import torch
 import torch.nn as nn
 from timm.utils import unwrap_model
 
-from timm_rep.layers import foldable_layers
+from timm_rep.layers import foldable_layers, is_reparameterized
 
-__all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted', 'is_reparameterized', 'reparameterize']
-
-
-def is_reparameterized(model: nn.Module) -> bool:
-    """Whether a model has foldable layers and all of them have the deploy structure."""
-    return {layer.structure for _, layer in foldable_layers(model)} == {'deploy'}
+__all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted', 'reparameterize']
 
 
 def check_unconverted(model: nn.Module) -> None:

@@ -35,6 +35,9 @@ _FAMILIES = {
     'repa': (
         'A RePaFormer: most hidden channels of each FFN skip the activation, so that after training the FFN folds into '
         'a smaller one with the same output.', _REPA),
+    'repa_any': (
+        'A pretrained model of timm whose FFNs became RePa FFNs: most hidden channels are replaced by a linear path, so '
+        'that each FFN has three small matrices.', _REPA),
     'repopt': (
         'A plain convolutional network that trains like a multi-branch one: the optimizer (RepOptimizer) multiplies '
         'the gradients of its kernels by constants.', _REPOPT),
@@ -89,7 +92,7 @@ def card_text(folder: Union[str, os.PathLike]) -> str:
 
 
 def _family(variant: str) -> Tuple[str, str]:
-    return _FAMILIES.get(variant.split('_')[0], ('', ''))
+    return _FAMILIES.get(variant) or _FAMILIES.get(variant.split('_')[0], ('', ''))
 
 
 def _front_matter(name: str, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
+from timm_rep.layers import is_reparameterized
 from timm_rep.scales import Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files, replacing_folder
 from timm_rep.utils.checkpoints import read_state_dict, write_safetensors
@@ -64,7 +65,7 @@ def write_folder(
     if half:
         tensors.update(_halved(model))
     args = dict(model_args)
-    if getattr(model, 'reparameterized', False):
+    if is_reparameterized(model):
         args['reparameterized'] = True
     for name, value in args.items():
         try:

@@ -9,6 +9,7 @@ import torch.nn as nn
 from timm.data import create_loader, resolve_data_config
 from timm.utils import reparameterize_model
 
+from timm_rep.layers import is_reparameterized
 from timm_rep.utils.data import ImageFolder
 from timm_rep.utils.files import COUNT, MAPPING, NUMBER, POSITIVE, STRING, TEXT, check_fields, list_of, read_json
 from timm_rep.utils.profiling import (
@@ -142,7 +143,7 @@ def measure_cost(model: nn.Module, device: torch.device, batch_size: int = 8) ->
         Figures for metrics.json.
     """
     model = model.to(device)
-    if getattr(model, 'reparameterized', False):
+    if is_reparameterized(model):
         forms = {'folded': model}
     else:
         forms = {'unfolded': model, 'folded': reparameterize_model(model)}

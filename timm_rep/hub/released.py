@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from huggingface_hub import HfApi, hf_hub_download
 
-from timm_rep.layers import holds_structure
+from timm_rep.layers import holds_structure, is_reparameterized
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
 from timm_rep.utils.network import hub_errors
 
@@ -184,7 +184,7 @@ def rename_released(
         raise TypeError(
             f'{type(model).__name__} has no released layout; there is one for '
             f'{", ".join(k.__name__ for k in _RELEASED_KEYS)}.')
-    if getattr(model, 'reparameterized', False):
+    if is_reparameterized(model):
         raise RuntimeError(
             'Released checkpoints hold the training structure, the model has the deploy structure: load into a model '
             'created without reparameterized=True, then call its reparameterize().')

@@ -5,7 +5,7 @@ from .fold import Affine, batch_norm_scale_shift
 from .fused_idle import set_fused_idle, use_fused_idle
 from .pooling import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size
 from .repa_mlp import ChannelIdle, GatedUnit, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
-from .structure import foldable_layers, holds_structure
+from .structure import foldable_layers, holds_structure, is_reparameterized
 
 __all__ = [
     'Affine',
@@ -33,6 +33,7 @@ __all__ = [
     'foldable_layers',
     'holds_structure',
     'idle_ratios',
+    'is_reparameterized',
     'set_fused_idle',
     'use_fused_idle',
 ]

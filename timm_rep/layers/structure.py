@@ -6,7 +6,7 @@ from typing import Any, Iterator, Mapping, Tuple
 
 import torch.nn as nn
 
-__all__ = ['foldable_layers', 'holds_structure']
+__all__ = ['foldable_layers', 'holds_structure', 'is_reparameterized']
 
 
 def foldable_layers(module: nn.Module, prefix: str = '') -> Iterator[Tuple[str, nn.Module]]:
@@ -23,3 +23,8 @@ def foldable_layers(module: nn.Module, prefix: str = '') -> Iterator[Tuple[str, 
 def holds_structure(model: nn.Module, state_dict: Mapping[str, Any], structure: str) -> bool:
     """Whether a state dict in the key layout of this package holds a layer of the model in this structure."""
     return any(structure in layer.structures_in(state_dict, f'{name}.') for name, layer in foldable_layers(model))
+
+
+def is_reparameterized(model: nn.Module) -> bool:
+    """Whether a model has foldable layers and all of them have the deploy structure."""
+    return {layer.structure for _, layer in foldable_layers(model)} == {'deploy'}
