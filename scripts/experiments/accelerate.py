@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Accuracy of a pretrained model after converting its FFNs without training, and after a short distillation.
+"""Accuracy of a pretrained model after converting its FFNs, without training and after a short distillation.
 
-``closed form``: ``convert_to_repa`` with calibration images. At the same multiply-accumulates, ``first channels``:
-``convert_to_repa`` without data, then ``calibrate_batchnorm``; ``VBP``: variance-based pruning of hidden channels with
-a mean shift; ``VBP, refitted``: the same with the second layer fitted by least squares; ``RePa from scratch``: the
-RePaFormer with new weights. Idle ratios are those of the first; MACs are relative to the original model.
+``closed form``: ``convert_to_repa`` with calibration images. At the same multiply-accumulates: ``first channels``, the
+first channels of each FFN stay active and the others lose their activation, with recalibrated BatchNorms; ``VBP``,
+variance-based pruning of hidden channels with a mean shift; ``VBP, refitted``, the same with the second layer fitted by
+least squares. Only with distillation: ``annealed``, over the first half of the steps; ``RePa from scratch``, first
+channels with new weights. Idle ratios are those of ``closed form``; MACs are relative to the original model.
 
-    python scripts/experiments/accelerate.py --data-dir CIFAR10 --checkpoint convnext.pth.tar
+    python scripts/experiments/accelerate.py --data-dir CIFAR10 --checkpoint fasternet.pth.tar
 """
 import argparse
 import copy
@@ -21,7 +22,8 @@ import yaml
 
 import timm_rep
 from timm_rep.accelerate import Images, distil
-from timm_rep.convert import find_pointwise_ffns, linearize_ffns
+from timm_rep.convert import find_pointwise_ffns, linearize_ffns, replace_module
+from timm_rep.layers import Affine, ChannelIdle
 from timm_rep.utils.checkpoints import load_checkpoint
 from timm_rep.utils.profiling import count_macs
 from timm_rep.utils.training import evaluate
@@ -38,48 +40,69 @@ def closed_form(model: nn.Module, loader, ratio: float) -> nn.Module:
     return model
 
 
+def idle_first_channels(model: nn.Module, ratio: float) -> nn.Module:
+    """Remove the activation of all but the first channels, behind the BatchNorm of the hidden channels."""
+    for ffn in find_pointwise_ffns(model)[0]:
+        act = ffn.module.get_submodule(ffn.act_name)
+        ffn.module.set_submodule(
+            ffn.act_name, ChannelIdle(ffn.hidden_features, ratio, lambda act=act: act, dim=1 if ffn.use_conv else -1))
+    return model
+
+
+@torch.no_grad()
+def fold_first_channels(model: nn.Module) -> nn.Module:
+    for ffn in find_pointwise_ffns(model)[0]:
+        idle = ffn.module.get_submodule(ffn.act_name)
+        active = idle.active_channels
+        ffn.module.set_submodule(ffn.act_name, idle.act)
+        deploy = ffn.replacement(active)
+        fc_in, fc_out = ffn.fc_in(torch.arange(ffn.hidden_features)), ffn.fc_out()
+        like = next(model.parameters())
+        if deploy.has_active:
+            fc_in.outputs(0, active).write_to(deploy.fc_in, like)
+            fc_out.inputs(0, active).write_to(deploy.fc_out, like)
+        if deploy.has_idle:
+            fc_out.inputs(active).after(fc_in.outputs(active)).write_to(deploy.fc_idle, like)
+        replace_module(model, ffn.module, deploy)
+    return model
+
+
 def first_channels(model: nn.Module, loader, ratio: float) -> nn.Module:
-    timm_rep.convert_to_repa(model, ratio)
-    timm_rep.calibrate_batchnorm(model, loader, identity_norms='*.mlp.norm2')
-    return model.reparameterize()
-
-
-def hidden_features(model: nn.Module, mlp: nn.Module, loader) -> torch.Tensor:
-    """Inputs of the second layer of an MLP, (tokens, channels)."""
-    seen = []
-    hook = mlp.fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0].reshape(-1, args[0].shape[-1])))
-    for images, _ in loader:
-        model(images)
-    hook.remove()
-    return torch.cat(seen)
+    timm_rep.calibrate_batchnorm(idle_first_channels(model, ratio), loader)
+    return fold_first_channels(model)
 
 
 @torch.no_grad()
 def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Module:
     """Variance-based pruning: the hidden channels of least variance are replaced by their mean, FFN after FFN."""
     for ffn in find_pointwise_ffns(model)[0]:
-        mlp = ffn.module
         # as many channels more as the matrix of the idle channels of a RePa FFN costs
-        matrix = ffn.in_features * ffn.out_features / (ffn.in_features + ffn.out_features)
-        count = min(ffn.hidden_features, math.ceil(ffn.hidden_features * (1 - ratio)) + round(matrix))
-        features = hidden_features(model, mlp, loader).double()
+        matrix = ffn.in_features * ffn.out_features // (ffn.in_features + ffn.out_features)
+        count = min(ffn.hidden_features, math.ceil(ffn.hidden_features * (1 - ratio)) + matrix)
+        seen = []
+        hook = ffn.last.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        for images, _ in loader:
+            model(images)
+        hook.remove()
+        features = torch.cat([x.movedim(1, -1).flatten(0, -2) if ffn.use_conv else x.flatten(0, -2) for x in seen])
+        features = features.double()
         mean = features.mean(0)
         features -= mean
         kept = features.var(0).argsort(descending=True)[:count].sort().values
         gone = torch.ones(len(mean), dtype=torch.bool)
         gone[kept] = False
-        weight, bias = mlp.fc2.weight.double(), mlp.fc2.bias.double() + mlp.fc2.weight.double()[:, gone] @ mean[gone]
+        weight, bias = ffn.fc_out()
+        bias = bias + weight[:, gone] @ mean[gone]
         second = weight[:, kept]
         if refit:
             gram = features[:, kept].T @ features[:, kept]
             gram += 1e-4 * torch.diag(gram.diagonal())
             change = torch.linalg.solve(gram, features[:, kept].T @ (features[:, gone] @ weight[:, gone].T)).T
             second, bias = second + change, bias - change @ mean[kept]
-        for layer, name, value in (
-            (mlp.fc1, 'weight', mlp.fc1.weight[kept]), (mlp.fc1, 'bias', mlp.fc1.bias[kept]),
-            (mlp.fc2, 'weight', second.float()), (mlp.fc2, 'bias', bias.float()),
-        ):
-            setattr(layer, name, nn.Parameter(value.clone()))
+        pruned, like = ffn.replacement(count, linear_path=False), next(model.parameters())
+        ffn.fc_in(kept).write_to(pruned.fc_in, like)
+        Affine(second, bias).write_to(pruned.fc_out, like)
+        replace_module(model, ffn.module, pruned)
     return model
 
 
@@ -89,15 +112,15 @@ METHODS = {
     'VBP': prune,
     'VBP, refitted': lambda *args: prune(*args, refit=True),
 }
-SCRATCH = 'RePa from scratch'
+ANNEALED, SCRATCH = 'annealed', 'RePa from scratch'
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--recipe', default=Path(__file__).with_name('convnext_cifar10.yaml'), type=Path)
+    parser.add_argument('--recipe', default=Path(__file__).with_name('fasternet_cifar10.yaml'), type=Path)
     parser.add_argument('--checkpoint', required=True, help='checkpoint of a training with the recipe')
     parser.add_argument('--data-dir', required=True)
-    parser.add_argument('--methods', nargs='+', choices=[*METHODS, SCRATCH], default=[*METHODS])
+    parser.add_argument('--methods', nargs='+', choices=[*METHODS, ANNEALED, SCRATCH], default=[*METHODS])
     parser.add_argument('--ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.])
     parser.add_argument('--seeds', nargs='+', type=int, default=[0, 1, 2])
     parser.add_argument('--epochs', type=int, default=0, help='epochs of distillation')
@@ -107,7 +130,8 @@ def main() -> None:
     recipe = yaml.safe_load(args.recipe.read_text())
 
     def create() -> nn.Module:
-        return timm.create_model(recipe['model'], num_classes=recipe['num_classes'], **recipe['model_kwargs']).eval()
+        kwargs = dict(recipe['model_kwargs'], num_classes=recipe['num_classes'], drop_path_rate=recipe['drop_path'])
+        return timm.create_model(recipe['model'], **kwargs).eval()
 
     model = create()
     load_checkpoint(model, args.checkpoint)
@@ -133,14 +157,19 @@ def main() -> None:
                     continue
                 if method == SCRATCH:
                     torch.manual_seed(seed)
-                    converted = timm_rep.convert_to_repa(create(), ratio)
+                    converted = idle_first_channels(create(), ratio)
+                elif method == ANNEALED:
+                    converted, steps = copy.deepcopy(model), args.epochs * len(images(seed).training())
+                    timm_rep.convert_to_repa(converted, ratio, anneal_steps=steps // 2)
                 else:
                     loader = list(images(seed).calibration(args.images))
                     converted = METHODS[method](copy.deepcopy(model), loader, ratio)
                 if args.epochs:
                     distil(converted, model, images(seed), args.epochs, args.lr)
-                    if hasattr(converted, 'reparameterize'):
-                        converted.reparameterize()
+                if method == SCRATCH:
+                    fold_first_channels(converted)
+                elif method == ANNEALED:
+                    converted.reparameterize()
                 rows.append({
                     'method': method, 'idle_ratio': ratio, 'epochs': args.epochs, 'seed': seed,
                     'MACs': round(count_macs(converted, (3, size, size)).total / gmacs, 3),
