@@ -9,12 +9,12 @@ import timm
 from tests.helpers import run
 
 # for models with a 4-D output; timm excludes its own token models by name and tests them otherwise
-CONV_CONFIGS = 'test_model_default_cfgs and (repa_deit or repa_vit or lvvit_)'
+CONV_CONFIGS = 'test_model_default_cfgs and (repa_any or repa_deit or repa_vit or lvvit_)'
 TOKEN_CONFIGS = """
 import timm, timm_rep
 from tests.test_models import test_model_default_cfgs_non_std as check
 
-for name in timm.list_models(['repa_deit_*', 'repa_vit_*', 'repa_lvvit_*', 'lvvit_*']):
+for name in timm.list_models(['repa_any', 'repa_deit_*', 'repa_vit_*', 'repa_lvvit_*', 'lvvit_*']):
     check(name, 1, 'meta')
 """
 
