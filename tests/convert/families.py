@@ -27,6 +27,7 @@ from timm.models import (
     nextvit,
     pit,
     qwen3_vit,
+    rdnet,
     repvit,
     shvit,
     swiftformer,
@@ -125,6 +126,9 @@ CLASSES = {
         embed_dim=16, depths=(1, 1), feature_dim=24, layer_scale_init_value=.5), 32),
     'FFN: iformer': (iformer.IFormer, dict(
         dims=(8, 16, 24, 24), depths=(1, 1, 3, 3), attn_groups=(0, 0, 1, 1)), 64),
+    'Block: rdnet': (rdnet.RDNet, dict(
+        growth_rates=(16,), num_blocks_list=(2,), block_type=('Block',), is_downsample_block=(None,),
+        num_init_features=16, ls_init_value=.5), 32),
 }
 # the other files of timm.models
 FILES = {

@@ -2,11 +2,12 @@
 import copy
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 
 from tests.convert.families import CLASSES, FILES, build
-from tests.helpers import relative
+from tests.helpers import images, relative
 from timm_rep.convert import find_pointwise_ffns, linearize_ffns
 from timm_rep.layers import RePaMlpDeploy
 from timm_rep.utils.profiling import count_macs
@@ -102,6 +103,28 @@ def test_family(family):
     assert report.macs[1] == count_macs(model, x.shape[1:]).total < report.macs[0]
 
     # nothing idle: the same function
+    model = copy.deepcopy(original)
+    linearize_ffns(model, [x], idle_ratio=0.)
+    assert relative(model(x), before) < 1e-5
+
+
+@torch.no_grad()
+def test_layers_after_an_ffn_stay():
+    """RDNet's BlockESE has squeeze-and-excitation after its FFN, so that its output is not linear in the fit."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        'rdnet_tiny', growth_rates=(16, 16), num_blocks_list=(2, 1), block_type=('Block', 'BlockESE'),
+        is_downsample_block=(None, True), num_init_features=16, ls_init_value=.5, num_classes=5).eval()
+    x = images(32, 64)
+    original, before = copy.deepcopy(model), model(x)
+    with_ese = [name for name, m in model.named_modules() if type(m).__name__ == 'BlockESE']
+    assert [ffn.name for ffn in find_pointwise_ffns(model)[0]][-1] == f'{with_ese[0]}.layers'
+    report = linearize_ffns(model, [x], idle_ratio=.5, ridge=1e-10)
+    block, old = model.get_submodule(with_ese[0]), original.get_submodule(with_ese[0])
+    assert len(report.ffns) == 3
+    assert [type(m) for m in block.layers] == [type(old.layers[i]) for i in (0, 1)] + [
+        RePaMlpDeploy, type(old.layers[5])]
+    assert torch.equal(block.layers[3].fc.weight, old.layers[5].fc.weight)
     model = copy.deepcopy(original)
     linearize_ffns(model, [x], idle_ratio=0.)
     assert relative(model(x), before) < 1e-5

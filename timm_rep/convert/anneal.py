@@ -20,7 +20,7 @@ from timm_rep.layers import (
 
 from .ffn import affine_names, batch_norm_like, check_batch_norm, find_supported_ffns, take_layer_scale
 from .linearize import check_convertible
-from .pointwise import PointwiseFfn, linear_of, ratios_of, replace_module
+from .pointwise import PointwiseFfn, deploy_of, linear_of, ratios_of, replace_module
 
 __all__ = ['AnnealedFfn', 'anneal_ffns']
 
@@ -109,7 +109,7 @@ class AnnealedFfn(nn.Module):
         active, idle = ((annealed.idle == i).nonzero().squeeze(1) for i in (False, True))
         unit = ffn.unit(annealed.act)
         new = ffn.replacement(self.active_features, unit, device='meta')
-        deploy = new[-1] if isinstance(new, nn.Sequential) else new
+        deploy = deploy_of(new)
         slope, intercept = (v[idle].to(out.weight) for v in annealed.line())
         if deploy.has_idle:
             # of a gated unit the second half, the values, whose gates are constant

@@ -16,7 +16,7 @@ from timm_rep.utils.profiling import count_macs
 
 from .budget import allocate
 from .least_squares import LeastSquares, Moments
-from .pointwise import PointwiseFfn, find_pointwise_ffns, linear_of, ratios_of, replace_module
+from .pointwise import PointwiseFfn, deploy_of, find_pointwise_ffns, linear_of, ratios_of, replace_module
 from .reparameterize import check_unconverted
 from .report import ConversionReport, ConvertedFfn
 
@@ -332,7 +332,7 @@ def _convert(
     fit = _fit(problem, ffn, active_features)
     act = ffn.act(fit.active)
     new = ffn.replacement(len(fit.active), act, fit.linear_path, device='meta')
-    deploy = new if isinstance(new, RePaMlpDeploy) else new[-1]
+    deploy = deploy_of(new)
     fc_in_like, like = linear_of(ffn.first).weight, linear_of(ffn.last).weight
     if deploy.has_active:
         ffn.fc_in(fit.active).write_to(deploy.fc_in, like=fc_in_like)

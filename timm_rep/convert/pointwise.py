@@ -24,7 +24,8 @@ class _Names(NamedTuple):
         last: Last linear layer, and BatchNorm.
         value: Linear layer whose output the activated one is multiplied by, for gated units.
         norm: Norm of the hidden features, before the last linear layer.
-        before: Layer before the first linear one, kept as it is.
+        before: Layers before the first linear one, kept as they are.
+        after: Layers after the last one, kept as they are.
         absent: Layer between the linear ones that mixes tokens; the FFN is pointwise if it is None or an identity.
         packed: Whether the first linear layer computes both halves of a gated unit.
     """
@@ -34,6 +35,7 @@ class _Names(NamedTuple):
     value: str = ''
     norm: str = ''
     before: str = ''
+    after: str = ''
     absent: str = ''
     packed: bool = False
 
@@ -63,6 +65,8 @@ _SEQUENTIALS: Dict[str, Tuple[str, _Names]] = {
     'models.fasternet.MLPBlock': ('mlp', _Names('0 1', '2', '3')),
     'models.iformer.ConvBlock': ('mixer.module', _Names('1', '2', '3', before='0')),
     'models.iformer.FFN': ('mixer.module', _Names('0', '1', '2')),
+    'models.rdnet.Block': ('layers', _Names('2', '3', '4', before='0 1')),
+    'models.rdnet.BlockESE': ('layers', _Names('2', '3', '4', before='0 1', after='5')),
 }
 # classes that have the role of an FFN and are not pointwise, with the reason
 _OTHERS = {
@@ -106,6 +110,11 @@ def _affine(layers: Sequence[nn.Module]) -> Affine:
             else:
                 affine = affine.before_norm(part)
     return affine
+
+
+def deploy_of(replacement: nn.Module) -> RePaMlpDeploy:
+    """The matrices in what :meth:`PointwiseFfn.replacement` gives."""
+    return next(m for m in replacement.modules() if isinstance(m, RePaMlpDeploy))
 
 
 def linear_of(layer: nn.Module) -> nn.Module:
@@ -243,7 +252,7 @@ class PointwiseFfn:
             linear_path: bool = True,
             **dd,
     ) -> nn.Module:
-        """The module that takes the place of the FFN: at most three matrices, after the layers before the FFN's first.
+        """The module that takes the place of the FFN: at most three matrices, between the layers before and after.
 
         Args:
             active_features: Number of hidden channels that keep the activation.
@@ -262,8 +271,9 @@ class PointwiseFfn:
             use_conv=self.use_conv,
             **{'device': like.device, 'dtype': like.dtype, **dd},
         )
-        if self._names.before:
-            deploy = nn.Sequential(self.module.get_submodule(self._names.before), deploy)
+        if self._names.before or self._names.after:
+            deploy = nn.Sequential(
+                *_chain(self.module, self._names.before), deploy, *_chain(self.module, self._names.after))
         return deploy.train(self.module.training)
 
 
