@@ -10,7 +10,7 @@ import itertools
 
 import torch
 from benchmarks.dense import NETWORKS, dense
-from benchmarks.inference import deploy_ffn, fold_precision, import_time, parts, poolformer, repa_infer
+from benchmarks.inference import deploy_ffn, fold_precision, import_time, parts, poolformer, prepbn, repa_infer
 from benchmarks.optim import optim
 from benchmarks.repa_train import ffn_train, repa_train
 from benchmarks.repopt_train import repopt_parts, repopt_train
@@ -24,6 +24,7 @@ SECTIONS = {
     'fold-precision': fold_precision,
     'deploy-ffn': deploy_ffn,
     'repa-infer': repa_infer,
+    'prepbn': prepbn,
     'parts': parts,
     'poolformer': poolformer,
     'dense': dense,

@@ -269,6 +269,18 @@ def small_deit(monkeypatch, depth=2):
     return depth
 
 
+def test_bench_prepbn(script, tmp_path, monkeypatch):
+    small_deit(monkeypatch)
+    script('bench', 'prepbn', '--models', 'repa_deit_tiny', '--rounds', 2, '--batch-size', 1)
+    row, = reported(tmp_path, 'prepbn')['rows']
+    forms = ['vanilla', 'PRepBN', 'RePa, 25%', 'RePa, 75%']
+    assert list(row['spread (%)']) == forms
+    params = [row[f'{form} (M)'] for form in forms]
+    assert params == sorted(params, reverse=True)
+    assert params[-1] < params[0]
+    assert all(row[f'{form} / vanilla'] > 0 for form in forms[1:])
+
+
 def test_bench_inference(script, load_script, tmp_path, monkeypatch, capsys):
     args = ['repa-infer', 'parts', '--models', 'repa_deit_tiny', '--rounds', 2, '--batch-size', 1]
     depth = small_deit(monkeypatch)

@@ -1,4 +1,4 @@
-"""Import and inference: import, fold-precision, deploy-ffn, repa-infer, parts, poolformer."""
+"""Import and inference: import, fold-precision, deploy-ffn, repa-infer, prepbn, parts, poolformer."""
 import copy
 import os
 import subprocess
@@ -14,12 +14,12 @@ from timm.utils import reparameterize_model
 from timm_rep.latency import PARTS, profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
-from timm_rep.utils.profiling import count_macs, throughput, time_passes
+from timm_rep.utils.profiling import count_macs, count_params, throughput, time_passes
 
 from .repa_train import vanilla_ffn
 from .timing import milliseconds, speedup, timing_columns
 
-__all__ = ['deploy_ffn', 'fold_precision', 'import_time', 'parts', 'poolformer', 'repa_infer']
+__all__ = ['deploy_ffn', 'fold_precision', 'import_time', 'parts', 'poolformer', 'prepbn', 'repa_infer']
 
 
 def import_time(args):
@@ -158,6 +158,35 @@ def repa_infer(args):
                 'folded / unfolded': speedup(times['folded'], times['unfolded']),
                 'spread (%)': timing_columns(times)['spread (%)'],
             }
+
+
+def prepbn(args):
+    """Table 3 of the RePaFormer paper: images per second and parameters beside PRepBN (SLAB), which folds every norm.
+
+    'PRepBN': the vanilla backbone after training, its re-parameterized BatchNorms folded into the linear layers behind
+    them: no norm is left. 'RePa': folded, at idle ratios of 25% and 75%.
+    """
+    names = args.models or ['repa_deit_tiny', 'repa_deit_small', 'repa_deit_base', 'repa_swin_tiny']
+    for row in args.pending(model=names):
+        vanilla, vanilla_args = VANILLA[row['model']]
+        models = {name: timm.create_model(vanilla, **vanilla_args).eval() for name in ('vanilla', 'PRepBN')}
+        for name, layer in list(models['PRepBN'].named_modules()):
+            if isinstance(layer, nn.LayerNorm):
+                models['PRepBN'].set_submodule(name, nn.Identity())
+        for ratio in (.25, .75):
+            models[f'RePa, {ratio:.0%}'] = timm.create_model(
+                row['model'], idle_ratio=ratio, reparameterized=True).eval()
+        params = {f'{k} (M)': round(count_params(m) / 1e6, 1) for k, m in models.items()}
+        models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
+        x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
+        times = time_passes(models, x, rounds=args.rounds, warmup=2)
+        yield {
+            **row,
+            **params,
+            **{k: round(v, 2) for k, v in throughput(len(x), times).items()},
+            **{f'{k} / vanilla': speedup(times[k], times['vanilla']) for k in models if k != 'vanilla'},
+            'spread (%)': timing_columns(times)['spread (%)'],
+        }
 
 
 def parts(args):
