@@ -5,6 +5,7 @@ from .fold import Affine, batch_norm_scale_shift
 from .fused_idle import set_fused_idle, use_fused_idle
 from .pooling import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size
 from .repa_mlp import ChannelIdle, GatedUnit, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
+from .repopt_conv import RepOptConv, RepOptConvDeploy, build_csla_layer, fold_norm
 from .structure import foldable_layers, holds_structure, is_reparameterized
 
 __all__ = [
@@ -22,14 +23,18 @@ __all__ = [
     'RePaMlpDeploy',
     'RePaPooling',
     'RePaPoolingDeploy',
+    'RepOptConv',
+    'RepOptConvDeploy',
     'SearchBlock',
     'WindowAvgPool2d',
     'active_channels',
     'advance_annealing',
     'batch_norm_scale_shift',
+    'build_csla_layer',
     'check_annealing',
     'check_pool_size',
     'csla_layers',
+    'fold_norm',
     'foldable_layers',
     'holds_structure',
     'idle_ratios',

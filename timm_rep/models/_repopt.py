@@ -2,14 +2,11 @@
 import logging
 from typing import Any, Dict, Mapping, Optional, Union
 
-import torch
-import torch.nn as nn
-
 from timm_rep.convert import ReparameterizeMixin
-from timm_rep.layers import Affine, Csla, CslaBlock, CslaConv2d, SearchBlock, csla_layers
+from timm_rep.layers import csla_layers
 from timm_rep.scales import ScalesLike, packaged_scales, resolve_scales
 
-__all__ = ['RepOptMixin', 'build_csla_layer', 'check_structure', 'choose_scales', 'fold_norm']
+__all__ = ['RepOptMixin', 'check_structure', 'choose_scales']
 
 
 _logger = logging.getLogger(__name__)
@@ -56,34 +53,6 @@ def choose_scales(
 
 def _as_lists(value: Any) -> Any:
     return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def build_csla_layer(csla: Csla, structure: str, device=None, dtype=None) -> nn.Module:
-    """The layer of a CSLA declaration in a structure.
-
-    Args:
-        csla: The declaration.
-        structure: 'target', one convolution; 'search', branches with trainable scales; 'csla', with constant scales.
-    """
-    layers = {layer.structure: layer for layer in (CslaConv2d, SearchBlock, CslaBlock)}
-    return layers[structure](csla, device=device, dtype=dtype)
-
-
-def fold_norm(conv: nn.Module, norm: nn.modules.batchnorm._BatchNorm, deploy: nn.Conv2d) -> None:
-    """Fold a CSLA layer and the BatchNorm behind it into one convolution with a bias.
-
-    Args:
-        conv: CSLA layer of any structure.
-        norm: BatchNorm of its output.
-        deploy: Convolution of the same size, whose parameters are replaced.
-
-    Raises:
-        ValueError: The BatchNorm has no running statistics.
-        OverflowError: A folded weight does not fit the dtype of the layer.
-    """
-    kernel = conv.equivalent_kernel(dtype=torch.float64)
-    like = next(p for p in conv.parameters() if p.ndim == 4)
-    Affine.from_kernel(kernel).before_norm(norm).write_to(deploy, like=like)
 
 
 class RepOptMixin(ReparameterizeMixin):

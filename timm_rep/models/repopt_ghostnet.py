@@ -2,85 +2,24 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242, appendix D
 """
-from typing import Any, Mapping, Sequence, Tuple, Union
+from typing import Sequence, Union
 
-import torch
-import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.repghost import RepGhostNet
 
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import ConvBranch, Csla, IdentityBranch
+from timm_rep.layers import ConvBranch, Csla, IdentityBranch, RepOptConv, RepOptConvDeploy
 from timm_rep.scales import ScalesLike
 
-from ._repopt import RepOptMixin, build_csla_layer, check_structure, choose_scales, fold_norm
+from ._repopt import RepOptMixin, check_structure, choose_scales
 
 __all__ = ['RepOptGhostNet']
 
 
-def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
-    """Structures of the operation that the entries of a state dict under ``prefix`` belong to."""
-    if f'{prefix}0.weights.conv3x3' in state_dict:
-        return ('search', 'csla')
-    if f'{prefix}1.running_mean' in state_dict:
-        return ('target',)
-    return ('deploy',) if f'{prefix}bias' in state_dict else ()
-
-
-class RepOptCheapOperation(nn.Sequential):
-    """Depthwise 3 x 3 convolution or its branches, and BatchNorm.
-
-    Input and output: (N, channels, H, W). The target structure has the parameters of timm's cheap operation without
-    fusion.
-    """
-    structures_in = staticmethod(_structures_in)
-
-    def __init__(self, channels: int, structure: str = 'target', initial_scale: float = 1., device=None, dtype=None):
-        """
-        Args:
-            channels: Number of input and output channels.
-            structure: 'target', 'search' or 'csla'.
-            initial_scale: Value that Hyper-Search starts the scale of the convolution from.
-        """
-        dd = {'device': device, 'dtype': dtype}
-        csla = Csla(
-            channels,
-            channels,
-            branches=(ConvBranch(3), IdentityBranch()),
-            groups=channels,
-            initial_scale=initial_scale,
-        )
-        super().__init__(build_csla_layer(csla, structure, **dd), nn.BatchNorm2d(channels, **dd))
-        self.structure = structure
-
-    @torch.jit.ignore
-    @torch.no_grad()
-    def fuse(self) -> 'RepOptCheapOperationDeploy':
-        """The deploy structure with the same function as in eval mode, as a new module.
-
-        Raises:
-            ValueError: The BatchNorm has no running statistics.
-            OverflowError: A folded weight does not fit the dtype of the model.
-        """
-        conv, norm = self
-        deploy = RepOptCheapOperationDeploy(conv.csla.out_channels, device='meta')  # its parameters are replaced
-        fold_norm(conv, norm, deploy)
-        return deploy.train(self.training)
-
-
-class RepOptCheapOperationDeploy(nn.Conv2d):
-    """Depthwise 3 x 3 convolution with a bias, with the parameters of timm's folded cheap operation."""
-    structure = 'deploy'
-    structures_in = staticmethod(_structures_in)
-
-    def __init__(self, channels: int, device=None, dtype=None):
-        super().__init__(channels, channels, 3, padding=1, groups=channels, device=device, dtype=dtype)
-
-
 class RepOptGhostNet(RepOptMixin, RepGhostNet):
-    """RepOpt-GhostNet: timm's RepGhostNet with RepOptCheapOperations."""
+    """RepOpt-GhostNet: timm's RepGhostNet whose cheap operations are CSLA layers."""
 
     def __init__(
             self,
@@ -127,11 +66,15 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
             # appendix B: the depth counts from the last block with a projection shortcut
             depth = depth + 1 if len(block.shortcut) == 0 else 1
             for ghost, index in ((block.ghost1, 2 * depth - 1), (block.ghost2, 2 * depth)):
-                if reparameterized:
-                    ghost.cheap_operation = RepOptCheapOperationDeploy(ghost.out_chs, **dd)
-                else:
-                    ghost.cheap_operation = RepOptCheapOperation(
-                        ghost.out_chs, structure, initial_scale=(2 / (index + 1)) ** .5, **dd)
+                csla = Csla(
+                    ghost.out_chs,
+                    ghost.out_chs,
+                    branches=(ConvBranch(3), IdentityBranch()),
+                    groups=ghost.out_chs,
+                    initial_scale=(2 / (index + 1)) ** .5,
+                )
+                ghost.cheap_operation = (
+                    RepOptConvDeploy(csla, **dd) if reparameterized else RepOptConv(csla, structure, **dd))
         if not reparameterized:
             self._set_scales(structure, scales, reinit)
 

@@ -15,10 +15,10 @@ from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _ini
 
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import ConvBranch, Csla, IdentityBranch
+from timm_rep.layers import ConvBranch, Csla, IdentityBranch, build_csla_layer, fold_norm
 from timm_rep.scales import ScalesLike
 
-from ._repopt import RepOptMixin, build_csla_layer, check_structure, choose_scales, fold_norm
+from ._repopt import RepOptMixin, check_structure, choose_scales
 
 __all__ = ['RepOptVgg']
 
