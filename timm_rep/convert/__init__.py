@@ -1,10 +1,12 @@
 from .anneal import AnnealedFfn, anneal_ffns
 from .ffn import find_ffns, take_layer_scale, use_repa_ffns
 from .least_squares import eliminate
+from .linear_sums import find_linear_sums
 from .linearize import check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_module
 from .repa import convert_to_repa
 from .reparameterize import ReparameterizeMixin, reparameterize
+from .repopt import RepOptReport, convert_to_repopt, reparameterize_repopt, set_scales, use_repopt_convs
 from .report import ConversionReport, ConvertedFfn
 from .survey import Convertibility, survey_convertible
 
@@ -14,18 +16,24 @@ __all__ = [
     'ConvertedFfn',
     'Convertibility',
     'PointwiseFfn',
+    'RepOptReport',
     'ReparameterizeMixin',
     'anneal_ffns',
     'check_convertible',
     'convert_to_repa',
+    'convert_to_repopt',
     'eliminate',
     'find_ffns',
+    'find_linear_sums',
     'find_pointwise_ffns',
     'linearize_ffns',
     'ratios_of',
     'reparameterize',
+    'reparameterize_repopt',
     'replace_module',
+    'set_scales',
     'survey_convertible',
     'take_layer_scale',
     'use_repa_ffns',
+    'use_repopt_convs',
 ]

@@ -1,0 +1,271 @@
+"""The blocks of timm that are sums of linear branches: what their branches are, and where one convolution goes.
+
+A block is described by its terms, each ``gain * norm(conv(x))``. timm's own deploy structure says where the convolution
+that equals their sum belongs, so that the rest of the block's forward pass stays timm's.
+"""
+import dataclasses
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from timm_rep.layers import Affine, ConvBranch, Csla, IdentityBranch
+
+__all__ = ['LinearSum', 'Term', 'find_linear_sums']
+
+
+class Term(NamedTuple):
+    """A linear branch ``gain * norm(conv(x))``.
+
+    Attributes:
+        conv: Convolution; None for the identity.
+        norm: BatchNorm of its output, None for none.
+        gain: Factor of every output channel, of shape (channels,) after flattening; None for 1.
+    """
+    conv: Optional[nn.Conv2d]
+    norm: Optional[nn.modules.batchnorm._BatchNorm] = None
+    gain: Optional[torch.Tensor] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSum:
+    """A sum of linear branches in a model.
+
+    Attributes:
+        name: Name of the module that computes it.
+        module: The module.
+        terms: The branches.
+        slot: Attribute of the module that timm's folded convolution has; '' if it takes the place of the module.
+        replaced: New values of the attributes of the module that the convolution makes superfluous.
+        norm: BatchNorm behind the sum, None if there is none.
+        act: Activation that timm's deploy structure puts behind the convolution in the slot, None for none.
+    """
+    name: str
+    module: nn.Module
+    terms: Sequence[Term]
+    slot: str
+    replaced: Dict[str, Any]
+    norm: Optional[nn.modules.batchnorm._BatchNorm] = None
+    act: Optional[nn.Module] = None
+
+    @property
+    def convs(self) -> List[nn.Conv2d]:
+        """The convolutions."""
+        return [term.conv for term in self.terms if term.conv is not None]
+
+    @property
+    def has_identity(self) -> bool:
+        """Whether a branch is the identity, with or without a BatchNorm."""
+        return len(self.convs) < len(self.terms)
+
+    @property
+    def branches(self) -> Tuple[Union[ConvBranch, IdentityBranch], ...]:
+        """One branch for each convolution, numbered if several have one kernel size, and one for all identities."""
+        sizes = [conv.kernel_size for conv in self.convs]
+        branches: List[Union[ConvBranch, IdentityBranch]] = []
+        for i, size in enumerate(sizes):
+            name = None if sizes.count(size) == 1 else f'conv{size[0]}x{size[1]}_{sizes[:i].count(size)}'
+            branches.append(ConvBranch(size, name))
+        if self.has_identity:
+            branches.append(IdentityBranch())
+        return tuple(branches)
+
+    def csla(self, initial_scale: float) -> Csla:
+        """The declaration of the block.
+
+        Args:
+            initial_scale: Initial value of the trainable scales in Hyper-Search.
+        """
+        conv = max(self.convs, key=lambda conv: conv.kernel_size)
+        return Csla(
+            conv.in_channels,
+            conv.out_channels,
+            branches=self.branches,
+            stride=conv.stride,
+            groups=conv.groups,
+            dilation=conv.dilation,
+            initial_scale=initial_scale,
+        )
+
+    def kernel(self, csla: Csla) -> Affine:
+        """Kernel and bias of the one convolution with the function of the branches in eval mode, in float64.
+
+        The kernel has the shape (out_channels, in_channels / groups * height * width).
+
+        Raises:
+            ValueError: A BatchNorm has no finite running statistics.
+        """
+        out, inputs, height, width = csla.kernel_shape
+        like = self.convs[0].weight
+        weight = torch.zeros(csla.kernel_shape, dtype=torch.float64, device=like.device)
+        bias = weight.new_zeros(out)
+        for conv, norm, gain in self.terms:
+            if conv is None:
+                kernel = torch.eye(inputs, dtype=torch.float64, device=like.device).repeat(csla.groups, 1)
+                term, size = Affine(kernel, bias.new_zeros(out)), (1, 1)
+            else:
+                term, size = Affine.from_linear(conv), conv.kernel_size
+            if norm is not None:
+                term = term.before_norm(norm)
+            if gain is not None:
+                term = term.scaled(gain.flatten())
+            rows, columns = (height - size[0]) // 2, (width - size[1]) // 2
+            weight += F.pad(term.weight.reshape(out, inputs, *size), (columns, columns, rows, rows))
+            bias += term.bias
+        return Affine(weight.flatten(1), bias)
+
+
+def _conv_norms(layers: Sequence[nn.Module], norm: str = 'bn', **kwargs) -> List[Term]:
+    """Terms of timm's layers of a convolution and a BatchNorm, those that are not None."""
+    return [
+        Term(layer.get_submodule('conv' if hasattr(layer, 'conv') else 'c'), layer.get_submodule(norm), **kwargs)
+        for layer in layers if layer is not None]
+
+
+def _identity(norm: Optional[nn.Module], **kwargs) -> List[Term]:
+    return [] if norm is None else [Term(None, norm, **kwargs)]
+
+
+def _repvgg(name: str, block: nn.Module) -> List[LinearSum]:
+    terms = _conv_norms([block.conv_kxk, block.conv_1x1]) + _identity(block.identity)
+    replaced = dict.fromkeys(('conv_kxk', 'conv_1x1', 'identity', 'drop_path'))
+    return [LinearSum(name, block, terms, 'reparam_conv', replaced)]
+
+
+def _mobileone_terms(block: nn.Module, **kwargs) -> List[Term]:
+    return [
+        *_conv_norms([*(block.conv_kxk or ()), block.conv_scale], **kwargs), *_identity(block.identity, **kwargs)]
+
+
+def _mobileone(name: str, block: nn.Module) -> List[LinearSum]:
+    replaced = dict.fromkeys(('conv_kxk', 'conv_scale', 'identity', 'drop_path'))
+    return [LinearSum(name, block, _mobileone_terms(block), 'reparam_conv', replaced)]
+
+
+def _repmixer(name: str, block: nn.Module) -> List[LinearSum]:
+    gain = getattr(block.layer_scale, 'gamma', torch.ones_like(block.norm.identity.weight))
+    terms = [*_mobileone_terms(block.mixer, gain=gain), *_mobileone_terms(block.norm, gain=-gain), Term(None)]
+    return [LinearSum(
+        name, block, terms, 'reparam_conv', dict(mixer=None, norm=None, layer_scale=None, inference_mode=True))]
+
+
+def _large_kernel(name: str, block: nn.Module) -> List[LinearSum]:
+    terms = _conv_norms([block.large_conv, getattr(block, 'small_conv', None)])
+    return [LinearSum(
+        name, block, terms, 'reparam_conv', dict(large_conv=None, small_conv=None, reparameterize=_folded_already))]
+
+
+def _position(name: str, block: nn.Module) -> List[LinearSum]:
+    return [LinearSum(
+        name, block, [Term(block.pos_enc), Term(None)], 'reparam_conv',
+        dict(pos_enc=None, reparameterize=_folded_already))]
+
+
+def _repvgg_dw(name: str, block: nn.Module) -> List[LinearSum]:
+    norm = block.bn if isinstance(block.bn, nn.modules.batchnorm._BatchNorm) else None
+    single = Term(block.conv1) if isinstance(block.conv1, nn.Conv2d) else _conv_norms([block.conv1])[0]
+    return [LinearSum(name, block, [*_conv_norms([block.conv]), single, Term(None)], '', {}, norm)]
+
+
+def _repcpe(name: str, block: nn.Module) -> List[LinearSum]:
+    return [LinearSum(name, block, [*_conv_norms([block.cpe.module]), Term(None)], '', {})]
+
+
+def _repghost(name: str, block: nn.Module) -> List[LinearSum]:
+    conv, norm = block.cheap_operation
+    identities = [Term(None, bn) for bn in block.fusion_bn]
+    return [LinearSum(
+        name, block, [Term(conv, norm), *identities], 'cheap_operation',
+        dict(fusion_conv=nn.Sequential(), fusion_bn=nn.Sequential()))]
+
+
+def _ghost_v3(name: str, block: nn.Module) -> List[LinearSum]:
+    primary = _conv_norms([*block.primary_rpr_conv, block.primary_rpr_scale], norm='bn1') + _identity(
+        block.primary_rpr_skip)
+    cheap = _conv_norms([*block.cheap_rpr_conv, block.cheap_rpr_scale], norm='bn1') + _identity(block.cheap_rpr_skip)
+    replaced = (dict.fromkeys(f'{half}_rpr_{part}' for part in ('conv', 'scale', 'skip')) for half in (
+        'primary', 'cheap'))
+    return [
+        LinearSum(name, block, primary, 'primary_conv', next(replaced), act=block.primary_activation),
+        LinearSum(name, block, cheap, 'cheap_operation', {**next(replaced), 'infer_mode': True},
+                  act=block.cheap_activation),
+    ]
+
+
+def _ghost_v3_bottleneck(name: str, block: nn.Module) -> List[LinearSum]:
+    if block.stride == 1:
+        return []
+    terms = _conv_norms([*block.dw_rpr_conv, block.dw_rpr_scale], norm='bn1')
+    return [LinearSum(
+        name, block, terms, 'conv_dw', dict(dw_rpr_conv=None, dw_rpr_scale=None, dw_rpr_skip=None, infer_mode=True))]
+
+
+def _lcnet(name: str, block: nn.Module) -> List[LinearSum]:
+    if block.dw_conv_list is None:
+        return []
+    return [LinearSum(name, block, _conv_norms(block.dw_conv_list), 'dw_conv', dict(dw_conv_list=None))]
+
+
+def _folded_already() -> None:
+    """Takes the place of ``reparameterize()`` in blocks of timm that fail if their branches are gone."""
+
+
+_READERS: Dict[str, Callable[[str, nn.Module], List[LinearSum]]] = {
+    'byobnet.MobileOneBlock': _mobileone,
+    'byobnet.RepVggBlock': _repvgg,
+    'fastvit.MobileOneBlock': _mobileone,
+    'fastvit.RepConditionalPosEnc': _position,
+    'fastvit.RepMixer': _repmixer,
+    'fastvit.ReparamLargeKernelConv': _large_kernel,
+    'ghostnet.GhostBottleneckV3': _ghost_v3_bottleneck,
+    'ghostnet.GhostModuleV3': _ghost_v3,
+    'iformer.RepCPE': _repcpe,
+    'lcnetv2.RepDepthwiseSeparable': _lcnet,
+    'repghost.RepGhostModule': _repghost,
+    'repvit.RepVggDw': _repvgg_dw,
+}
+
+
+def _obstacle(linear_sum: LinearSum) -> Optional[str]:
+    """Why one convolution with a BatchNorm cannot take the place of a sum; None if it can."""
+    if len(linear_sum.terms) < 2:
+        return 'has a single branch'
+    convs = linear_sum.convs
+    whole = max(convs, key=lambda conv: conv.kernel_size)
+    for conv in convs:
+        same = all(
+            getattr(conv, name) == getattr(whole, name) for name in ('in_channels', 'out_channels', 'stride', 'groups'))
+        padding = tuple(k // 2 * d for k, d in zip(conv.kernel_size, conv.dilation))
+        odd = all(k % 2 for k in conv.kernel_size)
+        if type(conv) is not nn.Conv2d or not same or not odd or conv.padding != padding:
+            return f'has a branch {conv} that cannot be added to {whole}'
+    return None
+
+
+def find_linear_sums(model: nn.Module) -> Tuple[List[LinearSum], Dict[str, str]]:
+    """The blocks of a timm model that are sums of linear branches, in the order of its modules.
+
+    Returns:
+        The sums, and for every block of a known class that is none its name and the reason.
+    """
+    sums: List[LinearSum] = []
+    others: Dict[str, str] = {}
+    found: List[str] = []
+    for name, module in model.named_modules():
+        cls = type(module)
+        read = _READERS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))
+        if read is None or any(name.startswith(f'{outer}.') for outer in found):  # part of a larger sum
+            continue
+        for linear_sum in [] if _is_folded(module) else read(name, module):
+            reason = _obstacle(linear_sum)
+            if reason is None:
+                sums.append(linear_sum)
+                found.append(name)
+            else:
+                others[f'{name}.{linear_sum.slot}'.rstrip('.')] = reason
+    return sums, others
+
+
+def _is_folded(module: nn.Module) -> bool:
+    return getattr(module, 'reparam_conv', None) is not None or getattr(module, 'infer_mode', False)

@@ -1,0 +1,226 @@
+"""A plain network from a multi-branch network of timm: one convolution for each sum of linear branches.
+
+`Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
+"""
+import dataclasses
+from functools import partial
+from typing import Any, Dict, List, Tuple
+
+import torch
+import torch.nn as nn
+from timm.models import reparameterize_model
+
+from timm_rep.layers import Csla, RepOptConv, RepOptConvDeploy, csla_layers
+from timm_rep.scales import ScalesLike, resolve_scales
+
+from .linear_sums import LinearSum, find_linear_sums
+from .reparameterize import check_loaded_structure, check_unconverted
+
+__all__ = [
+    'ConvertedSum',
+    'RepOptReport',
+    'convert_to_repopt',
+    'reparameterize_repopt',
+    'set_scales',
+    'use_repopt_convs',
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertedSum:
+    """A converted sum of linear branches.
+
+    Attributes:
+        name: Name of the CSLA layer.
+        block: Class of timm's block.
+        branches: Names of the branches.
+    """
+    name: str
+    block: str
+    branches: Tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RepOptReport:
+    """What :func:`convert_to_repopt` did; ``print`` shows it as a table.
+
+    Attributes:
+        layers: The converted sums.
+        kept: Names of blocks that are as they were, with the reason.
+    """
+    layers: List[ConvertedSum]
+    kept: Dict[str, str]
+
+    def as_dict(self) -> Dict[str, Any]:
+        """The report as data that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        width = max(len(layer.name) for layer in self.layers)
+        rows = [f'{layer.name:{width}}  {layer.block}: {" + ".join(layer.branches)}' for layer in self.layers]
+        return '\n'.join([*rows, *(f'{name} is as it was: it {reason}.' for name, reason in self.kept.items())])
+
+
+def _declarations(sums: List[LinearSum]) -> List[Csla]:
+    """The declarations of the blocks, with the initial scales of a search: ``sqrt(2 / l)`` (appendix B).
+
+    The depth l counts the blocks since the last one without an identity branch, as in the stages of RepVGG.
+    """
+    depth, cslas = 0, []
+    for linear_sum in sums:
+        depth = depth + 1 if linear_sum.has_identity and depth else 1
+        cslas.append(linear_sum.csla(initial_scale=(2 / depth) ** .5))
+    return cslas
+
+
+def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterized: bool = False) -> RepOptReport:
+    """Replace the sums of linear branches in a timm model by CSLA layers with a BatchNorm behind them, in place.
+
+    A target structure has the function of the branches in eval mode: the kernel is the sum of their folded kernels, and
+    the BatchNorm behind it adds their bias. The others are newly initialized. GradMults are not attached.
+
+    Args:
+        model: timm model with its multi-branch blocks.
+        structure: 'target', 'search' or 'csla'.
+        reparameterized: Use the deploy structure, with new weights, for checkpoints of a folded model.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: The model has no such block, or is wrapped or converted already; or the weights are not finite. The
+            model is unchanged.
+    """
+    check_unconverted(model)
+    sums, kept = find_linear_sums(model)
+    if not sums:
+        reasons = ', '.join(f'{name} {reason}' for name, reason in list(kept.items())[:3])
+        raise ValueError(
+            f'Cannot convert {type(model).__name__}, nothing was changed: it has no block that is a sum of linear '
+            f'branches{f" ({reasons})" if reasons else ""}. Folded blocks have none any more.')
+    layers = []
+    for linear_sum, csla in zip(sums, _declarations(sums)):
+        weight = linear_sum.convs[0].weight
+        dd = {'device': weight.device, 'dtype': weight.dtype}
+        if reparameterized:
+            layers.append(RepOptConvDeploy(csla, **dd))
+            continue
+        layer = RepOptConv(csla, structure, linear_sum.norm, **dd)
+        norms = [term.norm for term in linear_sum.terms if term.norm is not None]
+        if linear_sum.norm is None and norms:
+            layer[1].eps, layer[1].momentum = norms[0].eps, norms[0].momentum
+        if structure == 'target':
+            _take_function(layer, linear_sum, csla)
+        layers.append(layer.train(linear_sum.module.training))
+    converted = []
+    for linear_sum, layer in zip(sums, layers):
+        _install(model, linear_sum, layer)
+        name = next(name for name, module in model.named_modules() if module is layer)
+        branches = tuple(branch.name for branch in linear_sum.branches)
+        converted.append(ConvertedSum(
+            name if reparameterized else f'{name}.0', type(linear_sum.module).__name__, branches))
+    if reparameterized:
+        reparameterize_model(model, inplace=True)  # what else timm folds
+    return RepOptReport(converted, kept)
+
+
+@torch.no_grad()
+def _take_function(layer: RepOptConv, linear_sum: LinearSum, csla: Csla) -> None:
+    """Give a target structure the function of the branches in eval mode."""
+    conv, norm = layer
+    kernel, bias = linear_sum.kernel(csla)
+    conv.weight.copy_(kernel.reshape(conv.weight.shape))
+    if linear_sum.norm is None:
+        nn.init.constant_(norm.weight, (1 + norm.eps) ** .5)  # running_var is 1
+        norm.bias.copy_(bias)
+    else:
+        norm.running_mean.sub_(bias)
+
+
+def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
+    module = linear_sum.module
+    if not linear_sum.slot:
+        parent, _, name = linear_sum.name.rpartition('.')
+        setattr(model.get_submodule(parent), name, layer)
+        return
+    setattr(module, linear_sum.slot, nn.Sequential(layer, linear_sum.act) if linear_sum.act is not None else layer)
+    for name, value in linear_sum.replaced.items():
+        if hasattr(module, name):
+            setattr(module, name, value)
+
+
+def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
+    """Attach GradMults to the target operators of a model, or set the scales of its search or CSLA layers.
+
+    Args:
+        model: Model with CSLA layers.
+        scales: As for :func:`timm_rep.attach_grad_mults`; False for none.
+        reinit: Whether to initialize the kernels of target operators by the rule of initialization.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The scales do not fit the model, or a search or CSLA structure gets none.
+    """
+    resolved = resolve_scales(model, scales)
+    layers = csla_layers(model)
+    if resolved is None:
+        others = {layer.structure for layer in layers.values()} - {'target'}
+        if others:
+            raise ValueError(
+                f"structure={others.pop()!r} needs scales, got False: pass Scales, 'ones' or 'init', or use "
+                "structure='target' for a plain network.")
+        return
+    for name, layer in layers.items():
+        layer.set_scales(resolved[name])
+        if reinit and layer.structure == 'target':
+            layer.reset_kernel(resolved[name])
+
+
+def reparameterize_repopt(model: nn.Module) -> nn.Module:
+    """Fold a converted model into timm's own deploy structure, in place.
+
+    Raises:
+        ValueError: A BatchNorm has no running statistics; the model is unchanged.
+        OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
+    """
+    for layer in [m for m in model.modules() if isinstance(m, RepOptConv)]:
+        layer.fuse()  # raises before anything is changed
+    return reparameterize_model(model, inplace=True)
+
+
+def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptReport:
+    """Turn a multi-branch network of timm into a plain one whose optimizer has the prior of the branches, in place.
+
+    Every block that is a sum of linear branches (MobileOne, RepVGG, FastViT, RepViT, RepGhostNet, GhostNetV3, LCNetV2,
+    iFormer) becomes one convolution with a GradMult and one BatchNorm behind it; everything else stays timm's. The
+    function in eval mode stays the same. Train it with ``RepSGD`` or ``RepAdamW`` (``--opt repsgd``), which are to be
+    created after the conversion; ``model.reparameterize()`` then folds it into timm's own folded model.
+
+    Args:
+        model: timm model with its multi-branch blocks, not wrapped.
+        scales: Constants of the branches: :class:`timm_rep.Scales`, a path, 'ones', or 'init', the values that
+            Hyper-Search starts from. False for none, a plain network for plain optimizers.
+
+    Returns:
+        The report.
+
+    Raises:
+        TypeError: model is not a module.
+        FileNotFoundError: There is no such file of scales.
+        ValueError: The model has no such block, or is wrapped or converted already; or the scales do not fit. The model
+            is unchanged.
+    """
+    before = [(m, dict(m.__dict__), dict(m._modules)) for m in model.modules()] if isinstance(model, nn.Module) else []
+    try:
+        report = use_repopt_convs(model)
+        set_scales(model, scales, reinit=False)
+    except BaseException:
+        for module, attributes, children in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._modules.clear()
+            module._modules.update(children)
+        raise
+    model.register_load_state_dict_pre_hook(check_loaded_structure)
+    model.reparameterize = partial(reparameterize_repopt, model)
+    return report
