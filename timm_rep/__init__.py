@@ -4,7 +4,7 @@ Importing this package registers its models and optimizers with timm and does no
 """
 from . import models as models
 from . import optim as optim
-from .convert import convert_to_repa
+from .convert import convert_to_repa, convert_to_repopt
 from .hub import load_released
 from .init import calibrate_batchnorm, mimetic_init_, weight_select_init
 from .scales import Scales, attach_grad_mults
@@ -18,6 +18,7 @@ __all__ = [
     'attach_grad_mults',
     'calibrate_batchnorm',
     'convert_to_repa',
+    'convert_to_repopt',
     'hyper_search',
     'load_released',
     'mimetic_init_',

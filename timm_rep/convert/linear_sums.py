@@ -4,7 +4,7 @@ A block is described by its terms, each ``gain * norm(conv(x))``. timm's own dep
 that equals their sum belongs, so that the rest of the block's forward pass stays timm's.
 """
 import dataclasses
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -251,19 +251,21 @@ def find_linear_sums(model: nn.Module) -> Tuple[List[LinearSum], Dict[str, str]]
     """
     sums: List[LinearSum] = []
     others: Dict[str, str] = {}
-    found: List[str] = []
+    parts: Set[nn.Module] = set()  # of the sums found so far
     for name, module in model.named_modules():
         cls = type(module)
         read = _READERS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))
-        if read is None or any(name.startswith(f'{outer}.') for outer in found):  # part of a larger sum
+        if read is None or module in parts or _is_folded(module):
             continue
-        for linear_sum in [] if _is_folded(module) else read(name, module):
-            reason = _obstacle(linear_sum)
-            if reason is None:
-                sums.append(linear_sum)
-                found.append(name)
-            else:
-                others[f'{name}.{linear_sum.slot}'.rstrip('.')] = reason
+        found = read(name, module)
+        reasons = {f'{name}.{s.slot}'.rstrip('.'): _obstacle(s) for s in found}
+        if any(reasons.values()):  # timm folds all sums of a block together
+            others.update({slot: reason for slot, reason in reasons.items() if reason})
+            continue
+        sums.extend(found)
+        for linear_sum in found:
+            superfluous = [getattr(module, attribute, None) for attribute in linear_sum.replaced]
+            parts.update(m for child in superfluous if isinstance(child, nn.Module) for m in child.modules())
     return sums, others
 
 

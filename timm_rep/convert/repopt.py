@@ -3,6 +3,7 @@
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
 import dataclasses
+from collections import Counter
 from functools import partial
 from typing import Any, Dict, List, Tuple
 
@@ -11,7 +12,7 @@ import torch.nn as nn
 from timm.models import reparameterize_model
 
 from timm_rep.layers import Csla, RepOptConv, RepOptConvDeploy, csla_layers
-from timm_rep.scales import ScalesLike, resolve_scales
+from timm_rep.scales import ScalesLike, resolve_scales, stage_of
 
 from .linear_sums import LinearSum, find_linear_sums
 from .reparameterize import check_loaded_structure, check_unconverted
@@ -62,14 +63,12 @@ class RepOptReport:
 
 
 def _declarations(sums: List[LinearSum]) -> List[Csla]:
-    """The declarations of the blocks, with the initial scales of a search: ``sqrt(2 / l)`` (appendix B).
-
-    The depth l counts the blocks since the last one without an identity branch, as in the stages of RepVGG.
-    """
-    depth, cslas = 0, []
+    """The declarations of the blocks, with the initial scales of a search: ``sqrt(2 / l)`` in layer l of a stage."""
+    depths, cslas = Counter(), []
     for linear_sum in sums:
-        depth = depth + 1 if linear_sum.has_identity and depth else 1
-        cslas.append(linear_sum.csla(initial_scale=(2 / depth) ** .5))
+        stage = stage_of(linear_sum.name)
+        depths[stage] += 1
+        cslas.append(linear_sum.csla(initial_scale=(2 / depths[stage]) ** .5))
     return cslas
 
 

@@ -1,4 +1,4 @@
-from . import repa_any, students
+from . import repa_any, repopt_any, students
 from .repa_lvvit import LvVit, RePaLvVit
 from .repa_mixer import RePaMlpMixer
 from .repa_poolformer import RePaPoolFormer
@@ -17,5 +17,6 @@ __all__ = [
     'RepOptGhostNet',
     'RepOptVgg',
     'repa_any',
+    'repopt_any',
     'students',
 ]

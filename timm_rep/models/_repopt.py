@@ -2,9 +2,8 @@
 import logging
 from typing import Any, Dict, Mapping, Optional, Union
 
-from timm_rep.convert import ReparameterizeMixin
-from timm_rep.layers import csla_layers
-from timm_rep.scales import ScalesLike, packaged_scales, resolve_scales
+from timm_rep.convert import ReparameterizeMixin, set_scales
+from timm_rep.scales import ScalesLike, packaged_scales, recorded_scales
 
 __all__ = ['RepOptMixin', 'check_structure', 'choose_scales']
 
@@ -63,7 +62,7 @@ class RepOptMixin(ReparameterizeMixin):
     """
     scales_source: Optional[str] = None
 
-    def _set_scales(self, structure: str, scales: Union[ScalesLike, bool, None], reinit: bool) -> None:
+    def _set_scales(self, scales: Union[ScalesLike, bool, None], reinit: bool) -> None:
         """Set the scales of a search or CSLA structure, or the GradMults and initial kernels of a target structure.
 
         Raises:
@@ -71,29 +70,14 @@ class RepOptMixin(ReparameterizeMixin):
             ValueError: The scales do not fit, or a search or CSLA structure gets none.
         """
         self.scales_source = scales if isinstance(scales, str) else None
-        scales = resolve_scales(self, scales)
-        if scales is None:
-            if structure != 'target':
-                raise ValueError(
-                    f"structure={structure!r} needs scales, got False: pass Scales, 'ones' or 'init', or use "
-                    "structure='target' for a plain network.")
-            return
-        for name, layer in csla_layers(self).items():
-            layer.set_scales(scales[name])
-            if structure == 'target' and reinit:
-                layer.reset_kernel(scales[name])
+        set_scales(self, scales, reinit)
 
-    # config.json holds neither tensors nor the file that the scales came from. It names the attached scales if a word
-    # does, and says False otherwise, so that RepSGD refuses to train the loaded model without scales.
     @property
     def _model_args(self) -> Dict[str, Any]:
         args = ReparameterizeMixin._model_args.fget(self)
         args.pop('scales', None)
         if not self.reparameterized:
-            named = self.scales_source in ('ones', 'init', *packaged_scales())
-            # the weights of a search or CSLA structure hold its scales
-            unnamed = False if args.get('structure', 'target') == 'target' else 'init'
-            args['scales'] = self.scales_source if named else unnamed
+            args['scales'] = recorded_scales(self.scales_source, args.get('structure', 'target'))
         return args
 
     @_model_args.setter

@@ -3,14 +3,12 @@
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, ICML 2025 as
 `RePaViT` - https://arxiv.org/abs/2505.21847
 """
-import dataclasses
-import inspect
 from functools import partial
-from typing import Any, Dict, Optional, Sequence, Union
+from typing import Optional, Sequence, Union
 
 import timm
 import torch.nn as nn
-from timm.models import PretrainedCfg, generate_default_cfgs, get_pretrained_cfg, is_model, register_model
+from timm.models import generate_default_cfgs, register_model
 
 from timm_rep.convert import (
     anneal_ffns,
@@ -21,8 +19,9 @@ from timm_rep.convert import (
     use_repa_ffns,
 )
 from timm_rep.convert.reparameterize import check_loaded_structure
-from timm_rep.hub.load import build_model, resolve_pretrained
-from timm_rep.layers import active_channels, advance_annealing
+from timm_rep.layers import active_channels
+
+from ._from_base import base_cfg, create_from_base
 
 __all__ = []
 
@@ -94,77 +93,17 @@ def _reparameterize(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_base(base: str) -> None:
-    known = isinstance(base, str) and '.' not in base and is_model(base)
-    entry = timm.models.model_entrypoint(base) if known else None
-    if entry is None or not entry.__module__.startswith('timm.models.'):
-        raise ValueError(
-            f'base is the name of a model of timm without tag, such as {_DEFAULT_BASE!r}; got {base!r}, see '
-            'timm.list_models().')
-
-
-def _base_cfg(base: str, pretrained_cfg: Union[str, Dict[str, Any], PretrainedCfg, None]) -> Dict[str, Any]:
-    """The pretrained_cfg of the base without its weights, completed by a given one."""
-    cfg = get_pretrained_cfg(base)
-    cfg = cfg.to_dict() if cfg is not None else {}
-    for name in ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'custom_load'):
-        cfg.pop(name, None)
-    if isinstance(pretrained_cfg, PretrainedCfg):
-        pretrained_cfg = dataclasses.asdict(pretrained_cfg)
-    given = {} if pretrained_cfg is None or isinstance(pretrained_cfg, str) else pretrained_cfg
-    return {**cfg, **{k: v for k, v in given.items() if v is not None}, 'architecture': 'repa_any'}
-
-
-def _take_layers(target: nn.Module, layers: Dict[str, nn.Module], name: str = '') -> None:
-    """Put the layers of a model in the places of a copy of it, whose names may have underscores for dots."""
-    for child_name, child in target.named_children():
-        path = f'{name}_{child_name}'.strip('_').replace('.', '_')
-        layer = layers.get(path)
-        if layer is None or isinstance(child, nn.Identity):  # timm prunes layers after the last features
-            continue
-        if type(layer) is type(child) and any(True for _ in child.children()):
-            child._parameters, child._buffers = layer._parameters, layer._buffers
-            _take_layers(child, layers, path)
-        else:
-            setattr(target, child_name, layer)
-
-
-def _feature_extractor(model: nn.Module, base: str, **kwargs) -> nn.Module:
-    """timm's feature extractor of the base, with the layers of a converted model."""
-    features = timm.create_model(base, features_only=True, **kwargs)
-    inner = getattr(features, 'model', None)  # of timm's FeatureGetterNet
-    if inner is None:
-        inner = features
-    else:
-        inner._parameters, inner._buffers = model._parameters, model._buffers
-    _take_layers(inner, {path.replace('.', '_'): layer for path, layer in model.named_modules()})
-    features.pretrained_cfg = features.default_cfg = model.pretrained_cfg
-    features.register_forward_pre_hook(advance_annealing)
-    return features
-
-
 def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
     build = _build
     if pretrained and kwargs.get('anneal_steps') and not kwargs.get('pretrained_cfg'):
         # the weights to start from are those of the base
         overlay = kwargs.pop('pretrained_cfg_overlay', None)
         pretrained, build = False, partial(_build, pretrained=True, pretrained_cfg_overlay=overlay)
-    kwargs = resolve_pretrained(_build, variant, pretrained, kwargs)
-    base = kwargs.setdefault('base', _DEFAULT_BASE)
-    _check_base(base)
-    kwargs['pretrained_cfg'] = _base_cfg(base, kwargs.get('pretrained_cfg'))
-    features_only = kwargs.pop('features_only', False)
-    feature_args = {name: kwargs.pop(name) for name in ('out_indices', 'feature_cls') if name in kwargs}
-    model = build_model(build, variant, pretrained, **kwargs)
-    if not features_only:
-        return model
-    own = {*inspect.signature(_build).parameters, 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir', 'weights'}
-    base_args = {name: value for name, value in kwargs.items() if name not in own}
-    return _feature_extractor(model, base, **base_args, **feature_args)
+    return create_from_base(build, variant, _DEFAULT_BASE, pretrained, **kwargs)
 
 
 default_cfgs = generate_default_cfgs({
-    'repa_any.untrained': _base_cfg(_DEFAULT_BASE, None),
+    'repa_any.untrained': base_cfg('repa_any', _DEFAULT_BASE),
 })
 
 

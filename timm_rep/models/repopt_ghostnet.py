@@ -76,7 +76,7 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
                 ghost.cheap_operation = (
                     RepOptConvDeploy(csla, **dd) if reparameterized else RepOptConv(csla, structure, **dd))
         if not reparameterized:
-            self._set_scales(structure, scales, reinit)
+            self._set_scales(scales, reinit)
 
     def convert_to_deploy(self) -> None:
         """Same as ``reparameterize()``, under the name in timm's RepGhostNet."""

@@ -253,7 +253,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
         for info in self.feature_info:
             info['reduction'] = info['reduction'] * strides[0] // 2
         if not reparameterized:
-            self._set_scales(structure, scales, reinit)
+            self._set_scales(scales, reinit)
 
 
 def _check_architecture(

@@ -1,8 +1,15 @@
 """The constants of RepOptimizers: files, checks, and attaching them to models."""
-from .attach import ScalesLike, attach_grad_mults, resolve_scales
+from .attach import ScalesLike, attach_grad_mults, recorded_scales, resolve_scales
 from .packaged import packaged_scales
-from .scales import BranchComparison, Scales
+from .scales import BranchComparison, Scales, stage_of
 
 __all__ = [
-    'BranchComparison', 'Scales', 'ScalesLike', 'attach_grad_mults', 'packaged_scales', 'resolve_scales',
+    'BranchComparison',
+    'Scales',
+    'ScalesLike',
+    'attach_grad_mults',
+    'packaged_scales',
+    'recorded_scales',
+    'resolve_scales',
+    'stage_of',
 ]

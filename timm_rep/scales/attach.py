@@ -8,9 +8,10 @@ from timm.utils import unwrap_model
 
 from timm_rep.layers import CslaConv2d, csla_layers
 
+from .packaged import packaged_scales
 from .scales import Scales
 
-__all__ = ['ScalesLike', 'attach_grad_mults', 'resolve_scales']
+__all__ = ['ScalesLike', 'attach_grad_mults', 'recorded_scales', 'resolve_scales']
 
 ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike, Literal[False]]
 
@@ -99,3 +100,18 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
     if hasattr(owner, 'scales_source'):  # recorded when the model is saved
         owner.scales_source = source
     return model
+
+
+def recorded_scales(source: Optional[str], structure: str = 'target') -> Union[str, bool]:
+    """What config.json says about the scales of a model.
+
+    It holds neither tensors nor the file that the scales came from. It names the attached scales if a word does, and
+    says False otherwise, so that RepSGD refuses to train the loaded model without scales.
+
+    Args:
+        source: What the scales were given as, if it was a string.
+        structure: 'target', 'search' or 'csla'. The weights of the latter two hold their scales.
+    """
+    if source in ('ones', 'init', *packaged_scales()):
+        return source
+    return False if structure == 'target' else 'init'

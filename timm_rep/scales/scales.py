@@ -15,7 +15,7 @@ from timm_rep.utils.files import parse_json
 
 from .files import ORDER, locate, read, write
 
-__all__ = ['BranchComparison', 'Scales']
+__all__ = ['BranchComparison', 'Scales', 'stage_of']
 
 
 _HISTORY = 'history'  # metadata key of the history, as JSON
@@ -30,6 +30,12 @@ class BranchComparison(NamedTuple):
     """
     correlation: float
     stage_means: Dict[str, Tuple[float, float]]
+
+
+def stage_of(layer: str) -> str:
+    """The stage in the name of a layer: ``stages.2`` in ``stages.2.5.conv``, ``stem`` in ``stem.conv``."""
+    parts = layer.split('.')
+    return '.'.join(parts[:2] if len(parts) > 1 and parts[1].isdigit() else parts[:1])
 
 
 class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
@@ -145,9 +151,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         """The layers of each stage, by its name: ``stages.2`` for ``stages.2.5.conv``, ``stem`` for ``stem.conv``."""
         stages: Dict[str, List[str]] = {}
         for layer in self:
-            parts = layer.split('.')
-            stage = '.'.join(parts[:2] if len(parts) > 1 and parts[1].isdigit() else parts[:1])
-            stages.setdefault(stage, []).append(layer)
+            stages.setdefault(stage_of(layer), []).append(layer)
         return stages
 
     def compare(self, other: 'Scales') -> Dict[str, 'BranchComparison']:

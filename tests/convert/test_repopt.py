@@ -1,0 +1,281 @@
+"""convert_to_repopt: sums of linear branches of timm as plain convolutions."""
+import copy
+import json
+import pickle
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.models.byobnet import MobileOneBlock
+from timm.utils import reparameterize_model
+
+import timm_rep
+from tests.convert.multi_branch import FAMILIES, build
+from tests.helpers import images, normal_scales, relative, same_weights
+from timm_rep.convert import find_linear_sums, use_repopt_convs
+from timm_rep.layers import CslaBlock, CslaConv2d, csla_layers
+from timm_rep.optim import RepAdamW, RepSGD
+from timm_rep.scales import Scales
+
+FASTVIT = dict(layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64), num_classes=5)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@torch.no_grad()
+def test_function_and_fold(family):
+    """The plain network computes the same, and folds into timm's folded model, key for key."""
+    original, x = build(family), images(2, 64)
+    before = original(x)
+    folded = reparameterize_model(original)
+    model = copy.deepcopy(original)
+    report = timm_rep.convert_to_repopt(model)
+    assert type(model) is type(original)
+    assert not model.training
+    assert relative(model(x), before) < 1e-5
+    assert {layer.name for layer in report.layers} == csla_layers(model).keys()
+    assert not find_linear_sums(model)[0]
+    for name, layer in csla_layers(model).items():
+        assert type(layer) is CslaConv2d
+        assert layer.grad_mult is not None, name
+    for other in (reparameterize_model(model), copy.deepcopy(model).reparameterize(), model.reparameterize()):
+        state, expected = other.state_dict(), folded.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(relative(state[k].float(), v.float()) < 1e-4 for k, v in expected.items() if v.abs().max() > 0)
+        assert relative(other(x), before) < 1e-5
+    timms = reparameterize_model(build(family, seed=1))
+    timms.load_state_dict(model.state_dict())
+    assert relative(timms(x), before) < 1e-5
+
+
+def copies(family, scales_seed=1):
+    """The CSLA structure of a family with random, also negative, scales, and the target structure with its kernels."""
+    csla, target = build(family).double(), build(family).double()
+    torch.manual_seed(2)
+    use_repopt_convs(csla, 'csla')
+    use_repopt_convs(target)
+    scales = normal_scales(csla, seed=scales_seed)
+    timm_rep.attach_grad_mults(target, scales)
+    with torch.no_grad():
+        for (name, layer), block in zip(csla_layers(target).items(), csla_layers(csla).values()):
+            block.set_scales(scales[name])
+            layer.weight.copy_(block.equivalent_kernel())
+        norms = ([m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] for model in (
+            target, csla))
+        for a, b in zip(*norms):
+            b.load_state_dict(a.state_dict())
+    return csla, target
+
+
+@pytest.mark.parametrize('family', [
+    family if family == 'byobnet, MobileOne' else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES])
+@pytest.mark.parametrize('rep,plain,args,tolerance', [
+    (RepSGD, torch.optim.SGD, dict(lr=.01, momentum=.9, weight_decay=1e-3, nesterov=True), 1e-10),
+    pytest.param(RepAdamW, torch.optim.AdamW, dict(lr=1e-3, weight_decay=.01, eps=1e-12), 1e-6, marks=pytest.mark.slow),
+])
+def test_csla_equals_gradient_reparameterization(family, rep, plain, args, tolerance):
+    """20 steps of the plain network with GradMults are 20 steps of the branches."""
+    csla, target = (model.train() for model in copies(family))
+    size = 64 if family == 'lcnetv2' else 32  # BatchNorms over 4 values are too sensitive to rounding
+    parameters = {p: None for layer in csla_layers(csla).values() for p in layer.scales.parameters()}
+    optimizers = (
+        plain([p for p in csla.parameters() if p not in parameters], **args), rep(target.parameters(), **args))
+    for step in range(20):
+        x, y = images(4, size, seed=step).double(), torch.arange(4)
+        for model, optimizer in zip((csla, target), optimizers):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    for layer, block in zip(csla_layers(target).values(), csla_layers(csla).values()):
+        assert relative(layer.weight.detach(), block.equivalent_kernel()) < tolerance
+    x = images(2, 32).double()
+    assert relative(target.eval()(x), csla.eval()(x)) < tolerance
+
+
+def test_the_branches_are_read_off_the_block():
+    model = build('byobnet, MobileOne')
+    sums, others = find_linear_sums(model)
+    assert not others
+    branches = {s.name: [b.name for b in s.branches] for s in sums}
+    assert branches['stem'] == ['conv3x3', 'conv1x1']
+    depthwise = ['conv3x3_0', 'conv3x3_1', 'conv1x1']
+    assert branches['stages.0.0'] == depthwise
+    assert branches['stages.0.1'] == [*depthwise, 'identity']
+    assert branches['stages.0.2'] == ['conv1x1_0', 'conv1x1_1', 'conv1x1_2', 'identity']
+    for linear_sum in sums:
+        csla = linear_sum.csla(1.)
+        block = linear_sum.module
+        assert (csla.in_channels, csla.groups) == (block.conv_kxk[0].conv.in_channels, block.groups)
+        assert csla.stride == block.conv_kxk[0].conv.stride
+        assert csla.kernel_size == block.conv_kxk[0].conv.kernel_size
+    # sqrt(2 / l) in layer l of a stage
+    timm_rep.convert_to_repopt(model)
+    initial = {name: scales['conv3x3_0'][0].item() for name, scales in Scales.initial(model).items() if (
+        'conv3x3_0' in scales)}
+    assert initial['stages.1.1.reparam_conv.0'] == pytest.approx(1.)
+    assert initial['stages.1.0.reparam_conv.0'] == pytest.approx(2 ** .5)
+
+
+@torch.no_grad()
+def test_a_kernel_is_the_sum_of_its_branches():
+    """Against the branches one by one, in float64, with a stride, groups, gains and biases."""
+    for family in FAMILIES:
+        model = build(family).double()
+        for linear_sum in find_linear_sums(model)[0]:
+            csla = linear_sum.csla(1.)
+            x = torch.randn(2, csla.in_channels, 9, 8, dtype=torch.float64)
+            expected = 0
+            for conv, norm, gain in linear_sum.terms:
+                y = x if conv is None else conv(x)
+                y = y if norm is None else norm(y)
+                expected = expected + (y if gain is None else y * gain.view(-1, 1, 1))
+            kernel, bias = linear_sum.kernel(csla)
+            y = F.conv2d(
+                x, kernel.view(csla.kernel_shape), bias, csla.stride, csla.padding(csla.kernel_size), 1, csla.groups)
+            assert relative(y, expected) < 1e-12
+
+
+def test_what_is_no_sum_stays():
+    model = build('byobnet, MobileOne')
+    block = MobileOneBlock(16, 24, kernel_size=1, stride=1)
+    model.stages[1][2] = block
+    report = timm_rep.convert_to_repopt(model)
+    assert report.kept == {'stages.1.2.reparam_conv': 'has a single branch'}
+    assert model.stages[1][2] is block
+    assert 'stages.1.2.reparam_conv is as it was: it has a single branch.' in str(report)
+    assert 'conv3x3_0 + conv3x3_1 + conv1x1 + identity' in str(report)
+    assert set(report.as_dict()) == {'layers', 'kept'}
+    model.reparameterize()
+    assert block.reparam_conv is not None  # folded by timm
+
+
+def converted():
+    model = build('byobnet, RepVGG')
+    timm_rep.convert_to_repopt(model)
+    return model
+
+
+@pytest.mark.parametrize('model,error,message', [
+    (lambda: timm.create_model('resnet18', device='meta'), ValueError, 'ResNet, nothing was changed: it has no block'),
+    (lambda: reparameterize_model(build('byobnet, RepVGG')), ValueError, 'Folded blocks have none any more'),
+    (lambda: nn.DataParallel(build('byobnet, RepVGG')), ValueError, 'wraps another model'),
+    (converted, ValueError, 'has foldable layers already'),
+    (lambda: 'mobileone_s0', TypeError, 'create it with'),
+])
+def test_refusals(model, error, message):
+    with pytest.raises(error, match=message):
+        timm_rep.convert_to_repopt(model())
+
+
+@pytest.mark.parametrize('scales', [{'stem': {'conv3x3': torch.ones(16)}}, 'nowhere.safetensors', 3])
+def test_scales_that_do_not_fit_leave_the_model_as_it_was(scales):
+    model, x = build('fastvit'), images(2, 64)
+    before, keys, modules = model(x), list(model.state_dict()), list(model.modules())
+    with pytest.raises((ValueError, FileNotFoundError)):
+        timm_rep.convert_to_repopt(model, scales)
+    assert list(model.state_dict()) == keys
+    assert list(model.modules()) == modules
+    assert torch.equal(model(x), before)
+    assert relative(reparameterize_model(model)(x), before) < 1e-4
+
+
+@pytest.mark.parametrize('structure', [
+    'target', pytest.param('search', marks=pytest.mark.slow), pytest.param('csla', marks=pytest.mark.slow)])
+def test_registered(structure, tmp_path):
+    torch.manual_seed(0)
+    args = dict(FASTVIT, base='fastvit_t8')
+    model = timm.create_model('repopt_any', structure=structure, **args)
+    assert type(model).__name__ == 'FastVit'
+    assert model.pretrained_cfg['architecture'] == 'repopt_any'
+    kinds = {type(m).structure for m in csla_layers(model).values()}
+    assert kinds == {structure}
+    x = images(2, 64)
+    model.train()
+    model(x).sum().backward()
+    model.eval()
+    before = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert relative(other.reparameterize()(x), before) < 1e-5
+    timm.models.save_for_hf(model, str(tmp_path / 'a'), safe_serialization=True)
+    timm.models.save_for_hf(copy.deepcopy(model).reparameterize(), str(tmp_path / 'b'), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path / "a"}', pretrained=True).eval()
+    assert torch.equal(loaded(x), before)
+    assert {type(m).structure for m in csla_layers(loaded).values()} == {structure}
+    folded = timm.create_model(f'local-dir:{tmp_path / "b"}', pretrained=True).eval()
+    assert relative(folded(x), before) < 1e-5
+    plain = reparameterize_model(timm.create_model(args.pop('base'), **args)).eval()
+    plain.load_state_dict(folded.state_dict())
+    assert relative(plain(x), before) < 1e-5
+    features = timm.create_model('repopt_any', base='fastvit_t8', features_only=True, structure=structure, **args)
+    assert {type(m).structure for m in csla_layers(features).values()} == {structure}
+    assert [f.shape[1] for f in features(x)] == features.feature_info.channels()
+    with pytest.raises(RuntimeError, match='structure'):
+        timm.create_model('repopt_any', base='fastvit_t8', reparameterized=True, **args).load_state_dict(
+            model.state_dict())
+
+
+def test_scales_of_the_registered_architecture(tmp_path):
+    args = dict(FASTVIT, base='fastvit_t8')
+    search = timm.create_model('repopt_any', structure='search', **args)
+    scales = normal_scales(search, seed=0)
+    scales.save(tmp_path / 's.safetensors')
+
+    def recorded(model):
+        timm.models.save_for_hf(model, str(tmp_path / 'saved'), safe_serialization=True)
+        return json.loads((tmp_path / 'saved' / 'config.json').read_text())['model_args']['scales']
+
+    for given, expected in (
+            ('ones', 'ones'), ('init', 'init'), (scales, False), (str(tmp_path / 's.safetensors'), False),
+            (False, False)):
+        model = timm.create_model('repopt_any', scales=given, **args)
+        assert recorded(model) == expected
+        attached = [layer.grad_mult for layer in csla_layers(model).values()]
+        assert all((m is None) == (given is False) for m in attached)
+    timm_rep.attach_grad_mults(model, 'ones')
+    assert recorded(model) == 'ones'
+    timm_rep.attach_grad_mults(model, scales)
+    assert recorded(model) is False
+    with pytest.raises(ValueError, match='needs scales'):
+        timm.create_model('repopt_any', structure='csla', scales=False, **args)
+    with pytest.raises(ValueError, match="structure is 'target'"):
+        timm.create_model('repopt_any', structure='plain', **args)
+    with pytest.raises(ValueError, match='base is the name of a model of timm without tag'):
+        timm.create_model('repopt_any', base='repopt_vgg_a0')
+
+
+def test_pretrained_weights_of_the_base(tmp_path):
+    torch.manual_seed(0)
+    args = dict(FASTVIT, num_classes=1000)
+    base = timm.create_model('fastvit_t8', **args)
+    base.train()(images(4, 64))
+    torch.save(base.state_dict(), tmp_path / 'base.pth')
+    model = timm.create_model(
+        'repopt_any', base='fastvit_t8', pretrained=True,
+        pretrained_cfg_overlay=dict(file=str(tmp_path / 'base.pth')), **args).eval()
+    x = images(2, 64)
+    assert relative(model(x), base.eval()(x)) < 1e-5
+    assert csla_layers(model)
+    assert not any(isinstance(m, CslaBlock) for m in model.modules())
+    other = build('repghost')
+    assert not same_weights(model, other)
+
+
+@pytest.mark.slow
+def test_hyper_search_and_training(tmp_path):
+    """Searched scales of a converted network train its target structure."""
+    args = dict(FASTVIT, base='fastvit_t8')
+    loader = [(images(8, 32, seed=i), torch.arange(8) % 5) for i in range(2)]
+    scales = timm_rep.hyper_search('repopt_any', loader, epochs=1, model_args=args)
+    scales.save(tmp_path / 's.safetensors')
+    model = timm.create_model('repopt_any', scales=str(tmp_path / 's.safetensors'), **args)
+    optimizer = timm.optim.create_optimizer_v2(model, opt='repsgd', lr=.05, momentum=.9)
+    losses = []
+    for _ in range(20):
+        loss = F.cross_entropy(model(loader[0][0]), loader[0][1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < .7 * losses[0]

@@ -1,0 +1,107 @@
+"""Registered architectures that are any model of timm, converted: ``create_model('repa_any', base=...)``."""
+import dataclasses
+import inspect
+from typing import Any, Callable, Dict, Union
+
+import timm
+import torch.nn as nn
+from timm.models import PretrainedCfg, get_pretrained_cfg, is_model
+
+from timm_rep.hub.load import build_model, resolve_pretrained
+from timm_rep.layers import advance_annealing
+
+__all__ = ['base_cfg', 'create_from_base']
+
+
+def _check_base(base: str, example: str) -> None:
+    """Refuse what is no model of timm.
+
+    Raises:
+        ValueError: base is no name, has a tag, or is a model of another package.
+    """
+    known = isinstance(base, str) and '.' not in base and is_model(base)
+    entry = timm.models.model_entrypoint(base) if known else None
+    if entry is None or not entry.__module__.startswith('timm.models.'):
+        raise ValueError(
+            f'base is the name of a model of timm without tag, such as {example!r}; got {base!r}, see '
+            'timm.list_models().')
+
+
+def base_cfg(
+        variant: str,
+        base: str,
+        pretrained_cfg: Union[str, Dict[str, Any], PretrainedCfg, None] = None,
+) -> Dict[str, Any]:
+    """The pretrained_cfg of the base without its weights, completed by a given one."""
+    cfg = get_pretrained_cfg(base)
+    cfg = cfg.to_dict() if cfg is not None else {}
+    for name in ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'custom_load'):
+        cfg.pop(name, None)
+    if isinstance(pretrained_cfg, PretrainedCfg):
+        pretrained_cfg = dataclasses.asdict(pretrained_cfg)
+    given = {} if pretrained_cfg is None or isinstance(pretrained_cfg, str) else pretrained_cfg
+    return {**cfg, **{k: v for k, v in given.items() if v is not None}, 'architecture': variant}
+
+
+def _take_layers(target: nn.Module, layers: Dict[str, nn.Module], name: str = '') -> None:
+    """Put the layers of a model in the places of a copy of it, whose names may have underscores for dots."""
+    for child_name, child in target.named_children():
+        path = f'{name}_{child_name}'.strip('_').replace('.', '_')
+        layer = layers.get(path)
+        if layer is None or isinstance(child, nn.Identity):  # timm prunes layers after the last features
+            continue
+        names = {name for name, _ in child.named_children()}
+        # a block whose branches became one convolution has other children
+        if type(layer) is type(child) and names and names <= {name for name, _ in layer.named_children()}:
+            child._parameters, child._buffers = layer._parameters, layer._buffers
+            _take_layers(child, layers, path)
+        else:
+            setattr(target, child_name, layer)
+
+
+def _feature_extractor(model: nn.Module, base: str, **kwargs) -> nn.Module:
+    """timm's feature extractor of the base, with the layers of a converted model."""
+    features = timm.create_model(base, features_only=True, **kwargs)
+    inner = getattr(features, 'model', None)  # of timm's FeatureGetterNet
+    if inner is None:
+        inner = features
+    else:
+        inner._parameters, inner._buffers = model._parameters, model._buffers
+    _take_layers(inner, {path.replace('.', '_'): layer for path, layer in model.named_modules()})
+    features.pretrained_cfg = features.default_cfg = model.pretrained_cfg
+    features.register_forward_pre_hook(advance_annealing)
+    return features
+
+
+def create_from_base(
+        build: Callable[..., nn.Module],
+        variant: str,
+        default_base: str,
+        pretrained: bool = False,
+        **kwargs,
+) -> nn.Module:
+    """Create a converted model of timm with the arguments of ``timm.create_model``.
+
+    Args:
+        build: Function of ``base``, of arguments of its own, and of those of the base, that gives the converted model.
+        variant: Name of the architecture.
+        default_base: Name of the base without the argument ``base``.
+        pretrained: Whether to load weights of the converted model.
+        kwargs: Arguments of ``create_model``.
+
+    Raises:
+        ValueError: base is no model of timm, or an argument of the conversion is invalid.
+        RuntimeError: The weights cannot be found or do not fit.
+    """
+    kwargs = resolve_pretrained(build, variant, pretrained, kwargs)
+    base = kwargs.setdefault('base', default_base)
+    _check_base(base, default_base)
+    kwargs['pretrained_cfg'] = base_cfg(variant, base, kwargs.get('pretrained_cfg'))
+    features_only = kwargs.pop('features_only', False)
+    feature_args = {name: kwargs.pop(name) for name in ('out_indices', 'feature_cls') if name in kwargs}
+    model = build_model(build, variant, pretrained, **kwargs)
+    if not features_only:
+        return model
+    own = {*inspect.signature(build).parameters, 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir', 'weights'}
+    base_args = {name: value for name, value in kwargs.items() if name not in own}
+    return _feature_extractor(model, base, **base_args, **feature_args)

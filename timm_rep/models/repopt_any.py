@@ -1,0 +1,98 @@
+"""Any multi-branch network of timm as a plain one with the structural prior in the optimizer.
+
+`Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242
+"""
+from functools import partial
+from typing import Union
+
+import timm
+import torch.nn as nn
+from timm.models import generate_default_cfgs, register_model
+
+from timm_rep.convert import reparameterize_repopt, set_scales, use_repopt_convs
+from timm_rep.convert.reparameterize import check_loaded_structure
+from timm_rep.layers import RepOptConv
+from timm_rep.scales import ScalesLike, recorded_scales
+
+from ._from_base import base_cfg, create_from_base
+from ._repopt import check_structure
+
+__all__ = []
+
+_DEFAULT_BASE = 'mobileone_s0'
+
+
+def _build(
+        base: str = _DEFAULT_BASE,
+        structure: str = 'target',
+        scales: Union[ScalesLike, bool, None] = 'init',
+        reinit: bool = True,
+        reparameterized: bool = False,
+        **kwargs,
+) -> nn.Module:
+    """The timm model ``base`` with CSLA layers; see :func:`repopt_any`."""
+    check_structure(structure)
+    model = timm.create_model(base, **kwargs)
+    use_repopt_convs(model, structure, reparameterized)
+    model.scales_source = None
+    if not reparameterized:
+        if reinit:
+            for layer in [m for m in model.modules() if isinstance(m, RepOptConv)]:
+                for part in layer:
+                    part.reset_parameters()
+        set_scales(model, scales, reinit)
+        model.scales_source = scales if isinstance(scales, str) else None
+        model.register_state_dict_pre_hook(partial(_record_scales, structure))
+    model.register_load_state_dict_pre_hook(check_loaded_structure)
+    model.reparameterize = partial(_reparameterize, model)
+    return model
+
+
+def _record_scales(structure: str, model: nn.Module, *hook_args) -> None:
+    """Let config.json name the attached scales, not the argument that create_model records, which may be a file.
+
+    A state_dict pre-hook: timm's save_for_hf() reads the weights before the arguments.
+    """
+    args = getattr(model, '_model_args', {})
+    if not args.get('reparameterized'):
+        model._model_args = {**args, 'scales': recorded_scales(model.scales_source, structure)}
+
+
+def _reparameterize(model: nn.Module) -> nn.Module:
+    """Fold the model in place; config.json says so afterwards."""
+    reparameterize_repopt(model)
+    args = {name: value for name, value in model._model_args.items() if name != 'scales'}
+    model._model_args = {**args, 'reparameterized': True}
+    return model
+
+
+def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
+    build = _build
+    if pretrained and not kwargs.get('pretrained_cfg'):
+        # the weights to start from are those of the base
+        overlay = kwargs.pop('pretrained_cfg_overlay', None)
+        pretrained, build = False, partial(_build, pretrained=True, pretrained_cfg_overlay=overlay, reinit=False)
+    return create_from_base(build, variant, _DEFAULT_BASE, pretrained, **kwargs)
+
+
+default_cfgs = generate_default_cfgs({
+    'repopt_any.untrained': base_cfg('repopt_any', _DEFAULT_BASE),
+})
+
+
+@register_model
+def repopt_any(pretrained=False, **kwargs) -> nn.Module:
+    """Any multi-branch network of timm as a plain one: ``create_model('repopt_any', base='mobileone_s0')``.
+
+    With ``pretrained=True`` it starts from the published weights of the base, folded.
+
+    Args, beside those of the base:
+        base: Name of a model of timm with blocks that are sums of linear branches, without tag.
+        structure: 'target', a plain network; 'search', the network that Hyper-Search trains; 'csla', with the branches
+            and constant scales.
+        scales: Constants of the branches, which determine the GradMults and initial kernels of the target structure:
+            Scales, a path, a Hub repository, 'ones', or 'init', the values that a search starts from. False for none.
+        reinit: Initialize kernels, by the rule of initialization, and BatchNorms anew.
+        reparameterized: Build the deploy structure, timm's folded model of the base.
+    """
+    return _create_repopt_any('repopt_any', pretrained=pretrained, **kwargs)
