@@ -32,6 +32,8 @@ def _build(
 ) -> nn.Module:
     """The timm model ``base`` with CSLA layers; see :func:`repopt_any`."""
     check_structure(structure)
+    if isinstance(scales, str) and scales == 'default':  # as for the other RepOpt models
+        scales = 'init'
     model = timm.create_model(base, **kwargs)
     use_repopt_convs(model, structure, reparameterized)
     model.scales_source = None
