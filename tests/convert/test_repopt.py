@@ -227,8 +227,8 @@ def test_scales_of_the_registered_architecture(tmp_path):
         return json.loads((tmp_path / 'saved' / 'config.json').read_text())['model_args']['scales']
 
     for given, expected in (
-            ('ones', 'ones'), ('init', 'init'), ('default', 'init'), (scales, False), (str(tmp_path / 's.safetensors'), False),
-            (False, False)):
+            ('ones', 'ones'), ('init', 'init'), ('default', 'init'), (scales, False),
+            (str(tmp_path / 's.safetensors'), False), (False, False)):
         model = timm.create_model('repopt_any', scales=given, **args)
         assert recorded(model) == expected
         attached = [layer.grad_mult for layer in csla_layers(model).values()]

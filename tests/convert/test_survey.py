@@ -10,10 +10,19 @@ from timm_rep.convert.pointwise import _CLASSES, _SEQUENTIALS
 def test_models_of_a_pattern():
     reason = 'normalizes over all positions (global response norm)'
     assert list(survey_convertible('convnext*_atto')) == [
-        Convertibility('convnext', 2, 'convnext_atto', {'Mlp': 12}, {}),
-        Convertibility('convnext', 2, 'convnextv2_atto', {}, {reason: 12}),
+        Convertibility('convnext', 2, 'convnext_atto', {'Mlp': 12}, {}, {}, 0),
+        Convertibility('convnext', 2, 'convnextv2_atto', {}, {reason: 12}, {}, 0),
     ]
     assert list(survey_convertible('repa_*')) == []  # timm's own only
+
+
+def test_sums_of_linear_branches():
+    row, = survey_convertible('repvgg_a0')
+    # three branches in all blocks but the stem and the first of each stage
+    assert (row.sums, row.branches, row.classes) == ({'RepVggBlock': 22}, 3 * 22 - 5, {})
+    row, = survey_convertible('fastvit_t8')
+    assert row.sums == {'MobileOneBlock': 7, 'ReparamLargeKernelConv': 3, 'RepMixer': 10}
+    assert row.classes
 
 
 def test_smallest_model_of_every_family(monkeypatch):
@@ -21,7 +30,7 @@ def test_smallest_model_of_every_family(monkeypatch):
     monkeypatch.setattr(timm, 'list_models', lambda: names)
     found = {c.family: c for c in survey_convertible()}
     assert list(found) == ['deit', 'resnet', 'visformer']
-    assert found['resnet'][2:] == ('resnet10t', {}, {})
+    assert found['resnet'][2:] == ('resnet10t', {}, {}, {}, 0)
     assert found['resnet'].models == 2
     assert found['visformer'].model == 'visformer_tiny'
     assert found['visformer'].classes == {'SpatialMlp': 8}
@@ -37,7 +46,11 @@ def test_command(capsys):
         'visformer', '2', 'visformer_tiny', '8',
         'SpatialMlp; 7 stay: each has a convolution between its linear layers']
     assert small.split()[2] == 'visformer_small'
-    assert summary == '2 of these 2 models have FFNs that can be converted.'
+    assert summary == (
+        '2 of these 2 models have FFNs that convert_to_repa() converts, 0 have parallel linear branches that '
+        'convert_to_repopt() converts.')
+    assert main(['models', '--convertible', 'mobileone_s1']) == 0
+    assert '0  39 MobileOneBlock of linear branches' in capsys.readouterr().out
     assert main(['models', '--convertible', 'nothing*']) == 1
     assert capsys.readouterr().err == "timm-rep: no model of timm matches 'nothing*'.\n"
 

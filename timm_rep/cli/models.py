@@ -16,25 +16,29 @@ def add_parser(commands) -> None:
     parser = commands.add_parser('models', help='print parameters and MACs beside those in the papers')
     parser.add_argument('filter', nargs='?', default='*', help='pattern of model names, e.g. "repa_deit_*" (all)')
     parser.add_argument(
-        '--convertible', action='store_true', help="instead list timm's architectures whose FFNs convert_to_repa() "
-        'converts from images: the smallest one of each family, or every one that matches the pattern')
+        '--convertible', action='store_true', help="instead list timm's architectures with FFNs that convert_to_repa() "
+        'and parallel linear branches that convert_to_repopt() converts: the smallest one of each family, or every one '
+        'that matches the pattern')
     parser.set_defaults(run=run)
 
 
 def _run_convertible(pattern: str) -> int:
     layout = '{:<26} {:>6}  {:<44} {:>5}  {}'
-    found, count = 0, 0
+    found, plain, count = 0, 0, 0
     for row in survey_convertible(pattern):
         if not count:
-            print(layout.format('family', 'models', 'model', 'FFNs', 'classes; FFNs that stay as they are'))
+            print(layout.format('family', 'models', 'model', 'FFNs', 'classes; FFNs that stay; sums of branches'))
         notes = [', '.join(row.classes)] * bool(row.classes)
         notes += [f'{n} stay: each {reason}' for reason, n in row.others.items()]
+        notes += [f'{n} {name} of linear branches' for name, n in row.sums.items()]
         ffns = sum(row.classes.values())
-        print(layout.format(row.family, row.models, row.model, ffns, '; '.join(notes) or 'no FFN'), flush=True)
-        count, found = count + 1, found + (ffns > 0)
+        found_here = '; '.join(notes) or 'no FFN and no branches'
+        print(layout.format(row.family, row.models, row.model, ffns, found_here), flush=True)
+        count, found, plain = count + 1, found + (ffns > 0), plain + (row.branches > 0)
     if not count:
         raise ValueError(f'no model of timm matches {pattern!r}.')
-    print(f'\n{found} of these {count} models have FFNs that can be converted.')
+    print(f'\n{found} of these {count} models have FFNs that convert_to_repa() converts, {plain} have parallel linear '
+          'branches that convert_to_repopt() converts.')
     if pattern == '*':
         print('They are the smallest of each family, by name; the others may differ: a pattern lists every model that '
               'matches, for example timm-rep models --convertible "convnext*".')

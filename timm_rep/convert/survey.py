@@ -1,4 +1,4 @@
-"""Which of timm's architectures have FFNs that :func:`timm_rep.convert.linearize_ffns` converts."""
+"""Which of timm's architectures have FFNs and sums of linear branches that this package converts."""
 import fnmatch
 import re
 from collections import Counter
@@ -7,6 +7,7 @@ from typing import Dict, Iterator, List, NamedTuple, Tuple
 import timm
 import torch
 
+from .linear_sums import find_linear_sums
 from .pointwise import find_pointwise_ffns
 
 __all__ = ['Convertibility', 'survey_convertible']
@@ -26,12 +27,16 @@ class Convertibility(NamedTuple):
         model: The model that was looked at.
         classes: Pointwise FFNs by class.
         others: FFNs that are not pointwise, by reason.
+        sums: Sums of linear branches by class of their block.
+        branches: Number of branches of all sums.
     """
     family: str
     models: int
     model: str
     classes: Dict[str, int]
     others: Dict[str, int]
+    sums: Dict[str, int]
+    branches: int
 
 
 def _size(name: str) -> Tuple:
@@ -41,7 +46,7 @@ def _size(name: str) -> Tuple:
 
 
 def survey_convertible(pattern: str = '*') -> Iterator[Convertibility]:
-    """Look for pointwise FFNs in timm's architectures, built on the meta device, without weights.
+    """Look for pointwise FFNs and sums of linear branches in timm's architectures, built on the meta device.
 
     Args:
         pattern: Pattern of model names. '*' takes one model of every family, the smallest by its name, since building
@@ -62,4 +67,7 @@ def survey_convertible(pattern: str = '*') -> Iterator[Convertibility]:
                 model = timm.create_model(name)
             ffns, others = find_pointwise_ffns(model)
             classes = Counter(ffn.class_name for ffn in ffns)
-            yield Convertibility(family, len(names), name, dict(classes), dict(Counter(others.values())))
+            sums, _ = find_linear_sums(model)
+            yield Convertibility(
+                family, len(names), name, dict(classes), dict(Counter(others.values())),
+                dict(Counter(type(s.module).__name__ for s in sums)), sum(len(s.branches) for s in sums))
