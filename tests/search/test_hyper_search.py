@@ -195,6 +195,9 @@ def test_refused_before_anything_is_trained(tmp_path):
     ]:
         with pytest.raises(ValueError, match=f'checkpoint of another search: {what}'):
             search(**same, **change)
+    shorter = DataLoader(dataset(), batch_size=24)
+    with pytest.raises(ValueError, match='checkpoint of another search: steps is 3 there and 2 here'):
+        timm_rep.hyper_search('repopt_vgg_a0', shorter, **TINY, **same)
     (tmp_path / 'search.pth').write_bytes(b'PK damaged')
     with pytest.raises(ValueError, match=r"search\.pth' cannot be read as the checkpoint of a search"):
         search(**same)
