@@ -136,6 +136,19 @@ def test_distillation_comes_closer_and_resumes(data, tmp_path):
         distil(start(), teacher, images, epochs=3, lr=.1, checkpoint=state, resume=True)
 
 
+def test_calibration_images_are_drawn_by_the_seed(data):
+    model = original(data)
+
+    def drawn(seed):
+        return [torch.cat(x) for x in zip(*Images(model, str(data), seed=seed, batch_size=8).calibration(12))]
+
+    images, targets = drawn(0)
+    assert len(images.flatten(1).unique(dim=0)) == 12
+    assert len(targets.unique()) == 3  # of all classes, though the folders are in order
+    assert torch.equal(drawn(0)[0], images)
+    assert not torch.equal(drawn(1)[0], images)
+
+
 def test_the_machine_is_that_of_the_measurements(data, tmp_path, monkeypatch):
     """It is read before the model moves to the CPU to be saved."""
     events = []
