@@ -9,11 +9,14 @@ exit status is 1 if less than 95% are caught.
     python scripts/mutants.py --only hub/
 """
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,14 +25,16 @@ from datetime import date
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
+os.environ['OMP_NUM_THREADS'] = '1'
+
+import pytest
+import timm  # noqa: F401, for the forks
 import torch
 import yaml
 
-from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.profiling import device_name, versions
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 GOAL = 95.
+_LOG = 'pytest.txt'
 
 
 class Mutant(NamedTuple):
@@ -92,25 +97,35 @@ def copy_checkout(folder: Path) -> Path:
     return copy
 
 
-def run_tests(root: Path, tests: Sequence[str], timeout: Optional[float] = None) -> subprocess.CompletedProcess:
-    """Run tests of a copy until one fails.
-
-    Raises:
-        subprocess.TimeoutExpired: They take longer; their processes were ended.
-    """
-    command = [sys.executable, '-m', 'pytest', '-x', '-q', '-n', '0', '-p', 'no:cacheprovider']
+def _pytest(root: Path, tests: Sequence[str]) -> None:
+    os.setsid()  # a group with the processes that tests start
+    os.chdir(root)
     # without bytecode, which would be taken for that of a change of the same second and length
-    env = {**os.environ, 'PYTHONPATH': str(root), 'PYTHONDONTWRITEBYTECODE': '1', 'OMP_NUM_THREADS': '1'}
-    process = subprocess.Popen(
-        [*command, *(f'tests/{test}' for test in tests)], cwd=root, env=env, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    os.environ.update(PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE='1')
+    sys.dont_write_bytecode = True
+    sys.path[0] = str(root)
+    options = ['-x', '-q', '-n', '0', '-p', 'no:cacheprovider']
+    with open(root.parent / _LOG, 'w', encoding='utf-8') as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.exit(int(pytest.main([*options, *(f'tests/{test}' for test in tests)])))
+
+
+def run_tests(root: Path, tests: Sequence[str], timeout: Optional[float] = None) -> Optional[int]:
+    """Exit status of ``python -m pytest`` on tests of a copy, until one fails; None if they take longer and are ended.
+
+    It is a fork of this process, which has imported pytest, torch and timm, but not timm_rep. The output is in the
+    folder of the copy.
+    """
+    process = multiprocessing.get_context('fork').Process(target=_pytest, args=(root, tests))
+    process.start()
     try:
-        output, _ = process.communicate(timeout=timeout)
-    except BaseException:  # tests start processes of their own
-        os.killpg(process.pid, 9)
-        process.wait()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
+        process.join(timeout)
+        return process.exitcode
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
 
 def outcome(root: Path, mutant: Mutant, timeout: float) -> str:
@@ -119,9 +134,7 @@ def outcome(root: Path, mutant: Mutant, timeout: float) -> str:
     original, changed = path.read_text(encoding='utf-8'), mutant.apply(root)
     path.write_text(changed, encoding='utf-8')
     try:
-        return 'survived' if run_tests(root, mutant.tests.split(), timeout).returncode == 0 else 'failed'
-    except subprocess.TimeoutExpired:
-        return 'hung'
+        return {0: 'survived', None: 'hung'}.get(run_tests(root, mutant.tests.split(), timeout), 'failed')
     finally:
         path.write_text(original, encoding='utf-8')
 
@@ -141,11 +154,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = copy_checkout(Path(folder))
         tests = sorted({test for mutant in mutants for test in mutant.tests.split()})
-        unchanged = run_tests(root, tests)
-        if unchanged.returncode:
-            print(unchanged.stdout[-4000:], '\nThe tests fail without any change.', sep='\n', file=sys.stderr)
+        status, output = run_tests(root, tests), (root.parent / _LOG).read_text(encoding='utf-8')
+        if status:
+            print(output[-4000:], 'The tests fail without any change.', sep='\n', file=sys.stderr)
             return 1
-        print('Unchanged:', unchanged.stdout.splitlines()[-1], flush=True)
+        print('Unchanged:', output.splitlines()[-1], flush=True)
         for mutant in mutants:
             start = time.perf_counter()
             found = outcome(root, mutant, args.timeout)
@@ -156,6 +169,9 @@ def main() -> int:
     share = 100 * caught / len(rows)
     print(f'{caught} of {len(rows)} caught, {share:.1f}%.')
     if args.output is not None:
+        from timm_rep.utils.atomic import replacing_files  # of this checkout, after the forks
+        from timm_rep.utils.profiling import device_name, versions
+
         content = dict(
             command=shlex.join(['python', *sys.argv]), date=date.today().isoformat(),
             machine=device_name(torch.device('cpu')), versions=versions(), caught=caught, mutants=rows)
