@@ -139,6 +139,17 @@ def test_a_broken_fold_in_place(monkeypatch):
     assert result.first_difference == 'stages.1.0'
 
 
+def test_default_tolerance():
+    """16 times the unfolded error, or of the rounding of one number where the unfolded model happens to be exact."""
+    eps = 2 ** -23
+    for unfolded, folded, passed in [
+        (0., 16 * eps, True), (0., 17 * eps, False), (100 * eps, 1600 * eps, True), (100 * eps, 1601 * eps, False)]:
+        result = Verification(1, unfolded_error=unfolded, folded_error=folded, folded=1)
+        assert result.passed == passed
+        result = Verification(1, folded=1, layers={'a': (unfolded, folded)})
+        assert (result.passed, result.first_difference) == (passed, None if passed else 'a')
+
+
 def test_tolerance():
     model = randomize_(tiny('repa_deit_tiny'))
     assert not timm_rep.verify(model, tolerance=0.).passed
