@@ -1,5 +1,6 @@
 """verify(): what folding loses, and the layer at which it loses more than rounding."""
 import copy
+import sys
 
 import pytest
 import timm
@@ -12,6 +13,7 @@ import timm_rep
 from tests.helpers import images, randomize_, same_weights, tiny
 from timm_rep.cli import main
 from timm_rep.layers import RePaMlp
+from timm_rep.verify import Verification
 
 MODELS = [
     ('repa_deit_tiny', {}, 2),
@@ -137,6 +139,17 @@ def test_a_broken_fold_in_place(monkeypatch):
     assert result.first_difference == 'stages.1.0'
 
 
+def test_default_tolerance():
+    """16 times the unfolded error, or of the rounding of one number where the unfolded model happens to be exact."""
+    eps = 2 ** -23
+    for unfolded, folded, passed in [
+        (0., 16 * eps, True), (0., 17 * eps, False), (100 * eps, 1600 * eps, True), (100 * eps, 1601 * eps, False)]:
+        result = Verification(1, unfolded_error=unfolded, folded_error=folded, folded=1)
+        assert result.passed == passed
+        result = Verification(1, folded=1, layers={'a': (unfolded, folded)})
+        assert (result.passed, result.first_difference) == (passed, None if passed else 'a')
+
+
 def test_tolerance():
     model = randomize_(tiny('repa_deit_tiny'))
     assert not timm_rep.verify(model, tolerance=0.).passed
@@ -201,6 +214,24 @@ class TestCommand:
         assert "no folder for the split 'test'" in capsys.readouterr().err
         assert main(command[:4]) == 1
         assert f'{str(tmp_path / "c.pth")!r} does not fit the model' in capsys.readouterr().err
+
+    @pytest.mark.parametrize('failing,status', [(None, 0), (0, 1), (1, 1)])
+    def test_each_kind_of_images_counts(self, tmp_path, monkeypatch, failing, status):
+        for i, red in enumerate((0, 80, 50, 20, 150, 40, 10)):
+            (tmp_path / 'val' / str(i // 4)).mkdir(parents=True, exist_ok=True)
+            Image.new('RGB', (32, 32), (red, 10, 90)).save(tmp_path / 'val' / str(i // 4) / f'{i}.png')
+        seen = []
+
+        def verify(model, x, tolerance):
+            seen.append(x)
+            return Verification(len(x), folded=1, folded_error=float(len(seen) - 1 == failing), tolerance=.5)
+
+        monkeypatch.setattr(sys.modules['timm_rep.verify'], 'verify', verify)
+        assert main(['verify', 'repa_deit_tiny', '--data-dir', str(tmp_path), '--num-images', '3', *ARGS]) == status
+        random, real = seen
+        assert (random.shape, real.shape) == ((3, 3, 32, 32), (3, 3, 32, 32))
+        red = real[:, 0].mean((1, 2))
+        torch.testing.assert_close((red - red[0]) / (red[1] - red[0]), torch.tensor([0., 1., 3.]))  # images 0, 2 and 4
 
     def test_broken(self, capsys, monkeypatch):
         fuse = RePaMlp.fuse

@@ -8,7 +8,7 @@ from PIL import Image
 
 import timm_rep
 from tests.helpers import relative
-from timm_rep.accelerate import STATE, Images, as_repa_any, distil
+from timm_rep.accelerate import STATE, Images, as_repa_any, distil, measure
 from timm_rep.cli import main
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=3)
@@ -134,6 +134,34 @@ def test_distillation_comes_closer_and_resumes(data, tmp_path):
         assert torch.equal(value, whole.state_dict()[name]), name
     with pytest.raises(ValueError, match=r'another distillation: lr is 0\.001 there and 0\.1 here'):
         distil(start(), teacher, images, epochs=3, lr=.1, checkpoint=state, resume=True)
+
+
+def test_calibration_images_are_drawn_by_the_seed(data):
+    model = original(data)
+
+    def drawn(seed):
+        return [torch.cat(x) for x in zip(*Images(model, str(data), seed=seed, batch_size=8).calibration(12))]
+
+    images, targets = drawn(0)
+    assert len(images.flatten(1).unique(dim=0)) == 12
+    assert len(targets.unique()) == 3  # of all classes, though the folders are in order
+    assert torch.equal(drawn(0)[0], images)
+    assert not torch.equal(drawn(1)[0], images)
+
+
+@torch.no_grad()
+def test_agreement_is_with_the_first_model(data):
+    models = {'first': original(data), 'other': original(data)}
+    images = Images(models['first'], str(data))
+    for seed, model in enumerate(models.values()):
+        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed))
+        model.head.bias -= torch.cat([model(x) for x, _ in images.validation()]).mean(0)  # so that no class prevails
+    first, other = (torch.cat([m(x).argmax(1) for x, _ in images.validation()]) for m in models.values())
+    expected = (first == other).double().mean().item() * 100
+    figures = measure(models, images, batch_sizes=())
+    assert 0 < expected < 100
+    assert figures['first']['agreement'] == 100
+    assert figures['other']['agreement'] == pytest.approx(expected, abs=.01)
 
 
 def test_the_machine_is_that_of_the_measurements(data, tmp_path, monkeypatch):

@@ -119,6 +119,8 @@ def test_run_shows_where_a_script_fails(tmp_path, capsys, monkeypatch):
     (['profile', 'repa_deit_tiny', '--model-kwargs', 'idle_ratio'], 2, "expected NAME=VALUE, got 'idle_ratio'"),
     (['profile', 'repa_deit_tiny', '--batch-size', '0'], 2, "expected an integer of at least 1, got '0'"),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--epochs', 'x'], 2, "at least 1, got 'x'"),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '2147483648'], 2, '2 ** 31 - 1, got'),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '-1'], 2, '2 ** 31 - 1, got'),
 ])
 def test_arguments_are_checked_where_they_enter(capsys, argv, status, message):
     with pytest.raises(SystemExit) as e:

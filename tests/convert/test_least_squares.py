@@ -77,6 +77,21 @@ def test_output_variance_and_ridge():
     assert errors[-1] > errors[0]
 
 
+def test_damping_is_relative_to_the_variance_of_every_variable():
+    """Other units of the features change nothing."""
+    h, u, second = features()
+    units = 2. ** torch.arange(-2, 4, dtype=F64).repeat(2)
+    other = Affine(second.weight / units, second.bias)
+    active = torch.tensor([0, 5, 9])
+    for ridge in (1e-2, 1.):
+        linear, weight, error = problem(h, u, second, ridge).solve(active)
+        scaled, scaled_weight, scaled_error = problem(h * units, u, other, ridge).solve(active)
+        # up to a millionth of the mean variance, which damps constant variables
+        torch.testing.assert_close(scaled.weight, linear.weight, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(scaled_weight * units[active], weight, rtol=1e-3, atol=1e-4)
+        assert scaled_error == pytest.approx(error, rel=1e-4)
+
+
 def test_features_that_are_all_constant():
     h, u, second = features()
     constant = problem(h[:1].repeat(50, 1), u[:1].repeat(50, 1), second, 1e-4)
@@ -120,6 +135,15 @@ def test_elimination_of_several_channels_at_once():
         expected = (second.weight[:, gone] @ schur * second.weight[:, gone]).sum()
         torch.testing.assert_close(groups.loss[k], expected)
         assert one.loss[k] <= groups.loss[k] * (1 + 1e-9)
+
+
+def test_channels_of_one_step_share_its_cost_in_proportion():
+    """Of uncorrelated channels each costs what it does alone, whatever the steps."""
+    variance, weight = torch.tensor([1., 4., 9., 16.], dtype=F64), torch.ones(2, 4, dtype=F64)
+    for steps in (1, 2, 4):
+        found = eliminate(variance.diag(), weight, steps)
+        assert found.order.tolist() == [0, 1, 2, 3]
+        torch.testing.assert_close(found.loss, torch.tensor([0., 2., 10., 28., 60.], dtype=F64))
 
 
 def test_allocation_against_every_combination():

@@ -379,6 +379,20 @@ def test_wrapped_compiled_and_converted_models():
         linearize_ffns(model, [x])
 
 
+def test_the_order_is_that_of_execution():
+    """What enters an FFN comes from the converted ones before it, whatever their names."""
+    class Backwards(nn.Sequential):
+        def __iter__(self):
+            return reversed(self._modules.values())
+
+    model, other, x = vit(), vit(), images(16, 32)
+    first, second = other.blocks
+    other.blocks = Backwards(second, first)
+    linearize_ffns(model, [x])
+    assert [ffn.name for ffn in linearize_ffns(other, [x]).ffns] == ['blocks.1.mlp', 'blocks.0.mlp']
+    assert all(same_weights(*blocks) for blocks in zip(model.blocks, other.blocks))
+
+
 def test_ffns_of_one_token_and_unused_ones_stay():
     model, x = build('cait')
     one = [name for name, m in model.blocks_token_only.named_modules() if isinstance(m, Mlp)]

@@ -19,6 +19,7 @@ CSLAS = {
     'asymmetric': Csla(6, 6, (ConvBranch((1, 3)), ConvBranch((3, 1)), C3)),
     'groups': Csla(8, 8, (C3, C1, ID), groups=2),
     'groups, stride, no identity': Csla(8, 4, (ConvBranch(5), C3), stride=(2, 1), groups=4),
+    'dilation': Csla(4, 4, (C3, C1, ID), dilation=(2, 3)),
     '1x1 and identity': Csla(5, 5, (C1, ID)),
     'no branch covers the kernel': Csla(4, 4, (ConvBranch((1, 5)), ConvBranch((3, 1)), ID)),
     'twice the same': Csla(4, 4, (C3, ConvBranch(3, name='again'), C1, ID)),
@@ -108,6 +109,7 @@ class TestEveryBlock:
         branches = [(b.name, None if isinstance(b, IdentityBranch) else b.kernel_size) for b in csla.branches]
         expected = grad_mult(csla.kernel_shape, branches, scales, power)
         mult = csla.grad_mult(scales)
+        mult.dense('absolute' if rule == 'squared' else 'squared', torch.float64)  # cached beside this one
         torch.testing.assert_close(mult.dense(rule, torch.float64), expected)
         x = torch.randn(csla.kernel_shape, dtype=torch.float64)
         torch.testing.assert_close(mult.multiply(x, rule), x * expected)
@@ -246,8 +248,9 @@ def test_refusals():
     with pytest.raises(ValueError, match='kernel_size must'):
         ConvBranch((3,))
     csla = CSLAS['RepOpt-VGG']
-    with pytest.raises(ValueError, match='not all finite'):
-        csla.grad_mult({'conv3x3': torch.full((8,), float('nan')), 'conv1x1': torch.ones(8)})
+    for value in (float('nan'), float('inf')):
+        with pytest.raises(ValueError, match='not all finite'):
+            csla.grad_mult({'conv3x3': torch.full((8,), value), 'conv1x1': torch.ones(8)})
     with pytest.raises(OverflowError, match=r'9e\+04.*exceeds the range of torch.float16'):
         csla.grad_mult({'conv3x3': torch.full((8,), 300.), 'conv1x1': torch.zeros(8)}).dense('squared', torch.float16)
     with pytest.raises(ValueError, match="'conv1x1'"):

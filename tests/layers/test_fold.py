@@ -80,3 +80,12 @@ def test_write_to_casts_once_and_takes_the_parameters_nature():
     assert torch.equal(linear.weight, affine.weight.bfloat16())
     assert linear.bias is None
     assert not linear.weight.requires_grad
+
+
+def test_write_to_takes_the_memory_format_of_a_kernel():
+    kernel, conv = torch.randn(3, 4, 3, 3, dtype=torch.float64), nn.Conv2d(4, 3, 3)
+    like = nn.Parameter(torch.zeros(3, 4, 3, 3).to(memory_format=torch.channels_last))
+    Affine.from_kernel(kernel).write_to(conv, like)
+    assert torch.equal(conv.weight, kernel.float())
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not conv.bias.any()

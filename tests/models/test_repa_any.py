@@ -131,6 +131,13 @@ def test_a_config_cannot_name_other_files(tmp_path, given):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
 
 
+def test_weights_of_the_base_are_not_its_own():
+    assert timm.list_pretrained('vit_tiny_patch16_224*')
+    assert not timm.list_pretrained('repa_any*')
+    cfg = timm.create_model('repa_any', device='meta', **VIT).pretrained_cfg
+    assert not any(cfg.get(name) for name in ('url', 'file', 'hf_hub_id', 'tag'))
+
+
 def test_it_trains_as_any_model():
     model = timm.create_model('repa_any', **VIT)
     optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)

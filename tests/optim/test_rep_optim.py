@@ -368,6 +368,18 @@ def test_an_empty_shard(rep, plain):
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
+def test_kernels_of_growing_size(rep, plain):
+    """The memory of a step is reused from kernel to kernel."""
+    together, apart = ([ones(nn.Parameter(torch.ones(n, 4, 3, 3))) for n in (2, 8, 4)] for _ in range(2))
+    for param in [*together, *apart]:
+        param.grad = torch.linspace(-1, 1, param.numel()).view_as(param)
+    rep(together, lr=.1).step()
+    for param in apart:
+        rep([param], lr=.1).step()
+    assert all(torch.equal(a, b) for a, b in zip(together, apart))
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
 def test_a_multiplier_out_of_range_changes_nothing(rep, plain):
     """It is found before any kernel is updated, also in the dtype of a parameter that was converted."""
     params = [ones(nn.Parameter(torch.ones(4, 4, 3, 3))) for _ in range(2)]

@@ -96,6 +96,10 @@ def test_a_model_of_your_own_is_trained_in_place():
     model = timm.create_model('repopt_vgg_a0', structure='search', scales='ones', **TINY)
     scales = timm_rep.hyper_search(model, loader(), epochs=1, warmup_epochs=0, progress=False)
     assert scales == Scales.from_model(model)
+    last = [layers[-1] for layers in scales.stages().values()]
+    assert 'stages.1.1.conv' in last
+    assert scales.history == {
+        name: {branch: [round(scale.mean().item(), 5)] for branch, scale in scales[name].items()} for name in last}
 
 
 def test_weight_decay_is_for_kernels_and_identity_scales():
@@ -195,6 +199,9 @@ def test_refused_before_anything_is_trained(tmp_path):
     ]:
         with pytest.raises(ValueError, match=f'checkpoint of another search: {what}'):
             search(**same, **change)
+    shorter = DataLoader(dataset(), batch_size=24)
+    with pytest.raises(ValueError, match='checkpoint of another search: steps is 3 there and 2 here'):
+        timm_rep.hyper_search('repopt_vgg_a0', shorter, **TINY, **same)
     (tmp_path / 'search.pth').write_bytes(b'PK damaged')
     with pytest.raises(ValueError, match=r"search\.pth' cannot be read as the checkpoint of a search"):
         search(**same)

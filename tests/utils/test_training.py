@@ -59,6 +59,35 @@ def test_epochs_are_seeded_one_by_one(batches):
     assert draws == expected
 
 
+def test_a_distributed_sampler_shuffles_by_seed_and_epoch(batches):
+    class Sampler:
+        def set_epoch(self, epoch):
+            orders.append(epoch)
+
+    class Loader(list):
+        sampler = Sampler()
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    orders = []
+    for seed in (5, 8):
+        train(model, Loader(batches), epochs=2, seed=seed)
+    assert len(set(orders)) == 4
+    train(model, Loader(batches), epochs=2, seed=5, start=1)
+    assert orders[4:] == orders[1:2]
+    train(model, Loader(batches))
+    assert len(orders) == 5
+
+
+def test_distillation_minimizes_the_divergence_for_each_image(batches):
+    """The loss of a step is the sum over the classes, averaged over the images."""
+    student, teacher = (nn.Sequential(nn.Flatten(), nn.Linear(48, 3)) for _ in range(2))
+    images = batches[0][0]
+    with torch.no_grad():
+        p, q = (model(images).softmax(1) for model in (teacher, student))
+        expected = (p * (p.log() - q.log())).sum(1).mean().item()
+    assert train(student, batches, teacher=teacher)[0] == pytest.approx(expected, rel=1e-5)
+
+
 def test_evaluate(batches):
     model = nn.Sequential(nn.Dropout(.5), nn.Flatten(), nn.Linear(48, 3))
     model.train()

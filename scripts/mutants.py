@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""Apply wrong changes of the package one at a time, and report those that the tests do not notice.
+
+The changes are in mutants.yaml. They are made in a copy of the tracked files, in a temporary folder, where the tests
+that should notice them have to pass before the first one. A change is caught if one of its tests fails or hangs. The
+exit status is 1 if less than 95% are caught.
+
+    python scripts/mutants.py -o scripts/results/mutants.json
+    python scripts/mutants.py --only hub/
+"""
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import List, NamedTuple, Optional, Sequence
+
+os.environ['OMP_NUM_THREADS'] = '1'
+
+import pytest
+import timm  # noqa: F401, for the forks
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+GOAL = 95.
+_LOG = 'pytest.txt'
+
+
+class Mutant(NamedTuple):
+    """A wrong change of the package.
+
+    Attributes:
+        file: Path in timm_rep.
+        what: Behaviour with the change.
+        tests: Tests that should notice it, as pytest takes them, relative to tests and separated by spaces.
+        old: Text that the file holds exactly once.
+        new: Its replacement.
+    """
+    file: str
+    what: str
+    tests: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f'{self.file}: {self.what}'
+
+    def apply(self, root: Path) -> str:
+        """The text of the file below ``root`` with the change.
+
+        Raises:
+            ValueError: The file does not hold the old text exactly once.
+        """
+        text = (root / 'timm_rep' / self.file).read_text(encoding='utf-8')
+        if text.count(self.old) != 1:
+            raise ValueError(f'{self}: the file holds {self.old!r} {text.count(self.old)} times, expected once.')
+        return text.replace(self.old, self.new)
+
+
+def read_mutants(pattern: str = '') -> List[Mutant]:
+    """The mutants of mutants.yaml whose file or description matches a regular expression.
+
+    Raises:
+        ValueError: One cannot be applied, or none matches.
+    """
+    text = Path(__file__).with_suffix('.yaml').read_text(encoding='utf-8')
+    mutants = [Mutant(**fields) for fields in yaml.safe_load(text)]
+    for mutant in mutants:
+        mutant.apply(ROOT)
+    mutants = [mutant for mutant in mutants if re.search(pattern, str(mutant))]
+    if not mutants:
+        raise ValueError(f'No mutant matches {pattern!r}.')
+    return mutants
+
+
+def copy_checkout(folder: Path) -> Path:
+    """Copy the tracked files, as they are in the working tree, and link the folder of fixtures beside them."""
+    names = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    copy = folder / ROOT.name
+    for name in filter(None, names.split('\0')):
+        if (ROOT / name).is_file():  # not deleted
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    if (ROOT.parent / 'shared').is_dir():
+        (folder / 'shared').symlink_to(ROOT.parent / 'shared')
+    return copy
+
+
+def _pytest(root: Path, tests: Sequence[str]) -> None:
+    os.setsid()  # a group with the processes that tests start
+    os.chdir(root)
+    # without bytecode, which would be taken for that of a change of the same second and length
+    os.environ.update(PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE='1')
+    sys.dont_write_bytecode = True
+    sys.path[0] = str(root)
+    options = ['-x', '-q', '-n', '0', '-p', 'no:cacheprovider']
+    with open(root.parent / _LOG, 'w', encoding='utf-8') as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.exit(int(pytest.main([*options, *(f'tests/{test}' for test in tests)])))
+
+
+def run_tests(root: Path, tests: Sequence[str], timeout: Optional[float] = None) -> Optional[int]:
+    """Exit status of ``python -m pytest`` on tests of a copy, until one fails; None if they take longer and are ended.
+
+    It is a fork of this process, which has imported pytest, torch and timm, but not timm_rep. The output is in the
+    folder of the copy.
+    """
+    process = multiprocessing.get_context('fork').Process(target=_pytest, args=(root, tests))
+    process.start()
+    try:
+        process.join(timeout)
+        return process.exitcode
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def outcome(root: Path, mutant: Mutant, timeout: float) -> str:
+    """'failed', 'hung' or 'survived': the result of the tests of a mutant in a copy, which is restored."""
+    path = root / 'timm_rep' / mutant.file
+    original, changed = path.read_text(encoding='utf-8'), mutant.apply(root)
+    path.write_text(changed, encoding='utf-8')
+    try:
+        return {0: 'survived', None: 'hung'}.get(run_tests(root, mutant.tests.split(), timeout), 'failed')
+    finally:
+        path.write_text(original, encoding='utf-8')
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+    parser.add_argument('--only', default='', metavar='REGEX', help='only mutants whose file or description matches')
+    parser.add_argument('--list', action='store_true', help='print the mutants')
+    parser.add_argument('--timeout', type=float, default=300, metavar='S', help='seconds for one mutant (%(default)s)')
+    parser.add_argument('-o', '--output', type=Path, metavar='FILE', help='JSON file to write')
+    args = parser.parse_args()
+    mutants = read_mutants(args.only)
+    if args.list:
+        print(*mutants, sep='\n')
+        return 0
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = copy_checkout(Path(folder))
+        tests = sorted({test for mutant in mutants for test in mutant.tests.split()})
+        status, output = run_tests(root, tests), (root.parent / _LOG).read_text(encoding='utf-8')
+        if status:
+            print(output[-4000:], 'The tests fail without any change.', sep='\n', file=sys.stderr)
+            return 1
+        print('Unchanged:', output.splitlines()[-1], flush=True)
+        for mutant in mutants:
+            start = time.perf_counter()
+            found = outcome(root, mutant, args.timeout)
+            rows.append(dict(file=mutant.file, what=mutant.what, outcome=found))
+            seconds = time.perf_counter() - start
+            print(f'{"SURVIVED" if found == "survived" else "caught":8} {seconds:5.0f} s  {mutant}', flush=True)
+    caught = sum(row['outcome'] != 'survived' for row in rows)
+    share = 100 * caught / len(rows)
+    print(f'{caught} of {len(rows)} caught, {share:.1f}%.')
+    if args.output is not None:
+        from timm_rep.utils.atomic import replacing_files  # of this checkout, after the forks
+        from timm_rep.utils.profiling import device_name, versions
+
+        content = dict(
+            command=shlex.join(['python', *sys.argv]), date=date.today().isoformat(),
+            machine=device_name(torch.device('cpu')), versions=versions(), caught=caught, mutants=rows)
+        with replacing_files(args.output.parent) as temporary:
+            (temporary / args.output.name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+    return 0 if share >= GOAL else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())
