@@ -168,45 +168,49 @@ def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
 
 def test_accelerate(script, load_script, images, tmp_path):
     """Each method changes the model as its name says, and rows that are there are not measured again."""
-    model_kwargs = dict(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2)
+    model_kwargs = dict(embed_dim=16, depths=[1, 1], patch_size=2, mlp_ratio=4., feature_dim=24)
     recipe = dict(
-        model='vit_tiny_patch16_224', model_kwargs=model_kwargs, num_classes=4, val_split='validation', epochs=1,
+        model='fasternet_t0', model_kwargs=model_kwargs, num_classes=4, val_split='validation', epochs=1, drop_path=0.,
         input_size=[3, 16, 16], mean=[.5] * 3, std=[.5] * 3, interpolation='bicubic', crop_pct=1.)
     (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(recipe))
-    model = timm.create_model('vit_tiny_patch16_224', num_classes=4, **model_kwargs).eval()
+    model = timm.create_model('fasternet_t0', num_classes=4, drop_path_rate=0., **model_kwargs).eval()
     torch.save(model.state_dict(), tmp_path / 'model.pth')
     args = [
         '--recipe', tmp_path / 'recipe.yaml', '--checkpoint', tmp_path / 'model.pth', '--data-dir', images, '--ratios',
         .5, 1., '--images', 40, '--seeds', 0]
     script('experiments/accelerate', *args)
-    script('experiments/accelerate', *args, '--methods', 'RePa from scratch', '--epochs', 1)
+    trained = ('annealed', 'RePa from scratch')
+    script('experiments/accelerate', *args, '--methods', *trained, '--epochs', 4)
     rows = reported(tmp_path, 'accelerate')['rows']
     module = load_script('experiments/accelerate')
     assert [(row['method'], row['idle_ratio'], row['epochs']) for row in rows] == [
         *((method, ratio, 0) for ratio in (.5, 1.) for method in module.METHODS),
-        ('RePa from scratch', .5, 1), ('RePa from scratch', 1., 1)]
+        *((method, ratio, 4) for ratio in (.5, 1.) for method in trained)]
     macs = {(row['method'], row['idle_ratio']): row['MACs'] for row in rows}
     for ratio in (.5, 1.):
-        assert len({round(macs[method, ratio], 2) for method in (*module.METHODS, 'RePa from scratch')}) == 1
+        assert len({round(macs[method, ratio], 2) for method in (*module.METHODS, *trained)}) == 1
 
     # pruning: kept channels compute what they did, the others their mean; refitted, the error is smaller
-    x = torch.randn(60, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    for block in model.blocks:  # of no initialization
-        torch.nn.init.normal_(block.mlp.fc1.weight)
-        torch.nn.init.normal_(block.mlp.fc1.bias)
-    features = module.hidden_features(model, model.blocks[0].mlp, [(x, None)])
-    mlp, errors = model.blocks[0].mlp, []
-    inputs = model.blocks[0].norm2(torch.randn(1, 5, 16))
+    x, mlp = torch.randn(60, 3, 16, 16, generator=torch.Generator().manual_seed(0)), model.stages[0].blocks[0].mlp
+    seen = []
+    hook = mlp[3].register_forward_pre_hook(lambda _, args: seen.append(args[0].movedim(1, -1).flatten(0, -2)))
+    model(x)
+    hook.remove()
+    features, second, errors = seen[0].detach(), mlp[3].weight.flatten(1), []
+    scale = mlp[1].weight / (mlp[1].running_var + mlp[1].eps).sqrt()
+    first = mlp[0].weight.flatten(1) * scale[:, None]
     for refit in (False, True):
-        pruned = module.prune(copy.deepcopy(model), [(x, None)], .5, refit).blocks[0].mlp
-        kept = [i for i, row in enumerate(mlp.fc1.weight) if (pruned.fc1.weight == row).all(1).any()]
+        pruned = module.prune(copy.deepcopy(model), [(x, None)], .5, refit).stages[0].blocks[0].mlp
+        rows = pruned.fc_in.weight.flatten(1)
+        kept = [i for i, row in enumerate(first) if (rows - row).abs().amax(1).min() < 1e-6]
         assert sorted(features.var(0).argsort(descending=True)[:len(kept)].tolist()) == kept
         assert len(kept) == 32 + 8
-        hidden = features.mean(0).repeat(5, 1)
-        hidden[:, kept] = mlp.act(mlp.fc1(inputs))[0][:, kept]
+        hidden = features.mean(0).repeat(len(features), 1)
+        hidden[:, kept] = features[:, kept]
+        y = features[:, kept] @ pruned.fc_out.weight.flatten(1).T + pruned.fc_out.bias
         if not refit:
-            assert relative(pruned(inputs)[0], mlp.fc2(hidden)) < 1e-5
-        errors.append((pruned.fc2(features[:, kept]) - mlp.fc2(features)).square().mean().item())
+            assert relative(y, hidden @ second.T) < 1e-5
+        errors.append((y - features @ second.T).square().mean().item())
     assert errors[1] < errors[0]
 
 
