@@ -69,7 +69,8 @@ def test_segmentation_folds(segmentation, tmp_path):
     assert torch.equal(built(x), folded(x))
 
 
-@pytest.mark.parametrize('name', DETECTORS)
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.slow if name == 'mask_rcnn' else ()) for name in DETECTORS])
 @torch.no_grad()
 def test_detector_folds(detection, name):
     """Folding keeps the detections, on images of two sizes; in float64, where rounding changes no detection."""

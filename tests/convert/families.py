@@ -181,6 +181,12 @@ FILES = {
     'hieradet': (*MODELS['hieradet'], 48),
 }
 FAMILIES = {**CLASSES, **FILES}
+# one of each kind: plain, with convolutions, with BatchNorms, gated, with a LayerNorm, in a Sequential, with a norm
+KINDS = (
+    'Mlp: vision_transformer', 'Mlp with convolutions: convnext', 'Mlp called several times: coat',
+    'GluMlp: mlp_mixer', 'SwiGLU with LayerNorm: eva', 'LevitMlp: levit', 'ConvMlp: fastvit', 'NormMlp: tiny_vit',
+    'MLPBlock: fasternet', 'Block: rdnet',
+)
 
 
 @torch.no_grad()

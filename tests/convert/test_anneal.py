@@ -11,7 +11,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, reparameterize_model
 
 import timm_rep
-from tests.convert.families import CLASSES, build
+from tests.convert.families import CLASSES, KINDS, build
 from tests.convert.test_families import record
 from tests.helpers import images, relative, same_weights
 from tests.models.contract import train
@@ -53,7 +53,8 @@ def steps(model, count, size=32, seed=0):
     return model
 
 
-@pytest.mark.parametrize('family', CLASSES)
+@pytest.mark.parametrize(
+    'family', [f if f in KINDS else pytest.param(f, marks=pytest.mark.slow) for f in CLASSES])
 def test_family(family):
     """Pretrained at first; at the end every FFN folds exactly."""
     model, x = build(family)

@@ -6,7 +6,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from tests.convert.families import CLASSES, FILES, build
+from tests.convert.families import FAMILIES, KINDS, build
 from tests.helpers import images, relative
 from timm_rep.convert import find_pointwise_ffns, linearize_ffns
 from timm_rep.layers import RePaMlpDeploy
@@ -82,7 +82,8 @@ def check_ffn(ffn, new, calls, lost_variance):
     assert lost_variance == pytest.approx(measured.item(), rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize('family', [*CLASSES, *(pytest.param(f, marks=pytest.mark.slow) for f in FILES)])
+@pytest.mark.parametrize(
+    'family', [f if f in KINDS else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 @torch.no_grad()
 def test_family(family):
     model, x = build(family)

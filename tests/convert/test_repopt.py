@@ -19,10 +19,12 @@ from timm_rep.layers import CslaBlock, CslaConv2d, csla_layers
 from timm_rep.optim import RepAdamW, RepSGD
 from timm_rep.scales import Scales
 
+KINDS = ('byobnet, RepVGG', 'byobnet, MobileOne', 'fastvit', 'repvit', 'repghost', 'ghostnet, v3')
 FASTVIT = dict(layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64), num_classes=5)
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', [
+    family if family in KINDS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES])
 @torch.no_grad()
 def test_function_and_fold(family):
     """The plain network computes the same, and folds into timm's folded model, key for key."""
