@@ -389,6 +389,7 @@ def bench(script, load_script, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_bench_dense(bench, script, capsys):
     bench('backbone')
     result = bench('retinanet')  # several commands, one file

@@ -611,6 +611,7 @@ What it is.
 """)
 
 
+@pytest.mark.slow
 def test_gpu_jobs(script, load_script, tmp_path, monkeypatch, capsys):
     """Finished jobs are not repeated; failed and stopped ones do not count as finished, and come last."""
     module = load_script('gpu/run')
