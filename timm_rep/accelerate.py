@@ -7,7 +7,7 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Un
 import timm
 import torch
 import torch.nn as nn
-from timm.data import create_loader, resolve_data_config
+from timm.data import resolve_data_config
 from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
@@ -16,7 +16,7 @@ from timm_rep.convert import ConversionReport, find_pointwise_ffns, linearize_ff
 from timm_rep.layers import active_channels
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
-from timm_rep.utils.data import ImageFolder
+from timm_rep.utils.data import PREPROCESSING, ImageFolder, load_images
 from timm_rep.utils.profiling import (
     count_macs,
     count_params,
@@ -31,7 +31,6 @@ __all__ = ['Accelerated', 'Images', 'accelerate', 'as_repa_any', 'distil', 'meas
 
 # arguments of create_model that are not those of the architecture
 _NO_ARCHITECTURE = ('num_classes', 'features_only', 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir')
-_PREPROCESSING = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
 # state of an unfinished distillation in the folder of the result
 STATE = 'distillation.pth'
 
@@ -84,9 +83,7 @@ class Images:
                     'measured on images with the labels of the model.')
 
     def _loader(self, dataset: ImageFolder, **kwargs):
-        return create_loader(
-            dataset, batch_size=self.batch_size, num_workers=self.workers, use_prefetcher=False, device=self.device,
-            persistent_workers=False, **{name: self.config[name] for name in _PREPROCESSING}, **kwargs)
+        return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
 
     def calibration(self, count: int):
         """Loader of ``count`` random images of the training split, preprocessed as for validation."""
@@ -228,7 +225,7 @@ def as_repa_any(
     result.load_state_dict(model.state_dict())
     result.pretrained_cfg.update({
         name: original.pretrained_cfg[name] for name in ('label_names', 'license') if name in original.pretrained_cfg})
-    result.pretrained_cfg.update({name: data_config[name] for name in _PREPROCESSING})
+    result.pretrained_cfg.update({name: data_config[name] for name in PREPROCESSING})
     return result.eval()
 
 

@@ -89,8 +89,8 @@ def create_from_base(
         variant: Name of the architecture.
         default_base: Name of the base without the argument ``base``.
         pretrained: Whether to load weights, those of the converted model if pretrained_cfg says where they are.
-        start_from_base: Arguments of ``build`` with which the converted model starts from the weights of its base, where
-            those are to be loaded; None if it cannot.
+        start_from_base: Arguments of ``build`` with which the converted model starts from the weights of its base,
+            where those are to be loaded; None if it cannot.
         kwargs: Arguments of ``create_model``.
 
     Raises:

@@ -1,14 +1,17 @@
 """Data sets, with errors where timm silently takes other images."""
 import os
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, Iterable, Mapping, Optional, Tuple
 
 import torch
 from PIL import Image
-from timm.data import create_dataset
+from timm.data import create_dataset, create_loader
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import Dataset
 
-__all__ = ['ImageFolder', 'batch_images', 'open_dataset']
+__all__ = ['PREPROCESSING', 'ImageFolder', 'batch_images', 'load_images', 'open_dataset']
+
+# fields of a pretrained_cfg that say how images are preprocessed
+PREPROCESSING = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
 
 
 def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Dataset:
@@ -77,6 +80,21 @@ class ImageFolder(Dataset):
         except Exception as e:  # decoders raise many types for damaged files
             raise ValueError(f'Cannot decode the image {path!r}: {type(e).__name__}: {e}') from e
         return (image if self.transform is None else self.transform(image)), target
+
+
+def load_images(dataset: Dataset, config: Mapping[str, Any], batch_size: int, workers: int = 0, **kwargs) -> Iterable:
+    """timm's ``create_loader`` with the preprocessing of a model.
+
+    Args:
+        dataset: Data set with a transform to set.
+        config: What timm's ``resolve_data_config`` gives.
+        batch_size: Images per batch.
+        workers: Number of processes that load images; 0 loads them in this process.
+        kwargs: Other arguments of ``create_loader``.
+    """
+    return create_loader(
+        dataset, batch_size=batch_size, num_workers=workers, persistent_workers=False, use_prefetcher=False,
+        device=torch.device('cpu'), **{name: config[name] for name in PREPROCESSING}, **kwargs)
 
 
 def batch_images(batch: Any) -> torch.Tensor:
