@@ -13,7 +13,7 @@ from benchmarks.dense import NETWORKS, dense
 from benchmarks.inference import deploy_ffn, fold_precision, import_time, parts, poolformer, prepbn, repa_infer
 from benchmarks.optim import optim
 from benchmarks.repa_train import ffn_train, repa_train
-from benchmarks.repopt_train import repopt_parts, repopt_train
+from benchmarks.repopt_train import repopt_any, repopt_parts, repopt_train
 from benchmarks.scaling import scaling
 from benchmarks.search_step import search_step
 from report import print_table, rows_measured, save
@@ -31,6 +31,7 @@ SECTIONS = {
     'repa-train': repa_train,
     'ffn-train': ffn_train,
     'repopt-train': repopt_train,
+    'repopt-any': repopt_any,
     'repopt-parts': repopt_parts,
     'search-step': search_step,
     'optim': optim,
