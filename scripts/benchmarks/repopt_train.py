@@ -8,10 +8,10 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch.profiler import ProfilerActivity, profile
 
-from timm_rep.utils.profiling import count_macs, synchronize, throughput
+from timm_rep.utils.profiling import count_macs, synchronize, throughput, time_calls
 
 from .repa_train import TrainingStep, time_steps
-from .timing import speedup, time_calls, timing_columns
+from .timing import speedup, timing_columns
 
 __all__ = ['repopt_any', 'repopt_parts', 'repopt_train']
 
