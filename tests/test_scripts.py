@@ -24,7 +24,7 @@ import timm_rep.scales.packaged as packaged
 from tests.helpers import ROOT, SCRIPTS, TINY, normal_scales, relative, run, tiny
 from timm_rep.cli import main as cli_main
 from timm_rep.init.weight_select import ELEMENT_CHOICES
-from timm_rep.layers import RePaMlp, use_fused_idle
+from timm_rep.layers import RePaMlp, csla_layers, use_fused_idle
 from timm_rep.paper import SPEEDUPS
 from timm_rep.scales import Scales, packaged_scales
 from timm_rep.utils.profiling import throughput
@@ -212,6 +212,41 @@ def test_accelerate(script, load_script, images, tmp_path):
             assert relative(y, hidden @ second.T) < 1e-5
         errors.append((y - features @ second.T).square().mean().item())
     assert errors[1] < errors[0]
+
+
+def test_multi_branch(script, load_script, images, tmp_path, monkeypatch):
+    """Rows differ in structure, optimizer and scales only; a second run goes on where the first ended."""
+    module = load_script('experiments/multi_branch')
+    trained, fit = [], module.fit
+
+    def spied(model, optimizer, *args, **kwargs):
+        trained.append((kwargs['description'], copy.deepcopy(model), type(optimizer).__name__))
+        return fit(model, optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(module, 'fit', spied)
+    args = [
+        '--data-dir', images, '--val-split', 'validation', '--widths', 8, 16, '--depths', 1, 1, '--branches', 2,
+        '--batch-size', 10, '--epochs', 2, '--seeds']
+    script('experiments/multi_branch', *args, 0)
+    script('experiments/multi_branch', *args, 0, 1)
+    rows = reported(tmp_path, 'multi-branch')['rows']
+    assert [(row['row'], row['seed']) for row in rows] == [(row, seed) for seed in (0, 1) for row in module.ROWS]
+    assert [description for description, _, _ in trained] == [f'{row["row"]}, seed {row["seed"]}' for row in rows]
+    assert all(row['minutes'] >= 0 and len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in rows)
+    assert {row['row'] for row in rows if 'search (top-1)' in row} == {'searched'}
+    assert len({row['MACs (M)'] for row in rows if row['row'] != 'branches'}) == 1 < len({r['MACs (M)'] for r in rows})
+    assert list(tmp_path.glob('**/multi-branch.png'))
+    branches, init, searched, plain = (model for _, model, _ in trained[:4])
+    assert [name for _, _, name in trained[:4]] == ['SGD', 'RepSGD', 'RepSGD', 'SGD']
+    assert not csla_layers(branches)
+    multipliers = [
+        {name: layer.grad_mult for name, layer in csla_layers(model).items()} for model in (init, searched, plain)]
+    assert multipliers[0].keys() == multipliers[1].keys() == multipliers[2].keys()
+    assert all(mult is None for mult in multipliers[2].values())
+    assert all(not torch.equal(a.dense('squared'), b.dense('squared')) for a, b in zip(*(
+        multipliers[i].values() for i in (0, 1))))
+    # with and without multipliers from the same kernels
+    assert all(torch.equal(a, b) for a, b in zip(init.parameters(), plain.parameters()))
 
 
 def test_weight_selection(script, load_script, images, tmp_path, capsys, monkeypatch):
