@@ -7,7 +7,7 @@ import torch
 from tests.convert.families import CLASSES
 from timm_rep.cli import main
 from timm_rep.convert import Convertibility, survey, survey_convertible
-from timm_rep.convert.pointwise import _CLASSES, _SEQUENTIALS
+from timm_rep.convert.pointwise import _CLASSES, _INLINE, _SEQUENTIALS
 from timm_rep.layers import CslaConv2d
 
 
@@ -99,7 +99,7 @@ def test_command(capsys):
 
 def test_every_ffn_class_has_a_test():
     tested = {family.split(':')[0].split()[0].rstrip(',') for family in CLASSES}
-    classes = {name.rpartition('.')[2] for name in (*_CLASSES, *_SEQUENTIALS)}
+    classes = {name.rpartition('.')[2] for name in (*_CLASSES, *_INLINE, *_SEQUENTIALS)}
     classes -= {'ConvBlock', 'BlockESE'}  # with iformer's FFN, and in a test of its own
     assert tested == classes
 
