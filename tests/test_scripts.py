@@ -181,14 +181,19 @@ def test_accelerate(script, load_script, images, tmp_path):
     script('experiments/accelerate', *args)
     trained = ('annealed', 'RePa from scratch')
     script('experiments/accelerate', *args, '--methods', *trained, '--epochs', 4)
+    budgets = ('budget, relative', 'budget, absolute', 'budget, divergence')
+    script('experiments/accelerate', *args, '--methods', *budgets, '--ratios', .5)
     rows = reported(tmp_path, 'accelerate')['rows']
     module = load_script('experiments/accelerate')
     assert [(row['method'], row['idle_ratio'], row['epochs']) for row in rows] == [
         *((method, ratio, 0) for ratio in (.5, 1.) for method in module.METHODS),
-        *((method, ratio, 4) for ratio in (.5, 1.) for method in trained)]
+        *((method, ratio, 4) for ratio in (.5, 1.) for method in trained),
+        *((method, .5, 0) for method in budgets)]
     macs = {(row['method'], row['idle_ratio']): row['MACs'] for row in rows}
     for ratio in (.5, 1.):
         assert len({round(macs[method, ratio], 2) for method in (*module.METHODS, *trained)}) == 1
+    for method in budgets:
+        assert .9 * macs['closed form', .5] < macs[method, .5] <= macs['closed form', .5]
 
     # pruning: kept channels compute what they did, the others their mean; refitted, the error is smaller
     x, mlp = torch.randn(60, 3, 16, 16, generator=torch.Generator().manual_seed(0)), model.stages[0].blocks[0].mlp
