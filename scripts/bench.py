@@ -10,7 +10,16 @@ import itertools
 
 import torch
 from benchmarks.dense import NETWORKS, dense
-from benchmarks.inference import deploy_ffn, fold_precision, import_time, parts, poolformer, prepbn, repa_infer
+from benchmarks.inference import (
+    converted_infer,
+    deploy_ffn,
+    fold_precision,
+    import_time,
+    parts,
+    poolformer,
+    prepbn,
+    repa_infer,
+)
 from benchmarks.optim import optim
 from benchmarks.repa_train import ffn_train, repa_train
 from benchmarks.repopt_train import repopt_any, repopt_parts, repopt_train
@@ -24,6 +33,7 @@ SECTIONS = {
     'fold-precision': fold_precision,
     'deploy-ffn': deploy_ffn,
     'repa-infer': repa_infer,
+    'converted-infer': converted_infer,
     'prepbn': prepbn,
     'parts': parts,
     'poolformer': poolformer,
@@ -39,8 +49,8 @@ SECTIONS = {
 }
 # columns that identify a row
 KEYS = (
-    'model', 'mode', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along', 'backbone',
-    'network')
+    'model', 'mode', 'batch', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along',
+    'backbone', 'network')
 
 
 def pending(rows, **columns):

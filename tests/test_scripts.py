@@ -313,6 +313,23 @@ def small_deit(monkeypatch, depth=2):
     return depth
 
 
+def test_bench_converted(script, tmp_path, monkeypatch):
+    create_model = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create_model(name, **(
+        {'depth': 1, **kwargs} if 'vit_tiny_patch16_224' in (name, kwargs.get('base')) else kwargs)))
+    script(
+        'bench', 'converted-infer', '--models', 'fasternet_cifar10', 'vit_tiny_patch16_224', '--rounds', 2,
+        '--batch-size', 2)
+    rows = reported(tmp_path, 'converted-infer')['rows']
+    assert [(row['model'], row['batch']) for row in rows] == [
+        (name, batch) for name in ('fasternet_cifar10', 'vit_tiny_patch16_224') for batch in (1, 2)]
+    for row in rows:
+        assert all(row[ratio] > 0 for ratio in ('0.25', '0.5', '0.75', '0.9', '1.0'))
+        macs = list(row['MACs'].values())
+        assert macs == sorted(macs)
+        assert macs[0] > 1
+
+
 def test_bench_prepbn(script, tmp_path, monkeypatch):
     small_deit(monkeypatch)
     script('bench', 'prepbn', '--models', 'repa_deit_tiny', '--rounds', 2, '--batch-size', 1)
