@@ -736,7 +736,7 @@ def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
                 script('bench', *args)
                 assert not toy or called[-1] == (2, 1, [toy])
     assert len(called) == 2 * (len(module.JOBS) - 2)
-    assert called[8] == (128, 11, list(SPEEDUPS))
+    assert called[list(module.JOBS).index('repa-infer-all')] == (128, 11, list(SPEEDUPS))
 
 
 @pytest.mark.slow
@@ -850,7 +850,8 @@ def test_every_gpu_job(images, tmp_path):
             ('repa_deit_tiny', [
                 'repa-infer', 'repa-train', 'ffn-train', 'deploy-ffn', 'scaling', 'repa-infer-all', 'parts', 'search',
                 'train']),
-            ('repopt_vgg_a0', ['optim', 'repopt-train', 'repopt-parts'])):
+            ('repopt_vgg_a0', ['optim', 'repopt-train', 'repopt-parts']), ('repghostnet_050', ['repopt-any']),
+            ('fasternet_cifar10', ['converted-infer'])):
         out = run([
             sys.executable, SCRIPTS / 'gpu' / 'run.py', '--device', 'cpu', '--seconds', 900, *args, '--toy', toy,
             '--val-split', 'validation', '--jobs', *jobs])
@@ -858,7 +859,7 @@ def test_every_gpu_job(images, tmp_path):
     out = tmp_path / 'out' / 'toy'
     assert {path.stem for path in (out / 'results').glob('*/*.json')} == {
         'ffn-train', 'repa-train', 'repa-infer', 'deploy-ffn', 'scaling', 'parts', 'optim', 'repopt-train',
-        'repopt-parts'}
+        'repopt-parts', 'repopt-any', 'converted-infer'}
     assert 'nothing is left to measure' in (out / 'repa-infer-all.log').read_text()
     assert (out / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
     assert (out / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()
