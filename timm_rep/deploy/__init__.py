@@ -1,4 +1,4 @@
-from .export import Exported, export
+from .export import Exported, check_target, export
 from .formats import FORMATS, check_format, onnx_runner, write_onnx
 from .verification import VERIFICATION, read_verifications, write_verification
 
@@ -7,6 +7,7 @@ __all__ = [
     'VERIFICATION',
     'Exported',
     'check_format',
+    'check_target',
     'export',
     'onnx_runner',
     'read_verifications',

@@ -15,10 +15,10 @@ from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.profiling import model_input_size
 from timm_rep.verify import Difference, check_finite, compare
 
-from .formats import check_format
+from .formats import Format, check_format
 from .verification import read_verifications, write_verification
 
-__all__ = ['Exported', 'export']
+__all__ = ['Exported', 'check_target', 'export']
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,25 @@ class Exported:
             *(f'{difference.images} {kind} images: relative rms difference {difference.relative_rms:.2g}, '
               f'at most {difference.max_difference:.2g}' for kind, difference in self.differences.items()),
         ])
+
+
+def check_target(path: Union[str, os.PathLike], format: str) -> Format:
+    """Check that a format can be written here, and to this path; before a model is loaded.
+
+    Raises:
+        ModuleNotFoundError, OSError, RuntimeError, ValueError: As :func:`export`.
+    """
+    target, path = check_format(format), Path(path)
+    if not target.suffix:
+        if path.suffix in ('.safetensors', '.onnx', '.pt2') or path.is_file():
+            raise ValueError(f'{format!r} writes a folder, got the file {str(path)!r}: name a folder.')
+        if path.is_dir() and any(path.iterdir()):
+            raise FileExistsError(f'The folder {str(path)!r} holds files: name a new one.')
+    elif path.suffix != target.suffix:
+        raise ValueError(f'A file of the format {format!r} is named *{target.suffix}, got {str(path)!r}.')
+    elif path.is_dir():
+        raise IsADirectoryError(f'{str(path)!r} is a folder: name a file to write.')
+    return target
 
 
 @torch.no_grad()
@@ -95,9 +114,8 @@ def export(
 
         Where an error is raised, nothing is written.
     """
-    target = check_format(format)
+    target = check_target(path, format)
     path = Path(path)
-    _check_path(path, format, target.suffix)
     _check_model(model, reparameterize)
     if not tolerance >= 0:
         raise ValueError(f'tolerance is a relative error of at least 0, got {tolerance!r}.')
@@ -159,18 +177,6 @@ def _batches(
     return batches if images is None else {**batches, 'real': images.detach().float().cpu()}
 
 
-def _check_path(path: Path, format: str, suffix: str) -> None:
-    if not suffix:
-        if path.suffix in ('.safetensors', '.onnx', '.pt2') or path.is_file():
-            raise ValueError(f'{format!r} writes a folder, got the file {str(path)!r}: name a folder.')
-        if path.is_dir() and any(path.iterdir()):
-            raise FileExistsError(f'The folder {str(path)!r} holds files: name a new one.')
-    elif path.suffix != suffix:
-        raise ValueError(f'A file of the format {format!r} is named *{suffix}, got {str(path)!r}.')
-    elif path.is_dir():
-        raise IsADirectoryError(f'{str(path)!r} is a folder: name a file to write.')
-
-
 def _check_model(model: nn.Module, reparameterize: bool) -> None:
     """Refuse what is no float32 model for inference."""
     if not isinstance(model, nn.Module):
@@ -201,6 +207,6 @@ def _is_quantized(model: nn.Module) -> bool:
     if any(type(x) not in (torch.Tensor, nn.Parameter) or x.is_quantized for x in tensors):
         return True
     return any(
-        'quantized' in type(module).__module__ or isinstance(module, torch.fx.GraphModule) and any(
-            'quantize' in str(node.target) for node in module.graph.nodes)
+        'quantized' in type(module).__module__ or (isinstance(module, torch.fx.GraphModule) and any(
+            'quantize' in str(node.target) for node in module.graph.nodes))
         for module in model.modules())

@@ -3,12 +3,15 @@ import os
 from typing import Any, Mapping, Optional, Tuple
 
 import torch
+import torch.nn as nn
 from PIL import Image
-from timm.data import create_dataset
+from timm.data import create_dataset, create_transform, resolve_data_config
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import Dataset
 
-__all__ = ['ImageFolder', 'batch_images', 'open_dataset']
+from .profiling import model_input_size
+
+__all__ = ['ImageFolder', 'batch_images', 'open_dataset', 'read_images']
 
 
 def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Dataset:
@@ -77,6 +80,26 @@ class ImageFolder(Dataset):
         except Exception as e:  # decoders raise many types for damaged files
             raise ValueError(f'Cannot decode the image {path!r}: {type(e).__name__}: {e}') from e
         return (image if self.transform is None else self.transform(image)), target
+
+
+def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Tensor:
+    """Evenly spaced images of a split, preprocessed for a model, (N, 3, height, width).
+
+    Args:
+        model: timm model.
+        root: Folder that holds the split.
+        split: Name of a folder in it, with a folder of images for every class.
+        count: Number of images, fewer if the split has fewer.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: An image cannot be decoded.
+    """
+    dataset = ImageFolder(root, split)
+    dataset.transform = create_transform(
+        **resolve_data_config({'input_size': model_input_size(model)}, model=model))
+    step = max(1, len(dataset) // count)
+    return torch.stack([dataset[i][0] for i in range(0, len(dataset), step)][:count])
 
 
 def batch_images(batch: Any) -> torch.Tensor:
