@@ -117,6 +117,9 @@ def export(
     target = check_target(path, format)
     path = Path(path)
     _check_model(model, reparameterize)
+    if not target.suffix and not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture'):
+        raise ValueError(
+            f'{type(model).__name__} is no model of timm, which the format {format!r} is for: name another format.')
     if not tolerance >= 0:
         raise ValueError(f'tolerance is a relative error of at least 0, got {tolerance!r}.')
     batches = _batches(model, images, input_size)
@@ -134,9 +137,10 @@ def export(
             exported = target.read(draft / file.name)
             differences = {kind: _measure(original, exported, batch) for kind, batch in batches.items()}
         except Exception as e:  # exporters raise many types, over many lines
-            reason = next(iter(str(e).strip().splitlines()), '')
+            cause = e.__cause__ if format == 'onnx' and e.__cause__ else e
+            reason = next(iter(str(cause).strip().splitlines()), '')
             raise RuntimeError(
-                f'{type(model).__name__} cannot be exported as {format!r}: {type(e).__name__}: {reason}') from e
+                f'{type(model).__name__} cannot be exported as {format!r}: {type(cause).__name__}: {reason}') from e
         for kind, difference in differences.items():
             if not difference.relative_rms <= tolerance:
                 raise RuntimeError(

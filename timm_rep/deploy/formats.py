@@ -96,7 +96,12 @@ def _write_safetensors(model: nn.Module, images: torch.Tensor, path: Path) -> No
 
 
 def _folder_runner(path: Path) -> Runner:
-    return timm.create_model(f'local-dir:{path.parent}', pretrained=True).eval()
+    try:
+        return timm.create_model(f'local-dir:{path.parent}', pretrained=True).eval()
+    except RuntimeError as e:
+        raise ValueError(
+            'timm.create_model builds another structure. The models of this package record their own, for models of '
+            "timm 'repa_any' and 'repopt_any' do; or export it unfolded, or in another format") from e
 
 
 class Format(NamedTuple):
