@@ -10,8 +10,8 @@ import timm
 import torch
 from timm.data import create_dataset, create_loader, resolve_data_config
 
-from tests.helpers import relative, run
 from tests.helpers import images as random_images
+from tests.helpers import relative, run
 from timm_rep.deploy import onnx_runner
 
 _CHECKOUT = os.environ.get('TIMM_CHECKOUT')
