@@ -10,6 +10,7 @@ import itertools
 
 import torch
 from benchmarks.dense import NETWORKS, dense
+from benchmarks.deploy import onnx
 from benchmarks.inference import (
     converted_infer,
     deploy_ffn,
@@ -37,6 +38,7 @@ SECTIONS = {
     'prepbn': prepbn,
     'parts': parts,
     'poolformer': poolformer,
+    'onnx': onnx,
     'dense': dense,
     'repa-train': repa_train,
     'ffn-train': ffn_train,
@@ -49,7 +51,7 @@ SECTIONS = {
 }
 # columns that identify a row
 KEYS = (
-    'model', 'mode', 'batch', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along',
+    'model', 'mode', 'images', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along',
     'backbone', 'network')
 
 
@@ -74,7 +76,8 @@ def main():
         help='autocast training and dense to bfloat16')
     parser.add_argument(
         '--modes', nargs='+', default=['eager'], choices=['eager', 'compile'], help='repa-infer only (eager)')
-    parser.add_argument('--batch-size', type=int, help='images a pass (8; search-step 128; dense always 1)')
+    parser.add_argument(
+        '--batch-size', type=int, help='images a pass (8; search-step 128; onnx and converted-infer 1 and 8; dense 1)')
     parser.add_argument('--rounds', default=11, type=int, help='(%(default)s)')
     parser.add_argument(
         '--networks', nargs='+', choices=NETWORKS, default=list(NETWORKS), help='dense only (all)')
@@ -96,7 +99,8 @@ def main():
         settings.update(float32='TF32', cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda)
     batch_size = args.batch_size
     for section in args.sections:
-        args.batch_size = 1 if section == 'dense' else batch_size or (128 if section == 'search-step' else 8)
+        defaults = {'search-step': 128, 'onnx': None, 'converted-infer': None}
+        args.batch_size = 1 if section == 'dense' else batch_size or defaults.get(section, 8)
         settings['batch_size'] = args.batch_size
         of_section = {**settings, 'img_size': args.img_size} if section == 'dense' else settings
         before = rows_measured(section, args.device, of_section) if args.resume else []

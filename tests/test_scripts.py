@@ -318,11 +318,10 @@ def test_bench_converted(script, tmp_path, monkeypatch):
     monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create_model(name, **(
         {'depth': 1, **kwargs} if 'vit_tiny_patch16_224' in (name, kwargs.get('base')) else kwargs)))
     script(
-        'bench', 'converted-infer', '--models', 'fasternet_cifar10', 'vit_tiny_patch16_224', '--rounds', 2,
-        '--batch-size', 2)
+        'bench', 'converted-infer', '--models', 'fasternet_cifar10', 'vit_tiny_patch16_224', '--rounds', 2)
     rows = reported(tmp_path, 'converted-infer')['rows']
-    assert [(row['model'], row['batch']) for row in rows] == [
-        (name, batch) for name in ('fasternet_cifar10', 'vit_tiny_patch16_224') for batch in (1, 2)]
+    assert [(row['model'], row['images']) for row in rows] == [
+        (name, images) for name in ('fasternet_cifar10', 'vit_tiny_patch16_224') for images in (1, 8)]
     for row in rows:
         assert all(row[ratio] > 0 for ratio in ('0.25', '0.5', '0.75', '0.9', '1.0'))
         macs = list(row['MACs'].values())
@@ -370,6 +369,27 @@ def test_bench_inference(script, load_script, tmp_path, monkeypatch, capsys):
     assert [row['mode'] for row in reported(tmp_path, 'repa-infer')['rows']] == ['eager', 'eager, TIMM_FUSED_ATTN=2']
     script('bench', 'parts', *args[2:], '--rounds', 1, '--resume')  # other settings
     assert reported(tmp_path, 'parts')['rounds'] == 1
+
+
+@pytest.mark.slow
+def test_bench_onnx(script, tmp_path, monkeypatch):
+    pytest.importorskip('onnxscript')
+    pytest.importorskip('onnxruntime')
+    small_deit(monkeypatch)
+    args = ['bench', 'onnx', '--models', 'repa_deit_tiny', '--rounds', 2]
+    script(*args)
+    result = reported(tmp_path, 'onnx')
+    assert [(row['model'], row['images']) for row in result['rows']] == [('repa_deit_tiny', 1), ('repa_deit_tiny', 8)]
+    assert result['batch_size'] is None
+    for row in result['rows']:
+        assert row['spread (%)'].keys() == {'eager', 'ONNX Runtime'}
+        assert row['eager'] > 0
+        assert row['ONNX Runtime'] > 0
+        assert row['ONNX Runtime / eager'] > 0
+    script(*args, '--batch-size', 2)
+    assert [row['images'] for row in reported(tmp_path, 'onnx')['rows']] == [2]
+    with pytest.raises(SystemExit, match='--device cpu --dtype float32'):
+        script(*args, '--dtype', 'bfloat16')
 
 
 def test_bench_resumes(script, load_script, tmp_path, monkeypatch, capsys):

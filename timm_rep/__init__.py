@@ -5,6 +5,7 @@ Importing this package registers its models and optimizers with timm and does no
 from . import models as models
 from . import optim as optim
 from .convert import convert_to_repa, convert_to_repopt
+from .deploy import export
 from .hub import load_released
 from .init import calibrate_batchnorm, mimetic_init_, weight_select_init
 from .scales import Scales, attach_grad_mults
@@ -19,6 +20,7 @@ __all__ = [
     'calibrate_batchnorm',
     'convert_to_repa',
     'convert_to_repopt',
+    'export',
     'hyper_search',
     'load_released',
     'mimetic_init_',

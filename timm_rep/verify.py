@@ -5,13 +5,50 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
-from timm.utils import reparameterize_model
 from torch.utils._pytree import tree_flatten
 
-__all__ = ['Verification', 'verify']
+from timm_rep.convert import folded_copy
+
+__all__ = ['Difference', 'Verification', 'check_finite', 'compare', 'verify']
 
 # bound of a folded error, in multiples of the rounding error of the unfolded model
 _FACTOR = 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of the outputs of two models on the same images.
+
+    Attributes:
+        images: Number of images.
+        max_difference: Largest absolute difference.
+        relative_rms: Root mean square of the difference, divided by that of the expected outputs.
+    """
+    images: int
+    max_difference: float
+    relative_rms: float
+
+
+def compare(expected: Any, outputs: Any, images: int) -> Difference:
+    """Compare the outputs of two models.
+
+    Args:
+        expected: Tensor, or a nesting of tensors.
+        outputs: The same of the other model; their order counts, and not how they are nested.
+        images: Number of images.
+
+    Raises:
+        ValueError: They have another number of values.
+    """
+    expected, outputs = _flat(expected), _flat(outputs)
+    if expected.shape != outputs.shape:
+        raise ValueError(f'The outputs have {len(outputs)} values, expected {len(expected)}.')
+    difference = outputs - expected
+    return Difference(
+        images=images,
+        max_difference=difference.abs().max().item(),
+        relative_rms=_ratio(difference.square().sum(), expected.square().sum()),
+    )
 
 
 @dataclass(frozen=True)
@@ -116,8 +153,8 @@ def verify(
         raise ValueError(f'images are finite, of shape (N, channels, height, width), got {tuple(images.shape)}.')
     images = images.detach().cpu()
     unfolded = copy.deepcopy(model).cpu().float().eval()
-    _check_finite(unfolded, images[:1].float())
-    folded = _fold(unfolded)
+    check_finite(unfolded, images[:1].float())
+    folded = folded_copy(unfolded)
     names = _folded_layers(unfolded, folded)
     if not names:
         return Verification(len(images))
@@ -177,8 +214,13 @@ def _record(model: nn.Module, names: List[str], x: torch.Tensor) -> Dict[Optiona
     return {name: torch.cat(outputs) for name, outputs in found.items()}
 
 
-def _check_finite(model: nn.Module, x: torch.Tensor) -> None:
-    """
+def check_finite(model: nn.Module, x: torch.Tensor) -> None:
+    """Check that a model computes numbers.
+
+    Args:
+        model: Model in eval mode.
+        x: Images (N, channels, height, width).
+
     Raises:
         ValueError: The outputs are not finite; the message names the first module in whose outputs this is the case.
     """
@@ -187,29 +229,6 @@ def _check_finite(model: nn.Module, x: torch.Tensor) -> None:
     for name, y in _record(model, [name for name, _ in model.named_modules() if name], x).items():
         if not y.isfinite().all():
             raise ValueError(f'The outputs of {name or "the model"} are not finite, before any folding.')
-
-
-def _fold(model: nn.Module) -> nn.Module:
-    """A folded copy.
-
-    Raises:
-        ValueError: A layer cannot be folded; the message names it.
-    """
-    folded = copy.deepcopy(model)
-    try:
-        if hasattr(folded, 'reparameterize'):
-            folded.reparameterize()
-        else:
-            reparameterize_model(folded, inplace=True)
-    except (ValueError, OverflowError) as e:
-        for name, layer in model.named_modules():
-            if hasattr(layer, 'fuse'):
-                try:
-                    layer.fuse()
-                except (ValueError, OverflowError) as reason:
-                    raise ValueError(f'{name} cannot be folded: {reason}') from e
-        raise
-    return folded
 
 
 def _folded_layers(unfolded: nn.Module, folded: nn.Module) -> List[str]:

@@ -49,7 +49,7 @@ def import_time(args):
 
 
 def calibrated(name: str) -> nn.Module:
-    """A RePa model in eval mode with random norm weights and the running statistics of a random batch."""
+    """A model in eval mode with random norm weights and the running statistics of a random batch."""
     torch.manual_seed(0)
     model = timm.create_model(name)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def relative(x: torch.Tensor, reference: torch.Tensor) -> str:
 
 
 def fold_precision(args):
-    """Largest difference between the logits of a RePa model before and after folding, relative to the largest logit.
+    """Largest difference between the logits of a model before and after folding, relative to the largest logit.
 
     'folded': folded in float32, then cast. 'cast, then folded': cast before folding. 'unfolded': the error of the dtype
     alone. The reference is the unfolded model in float32.
@@ -178,12 +178,12 @@ def _converted(name: str) -> Dict[str, Any]:
 def converted_infer(args):
     """Inference of converted models, ``repa_any``: speedup over timm's model, by idle ratio and batch size.
 
-    'MACs': the multiply-accumulates of timm's model over those of the converted one.
+    'images': batch size. 'MACs': the multiply-accumulates of timm's model over those of the converted one.
     """
     names = args.models or [
         'fasternet_cifar10', 'deit3_base_patch16_224', 'swin_tiny_patch4_window7_224', 'convnext_tiny',
         'eva02_small_patch14_224']
-    for row in args.pending(model=names, batch=(1, args.batch_size)):
+    for row in args.pending(model=names, images=[args.batch_size] if args.batch_size else (1, 8)):
         kwargs = _converted(row['model'])
         base = kwargs.pop('model_name')
         models = {'timm': timm.create_model(base, **kwargs)} | {
@@ -193,10 +193,10 @@ def converted_infer(args):
         macs = {form: count_macs(model, size).total for form, model in models.items()}
         models = {form: model.eval().to(args.device, args.dtype) for form, model in models.items()}
         times = time_passes(
-            models, torch.randn(row['batch'], *size, device=args.device, dtype=args.dtype), rounds=args.rounds)
+            models, torch.randn(row['images'], *size, device=args.device, dtype=args.dtype), rounds=args.rounds)
         yield {
             **row,
-            'timm (img/s)': round(throughput(row['batch'], times)['timm'], 2),
+            'timm (img/s)': round(throughput(row['images'], times)['timm'], 2),
             **{form: speedup(seconds, times['timm']) for form, seconds in times.items() if form != 'timm'},
             'MACs': {form: round(macs['timm'] / n, 2) for form, n in macs.items() if form != 'timm'},
             **timing_columns(times),

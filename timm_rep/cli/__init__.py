@@ -13,6 +13,7 @@ from . import (
     card,
     convert,
     demo,
+    export,
     hyper_search,
     models,
     plot_attention_weights,
@@ -27,8 +28,8 @@ from . import (
 __all__ = ['main']
 
 _COMMANDS = (
-    accelerate, card, convert, demo, hyper_search, models, plot_attention_weights, plot_scales, profile, push, run,
-    verify, weight_select)
+    accelerate, card, convert, demo, export, hyper_search, models, plot_attention_weights, plot_scales, profile, push,
+    run, verify, weight_select)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

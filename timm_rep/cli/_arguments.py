@@ -9,7 +9,10 @@ from timm.utils import ParseKwargs
 
 from timm_rep.utils.files import argument_errors
 
-__all__ = ['ModelKwargs', 'create_model', 'default_device', 'device', 'positive_int', 'ratio', 'seed']
+__all__ = [
+    'ModelKwargs', 'add_images', 'add_model', 'create_from', 'create_model', 'default_device', 'device', 'positive_int',
+    'ratio', 'seed',
+]
 
 
 def default_device() -> torch.device:
@@ -71,6 +74,27 @@ def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs) -> nn.Mod
         return timm.create_model(name, **kwargs)
     with argument_errors(f'{name} with --model-kwargs {model_kwargs}'):
         return timm.create_model(name, **kwargs, **model_kwargs)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, --checkpoint and --model-kwargs."""
+    parser.add_argument('model', metavar='MODEL', help='timm model, initialized (name) or pretrained (name.tag)')
+    parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of the unfolded model')
+    parser.add_argument(
+        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
+        help='arguments of the model, e.g. num_classes=10 img_size=32')
+
+
+def create_from(args: argparse.Namespace) -> nn.Module:
+    """The model of the arguments of :func:`add_model`; its checkpoint is not loaded yet."""
+    pretrained = not args.checkpoint and ('.' in args.model or ':' in args.model)
+    return create_model(args.model, args.model_kwargs, pretrained=pretrained)
+
+
+def add_images(parser: argparse.ArgumentParser) -> None:
+    """Add --data-dir and --split, a folder of images to compare on."""
+    parser.add_argument('--data-dir', metavar='DIR', help='also compare on images of DIR/SPLIT/CLASS/IMAGE')
+    parser.add_argument('--split', default='val', metavar='NAME', help='folder of --data-dir (%(default)s)')
 
 
 class ModelKwargs(ParseKwargs):

@@ -5,7 +5,7 @@ from .linear_sums import find_linear_sums
 from .linearize import check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_module
 from .repa import convert_to_repa
-from .reparameterize import ReparameterizeMixin, reparameterize
+from .reparameterize import ReparameterizeMixin, folded_copy, reparameterize
 from .repopt import RepOptReport, convert_to_repopt, reparameterize_repopt, set_scales, use_repopt_convs
 from .report import ConversionReport, ConvertedFfn
 from .survey import Convertibility, survey_convertible
@@ -26,6 +26,7 @@ __all__ = [
     'find_ffns',
     'find_linear_sums',
     'find_pointwise_ffns',
+    'folded_copy',
     'linearize_ffns',
     'ratios_of',
     'reparameterize',

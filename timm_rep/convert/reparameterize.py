@@ -1,13 +1,14 @@
 """Folding the layers of a model, and refusing checkpoints of another structure."""
+import copy
 from typing import Any, Dict, Mapping, Tuple
 
 import torch
 import torch.nn as nn
-from timm.utils import unwrap_model
+from timm.utils import reparameterize_model, unwrap_model
 
 from timm_rep.layers import foldable_layers, is_reparameterized
 
-__all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted', 'reparameterize']
+__all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted', 'folded_copy', 'reparameterize']
 
 
 def check_unconverted(model: nn.Module) -> None:
@@ -37,6 +38,29 @@ def reparameterize(model: nn.Module) -> nn.Module:
     for parent, name, layer in fused:
         setattr(parent, name, layer)
     return model
+
+
+def folded_copy(model: nn.Module) -> nn.Module:
+    """A folded copy of a model, by its ``reparameterize()`` or else by ``timm.utils.reparameterize_model``.
+
+    Raises:
+        ValueError: A layer cannot be folded; the message names it.
+    """
+    folded = copy.deepcopy(model)
+    try:
+        if hasattr(folded, 'reparameterize'):
+            folded.reparameterize()
+        else:
+            reparameterize_model(folded, inplace=True)
+    except (ValueError, OverflowError) as e:
+        for name, layer in model.named_modules():
+            if hasattr(layer, 'fuse'):
+                try:
+                    layer.fuse()
+                except (ValueError, OverflowError) as reason:
+                    raise ValueError(f'{name} cannot be folded: {reason}') from e
+        raise
+    return folded
 
 
 def check_loaded_structure(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args) -> None:

@@ -3,12 +3,15 @@ import os
 from typing import Any, Iterable, Mapping, Optional, Tuple
 
 import torch
+import torch.nn as nn
 from PIL import Image
-from timm.data import create_dataset, create_loader
+from timm.data import create_dataset, create_loader, create_transform, resolve_data_config
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import Dataset
 
-__all__ = ['PREPROCESSING', 'ImageFolder', 'batch_images', 'load_images', 'open_dataset']
+from .profiling import model_input_size
+
+__all__ = ['PREPROCESSING', 'ImageFolder', 'batch_images', 'load_images', 'open_dataset', 'read_images']
 
 # fields of a pretrained_cfg that say how images are preprocessed
 PREPROCESSING = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
@@ -95,6 +98,26 @@ def load_images(dataset: Dataset, config: Mapping[str, Any], batch_size: int, wo
     return create_loader(
         dataset, batch_size=batch_size, num_workers=workers, persistent_workers=False, use_prefetcher=False,
         device=torch.device('cpu'), **{name: config[name] for name in PREPROCESSING}, **kwargs)
+
+
+def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Tensor:
+    """Evenly spaced images of a split, preprocessed for a model, (N, 3, height, width).
+
+    Args:
+        model: timm model.
+        root: Folder that holds the split.
+        split: Name of a folder in it, with a folder of images for every class.
+        count: Number of images, fewer if the split has fewer.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: An image cannot be decoded.
+    """
+    dataset = ImageFolder(root, split)
+    dataset.transform = create_transform(
+        **resolve_data_config({'input_size': model_input_size(model)}, model=model))
+    step = max(1, len(dataset) // count)
+    return torch.stack([dataset[i][0] for i in range(0, len(dataset), step)][:count])
 
 
 def batch_images(batch: Any) -> torch.Tensor:

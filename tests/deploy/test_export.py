@@ -1,0 +1,317 @@
+"""timm_rep.export: what is written computes what the model does, and what cannot be exported is refused by name."""
+import copy
+import importlib.util
+import json
+import sys
+from functools import partial
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+
+import timm_rep
+from tests.convert.multi_branch import FAMILIES as MULTI_BRANCH
+from tests.deploy.models import MODELS, VIT, build
+from tests.helpers import images, randomize_, relative, same_weights, tiny
+from timm_rep.cli import main
+from timm_rep.deploy import VERIFICATION, onnx_runner
+from timm_rep.layers import RePaMlp, foldable_layers, is_reparameterized
+
+ONNX = ('onnx', 'onnxscript', 'onnxruntime')
+needs_onnx = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ONNX)), reason=f'needs {", ".join(ONNX)}: the extra deploy')
+SUFFIXES = {'safetensors': '', 'onnx': '.onnx', 'pt2': '.pt2', 'aoti': '.pt2'}
+
+QUICK = ('repa_vit', 'repopt_vgg')
+ARGS = ['--model-kwargs', *(f'{name}={value}' for name, value in VIT.items())]
+
+
+def load(path, format):
+    """What a user of the format writes to run it."""
+    if format == 'safetensors':
+        return timm.create_model(f'local-dir:{path}', pretrained=True).eval()
+    if format == 'onnx':
+        return onnx_runner(path)
+    return torch.export.load(path).module() if format == 'pt2' else torch._inductor.aoti_load_package(str(path))
+
+
+def check(kind, format, folder, reparameterize=True):
+    model, input_size = build(kind)
+    model.train()
+    before = copy.deepcopy(model)
+    path = folder / f'model{SUFFIXES[format]}'
+    real = images(3, input_size[1], seed=2)
+    result = timm_rep.export(model, path, format, reparameterize, real)
+    assert same_weights(model, before)
+    assert all(module.training for module in model.modules())
+
+    model.eval()
+    exported = load(path, format)
+    with torch.no_grad():
+        for n in (1, 5):  # neither is the size of a batch that the model was traced with
+            x = images(n, input_size[1], seed=n)
+            expected = model(x)
+            assert expected.std() > 0
+            assert relative(exported(x), expected) < 1e-4
+
+    measured = json.loads(((path if format == 'safetensors' else folder) / VERIFICATION).read_text())
+    entry, = measured.values()
+    assert (entry['format'], entry['reparameterized'], entry['tolerance']) == (format, reparameterize, 1e-4)
+    assert entry['input'] == ['batch', *input_size]
+    assert {'torch', 'timm_rep'} <= entry['versions'].keys()
+    assert entry['differences'].keys() == result.differences.keys() == {'random', 'real'}
+    for name, difference in result.differences.items():
+        assert difference.relative_rms == entry['differences'][name]['relative_rms'] < 1e-4
+    assert (result.path, result.format) == (path, format)
+    return path, exported
+
+
+@pytest.mark.parametrize('kind', QUICK)
+@pytest.mark.parametrize('format', ['safetensors', pytest.param('onnx', marks=needs_onnx), 'pt2'])
+def test_folded(kind, format, tmp_path):
+    path, exported = check(kind, format, tmp_path)
+    if format == 'safetensors':
+        assert is_reparameterized(exported)
+        assert {p.name for p in path.iterdir()} == {'model.safetensors', 'config.json', VERIFICATION}
+        return
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, VERIFICATION}
+    if format == 'onnx':
+        import onnx
+
+        graph = onnx.load(path).graph
+        names = {node.op_type for node in graph.node}
+        assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == 'batch'
+        assert [x.name for x in (*graph.input, *graph.output)] == ['input', 'output']
+    else:
+        names = {str(node.target) for node in exported.graph.nodes if node.op == 'call_function'}
+    assert not [name for name in names if 'batch_norm' in name or name == 'BatchNormalization']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', MODELS)
+@pytest.mark.parametrize('format', ['safetensors', pytest.param('onnx', marks=needs_onnx), 'pt2', 'aoti'])
+@pytest.mark.parametrize('reparameterize', [True, False], ids=['folded', 'unfolded'])
+def test_every_family(kind, format, reparameterize, tmp_path):
+    if kind == 'repopt_vgg, search' and not reparameterize:
+        pytest.skip('refused')
+    check(kind, format, tmp_path, reparameterize)
+
+
+@pytest.mark.slow
+@needs_onnx
+@pytest.mark.parametrize('family', MULTI_BRANCH)
+def test_multi_branch_models(family, tmp_path):
+    """timm's own, and converted."""
+    torch.manual_seed(0)
+    model = randomize_(MULTI_BRANCH[family]())
+    timm_rep.export(model, tmp_path / 'timm.onnx', 'onnx', input_size=(3, 64, 64))
+    timm_rep.convert_to_repopt(model)
+    for reparameterize in (True, False):
+        timm_rep.export(model, tmp_path / 'repopt.onnx', 'onnx', reparameterize, input_size=(3, 64, 64))
+
+
+@needs_onnx
+def test_large_weights(tmp_path, monkeypatch):
+    """Weights that do not fit into a file of protobuf are in one beside it."""
+    monkeypatch.setattr(sys.modules['timm_rep.deploy.formats'], '_MAX_ONNX_WEIGHTS', 1000)
+    model = nn.Conv2d(3, 64, 3)
+    timm_rep.export(model, tmp_path / 'model.onnx', 'onnx', input_size=(3, 8, 8))
+    assert {p.name for p in tmp_path.iterdir()} == {'model.onnx', 'model.onnx.data', VERIFICATION}
+    x = images(2, 8)
+    with torch.no_grad():
+        assert relative(onnx_runner(tmp_path / 'model.onnx')(x), model(x)) < 1e-5
+
+
+class Nested(nn.Module):
+    """A folded network inside another, without a cfg, and several outputs."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return {'logits': self.net(x), 'maps': [self.net.forward_features(x), x.mean((2, 3))]}
+
+
+@pytest.mark.parametrize('format', [
+    'pt2', *(pytest.param(name, marks=[pytest.mark.slow, needs_onnx]) for name in ('onnx', 'aoti'))])
+def test_network_inside_another(format, tmp_path):
+    model = Nested(build('repopt_vgg')[0])
+    path = tmp_path / f'model{SUFFIXES[format]}'
+    result = timm_rep.export(model, path, format, input_size=(3, 64, 64))
+    assert result.differences['random'].relative_rms < 1e-5
+    x = images(2)
+    outputs = load(path, format)(x)
+    logits = outputs[0] if format == 'onnx' else outputs['logits']
+    with torch.no_grad():
+        assert relative(logits, model(x)['logits']) < 1e-5
+    with pytest.raises(ValueError, match='Nested has no pretrained_cfg with an input size: pass input_size'):
+        timm_rep.export(model, path, format)
+
+
+def test_several_files_in_a_folder(tmp_path):
+    """verify.json keeps what it says of the others, and is refused if it is something else."""
+    model = nn.Conv2d(3, 3, 1)
+    for name in ('a.pt2', 'b.pt2', 'a.pt2'):
+        timm_rep.export(model, tmp_path / name, 'pt2', input_size=(3, 8, 8))
+    assert json.loads((tmp_path / VERIFICATION).read_text()).keys() == {'a.pt2', 'b.pt2'}
+    (tmp_path / VERIFICATION).write_text('[]')
+    with pytest.raises(RuntimeError, match=r'verify\.json.*has to be a mapping'):
+        timm_rep.export(model, tmp_path / 'c.pt2', 'pt2', input_size=(3, 8, 8))
+    assert not (tmp_path / 'c.pt2').exists()
+
+
+@pytest.mark.parametrize('format', ['safetensors', 'pt2'])
+def test_a_difference_is_an_error(format, tmp_path, monkeypatch):
+    """A broken fold: the message has the difference, nothing is written, and an old file stays."""
+    model, _ = build('repa_vit')
+    fuse = RePaMlp.fuse
+
+    def broken(self):
+        deploy = fuse(self)
+        deploy.fc_idle.weight.data.mul_(1.01)
+        return deploy
+
+    path = tmp_path / f'model{SUFFIXES[format]}'
+    if format == 'pt2':
+        path.write_text('old')
+    monkeypatch.setattr(RePaMlp, 'fuse', broken)
+    with pytest.raises(RuntimeError, match=rf"as '{format}' differs from the model by 0\.0.* on random images"):
+        timm_rep.export(model, path, format)
+    assert timm_rep.export(model, tmp_path / 'tolerant.pt2', 'pt2', tolerance=.1).differences['random'].images == 3
+    assert not (tmp_path / 'model' / 'model.safetensors').exists()
+    assert format != 'pt2' or path.read_text() == 'old'
+
+
+def test_a_difference_on_real_images_alone(tmp_path):
+    class Clipped(nn.Module):
+        """Another network for images above 100, once it is compiled."""
+
+        def forward(self, x):
+            return x + (x > 100) if torch.compiler.is_compiling() else x
+
+    with pytest.raises(RuntimeError, match=r'differs from the model by .* on real images, more than the tolerance'):
+        timm_rep.export(Clipped(), tmp_path / 'm.pt2', 'pt2', images=200 + 0 * images(2, 8))
+    assert not (tmp_path / 'm.pt2').exists()
+
+
+deit = partial(tiny, 'repa_deit_tiny')
+
+
+class Branching(nn.Module):
+    """A network that torch.export does not take."""
+
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x
+
+
+def _quantized():
+    import torch.ao.nn.quantized.dynamic as quantized
+
+    return nn.Sequential(nn.Flatten(), quantized.Linear(3, 3))
+
+
+def _annealing():
+    return timm.create_model('repa_any', base='deit3_small_patch16_224', anneal_steps=9, **VIT)
+
+
+def _no_statistics():
+    model = deit()
+    model.blocks[1].mlp.norm1.running_mean = model.blocks[1].mlp.norm1.running_var = None
+    return model
+
+
+@torch.no_grad()
+def _nan():
+    model = deit()
+    model.blocks[0].attn.proj.weight[0, 0] = float('nan')
+    return model
+
+
+REFUSED = [
+    (deit, 'm', dict(format='onx'), ValueError, r"format is one of .*'pt2', 'aoti', got 'onx'"),
+    (deit, 'm.onnx', dict(format='pt2'), ValueError, r"'pt2' is named \*\.pt2, got .*m\.onnx"),
+    (deit, 'm.safetensors', {}, ValueError, 'writes a folder, got the file'),
+    (deit, '', {}, FileExistsError, 'holds files: name a new one'),
+    (deit, 'folder.pt2', dict(format='pt2'), IsADirectoryError, 'is a folder: name a file'),
+    (deit, 'text/m.pt2', dict(format='pt2'), OSError, 'cannot write to the output folder'),
+    (lambda: 'repa_deit_tiny', 'm', {}, TypeError, "model is a module, got 'repa_deit_tiny'"),
+    (lambda: nn.DataParallel(deit()), 'm', {}, ValueError, 'DataParallel wraps another model'),
+    (lambda: torch.compile(deit()), 'm', {}, ValueError, 'OptimizedModule wraps another model'),
+    (lambda: deit().half(), 'm', {}, ValueError, r'weights in torch\.float16: export model\.float'),
+    (lambda: deit(device='meta'), 'm', {}, ValueError, 'on the meta device'),
+    (_quantized, 'm.pt2', dict(format='pt2', input_size=(3, 1, 1)), ValueError, 'Sequential is quantized'),
+    (_annealing, 'm', {}, ValueError, 'annealing is at step 0 of 9'),
+    (_annealing, 'm', dict(reparameterize=False), ValueError, 'annealing is at step 0 of 9'),
+    (_no_statistics, 'm', {}, ValueError, r'blocks\.1\.mlp cannot be folded'),
+    (_nan, 'm', {}, ValueError, r'outputs of blocks\.0\.attn\.proj are not finite'),
+    (lambda: tiny('repopt_vgg_a0', structure='csla'), 'm', dict(reparameterize=False), ValueError,
+     'has the csla structure, which is for training'),
+    (deit, 'm', dict(tolerance=float('nan')), ValueError, 'tolerance is a relative error'),
+    (deit, 'm', dict(images=torch.zeros(3, 32, 32)), ValueError, 'images are finite, of shape'),
+    (deit, 'm', dict(images=images(2, 32), input_size=(3, 64, 64)), ValueError,
+     r'images are of size \(3, 32, 32\), input_size is \(3, 64, 64\)'),
+    (Branching, 'm.pt2', dict(format='pt2', input_size=(3, 8, 8)), RuntimeError,
+     "Branching cannot be exported as 'pt2': GuardOnDataDependentSymNode"),
+    (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Conv2d is no model of timm'),
+    (lambda: timm_rep.convert_to_repa(timm.create_model('deit3_small_patch16_224', **VIT)), 'm', {}, RuntimeError,
+     'builds another structure'),
+]
+
+
+@pytest.mark.parametrize('model,path,kwargs,error,message', REFUSED, ids=[str(case[4]) for case in REFUSED])
+def test_refused(model, path, kwargs, error, message, tmp_path):
+    (tmp_path / 'folder.pt2').mkdir()
+    (tmp_path / 'text').write_text('')
+    with pytest.raises(error, match=message):
+        timm_rep.export(model(), tmp_path / path, **kwargs)
+    assert not [p for p in tmp_path.rglob('*') if p.is_file() and p.name != 'text']
+
+
+def test_missing_package(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in ONNX[:2] else find_spec(name))
+    with pytest.raises(ModuleNotFoundError, match=r"needs onnx, onnxscript.*: pip install 'timm-rep\[deploy\]'"):
+        timm_rep.export(deit(), tmp_path / 'm.onnx', 'onnx')
+
+
+def test_missing_compiler(tmp_path, monkeypatch):
+    config = importlib.import_module('torch._inductor.config')
+    monkeypatch.setattr(config.cpp, 'cxx', ('no-such-compiler',))
+    with pytest.raises(RuntimeError, match=r"'aoti' compiles C\+\+, and torch finds no compiler"):
+        timm_rep.export(deit(), tmp_path / 'm.pt2', 'aoti')
+
+
+class TestCommand:
+    def test_checkpoint_and_images(self, tmp_path, capsys, request):
+        model, _ = build('repa_vit')
+        torch.save({'state_dict': model.state_dict()}, tmp_path / 'c.pth')
+        command = [
+            'export', 'repa_deit_tiny', '--checkpoint', str(tmp_path / 'c.pth'), '--data-dir',
+            str(request.getfixturevalue('images')), '--split', 'validation', '--num-images', '4', *ARGS]
+        assert main([*command, '-o', str(tmp_path / 'out')]) == 0
+        out = capsys.readouterr().out
+        assert 'safetensors, folded' in out
+        assert '4 real images: relative rms difference' in out
+        loaded = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True).eval()
+        x = images(2, 32)
+        with torch.no_grad():
+            assert relative(loaded(x), model(x)) < 1e-5
+
+        assert main([*command, '-o', str(tmp_path / 'm.pt2'), '--format', 'pt2', '--no-reparam']) == 0
+        assert 'pt2, not folded' in capsys.readouterr().out
+        exported = torch.export.load(tmp_path / 'm.pt2').module()
+        assert 'blocks.0.mlp.norm1.running_var' in dict(exported.named_buffers())
+        assert not any(structure == 'deploy' for structure in (layer.structure for _, layer in foldable_layers(model)))
+
+    def test_errors(self, tmp_path, capsys):
+        for args, message in (
+                (['repa_deit_tiny', '-o', str(tmp_path / 'm.txt'), '--format', 'pt2'], r"is named *.pt2, got"),
+                (['repa_deit_tiny', '-o', str(tmp_path / 'm'), '--tolerance', '-1', *ARGS], 'tolerance is')):
+            assert main(['export', *args]) == 1
+            error = capsys.readouterr().err
+            assert error.startswith('timm-rep: ')
+            assert message in error
+            assert len(error.splitlines()) == 1
+        assert not list(tmp_path.iterdir())
