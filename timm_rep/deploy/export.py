@@ -104,15 +104,16 @@ def export(
 
     Raises:
         ModuleNotFoundError: The format needs a package that is not installed (``pip install 'timm-rep[deploy]'``).
-        OSError: The path cannot be written to.
+        OSError: The path cannot be written to, is a folder where a file is written, or a folder that holds files.
         RuntimeError: The model cannot be written in this format, the message has the reason; its outputs there differ
             by more than the tolerance; or the format needs a newer torch or a C++ compiler.
         TypeError: model is not a module.
-        ValueError: There is no such format, the path has another suffix or is a folder that holds something, the model
-            is quantized, compiled, wrapped, on the meta device, of another dtype, in the middle of an annealing, or, if
-            it is not to be folded, of a structure for training only; or it cannot be folded.
+        ValueError: There is no such format, or the path has another suffix; the model is quantized, compiled, wrapped,
+            on the meta device, of another dtype, in the middle of an annealing, no model of timm ('safetensors') or, if
+            it is not to be folded, of a structure for training only; it cannot be folded, or has outputs that are not
+            finite.
 
-        Where an error is raised, nothing is written.
+        Where an error is raised, no file is written.
     """
     target = check_target(path, format)
     path = Path(path)
