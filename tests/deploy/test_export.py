@@ -252,6 +252,7 @@ REFUSED = [
     (deit, 'm', dict(images=torch.zeros(3, 32, 32)), ValueError, 'images are finite, of shape'),
     (deit, 'm', dict(images=images(2, 32), input_size=(3, 64, 64)), ValueError,
      r'images are of size \(3, 32, 32\), input_size is \(3, 64, 64\)'),
+    (deit, 'm', dict(input_size=(32, 32)), ValueError, r'input_size is \(channels, height, width\), got \(32, 32\)'),
     (Branching, 'm.pt2', dict(format='pt2', input_size=(3, 8, 8)), RuntimeError,
      r"Branching cannot be exported as 'pt2': \w+: \w+"),
     (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Conv2d is no model of timm'),

@@ -176,6 +176,8 @@ def _batches(
         if images is None and getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass input_size.')
         input_size = model_input_size(model) if images is None else images.shape[1:]
+    if len(input_size) != 3 or not all(isinstance(n, int) and n > 0 for n in input_size):
+        raise ValueError(f'input_size is (channels, height, width), got {input_size!r}.')
     if images is not None and tuple(images.shape[1:]) != tuple(input_size):
         raise ValueError(f'images are of size {tuple(images.shape[1:])}, input_size is {tuple(input_size)}.')
     batches = {'random': torch.randn(3, *input_size, generator=torch.Generator().manual_seed(0))}
