@@ -5,9 +5,9 @@
 first channels of each FFN stay active and the others lose their activation, with recalibrated BatchNorms; ``VBP``,
 variance-based pruning of hidden channels with a mean shift; ``VBP, refitted``, the same with the second layer fitted by
 least squares. If named, ``budget, ...``: the closed form with an idle ratio for each FFN, minimizing a sum over the
-FFNs: of the share of the output's variance that is lost (``relative``, the rule of ``macs=``), of the lost variance
-(``absolute``), or of that share weighted by the divergence of the logits where this FFN alone is converted
-(``divergence``). Only with distillation: ``annealed``, over the first half of the steps; ``RePa from scratch``, first
+FFNs of the lost variance (``absolute``), its share of the output's variance (``relative``), or the lost variance times
+the divergence of the logits that a unit of it causes where the FFN alone is converted (``divergence``, the rule of
+``macs=``). Only with distillation: ``annealed``, over the first half of the steps; ``RePa from scratch``, first
 channels with new weights. Idle ratios are those of ``closed form``; MACs are relative to the original model.
 
     python scripts/experiments/accelerate.py --data-dir CIFAR10 --checkpoint fasternet.pth.tar
@@ -18,12 +18,11 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
-from typing import List
+from unittest import mock
 
 import timm
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import yaml
 
 import timm_rep
@@ -112,37 +111,17 @@ def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Mod
     return model
 
 
-def divergences(model: nn.Module, loader, ratio: float) -> List[float]:
-    """For each FFN, in the order of execution, the divergence of the logits over the share of variance lost by it."""
-    logits = torch.cat([model(images) for images, _ in loader]).double().log_softmax(1)
-    count = len(find_pointwise_ffns(model)[0])
-    weights = {}
-    for i in range(count):
-        alone = copy.deepcopy(model)
-        report = linearize_ffns(alone, loader, [ratio if j == i else 0. for j in range(count)])
-        ffn = max(report.ffns, key=lambda ffn: ffn.lost_variance)
-        changed = torch.cat([alone(images) for images, _ in loader]).double().log_softmax(1)
-        divergence = F.kl_div(changed, logits, log_target=True, reduction='batchmean').item()
-        weights[ffn.name] = max(divergence, 1e-12) / max(ffn.lost_variance, 1e-12)
-    return [weights[ffn.name] for ffn in report.ffns]
-
-
 @torch.no_grad()
 def with_budget(model: nn.Module, loader, ratio: float, rule: str) -> nn.Module:
     """Idle ratios by a rule, for the multiply-accumulates of one idle ratio for all FFNs."""
     report = linearize_ffns(copy.deepcopy(model), loader, ratio)
-    relative = linearize._budget_weight
-    weights = iter(divergences(model, loader, ratio) if rule == 'divergence' else ())
     rules = {
-        'relative': relative,
-        'absolute': lambda problem: 1.,
-        'divergence': lambda problem: next(weights) * relative(problem),
+        'divergence': linearize._budget_weight,
+        'absolute': lambda *args: 1.,
+        'relative': lambda recorder, ffn, problem, *args: 1 / problem.output_variance(),
     }
-    linearize._budget_weight = rules[rule]
-    try:
+    with mock.patch.object(linearize, '_budget_weight', rules[rule]):
         linearize_ffns(model, loader, macs=report.macs[1] / report.macs[0])
-    finally:
-        linearize._budget_weight = relative
     return model
 
 
@@ -153,7 +132,7 @@ METHODS = {
     'VBP, refitted': lambda *args: prune(*args, refit=True),
 }
 BUDGETS = {
-    f'budget, {rule}': partial(with_budget, rule=rule) for rule in ('relative', 'absolute', 'divergence')}
+    f'budget, {rule}': partial(with_budget, rule=rule) for rule in ('divergence', 'absolute', 'relative')}
 ANNEALED, SCRATCH = 'annealed', 'RePa from scratch'
 
 

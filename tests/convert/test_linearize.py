@@ -483,6 +483,19 @@ def test_budget(fraction):
     assert linear.idle_ratio > other.idle_ratio
 
 
+@pytest.mark.parametrize('weak', [0, 1])
+def test_a_budget_goes_where_the_outputs_need_it(weak):
+    model = vit(init_values=1.)
+    model.blocks[weak].ls2.gamma.data.mul_(.01)
+    ratios = [ffn.idle_ratio for ffn in linearize_ffns(model, [images(16, 32)], macs=.7).ffns]
+    assert ratios[weak] > ratios[1 - weak] + .2
+
+
+def test_budget_of_a_model_with_one_output():
+    report = linearize_ffns(vit(num_classes=1), [images(16, 32)], macs=.8)
+    assert all(ffn.idle_ratio < 1 for ffn in report.ffns)
+
+
 def test_larger_budgets_lose_less():
     idle, lost = [], []
     for fraction in (.65, .75, .85, .95):

@@ -4,106 +4,25 @@ The FFN ``y = W2 g(u) + b2`` with hidden features g becomes ``W2' g_A + M u + c`
 activation, the others are replaced by their best linear predictor from the input u and the active features.
 """
 import math
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from huggingface_hub.utils import tqdm
+from torch.utils._pytree import tree_leaves
 
 from timm_rep.layers import Affine, RePaMlpDeploy, active_channels
-from timm_rep.utils.data import batch_images
 from timm_rep.utils.profiling import count_macs
 
 from .budget import allocate
 from .least_squares import LeastSquares, Moments
 from .pointwise import PointwiseFfn, deploy_of, find_pointwise_ffns, linear_of, ratios_of, replace_module
+from .recording import Recorder, take_images, wide
 from .reparameterize import check_unconverted
 from .report import ConversionReport, ConvertedFfn
 
 __all__ = ['check_convertible', 'linearize_ffns']
-
-
-class _AllSeen(Exception):
-    """Ends a forward pass after the last FFN of interest."""
-
-
-class _Recorder:
-    """Runs a model on images and hands input and hidden features of an FFN, (tokens, channels), to a function."""
-
-    def __init__(self, model: nn.Module, batches: Sequence[torch.Tensor]):
-        self.model, self.batches = model, batches
-        self.like = next(model.parameters())
-
-    def run(
-            self,
-            ffns: Sequence[PointwiseFfn],
-            see: Callable[[PointwiseFfn, torch.Tensor, torch.Tensor], None],
-            calls: Optional[int] = None,
-            batches: Optional[int] = None,
-    ) -> None:
-        """Call ``see(ffn, u, g)`` for every pass through an FFN.
-
-        Args:
-            ffns: FFNs to record.
-            see: Function of the FFN, its input and its hidden features.
-            calls: Number of passes through the FFNs after which the model need not go on; None to run it to its end.
-            batches: Number of batches, all if None.
-        """
-        inputs: Dict[str, torch.Tensor] = {}
-        count = 0
-
-        def tokens(ffn: PointwiseFfn, x: torch.Tensor) -> torch.Tensor:
-            x = x.movedim(1, -1) if ffn.use_conv else x
-            return x.reshape(-1, x.shape[-1])
-
-        def at_first(ffn: PointwiseFfn, x: torch.Tensor) -> None:
-            inputs[ffn.name] = tokens(ffn, x).clone()  # the activation may work in place
-
-        def at_last(ffn: PointwiseFfn, x: torch.Tensor) -> None:
-            nonlocal count
-            see(ffn, inputs.pop(ffn.name), tokens(ffn, x))
-            count += 1
-            if count == calls:
-                raise _AllSeen
-
-        hooks = [
-            layer.register_forward_pre_hook(lambda _, args, ffn=ffn, record=record: record(ffn, args[0]))
-            for ffn in ffns for layer, record in ((ffn.first, at_first), (ffn.last, at_last))
-        ]
-        try:
-            for batch in self.batches[:batches]:
-                count = 0
-                try:
-                    self.model(batch.to(device=self.like.device, dtype=self.like.dtype))
-                except _AllSeen:
-                    pass
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return (x.cpu() if x.device.type == 'mps' else x).to(torch.float64)  # mps has no float64
-
-
-def _take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
-    """The first images of a loader, as batches; they are needed once for every FFN."""
-    if max_images < 1:
-        raise ValueError(f'max_images must be at least 1, got {max_images}.')
-    batches, count = [], 0
-    for batch in loader:
-        images = batch_images(batch)[:max_images - count]
-        if images.ndim != 4:
-            raise ValueError(f'A batch has images of shape (N, C, H, W), got {tuple(images.shape)}.')
-        if not len(images):
-            continue
-        batches.append(images)
-        count += len(images)
-        if count >= max_images:
-            break
-    if not count:
-        raise ValueError('The calibration loader has no images; nothing was changed.')
-    return batches
 
 
 def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, str]]:
@@ -154,8 +73,8 @@ def linearize_ffns(
         ridge: Damping of the least-squares problems, relative to the variance of every variable.
         progress: Whether to show a progress bar.
         macs: Multiply-accumulates of the converted model as a fraction of the model's, above 0 and below 1. Takes the
-            place of idle_ratio: FFNs that linearize well idle more, see :func:`timm_rep.convert.budget.allocate`, and
-            the images pass the FFNs twice.
+            place of idle_ratio: FFNs whose conversion changes the outputs less idle more, see
+            :func:`timm_rep.convert.budget.allocate`, and the images pass the model about twice more for each FFN.
 
     Returns:
         The report.
@@ -176,7 +95,7 @@ def linearize_ffns(
         raise ValueError(f'ridge must be positive, got {ridge!r}.')
     counts = {
         ffn.name: active_channels(ffn.hidden_features, ratio) for ffn, ratio in zip(ffns, ratios_of(ffns, idle_ratio))}
-    recorder = _Recorder(model, _take_images(loader, max_images))
+    recorder = Recorder(model, take_images(loader, max_images))
     modes = {m: m.training for m in model.modules()}
     replaced: List[Tuple[nn.Module, nn.Module]] = []
     try:
@@ -189,7 +108,8 @@ def linearize_ffns(
             counts = _counts_for_budget(recorder, ffns, tokens, calls, ridge, before, macs, progress)
         converted = []
         for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
-            new, fit, lost = _convert(recorder, ffn, counts[ffn.name], calls[ffn.name], ridge)
+            problem = _least_squares(recorder, ffn, calls[ffn.name], ridge)
+            new, fit, lost = _replacement(recorder, ffn, problem, counts[ffn.name], calls[ffn.name], ridge)
             replace_module(model, ffn.module, new)
             replaced.append((new, ffn.module))
             converted.append(ConvertedFfn(
@@ -214,7 +134,7 @@ def _matrix_entries(module: nn.Module) -> int:
 
 
 def _survey(
-        recorder: _Recorder,
+        recorder: Recorder,
         ffns: Sequence[PointwiseFfn],
         kept: Dict[str, str],
         images: int,
@@ -253,13 +173,39 @@ def _survey(
     return ordered, tokens, calls
 
 
-def _budget_weight(problem: LeastSquares) -> float:
-    """The factor of an FFN's loss in the sum over all FFNs that a budget minimizes: one over the output's variance."""
-    return 1 / max(problem.output_variance(), torch.finfo(torch.float64).tiny)
+def _outputs(recorder: Recorder) -> torch.Tensor:
+    """Log probabilities of the images, (images, classes), of the first output if there are several."""
+    outputs = [tree_leaves(recorder(batch))[0] for batch in recorder.batches]
+    return wide(torch.cat(outputs)).flatten(1).log_softmax(1)
+
+
+def _budget_weight(
+        recorder: Recorder,
+        ffn: PointwiseFfn,
+        problem: LeastSquares,
+        calls: int,
+        ridge: float,
+        outputs: torch.Tensor,
+) -> float:
+    """The factor of an FFN's loss in the sum over all FFNs that a budget minimizes.
+
+    The Kullback-Leibler divergence of the model's outputs with this FFN alone converted, at the usual idle ratio, over
+    the loss. Weights of 1, or of one over the variance of the FFN's output, cost no pass of the images and were worse:
+    section `accelerate` of scripts/results.
+    """
+    new, fit, _ = _replacement(recorder, ffn, problem, active_channels(ffn.hidden_features, 0.75), calls, ridge)
+    replace_module(recorder.model, ffn.module, new)
+    try:
+        divergence = F.kl_div(_outputs(recorder), outputs, log_target=True, reduction='batchmean').item()
+    finally:
+        replace_module(recorder.model, new, ffn.module)
+    # a divergence of rounding errors is no measure for an FFN that is linear
+    error = max(fit.error, 1e-4 * problem.output_variance())
+    return max(divergence, 0.) / error if error > 0 else 0.
 
 
 def _counts_for_budget(
-        recorder: _Recorder,
+        recorder: Recorder,
         ffns: Sequence[PointwiseFfn],
         tokens: Dict[str, int],
         calls: Dict[str, int],
@@ -269,7 +215,8 @@ def _counts_for_budget(
         progress: bool,
 ) -> Dict[str, int]:
     """Active channels of every FFN for a fraction of the model's multiply-accumulates."""
-    losses, macs = [], []
+    losses, weights, macs = [], [], []
+    outputs = _outputs(recorder)
     for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):
         problem = _least_squares(recorder, ffn, calls[ffn.name], ridge)
         idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
@@ -278,7 +225,8 @@ def _counts_for_budget(
             pruned = problem.elimination(linear_path=False).loss.cpu()
             dropped = [ffn.hidden_features - _affordable(ffn, a) for a in range(ffn.hidden_features, -1, -1)]
             loss = torch.minimum(loss, pruned[dropped])
-        losses.append(_budget_weight(problem) * loss)
+        losses.append(loss)
+        weights.append(_budget_weight(recorder, ffn, problem, calls[ffn.name], ridge, outputs))
         channel = ffn.in_features * (2 if ffn.gated else 1) + ffn.out_features
         line = (ffn.in_features * ffn.out_features) * (idle > 0)
         macs.append(tokens[ffn.name] * (_matrix_entries(ffn.module) - channel * idle + line))
@@ -288,6 +236,9 @@ def _counts_for_budget(
         raise ValueError(
             f'macs={fraction} cannot be reached: with all hidden channels idle the model has {least / model_macs:.4f} '
             'of its multiply-accumulates. Nothing was changed.')
+    if not any(weights):  # a single output has no divergence
+        weights = [1.] * len(ffns)
+    losses = [weight * loss for weight, loss in zip(weights, losses)]
     idle = allocate(losses, macs, fraction * model_macs - others)
     return {ffn.name: ffn.hidden_features - k for ffn, k in zip(ffns, idle)}
 
@@ -320,15 +271,15 @@ def _fit(problem: LeastSquares, ffn: PointwiseFfn, active_features: int) -> _Fit
     return min(fits, key=lambda fit: fit.error)  # of equal ones the first, two matrices
 
 
-def _convert(
-        recorder: _Recorder,
+def _replacement(
+        recorder: Recorder,
         ffn: PointwiseFfn,
+        problem: LeastSquares,
         active_features: int,
         calls: int,
         ridge: float,
 ) -> Tuple[nn.Module, _Fit, float]:
     """The replacement of an FFN, its fit, and the share of the variance of the output that is lost."""
-    problem = _least_squares(recorder, ffn, calls, ridge)
     fit = _fit(problem, ffn, active_features)
     act = ffn.act(fit.active)
     new = ffn.replacement(len(fit.active), act, fit.linear_path, device='meta')
@@ -346,11 +297,11 @@ def _convert(
     return new, fit, fit.error / variance if variance > 0 else 0.
 
 
-def _least_squares(recorder: _Recorder, ffn: PointwiseFfn, calls: int, ridge: float) -> LeastSquares:
+def _least_squares(recorder: Recorder, ffn: PointwiseFfn, calls: int, ridge: float) -> LeastSquares:
     moments = Moments()
 
     def see(ffn: PointwiseFfn, u: torch.Tensor, g: torch.Tensor) -> None:
-        moments.add(_wide(torch.cat([g, u], 1)))
+        moments.add(wide(torch.cat([g, u], 1)))
 
     recorder.run([ffn], see, calls)
     covariance, second = moments.covariance(), ffn.fc_out()
@@ -362,7 +313,7 @@ def _least_squares(recorder: _Recorder, ffn: PointwiseFfn, calls: int, ridge: fl
 
 
 def _fit_to_new_features(
-        recorder: _Recorder,
+        recorder: Recorder,
         ffn: PointwiseFfn,
         deploy: RePaMlpDeploy,
         active: torch.Tensor,
@@ -375,12 +326,12 @@ def _fit_to_new_features(
     moments = Moments()
 
     def see(ffn: PointwiseFfn, u: torch.Tensor, g: torch.Tensor) -> None:
-        x, y = _wide(u), _wide(g) @ out.weight.T + out.bias
+        x, y = wide(u), wide(g) @ out.weight.T + out.bias
         if not a:
             moments.add(torch.cat([y, x], 1))
             return
         image = u.T[None, :, :, None] if ffn.use_conv else u
-        features = _wide(deploy.act(deploy.fc_in(image)))
+        features = wide(deploy.act(deploy.fc_in(image)))
         features = features[0, :, :, 0].T if ffn.use_conv else features
         moments.add(torch.cat([features, y - features @ kept.T, x], 1))
 

@@ -1,0 +1,99 @@
+"""Passes of calibration images through a model, and what its FFNs see in them."""
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
+
+import torch
+import torch.nn as nn
+
+from timm_rep.utils.data import batch_images
+
+from .pointwise import PointwiseFfn
+
+__all__ = ['Recorder', 'take_images', 'wide']
+
+
+class _AllSeen(Exception):
+    """Ends a forward pass after the last FFN of interest."""
+
+
+class Recorder:
+    """Runs a model on images and hands input and hidden features of an FFN, (tokens, channels), to a function."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[torch.Tensor]):
+        self.model, self.batches = model, batches
+        self.like = next(model.parameters())
+
+    def __call__(self, batch: torch.Tensor) -> Any:
+        """The outputs of the model."""
+        return self.model(batch.to(device=self.like.device, dtype=self.like.dtype))
+
+    def run(
+            self,
+            ffns: Sequence[PointwiseFfn],
+            see: Callable[[PointwiseFfn, torch.Tensor, torch.Tensor], None],
+            calls: Optional[int] = None,
+            batches: Optional[int] = None,
+    ) -> None:
+        """Call ``see(ffn, u, g)`` for every pass through an FFN.
+
+        Args:
+            ffns: FFNs to record.
+            see: Function of the FFN, its input and its hidden features.
+            calls: Number of passes through the FFNs after which the model need not go on; None to run it to its end.
+            batches: Number of batches, all if None.
+        """
+        inputs: Dict[str, torch.Tensor] = {}
+        count = 0
+
+        def tokens(ffn: PointwiseFfn, x: torch.Tensor) -> torch.Tensor:
+            x = x.movedim(1, -1) if ffn.use_conv else x
+            return x.reshape(-1, x.shape[-1])
+
+        def at_first(ffn: PointwiseFfn, x: torch.Tensor) -> None:
+            inputs[ffn.name] = tokens(ffn, x).clone()  # the activation may work in place
+
+        def at_last(ffn: PointwiseFfn, x: torch.Tensor) -> None:
+            nonlocal count
+            see(ffn, inputs.pop(ffn.name), tokens(ffn, x))
+            count += 1
+            if count == calls:
+                raise _AllSeen
+
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args, ffn=ffn, record=record: record(ffn, args[0]))
+            for ffn in ffns for layer, record in ((ffn.first, at_first), (ffn.last, at_last))
+        ]
+        try:
+            for batch in self.batches[:batches]:
+                count = 0
+                try:
+                    self(batch)
+                except _AllSeen:
+                    pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64, on the CPU if its device has none."""
+    return (x.cpu() if x.device.type == 'mps' else x).to(torch.float64)  # mps has no float64
+
+
+def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
+    """The first images of a loader, as batches; they are needed once for every FFN."""
+    if max_images < 1:
+        raise ValueError(f'max_images must be at least 1, got {max_images}.')
+    batches, count = [], 0
+    for batch in loader:
+        images = batch_images(batch)[:max_images - count]
+        if images.ndim != 4:
+            raise ValueError(f'A batch has images of shape (N, C, H, W), got {tuple(images.shape)}.')
+        if not len(images):
+            continue
+        batches.append(images)
+        count += len(images)
+        if count >= max_images:
+            break
+    if not count:
+        raise ValueError('The calibration loader has no images; nothing was changed.')
+    return batches
