@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_table, rows_measured, save
 
 SECTION = 'accelerate'
-KEYS = ('method', 'idle_ratio', 'epochs', 'seed')
+KEYS = ('method', 'idle_ratio', 'epochs', 'lr', 'seed')
 
 
 def closed_form(model: nn.Module, loader, ratio: float) -> nn.Module:
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument('--seeds', nargs='+', type=int, default=[0, 1, 2])
     parser.add_argument('--epochs', type=int, default=0, help='epochs of distillation')
     parser.add_argument('--images', type=int, default=512)
-    parser.add_argument('--lr', type=float, default=5e-4)
+    parser.add_argument('--lr', type=float, default=1e-4, help='learning rate of the distillation (%(default)s)')
     args = parser.parse_args()
     recipe = yaml.safe_load(args.recipe.read_text())
 
@@ -170,11 +170,12 @@ def main() -> None:
         model=recipe['model'], epochs_trained=recipe['epochs'], accuracy=round(original, 2), images=args.images)
     rows = rows_measured(SECTION, device, settings)
     done = {tuple(row[key] for key in KEYS) for row in rows}
+    lr = args.lr if args.epochs else None
     gmacs = count_macs(model, (3, size, size)).total
     for seed in args.seeds:
         for ratio in args.ratios:
             for method in args.methods:
-                if (method, ratio, args.epochs, seed) in done:
+                if (method, ratio, args.epochs, lr, seed) in done:
                     continue
                 if method == SCRATCH:
                     torch.manual_seed(seed)
@@ -192,11 +193,11 @@ def main() -> None:
                 elif method == ANNEALED:
                     converted.reparameterize()
                 rows.append({
-                    'method': method, 'idle_ratio': ratio, 'epochs': args.epochs, 'seed': seed,
+                    'method': method, 'idle_ratio': ratio, 'epochs': args.epochs, 'lr': lr, 'seed': seed,
                     'MACs': round(count_macs(converted, (3, size, size)).total / gmacs, 3),
                     'top-1 change': round(evaluate(converted, validation, device)[1] - original, 2),
                 })
-                save(SECTION, __doc__.strip(), rows, device, settings, KEYS)
+                save(SECTION, __doc__.strip(), rows[-1:], device, settings, KEYS)
                 print_table(rows[-1:])
 
 

@@ -142,7 +142,7 @@ def main() -> None:
             if (name, seed) in done:
                 continue
             rows.append(train(name, args, loaders, num_classes, seed))
-            path = save(SECTION, __doc__.partition('\n    OMP')[0], rows, device, settings, ('row', 'seed'))
+            path = save(SECTION, __doc__.partition('\n    OMP')[0], rows[-1:], device, settings, ('row', 'seed'))
             print_table(rows[-1:])
             plot_curves({
                 name: [(row['minutes'], row['curve']) for row in rows if row['row'] == name]
