@@ -95,7 +95,7 @@ class Images:
     def training(self):
         """Loader of the training split, with random crops and flips."""
         return self._loader(
-            ImageFolder(self.root, self.splits[0]), is_training=True, scale=(0.35, 1.), color_jitter=None)
+            ImageFolder(self.root, self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None)
 
     def validation(self):
         """Loader of the validation split."""
