@@ -50,10 +50,11 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.accelerate import STATE, Images, accelerate, table, write_model
+    from timm_rep.accelerate import STATE, accelerate, table, write_model
     from timm_rep.convert import check_convertible
     from timm_rep.utils.atomic import check_writable
     from timm_rep.utils.checkpoints import load_checkpoint
+    from timm_rep.utils.data import Images
 
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
     if args.checkpoint:
