@@ -10,6 +10,7 @@ import itertools
 
 import torch
 from benchmarks.dense import NETWORKS, dense
+from benchmarks.deploy import onnx
 from benchmarks.inference import deploy_ffn, fold_precision, import_time, parts, poolformer, prepbn, repa_infer
 from benchmarks.optim import optim
 from benchmarks.repa_train import ffn_train, repa_train
@@ -27,6 +28,7 @@ SECTIONS = {
     'prepbn': prepbn,
     'parts': parts,
     'poolformer': poolformer,
+    'onnx': onnx,
     'dense': dense,
     'repa-train': repa_train,
     'ffn-train': ffn_train,
@@ -39,7 +41,7 @@ SECTIONS = {
 # columns that identify a row
 KEYS = (
     'model', 'mode', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along', 'backbone',
-    'network')
+    'network', 'images')
 
 
 def pending(rows, **columns):
@@ -63,7 +65,8 @@ def main():
         help='autocast training and dense to bfloat16')
     parser.add_argument(
         '--modes', nargs='+', default=['eager'], choices=['eager', 'compile'], help='repa-infer only (eager)')
-    parser.add_argument('--batch-size', type=int, help='images a pass (8; search-step 128; dense always 1)')
+    parser.add_argument(
+        '--batch-size', type=int, help='images a pass (8; search-step 128; onnx 1 and 8; dense always 1)')
     parser.add_argument('--rounds', default=11, type=int, help='(%(default)s)')
     parser.add_argument(
         '--networks', nargs='+', choices=NETWORKS, default=list(NETWORKS), help='dense only (all)')
@@ -85,7 +88,8 @@ def main():
         settings.update(float32='TF32', cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda)
     batch_size = args.batch_size
     for section in args.sections:
-        args.batch_size = 1 if section == 'dense' else batch_size or (128 if section == 'search-step' else 8)
+        defaults = {'search-step': 128, 'onnx': None}
+        args.batch_size = 1 if section == 'dense' else batch_size or defaults.get(section, 8)
         settings['batch_size'] = args.batch_size
         of_section = {**settings, 'img_size': args.img_size} if section == 'dense' else settings
         before = rows_measured(section, args.device, of_section) if args.resume else []

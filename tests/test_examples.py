@@ -18,6 +18,7 @@ from timm.utils import reparameterize_model
 from torchvision import tv_tensors
 
 from tests.helpers import randomize_, relative, same_weights
+from timm_rep.deploy import onnx_runner
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 from timm_rep.optim import RepSGD
 
@@ -101,6 +102,29 @@ def test_detector_folds(detection, name):
             assert relative(after[key], before[key]) < 1e-9
     built = detection.build_model(name, 'repa_swin_tiny', 4, dict(TINY, reparameterized=True), **kwargs)
     built.load_state_dict(folded.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['segmentation', 'detection'])
+@pytest.mark.parametrize('backbone', ['repa_swin_tiny', 'repopt_vgg_b1'])
+def test_onnx(script, request, tmp_path, name, backbone):
+    """The folded network inside another one is a graph for any number of images, with the folded network's outputs."""
+    for package in ('onnx', 'onnxscript', 'onnxruntime'):
+        pytest.importorskip(package, reason='the extra deploy')
+    module = request.getfixturevalue(name)
+    args = {'repa_swin_tiny': TINY, **OTHER_BACKBONES}[backbone]
+    decoder = '--decoder-channels' if name == 'segmentation' else '--fpn-channels'
+    path = tmp_path / 'network.onnx'
+    result = script(
+        f'examples/{name}', '--backbone', backbone, '--backbone-kwargs', *(f'{k}={v}' for k, v in args.items()),
+        '--img-size', 64, decoder, 16, '--steps', 2, '--batch-size', 2, '--val-shapes', 1, '--onnx', path)
+    folded = result['folded'].eval()
+    x = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        expected = [folded(x)] if name == 'segmentation' else list(module.DenseRetinaNet(folded)(x).values())
+    outputs = onnx_runner(path)(x)
+    for y, z in zip(outputs if isinstance(outputs, list) else [outputs], expected):
+        assert relative(y, z) < 1e-4
 
 
 @pytest.mark.parametrize('backbone', OTHER_BACKBONES)

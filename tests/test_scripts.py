@@ -315,6 +315,27 @@ def test_bench_inference(script, load_script, tmp_path, monkeypatch, capsys):
     assert reported(tmp_path, 'parts')['rounds'] == 1
 
 
+@pytest.mark.slow
+def test_bench_onnx(script, tmp_path, monkeypatch):
+    pytest.importorskip('onnxscript')
+    pytest.importorskip('onnxruntime')
+    small_deit(monkeypatch)
+    args = ['bench', 'onnx', '--models', 'repa_deit_tiny', '--rounds', 2]
+    script(*args)
+    result = reported(tmp_path, 'onnx')
+    assert [(row['model'], row['images']) for row in result['rows']] == [('repa_deit_tiny', 1), ('repa_deit_tiny', 8)]
+    assert result['batch_size'] is None
+    for row in result['rows']:
+        assert row['spread (%)'].keys() == {'eager', 'ONNX Runtime'}
+        assert row['eager'] > 0
+        assert row['ONNX Runtime'] > 0
+        assert row['ONNX Runtime / eager'] > 0
+    script(*args, '--batch-size', 2)
+    assert [row['images'] for row in reported(tmp_path, 'onnx')['rows']] == [2]
+    with pytest.raises(SystemExit, match='--device cpu --dtype float32'):
+        script(*args, '--dtype', 'bfloat16')
+
+
 def test_bench_resumes(script, load_script, tmp_path, monkeypatch, capsys):
     """Rows are saved as they are measured; --resume skips those of the file."""
     module = load_script('bench')

@@ -45,7 +45,7 @@ def import_time(args):
 
 
 def calibrated(name: str) -> nn.Module:
-    """A RePa model in eval mode with random norm weights and the running statistics of a random batch."""
+    """A model in eval mode with random norm weights and the running statistics of a random batch."""
     torch.manual_seed(0)
     model = timm.create_model(name)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def relative(x: torch.Tensor, reference: torch.Tensor) -> str:
 
 
 def fold_precision(args):
-    """Largest difference between the logits of a RePa model before and after folding, relative to the largest logit.
+    """Largest difference between the logits of a model before and after folding, relative to the largest logit.
 
     'folded': folded in float32, then cast. 'cast, then folded': cast before folding. 'unfolded': the error of the dtype
     alone. The reference is the unfolded model in float32.

@@ -19,6 +19,8 @@ from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.ops import FeaturePyramidNetwork, box_iou, masks_to_boxes
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
 
+import timm_rep
+from timm_rep.deploy import check_target
 from timm_rep.utils.atomic import replacing_files
 
 
@@ -78,6 +80,21 @@ def build_model(
     else:
         net, out_indices, extra_blocks = MaskRCNN, (-4, -3, -2, -1), LastLevelMaxPool()
     return net(Backbone(backbone, out_indices, fpn_channels, extra_blocks, **backbone_kwargs), num_classes, **kwargs)
+
+
+class DenseRetinaNet(nn.Module):
+    """The part of a RetinaNet that can be exported: backbone, FPN and head, without the selection of boxes.
+
+    torch.export does not take torchvision's non-maximum suppression, whose shapes depend on the data.
+    """
+
+    def __init__(self, model: RetinaNet):
+        super().__init__()
+        self.backbone, self.head = model.backbone, model.head
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:
+        """Logits (N, anchors, classes) and offsets of boxes (N, anchors, 4), of normalized images."""
+        return self.head(list(self.backbone(x).values()))
 
 
 def collate(items: List) -> Tuple[List[torch.Tensor], List[Dict[str, torch.Tensor]]]:
@@ -153,7 +170,14 @@ def main() -> Dict[str, Any]:
     parser.add_argument('--fpn-channels', type=int, default=256, help='(%(default)s)')
     parser.add_argument(
         '--output', type=Path, metavar='FILE', help='write the weights of the folded model, .safetensors')
+    parser.add_argument(
+        '--onnx', metavar='FILE',
+        help="export the folded RetinaNet's backbone, FPN and head for square images of --img-size, .onnx")
     args = parser.parse_args()
+    if args.onnx:
+        if args.model != 'retinanet':
+            parser.error('--onnx is for --model retinanet: the heads of Mask R-CNN need boxes that are selected before')
+        check_target(args.onnx, 'onnx')
 
     random_seed(args.seed)
     loaders = create_loaders(args, collate, collate)
@@ -178,6 +202,8 @@ def main() -> Dict[str, Any]:
         # for build_model(..., backbone_kwargs=dict(reparameterized=True))
         with replacing_files(args.output.parent) as temporary:
             save_file(folded.state_dict(), temporary / args.output.name)
+    if args.onnx:
+        print(timm_rep.export(DenseRetinaNet(model), args.onnx, 'onnx', input_size=(3, args.img_size, args.img_size)))
     return dict(losses=losses, found=found, shared=shared, folded=folded)
 
 

@@ -16,6 +16,9 @@ from timm.utils import random_seed, reparameterize_model
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
+import timm_rep
+from timm_rep.deploy import check_target
+
 
 def build_model(backbone: str, classes: int, **kwargs) -> nn.Module:
     """UPerNet with a backbone of timm as its encoder.
@@ -74,7 +77,10 @@ def main() -> Dict[str, Any]:
     parser.add_argument('--img-size', type=int, default=96, help='a multiple of 32 (%(default)s)')
     parser.add_argument('--decoder-channels', type=int, default=256, help='(%(default)s)')
     parser.add_argument('--output', metavar='DIR', help='write the folded model; smp.from_pretrained(DIR) loads it')
+    parser.add_argument('--onnx', metavar='FILE', help='export the folded model for images of --img-size, .onnx')
     args = parser.parse_args()
+    if args.onnx:
+        check_target(args.onnx, 'onnx')
 
     random_seed(args.seed)
     size = (args.img_size, args.img_size)
@@ -101,6 +107,8 @@ def main() -> Dict[str, Any]:
         # arguments that smp builds the model with before it loads the weights
         folded.config.update(reparameterized=True, encoder_weights=None, pretrained_cfg_overlay=None)
         folded.save_pretrained(args.output)
+    if args.onnx:
+        print(timm_rep.export(model, args.onnx, 'onnx', input_size=(3, *size)))
     return dict(losses=losses, ious=ious, difference=difference, folded=folded)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Tuple
 
 import torch
 import torch.nn as nn
-from timm.models import reparameterize_model
+from timm.utils import reparameterize_model
 
 from timm_rep.layers import Csla, RepOptConv, RepOptConvDeploy, csla_layers
 from timm_rep.scales import ScalesLike, resolve_scales, stage_of
