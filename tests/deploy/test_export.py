@@ -279,7 +279,8 @@ def test_missing_package(tmp_path, monkeypatch):
 def test_missing_compiler(tmp_path):
     # monkeypatch would remove the setting from torch's configuration at the end
     config = importlib.import_module('torch._inductor.config')
-    with config.patch({'cpp.cxx': ('no-such-compiler',)}), pytest.raises(RuntimeError, match=r"'aoti' compiles C\+\+, and torch finds no compiler"):
+    message = r"'aoti' compiles C\+\+, and torch finds no compiler"
+    with config.patch({'cpp.cxx': ('no-such-compiler',)}), pytest.raises(RuntimeError, match=message):
         timm_rep.export(deit(), tmp_path / 'm.pt2', 'aoti')
 
 

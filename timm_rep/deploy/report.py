@@ -13,8 +13,8 @@ from timm_rep.utils.profiling import device_name, versions
 __all__ = ['BACKENDS', 'CALIBRATORS', 'REPORT', 'Accuracy', 'QuantizationReport', 'read_report', 'write_report']
 
 REPORT = 'quantization.json'
-# packages that a backend needs beside torch
-BACKENDS = {'inductor': ('torchao',), 'onnxruntime': ('onnx', 'onnxscript', 'onnxruntime')}
+# packages that a backend needs beside torch; the calibrators are torchao's
+BACKENDS = {'inductor': ('torchao',), 'onnxruntime': ('onnx', 'onnxscript', 'onnxruntime', 'torchao')}
 CALIBRATORS = ('minmax', 'entropy', 'percentile')
 
 _BOOL = Kind('true or false', lambda value: isinstance(value, bool))
