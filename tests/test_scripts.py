@@ -336,6 +336,22 @@ def test_bench_onnx(script, tmp_path, monkeypatch):
         script(*args, '--dtype', 'bfloat16')
 
 
+@pytest.mark.slow
+def test_bench_int8(script, tmp_path, monkeypatch):
+    pytest.importorskip('torchao')
+    pytest.importorskip('onnxruntime')
+    small_deit(monkeypatch)
+    script('bench', 'int8', '--models', 'repa_deit_tiny', '--rounds', 2, '--batch-size', 2)
+    row, = reported(tmp_path, 'int8')['rows']
+    backends = ['int8, inductor', 'int8, onnxruntime']
+    assert (row['model'], row['images']) == ('repa_deit_tiny', 2)
+    assert row['spread (%)'].keys() == {'eager', 'compiled', 'frozen', *backends}
+    assert len(set(row['layers in int8'].values())) == 1
+    for backend in backends:
+        assert row[backend] > 0
+        assert row[f'{backend}: speedup'] > 0
+
+
 def test_bench_resumes(script, load_script, tmp_path, monkeypatch, capsys):
     """Rows are saved as they are measured; --resume skips those of the file."""
     module = load_script('bench')

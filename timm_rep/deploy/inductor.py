@@ -238,4 +238,5 @@ def finish_training(prepared: torch.fx.GraphModule, input_size: Sequence[int]) -
         prepared: The graph, trained.
         input_size: (channels, height, width) of the images.
     """
-    return Program(convert_pt2e(prepared.eval()), input_size)
+    prepared.eval()  # returns None in an exported graph
+    return Program(convert_pt2e(prepared), input_size)
