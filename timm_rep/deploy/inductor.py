@@ -52,6 +52,20 @@ class LayerQuantizer(X86InductorQuantizer):
         super().__init__()
         self.activation, self.weight = activation, weight
 
+    def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        # inductor has no int8 kernel for linear layers of transposed inputs, as of an MLP-Mixer
+        contiguous: Dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in list(model.graph.nodes):
+            if node.target == aten.linear.default:
+                x = node.args[0]
+                if x not in contiguous:
+                    with model.graph.inserting_after(x):
+                        contiguous[x] = model.graph.call_function(aten.contiguous.default, (x,))
+                    contiguous[x].meta = {**node.meta, 'val': x.meta['val'].contiguous()}
+                node.replace_input_with(x, contiguous[x])
+        model.recompile()
+        return model
+
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         for node in model.graph.nodes:
             if node.target in _LAYERS and node.args[1].op == 'get_attr':
