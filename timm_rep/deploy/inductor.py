@@ -41,7 +41,7 @@ _ENTRIES = re.compile(
 _VALUES = re.compile(r'(weight|tensor)_\d+')
 
 
-class LayerQuantizer(X86InductorQuantizer):
+class _LayerQuantizer(X86InductorQuantizer):
     """Int8 inputs and weights of all convolutions and linear layers.
 
     torchao's X86InductorQuantizer finds layers by the class of the module, which subclasses of nn.Conv2d and nn.Linear
@@ -77,9 +77,9 @@ class LayerQuantizer(X86InductorQuantizer):
         pass
 
 
-def _quantizer(activation, weight) -> LayerQuantizer:
+def _quantizer(activation, weight) -> _LayerQuantizer:
     # torchao's default eps of 2 ** -12 would be the smallest scale: more than small weights need
-    return LayerQuantizer(
+    return _LayerQuantizer(
         QuantizationSpec(
             dtype=torch.uint8, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine,
             observer_or_fake_quant_ctr=activation),
@@ -102,7 +102,7 @@ class _Kernels(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in graph.nodes:
             name = getattr(node.target, '__name__', '')
-            if node.op == 'call_function' and name.startswith(('qconv', 'qlinear')):
+            if node.op == 'call_function' and name.startswith(('qconv', 'qlinear')) and 'prepack' not in name:
                 tensors = [getattr(graph.owning_module, x.target) for x in node.all_input_nodes if x.op == 'get_attr']
                 self.scales += [x.flatten() for x in tensors if not x.is_mkldnn and x.dtype == torch.float32]
 
