@@ -11,10 +11,19 @@ import itertools
 import torch
 from benchmarks.dense import NETWORKS, dense
 from benchmarks.deploy import int8, onnx
-from benchmarks.inference import deploy_ffn, fold_precision, import_time, parts, poolformer, prepbn, repa_infer
+from benchmarks.inference import (
+    converted_infer,
+    deploy_ffn,
+    fold_precision,
+    import_time,
+    parts,
+    poolformer,
+    prepbn,
+    repa_infer,
+)
 from benchmarks.optim import optim
 from benchmarks.repa_train import ffn_train, repa_train
-from benchmarks.repopt_train import repopt_parts, repopt_train
+from benchmarks.repopt_train import repopt_any, repopt_parts, repopt_train
 from benchmarks.scaling import scaling
 from benchmarks.search_step import search_step
 from report import print_table, rows_measured, save
@@ -25,6 +34,7 @@ SECTIONS = {
     'fold-precision': fold_precision,
     'deploy-ffn': deploy_ffn,
     'repa-infer': repa_infer,
+    'converted-infer': converted_infer,
     'prepbn': prepbn,
     'parts': parts,
     'poolformer': poolformer,
@@ -34,6 +44,7 @@ SECTIONS = {
     'repa-train': repa_train,
     'ffn-train': ffn_train,
     'repopt-train': repopt_train,
+    'repopt-any': repopt_any,
     'repopt-parts': repopt_parts,
     'search-step': search_step,
     'optim': optim,
@@ -41,8 +52,8 @@ SECTIONS = {
 }
 # columns that identify a row
 KEYS = (
-    'model', 'mode', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along', 'backbone',
-    'network', 'images')
+    'model', 'mode', 'images', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along',
+    'backbone', 'network')
 
 
 def pending(rows, **columns):
@@ -67,7 +78,7 @@ def main():
     parser.add_argument(
         '--modes', nargs='+', default=['eager'], choices=['eager', 'compile'], help='repa-infer only (eager)')
     parser.add_argument(
-        '--batch-size', type=int, help='images a pass (8; search-step 128; onnx, int8 1 and 8; dense always 1)')
+        '--batch-size', type=int, help='images a pass (8; search-step 128; onnx, int8, converted-infer 1, 8; dense 1)')
     parser.add_argument('--rounds', default=11, type=int, help='(%(default)s)')
     parser.add_argument(
         '--networks', nargs='+', choices=NETWORKS, default=list(NETWORKS), help='dense only (all)')
@@ -89,7 +100,7 @@ def main():
         settings.update(float32='TF32', cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda)
     batch_size = args.batch_size
     for section in args.sections:
-        defaults = {'search-step': 128, 'onnx': None, 'int8': None}
+        defaults = {'search-step': 128, 'onnx': None, 'int8': None, 'converted-infer': None}
         args.batch_size = 1 if section == 'dense' else batch_size or defaults.get(section, 8)
         settings['batch_size'] = args.batch_size
         of_section = {**settings, 'img_size': args.img_size} if section == 'dense' else settings

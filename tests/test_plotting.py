@@ -6,7 +6,15 @@ from safetensors.torch import save_file
 from tests.helpers import normal_scales, tiny
 from timm_rep.cli import main
 from timm_rep.init import attention_products, mimetic_init_
-from timm_rep.plotting import diagonal, kernel_layer, plot_attention, plot_kernels, plot_latency, plot_scales
+from timm_rep.plotting import (
+    diagonal,
+    kernel_layer,
+    plot_attention,
+    plot_curves,
+    plot_kernels,
+    plot_latency,
+    plot_scales,
+)
 from timm_rep.scales import Scales
 
 pytest.importorskip('matplotlib', reason='matplotlib draws the figures')
@@ -70,6 +78,15 @@ def test_figures_3_and_5():
     for bars in axes.containers:
         width = bars[0].get_width()
         assert sum(bar.get_height() for bar in bars) * width == pytest.approx(1)
+
+
+def test_accuracy_by_epoch_and_by_time():
+    figure = plot_curves({'a': [(2., [10., 30.]), (4., [20., 50.])], 'b': [(1., [5., 6.])]})
+    by_epoch, by_time = (list(points(axes).values()) for axes in figure.axes)
+    assert by_epoch == [[[(1, 15.), (2, 40.)]], [[(1, 5.), (2, 6.)]]]
+    assert by_time == [[[(1.5, 15.), (3., 40.)]], [[(.5, 5.), (1., 6.)]]]
+    spread = figure.axes[0].collections[0].get_paths()[0].vertices
+    assert {(1., 10.), (1., 20.), (2., 30.), (2., 50.)} <= {tuple(vertex) for vertex in spread.tolist()}
 
 
 def test_legend_names_the_branches_of_all():

@@ -24,7 +24,7 @@ import timm_rep.scales.packaged as packaged
 from tests.helpers import ROOT, SCRIPTS, TINY, normal_scales, relative, run, tiny
 from timm_rep.cli import main as cli_main
 from timm_rep.init.weight_select import ELEMENT_CHOICES
-from timm_rep.layers import RePaMlp, use_fused_idle
+from timm_rep.layers import RePaMlp, csla_layers, use_fused_idle
 from timm_rep.paper import SPEEDUPS
 from timm_rep.scales import Scales, packaged_scales
 from timm_rep.utils.profiling import throughput
@@ -212,14 +212,19 @@ def test_accelerate(script, load_script, images, tmp_path):
     script('experiments/accelerate', *args)
     trained = ('annealed', 'RePa from scratch')
     script('experiments/accelerate', *args, '--methods', *trained, '--epochs', 4)
+    budgets = ('budget, relative', 'budget, absolute', 'budget, divergence')
+    script('experiments/accelerate', *args, '--methods', *budgets, '--ratios', .5)
     rows = reported(tmp_path, 'accelerate')['rows']
     module = load_script('experiments/accelerate')
     assert [(row['method'], row['idle_ratio'], row['epochs']) for row in rows] == [
         *((method, ratio, 0) for ratio in (.5, 1.) for method in module.METHODS),
-        *((method, ratio, 4) for ratio in (.5, 1.) for method in trained)]
+        *((method, ratio, 4) for ratio in (.5, 1.) for method in trained),
+        *((method, .5, 0) for method in budgets)]
     macs = {(row['method'], row['idle_ratio']): row['MACs'] for row in rows}
     for ratio in (.5, 1.):
         assert len({round(macs[method, ratio], 2) for method in (*module.METHODS, *trained)}) == 1
+    for method in budgets:
+        assert .9 * macs['closed form', .5] < macs[method, .5] <= macs['closed form', .5]
 
     # pruning: kept channels compute what they did, the others their mean; refitted, the error is smaller
     x, mlp = torch.randn(60, 3, 16, 16, generator=torch.Generator().manual_seed(0)), model.stages[0].blocks[0].mlp
@@ -243,6 +248,41 @@ def test_accelerate(script, load_script, images, tmp_path):
             assert relative(y, hidden @ second.T) < 1e-5
         errors.append((y - features @ second.T).square().mean().item())
     assert errors[1] < errors[0]
+
+
+def test_multi_branch(script, load_script, images, tmp_path, monkeypatch):
+    """Rows differ in structure, optimizer and scales only; a second run goes on where the first ended."""
+    module = load_script('experiments/multi_branch')
+    trained, fit = [], module.fit
+
+    def spied(model, optimizer, *args, **kwargs):
+        trained.append((kwargs['description'], copy.deepcopy(model), type(optimizer).__name__))
+        return fit(model, optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(module, 'fit', spied)
+    args = [
+        '--data-dir', images, '--val-split', 'validation', '--widths', 8, 16, '--depths', 1, 1, '--branches', 2,
+        '--batch-size', 10, '--epochs', 2, '--seeds']
+    script('experiments/multi_branch', *args, 0)
+    script('experiments/multi_branch', *args, 0, 1)
+    rows = reported(tmp_path, 'multi-branch')['rows']
+    assert [(row['row'], row['seed']) for row in rows] == [(row, seed) for seed in (0, 1) for row in module.ROWS]
+    assert [description for description, _, _ in trained] == [f'{row["row"]}, seed {row["seed"]}' for row in rows]
+    assert all(row['minutes'] >= 0 and len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in rows)
+    assert {row['row'] for row in rows if 'search (top-1)' in row} == {'searched'}
+    assert len({row['MACs (M)'] for row in rows if row['row'] != 'branches'}) == 1 < len({r['MACs (M)'] for r in rows})
+    assert list(tmp_path.glob('**/multi-branch.png'))
+    branches, init, searched, plain = (model for _, model, _ in trained[:4])
+    assert [name for _, _, name in trained[:4]] == ['SGD', 'RepSGD', 'RepSGD', 'SGD']
+    assert not csla_layers(branches)
+    multipliers = [
+        {name: layer.grad_mult for name, layer in csla_layers(model).items()} for model in (init, searched, plain)]
+    assert multipliers[0].keys() == multipliers[1].keys() == multipliers[2].keys()
+    assert all(mult is None for mult in multipliers[2].values())
+    assert all(not torch.equal(a.dense('squared'), b.dense('squared')) for a, b in zip(*(
+        multipliers[i].values() for i in (0, 1))))
+    # with and without multipliers from the same kernels
+    assert all(torch.equal(a, b) for a, b in zip(init.parameters(), plain.parameters()))
 
 
 def test_weight_selection(script, load_script, images, tmp_path, capsys, monkeypatch):
@@ -304,6 +344,22 @@ def small_deit(monkeypatch, depth=2):
     return depth
 
 
+def test_bench_converted(script, tmp_path, monkeypatch):
+    create_model = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create_model(name, **(
+        {'depth': 1, **kwargs} if 'vit_tiny_patch16_224' in (name, kwargs.get('base')) else kwargs)))
+    script(
+        'bench', 'converted-infer', '--models', 'fasternet_cifar10', 'vit_tiny_patch16_224', '--rounds', 2)
+    rows = reported(tmp_path, 'converted-infer')['rows']
+    assert [(row['model'], row['images']) for row in rows] == [
+        (name, images) for name in ('fasternet_cifar10', 'vit_tiny_patch16_224') for images in (1, 8)]
+    for row in rows:
+        assert all(row[ratio] > 0 for ratio in ('0.25', '0.5', '0.75', '0.9', '1.0'))
+        macs = list(row['MACs'].values())
+        assert macs == sorted(macs)
+        assert macs[0] > 1
+
+
 def test_bench_prepbn(script, tmp_path, monkeypatch):
     small_deit(monkeypatch)
     script('bench', 'prepbn', '--models', 'repa_deit_tiny', '--rounds', 2, '--batch-size', 1)
@@ -344,6 +400,12 @@ def test_bench_inference(script, load_script, tmp_path, monkeypatch, capsys):
     assert [row['mode'] for row in reported(tmp_path, 'repa-infer')['rows']] == ['eager', 'eager, TIMM_FUSED_ATTN=2']
     script('bench', 'parts', *args[2:], '--rounds', 1, '--resume')  # other settings
     assert reported(tmp_path, 'parts')['rounds'] == 1
+
+
+def test_mutants_are_of_this_code(script, capsys):
+    """Each of the texts that they change occurs once."""
+    script('mutants', '--list')
+    assert len(capsys.readouterr().out.splitlines()) > 90
 
 
 @pytest.mark.slow
@@ -747,7 +809,7 @@ def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
                 script('bench', *args)
                 assert not toy or called[-1] == (2, 1, [toy])
     assert len(called) == 2 * (len(module.JOBS) - 2)
-    assert called[8] == (128, 11, list(SPEEDUPS))
+    assert called[list(module.JOBS).index('repa-infer-all')] == (128, 11, list(SPEEDUPS))
 
 
 @pytest.mark.slow
@@ -861,7 +923,8 @@ def test_every_gpu_job(images, tmp_path):
             ('repa_deit_tiny', [
                 'repa-infer', 'repa-train', 'ffn-train', 'deploy-ffn', 'scaling', 'repa-infer-all', 'parts', 'search',
                 'train']),
-            ('repopt_vgg_a0', ['optim', 'repopt-train', 'repopt-parts'])):
+            ('repopt_vgg_a0', ['optim', 'repopt-train', 'repopt-parts']), ('repghostnet_050', ['repopt-any']),
+            ('fasternet_cifar10', ['converted-infer'])):
         out = run([
             sys.executable, SCRIPTS / 'gpu' / 'run.py', '--device', 'cpu', '--seconds', 900, *args, '--toy', toy,
             '--val-split', 'validation', '--jobs', *jobs])
@@ -869,7 +932,7 @@ def test_every_gpu_job(images, tmp_path):
     out = tmp_path / 'out' / 'toy'
     assert {path.stem for path in (out / 'results').glob('*/*.json')} == {
         'ffn-train', 'repa-train', 'repa-infer', 'deploy-ffn', 'scaling', 'parts', 'optim', 'repopt-train',
-        'repopt-parts'}
+        'repopt-parts', 'repopt-any', 'converted-infer'}
     assert 'nothing is left to measure' in (out / 'repa-infer-all.log').read_text()
     assert (out / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
     assert (out / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()

@@ -1,5 +1,6 @@
 """verify(): what folding loses, and the layer at which it loses more than rounding."""
 import copy
+import math
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ import timm_rep
 from tests.helpers import images, randomize_, same_weights, tiny
 from timm_rep.cli import main
 from timm_rep.layers import RePaMlp
-from timm_rep.verify import Verification
+from timm_rep.verify import Verification, compare
 
 MODELS = [
     ('repa_deit_tiny', {}, 2),
@@ -89,6 +90,17 @@ def test_converted_half_precision_and_nothing_to_fold():
     assert (result.passed, result.folded) == (True, 2)
     folded = timm_rep.verify(model.reparameterize(), images(2, 32))
     assert (folded.passed, folded.folded) == (True, 0)
+
+
+def test_compare():
+    expected = {'a': torch.tensor([[3., 0.]]), 'b': [torch.tensor([4.])]}
+    difference = compare(expected, [torch.tensor([3., .3]), torch.tensor([[3.6]])], images=1)
+    assert difference.images == 1
+    assert difference.max_difference == pytest.approx(.4)
+    assert difference.relative_rms == pytest.approx(.5 / 5)
+    assert math.isnan(compare(expected, [torch.tensor([3., 0., float('nan')])], images=1).relative_rms)
+    with pytest.raises(ValueError, match='have 2 values, expected 3'):
+        compare(expected, torch.zeros(2), images=1)
 
 
 @pytest.mark.parametrize('damage', [1e-4, 1., float('nan')])

@@ -1,25 +1,29 @@
-"""Import and inference: import, fold-precision, deploy-ffn, repa-infer, prepbn, parts, poolformer."""
+"""Import and inference: import, fold-precision, deploy-ffn, repa-infer, converted-infer, prepbn, parts, poolformer."""
 import copy
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any, Dict
 
 import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import yaml
 from timm.layers import use_fused_attn
 from timm.utils import reparameterize_model
 
 from timm_rep.latency import PARTS, profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
-from timm_rep.utils.profiling import count_macs, count_params, throughput, time_passes
+from timm_rep.utils.profiling import count_macs, count_params, model_input_size, throughput, time_passes
 
 from .repa_train import vanilla_ffn
 from .timing import milliseconds, speedup, timing_columns
 
-__all__ = ['deploy_ffn', 'fold_precision', 'import_time', 'parts', 'poolformer', 'prepbn', 'repa_infer']
+__all__ = [
+    'converted_infer', 'deploy_ffn', 'fold_precision', 'import_time', 'parts', 'poolformer', 'prepbn', 'repa_infer']
 
 
 def import_time(args):
@@ -54,7 +58,11 @@ def calibrated(name: str) -> nn.Module:
                 norm.weight.normal_(1., 0.5)
                 norm.bias.normal_(0., 0.5)
                 norm.momentum = 1.
-        model.train()(torch.randn(4, *model.pretrained_cfg['input_size']))
+        # with few images, variances of a CNN's last layers are near 0, and every rounding error is amplified
+        model.train()(torch.randn(32, *model.pretrained_cfg['input_size']))
+        head = model.get_classifier()
+        if isinstance(head, nn.Linear) and not head.weight.any():  # in timm's mixers
+            nn.init.normal_(head.weight, std=.02)
     return model.eval()
 
 
@@ -68,7 +76,7 @@ def fold_precision(args):
     'folded': folded in float32, then cast. 'cast, then folded': cast before folding. 'unfolded': the error of the dtype
     alone. The reference is the unfolded model in float32.
     """
-    for row in args.pending(model=args.models or SPEEDUPS):
+    for row in args.pending(model=args.models or [*SPEEDUPS, 'repopt_vgg_a0', 'repopt_ghostnet_100', 'repopt_any']):
         model = calibrated(row['model'])
         x = torch.randn(2, *model.pretrained_cfg['input_size'])
         folded = reparameterize_model(model)
@@ -158,6 +166,45 @@ def repa_infer(args):
                 'folded / unfolded': speedup(times['folded'], times['unfolded']),
                 'spread (%)': timing_columns(times)['spread (%)'],
             }
+
+
+def _converted(name: str) -> Dict[str, Any]:
+    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is that of the recipe."""
+    recipe = Path(__file__).parents[1] / 'experiments' / f'{name}.yaml'
+    if not recipe.is_file():
+        return dict(model_name=name)
+    recipe = yaml.safe_load(recipe.read_text())
+    return dict(
+        recipe['model_kwargs'], model_name=recipe['model'], num_classes=recipe['num_classes'],
+        pretrained_cfg_overlay=dict(input_size=tuple(recipe['input_size'])))
+
+
+def converted_infer(args):
+    """Inference of converted models, ``repa_any``: speedup over timm's model, by idle ratio and batch size.
+
+    'images': batch size. 'MACs': the multiply-accumulates of timm's model over those of the converted one.
+    """
+    names = args.models or [
+        'fasternet_cifar10', 'deit3_base_patch16_224', 'swin_tiny_patch4_window7_224', 'convnext_tiny',
+        'eva02_small_patch14_224']
+    for row in args.pending(model=names, images=[args.batch_size] if args.batch_size else (1, 8)):
+        kwargs = _converted(row['model'])
+        base = kwargs.pop('model_name')
+        models = {'timm': timm.create_model(base, **kwargs)} | {
+            str(ratio): timm.create_model('repa_any', base=base, idle_ratio=ratio, **kwargs)
+            for ratio in (0.25, 0.5, 0.75, 0.9, 1.)}
+        size = model_input_size(models['timm'])
+        macs = {form: count_macs(model, size).total for form, model in models.items()}
+        models = {form: model.eval().to(args.device, args.dtype) for form, model in models.items()}
+        times = time_passes(
+            models, torch.randn(row['images'], *size, device=args.device, dtype=args.dtype), rounds=args.rounds)
+        yield {
+            **row,
+            'timm (img/s)': round(throughput(row['images'], times)['timm'], 2),
+            **{form: speedup(seconds, times['timm']) for form, seconds in times.items() if form != 'timm'},
+            'MACs': {form: round(macs['timm'] / n, 2) for form, n in macs.items() if form != 'timm'},
+            **timing_columns(times),
+        }
 
 
 def prepbn(args):

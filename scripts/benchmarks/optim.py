@@ -7,9 +7,10 @@ import torch
 import timm_rep
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
 from timm_rep.scales import Scales
+from timm_rep.utils.profiling import time_calls
 
 from .repa_train import TrainingStep
-from .timing import memory_use, milliseconds, speedup, time_calls, timing_columns
+from .timing import memory_use, milliseconds, speedup, timing_columns
 
 __all__ = ['optim']
 

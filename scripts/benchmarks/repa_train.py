@@ -9,9 +9,9 @@ import torch.nn as nn
 from timm_rep.layers import ChannelIdle, RePaMlp, set_fused_idle, use_fused_idle
 from timm_rep.layers.fused_idle import fused_idle_is_faster
 from timm_rep.paper import VANILLA
-from timm_rep.utils.profiling import throughput
+from timm_rep.utils.profiling import throughput, time_calls
 
-from .timing import memory_use, speedup, time_calls, timing_columns
+from .timing import memory_use, speedup, timing_columns
 
 __all__ = ['TrainingStep', 'WithShortcut', 'ffn_train', 'in_released_form', 'repa_train', 'vanilla_ffn']
 

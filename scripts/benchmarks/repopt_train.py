@@ -1,4 +1,4 @@
-"""Training of RepOpt-VGG: repopt-train, repopt-parts."""
+"""Training of RepOpt networks: repopt-train, repopt-any, repopt-parts."""
 import statistics
 import time
 from typing import Callable, Dict, List, Tuple
@@ -8,12 +8,15 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch.profiler import ProfilerActivity, profile
 
-from timm_rep.utils.profiling import count_macs, synchronize, throughput
+from timm_rep.utils.profiling import count_macs, synchronize, throughput, time_calls
 
 from .repa_train import TrainingStep, time_steps
-from .timing import speedup, time_calls, timing_columns
+from .timing import speedup, timing_columns
 
-__all__ = ['repopt_parts', 'repopt_train']
+__all__ = ['repopt_any', 'repopt_parts', 'repopt_train']
+
+# multi-branch networks of timm
+_MULTI_BRANCH = ('mobileone_s0', 'mobileone_s1', 'fastvit_t8', 'repvit_m0_9', 'repghostnet_050', 'repvgg_a0')
 
 
 def largest(fits: Callable[[int], bool], most: int = 2 ** 20, known: int = 0) -> int:
@@ -139,6 +142,47 @@ def repopt_train(args):
                 row[f'{side}, img/s at that'] = round(throughput(batch, times)[side], 2)
                 del create_step, x
         yield row
+
+
+def _any_steps(name: str, img_size: int, args) -> Dict[str, TrainingStep]:
+    """Training steps of a multi-branch network of timm with SGD and of its plain structure with RepSGD."""
+    last = torch.channels_last
+    sides = {
+        'timm': (name, {}, 'sgd', torch.contiguous_format),
+        'timm, channels-last': (name, {}, 'sgd', last),
+        'RepOpt': ('repopt_any', dict(base=name), 'repsgd', torch.contiguous_format),
+        'RepOpt, channels-last': ('repopt_any', dict(base=name), 'repsgd', last),
+    }
+    if args.device.type == 'cpu':  # as in _sides
+        del sides['timm, channels-last']
+    x = torch.randn(args.batch_size, 3, img_size, img_size, device=args.device, dtype=args.dtype)
+    steps = {}
+    for side, (model_name, kwargs, opt, memory_format) in sides.items():
+        torch.manual_seed(0)
+        model = timm.create_model(model_name, **kwargs).train()
+        model = model.to(args.device, args.dtype, memory_format=memory_format)
+        optimizer = create_optimizer_v2(model, opt=opt, lr=1e-3, weight_decay=4e-5)
+        steps[side] = TrainingStep(model, x, optimizer=optimizer, amp=args.amp, memory_format=memory_format)
+    return steps
+
+
+def repopt_any(args):
+    """Training step of multi-branch networks as plain ones with RepSGD: speedup over timm's with SGD.
+
+    Includes the optimizer's step. Peak memory of a step in MB. 'MACs': those of timm's network over the plain one's.
+    """
+    for row in args.pending(model=args.models or _MULTI_BRANCH, img_size=(32, 224)):
+        steps = _any_steps(*row.values(), args)
+        times, peaks = time_steps(steps, args.rounds)
+        macs = {side: count_macs(step.model, step.x.shape[1:]).total for side, step in steps.items()}
+        yield {
+            **row,
+            'timm (img/s)': round(throughput(args.batch_size, times)['timm'], 2),
+            **{k: speedup(seconds, times['timm']) for k, seconds in times.items() if k != 'timm'},
+            'MACs': round(macs['timm'] / macs['RepOpt'], 2),
+            **{f'{k}, peak (MB)': round(peak) for k, peak in peaks.items()},
+            **timing_columns(times),
+        }
 
 
 def parts_of_step(step: TrainingStep) -> Dict[str, float]:

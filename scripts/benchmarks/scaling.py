@@ -9,10 +9,10 @@ from timm.utils import reparameterize_model
 
 from timm_rep.layers import RePaMlp
 from timm_rep.optim import RepSGD
-from timm_rep.utils.profiling import time_passes
+from timm_rep.utils.profiling import time_calls, time_passes
 
 from .repa_train import TrainingStep, WithShortcut, in_released_form, vanilla_ffn
-from .timing import Times, time_calls, timing_columns
+from .timing import Times, timing_columns
 
 __all__ = ['exponent', 'scaling']
 

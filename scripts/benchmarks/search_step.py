@@ -3,9 +3,10 @@ import timm
 import torch
 
 from timm_rep.layers import CslaBlock, SearchBlock
+from timm_rep.utils.profiling import time_calls
 
 from .repa_train import TrainingStep
-from .timing import speedup, time_calls, timing_columns
+from .timing import speedup, timing_columns
 
 __all__ = ['search_step']
 

@@ -6,26 +6,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from timm_rep.utils.profiling import time_passes
-
-__all__ = ['Times', 'memory_use', 'milliseconds', 'speedup', 'time_calls', 'timing_columns']
+__all__ = ['Times', 'memory_use', 'milliseconds', 'speedup', 'timing_columns']
 
 Times = Dict[str, List[float]]
-
-
-def time_calls(
-        calls: Dict[str, Callable[[], object]], device: torch.device, rounds: int, warmup: int = 1,
-) -> Times:
-    """:func:`timm_rep.utils.profiling.time_passes` for functions without arguments, with autograd enabled."""
-
-    def enabled(call):
-        def run(_):
-            with torch.inference_mode(False), torch.enable_grad():
-                call()
-
-        return run
-
-    return time_passes({k: enabled(call) for k, call in calls.items()}, torch.empty(0, device=device), rounds, warmup)
 
 
 def milliseconds(times: Times) -> Dict[str, float]:

@@ -4,7 +4,10 @@
 ``closed form``: ``convert_to_repa`` with calibration images. At the same multiply-accumulates: ``first channels``, the
 first channels of each FFN stay active and the others lose their activation, with recalibrated BatchNorms; ``VBP``,
 variance-based pruning of hidden channels with a mean shift; ``VBP, refitted``, the same with the second layer fitted by
-least squares. Only with distillation: ``annealed``, over the first half of the steps; ``RePa from scratch``, first
+least squares. If named, ``budget, ...``: the closed form with an idle ratio for each FFN, minimizing a sum over the
+FFNs: of the share of the output's variance that is lost (``relative``, the rule of ``macs=``), of the lost variance
+(``absolute``), or of that share weighted by the divergence of the logits where this FFN alone is converted
+(``divergence``). Only with distillation: ``annealed``, over the first half of the steps; ``RePa from scratch``, first
 channels with new weights. Idle ratios are those of ``closed form``; MACs are relative to the original model.
 
     python scripts/experiments/accelerate.py --data-dir CIFAR10 --checkpoint fasternet.pth.tar
@@ -13,15 +16,18 @@ import argparse
 import copy
 import math
 import sys
+from functools import partial
 from pathlib import Path
+from typing import List
 
 import timm
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 import yaml
 
 import timm_rep
-from timm_rep.convert import find_pointwise_ffns, linearize_ffns, replace_module
+from timm_rep.convert import find_pointwise_ffns, linearize, linearize_ffns, replace_module
 from timm_rep.layers import Affine, ChannelIdle
 from timm_rep.utils.checkpoints import load_checkpoint
 from timm_rep.utils.data import Images
@@ -106,12 +112,48 @@ def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Mod
     return model
 
 
+def divergences(model: nn.Module, loader, ratio: float) -> List[float]:
+    """For each FFN, in the order of execution, the divergence of the logits over the share of variance lost by it."""
+    logits = torch.cat([model(images) for images, _ in loader]).double().log_softmax(1)
+    count = len(find_pointwise_ffns(model)[0])
+    weights = {}
+    for i in range(count):
+        alone = copy.deepcopy(model)
+        report = linearize_ffns(alone, loader, [ratio if j == i else 0. for j in range(count)])
+        ffn = max(report.ffns, key=lambda ffn: ffn.lost_variance)
+        changed = torch.cat([alone(images) for images, _ in loader]).double().log_softmax(1)
+        divergence = F.kl_div(changed, logits, log_target=True, reduction='batchmean').item()
+        weights[ffn.name] = max(divergence, 1e-12) / max(ffn.lost_variance, 1e-12)
+    return [weights[ffn.name] for ffn in report.ffns]
+
+
+@torch.no_grad()
+def with_budget(model: nn.Module, loader, ratio: float, rule: str) -> nn.Module:
+    """Idle ratios by a rule, for the multiply-accumulates of one idle ratio for all FFNs."""
+    report = linearize_ffns(copy.deepcopy(model), loader, ratio)
+    relative = linearize._budget_weight
+    weights = iter(divergences(model, loader, ratio) if rule == 'divergence' else ())
+    rules = {
+        'relative': relative,
+        'absolute': lambda problem: 1.,
+        'divergence': lambda problem: next(weights) * relative(problem),
+    }
+    linearize._budget_weight = rules[rule]
+    try:
+        linearize_ffns(model, loader, macs=report.macs[1] / report.macs[0])
+    finally:
+        linearize._budget_weight = relative
+    return model
+
+
 METHODS = {
     'closed form': closed_form,
     'first channels': first_channels,
     'VBP': prune,
     'VBP, refitted': lambda *args: prune(*args, refit=True),
 }
+BUDGETS = {
+    f'budget, {rule}': partial(with_budget, rule=rule) for rule in ('relative', 'absolute', 'divergence')}
 ANNEALED, SCRATCH = 'annealed', 'RePa from scratch'
 
 
@@ -120,7 +162,7 @@ def main() -> None:
     parser.add_argument('--recipe', default=Path(__file__).with_name('fasternet_cifar10.yaml'), type=Path)
     parser.add_argument('--checkpoint', required=True, help='checkpoint of a training with the recipe')
     parser.add_argument('--data-dir', required=True)
-    parser.add_argument('--methods', nargs='+', choices=[*METHODS, ANNEALED, SCRATCH], default=[*METHODS])
+    parser.add_argument('--methods', nargs='+', choices=[*METHODS, *BUDGETS, ANNEALED, SCRATCH], default=[*METHODS])
     parser.add_argument('--ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.])
     parser.add_argument('--seeds', nargs='+', type=int, default=[0, 1, 2])
     parser.add_argument('--epochs', type=int, default=0, help='epochs of distillation')
@@ -163,7 +205,7 @@ def main() -> None:
                     timm_rep.convert_to_repa(converted, ratio, anneal_steps=steps // 2)
                 else:
                     loader = list(images(seed).calibration(args.images))
-                    converted = METHODS[method](copy.deepcopy(model), loader, ratio)
+                    converted = {**METHODS, **BUDGETS}[method](copy.deepcopy(model), loader, ratio)
                 if args.epochs:
                     distil(converted, model, images(seed), args.epochs, args.lr)
                 if method == SCRATCH:

@@ -76,6 +76,8 @@ JOBS: Dict[str, Job] = {
     'ffn-train': bench('ffn-train', '--amp'),
     'deploy-ffn': bench('deploy-ffn', *_BF16),
     'scaling': bench('scaling', '--batch-size', '128'),
+    'repopt-any': bench('repopt-any', '--batch-size', '128'),
+    'converted-infer': bench('converted-infer', *_BF16),
     'repopt-parts': bench('repopt-parts', '--batch-size', '128'),
     'repa-infer-all': infer(*SPEEDUPS),
     'parts': bench('parts', *_BF16),

@@ -1,5 +1,6 @@
 """``timm-rep accelerate``: a pretrained model in, a folder with a faster one out."""
 import json
+import shlex
 
 import pytest
 import timm
@@ -81,6 +82,10 @@ def test_a_folder_to_load(data, tmp_path, capsys):
     card = (output / 'README.md').read_text()
     assert '| converted |' in card
     assert str(report) in card
+    recorded = shlex.join([
+        'timm-rep', *command(data, output, '--idle-ratio', '0.6', '--sweep', '--mean', '.4', '.5', '.6')])
+    assert recorded in card
+    assert json.loads((output / 'report.json').read_text())['command'] == recorded
 
 
 def test_distillation_comes_closer_and_resumes(data, tmp_path):
@@ -217,6 +222,16 @@ def test_other_wrong_calls(data, tmp_path, capsys):
     for more in (['--idle-ratio', '1.5'], ['--macs', 'x'], ['--idle-ratio', '.5', '--macs', '.5'], ['--seed', '-1']):
         with pytest.raises(SystemExit):
             main(command(data, out, *more))
+
+
+@pytest.mark.parametrize('epochs', [0, 1])
+def test_an_interruption_names_resume_where_it_helps(data, tmp_path, capsys, monkeypatch, epochs):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('timm_rep.accelerate.accelerate', interrupt)
+    assert main(command(data, tmp_path / 'out', '--distil-epochs', str(epochs))) == 130
+    assert ('--resume' in capsys.readouterr().err) == bool(epochs)
 
 
 def test_a_model_without_ffns(data, tmp_path, capsys):

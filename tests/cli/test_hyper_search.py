@@ -2,9 +2,11 @@ import pickle
 
 import numpy as np
 import pytest
+import timm
 import torch
 
 from timm_rep.cli import main
+from timm_rep.layers import csla_layers
 from timm_rep.scales import Scales
 
 
@@ -37,6 +39,20 @@ def test_command(images, tmp_path, capsys):
     assert 'accuracy' not in other.metadata
 
 
+def test_multi_branch_network_of_timm(images, tmp_path):
+    output = tmp_path / 's.safetensors'
+    args = command(images, output, '--epochs', '1', '--val-split', '')
+    args[1:2] = ['repopt_any', '--model-kwargs', 'base=lcnetv2_small', 'scale=.1']
+    assert main(args) == 0
+    scales = Scales.load(output)
+    assert (scales.metadata['model'], scales.metadata['base']) == ('repopt_any', 'lcnetv2_small')
+    model = timm.create_model('repopt_any', base='lcnetv2_small', scale=.1, num_classes=4, scales=str(output))
+    layers = csla_layers(model)
+    assert layers.keys() == scales.keys()
+    for name, layer in layers.items():
+        assert torch.equal(layer.grad_mult.dense('squared'), layer.csla.grad_mult(scales[name]).dense('squared'))
+
+
 @pytest.mark.parametrize('change,message', [
     (['--data-dir', '/nowhere'], "Cannot open the split 'train' of the data set ''"),
     (['--val-split', 'nothing'], "Cannot open the split 'nothing'"),
@@ -51,6 +67,8 @@ def test_command(images, tmp_path, capsys):
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU here')),
     (['--epochs', '1', '--warmup-epochs', '1'], 'warmup_epochs is less than epochs'),
     (['--lr', 'nan'], 'lr is greater than 0, got nan'),
+    (['--model-kwargs', 'structure=target'], '--model-kwargs has structure: the search sets structure and scales'),
+    (['--model-kwargs', 'num_classes=4'], '--num-classes the classes'),
 ], ids=str)
 def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, message):
     (tmp_path / 'file').write_text('old')

@@ -30,6 +30,7 @@ from timm.models import (
     rdnet,
     repvit,
     shvit,
+    starnet,
     swiftformer,
     swin_transformer_v2,
     swin_transformer_v2_cr,
@@ -115,6 +116,9 @@ CLASSES = {
         embed_dim=(16, 24, 32), partial_dim=(8, 8, 8), qk_dim=(4, 4, 4), depth=(1, 1, 1), types=('i', 's', 's')), 128),
     'Mlp: swiftformer': (swiftformer.SwiftFormer, dict(
         layers=[1, 2], embed_dims=[16, 24], mlp_ratios=2, downsamples=[False, True], layer_scale_init_value=.5), 32),
+    'ConvEncoder: swiftformer': (swiftformer.SwiftFormer, dict(
+        layers=[2, 2], embed_dims=[16, 24], mlp_ratios=2, downsamples=[False, True], layer_scale_init_value=.5), 32),
+    'Block: starnet': (starnet.StarNet, dict(base_dim=8, depths=[1, 2], mlp_ratio=4), 64),
     'NormMlp: tiny_vit': (tiny_vit.TinyVit, dict(
         embed_dims=(16, 24), depths=(1, 1), num_heads=(2, 2), window_sizes=(4, 4), mlp_ratio=2.,
         drop_path_rate=0.), 64),
@@ -181,11 +185,12 @@ FILES = {
     'hieradet': (*MODELS['hieradet'], 48),
 }
 FAMILIES = {**CLASSES, **FILES}
-# one of each kind: plain, with convolutions, with BatchNorms, gated, with a LayerNorm, in a Sequential, with a norm
+# one of each kind: plain, with convolutions, with BatchNorms, gated, with a LayerNorm, in a Sequential, with a norm,
+# the layers of a block
 KINDS = (
     'Mlp: vision_transformer', 'Mlp with convolutions: convnext', 'Mlp called several times: coat',
     'GluMlp: mlp_mixer', 'SwiGLU with LayerNorm: eva', 'LevitMlp: levit', 'ConvMlp: fastvit', 'NormMlp: tiny_vit',
-    'MLPBlock: fasternet', 'Block: rdnet',
+    'MLPBlock: fasternet', 'Block: rdnet', 'Block: starnet',
 )
 
 

@@ -29,6 +29,17 @@ def record(module, layers, run):
     return seen
 
 
+@torch.no_grad()
+def outputs(module, layer, calls):
+    """Outputs of a layer of a module that is called with each of these inputs."""
+    seen = []
+    hook = layer.register_forward_hook(lambda _, args, out: seen.append(out.clone()))
+    for x in calls:
+        module(x.clone())
+    hook.remove()
+    return seen
+
+
 def rows(xs, use_conv):
     xs = [(x.movedim(1, -1) if use_conv else x) for x in xs]
     return torch.cat([x.reshape(-1, x.shape[-1]) for x in xs]).double()
@@ -44,8 +55,10 @@ def nearest(a, b):
 @torch.no_grad()
 def check_ffn(ffn, new, calls, lost_variance):
     """Compare a converted FFN with the fit to its inputs of the outputs of the original one."""
-    out = rows([ffn.module(x.clone()) for x in calls], ffn.use_conv)
-    fitted = rows([new(x.clone()) for x in calls], ffn.use_conv)
+    inline = type(new) is type(ffn.module)  # a block, which has more layers than the FFN
+    out, fitted = (
+        rows(outputs(module, layer, calls), ffn.use_conv) for module, layer in (
+            (ffn.module, ffn.last if inline else ffn.module), (new, deploy_layer(new) if inline else new)))
     u, g = record(ffn.module, (ffn.first, ffn.last), lambda: [ffn.module(x.clone()) for x in calls])
     u, g = rows(u, ffn.use_conv), rows(g, ffn.use_conv)
     deploy = deploy_layer(new)

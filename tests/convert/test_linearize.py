@@ -81,27 +81,29 @@ def deploys(model):
     return [m for m in model.modules() if isinstance(m, RePaMlpDeploy)]
 
 
-@pytest.mark.parametrize('act,matrices', [
-    (nn.GELU, 3),
-    (nn.Hardtanh, 3),
-    (type('Square', (nn.Module,), {'forward': lambda self, x: x ** 2}), 2),  # symmetric: a line explains nothing
-])
-def test_two_matrices_where_a_linear_path_gains_nothing(act, matrices, tmp_path):
+Square = type('Square', (nn.Module,), {'forward': lambda self, x: x ** 2})  # symmetric: a line explains nothing
+
+
+@pytest.mark.parametrize('idle_ratio', [.75, 1.])
+@pytest.mark.parametrize('act,matrices', [(nn.GELU, 3), (nn.Hardtanh, 3), (Square, 2)])
+def test_two_matrices_where_a_linear_path_gains_nothing(act, matrices, idle_ratio, tmp_path):
     model, x = vit(depth=2), images(64, 32)
     for block in model.blocks:
         block.mlp.act = act()
         nn.init.zeros_(block.mlp.fc1.bias)
     original = copy.deepcopy(model)
-    report = linearize_ffns(model, [x], idle_ratio=.75, ridge=1e-9)
-    assert [ffn.matrices for ffn in report.ffns] == [matrices] * 2
+    report = linearize_ffns(model, [x], idle_ratio=idle_ratio, ridge=1e-9)
+    assert {ffn.matrices for ffn in report.ffns} == {matrices if idle_ratio < 1 or matrices == 2 else 1}
     assert [ffn.linear_path for ffn in report.ffns] == [matrices == 3] * 2
-    # 24 of 96 channels active; the path of 24 x 24 costs as much as 12 channels
-    assert [ffn.active_features for ffn in report.ffns] == [24 if matrices == 3 else 36] * 2
+    # 24 or none of 96 channels active; the path of 24 x 24 costs as much as 12 channels
+    active = 24 if idle_ratio < 1 else 0
+    counts = {3: active, 2: active + 12}
+    assert [ffn.active_features for ffn in report.ffns] == [counts[matrices]] * 2
     assert [m.has_idle for m in deploys(model)] == [matrices == 3] * 2
     assert report.macs[1] == count_macs(model, (3, 32, 32)).total
     assert len({ffn.macs[1] for ffn in report.ffns}) == 1
     for ffn in report.ffns:
-        assert ffn.macs[1] == ffn.macs[0] * 3 // 8
+        assert ffn.macs[1] == ffn.macs[0] * counts[2] // 96
         assert ffn.idle_ratio == 1 - ffn.active_features / 96
     # the better of both forms
     u = []
@@ -115,8 +117,8 @@ def test_two_matrices_where_a_linear_path_gains_nothing(act, matrices, tmp_path)
         problem = LeastSquares(
             Affine.from_linear(mlp.fc2), moments.mean(0), torch.cov(moments.T, correction=0), 1e-9)
     errors = {
-        n: problem.solve(problem.elimination(n == 3).order[-count:].sort().values, n == 3)[2]
-        for n, count in ((2, 36), (3, 24))}
+        n: problem.solve(problem.elimination(n == 3).order[96 - count:].sort().values, n == 3)[2]
+        for n, count in counts.items()}
     assert min(errors, key=errors.get) == matrices
     assert report.ffns[0].lost_variance == pytest.approx(errors[matrices] / problem.output_variance(), rel=1e-3)
 

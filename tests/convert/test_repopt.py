@@ -79,12 +79,13 @@ def copies(family, scales_seed=1):
 def test_csla_equals_gradient_reparameterization(family, rep, plain, args, tolerance):
     """20 steps of the plain network with GradMults are 20 steps of the branches."""
     csla, target = (model.train() for model in copies(family))
-    size = 64 if family == 'lcnetv2' else 32  # BatchNorms over 4 values are too sensitive to rounding
+    # a BatchNorm over few values amplifies rounding
+    size, batch = (64, 8) if family in ('lcnetv2', 'iformer') else (32, 4)
     parameters = {p: None for layer in csla_layers(csla).values() for p in layer.scales.parameters()}
     optimizers = (
         plain([p for p in csla.parameters() if p not in parameters], **args), rep(target.parameters(), **args))
     for step in range(20):
-        x, y = images(4, size, seed=step).double(), torch.arange(4)
+        x, y = images(batch, size, seed=step).double(), torch.arange(batch) % 5
         for model, optimizer in zip((csla, target), optimizers):
             optimizer.zero_grad()
             torch.manual_seed(step)
@@ -269,7 +270,7 @@ def test_hyper_search_and_training(tmp_path):
     """Searched scales of a converted network train its target structure."""
     args = dict(FASTVIT, base='fastvit_t8')
     loader = [(images(8, 32, seed=i), torch.arange(8) % 5) for i in range(2)]
-    scales = timm_rep.hyper_search('repopt_any', loader, epochs=1, model_args=args)
+    scales = timm_rep.hyper_search('repopt_any', loader, epochs=2, warmup_epochs=0, **args)
     scales.save(tmp_path / 's.safetensors')
     model = timm.create_model('repopt_any', scales=str(tmp_path / 's.safetensors'), **args)
     optimizer = timm.optim.create_optimizer_v2(model, opt='repsgd', lr=.05, momentum=.9)

@@ -16,7 +16,7 @@ from tests.deploy.models import MODELS, VIT, build
 from tests.helpers import images, randomize_, relative, same_weights, tiny
 from timm_rep.cli import main
 from timm_rep.deploy import VERIFICATION, onnx_runner
-from timm_rep.layers import RePaMlp, foldable_layers, is_reparameterized
+from timm_rep.layers import RePaMlp, is_reparameterized
 
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 needs_onnx = pytest.mark.skipif(
@@ -252,8 +252,9 @@ REFUSED = [
     (deit, 'm', dict(images=torch.zeros(3, 32, 32)), ValueError, 'images are finite, of shape'),
     (deit, 'm', dict(images=images(2, 32), input_size=(3, 64, 64)), ValueError,
      r'images are of size \(3, 32, 32\), input_size is \(3, 64, 64\)'),
+    (deit, 'm', dict(input_size=(32, 32)), ValueError, r'input_size is \(channels, height, width\), got \(32, 32\)'),
     (Branching, 'm.pt2', dict(format='pt2', input_size=(3, 8, 8)), RuntimeError,
-     "Branching cannot be exported as 'pt2': GuardOnDataDependentSymNode"),
+     r"Branching cannot be exported as 'pt2': \w+: \w+"),
     (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Conv2d is no model of timm'),
     (lambda: timm_rep.convert_to_repa(timm.create_model('deit3_small_patch16_224', **VIT)), 'm', {}, RuntimeError,
      'builds another structure'),
@@ -294,6 +295,7 @@ class TestCommand:
         assert main([*command, '-o', str(tmp_path / 'out')]) == 0
         out = capsys.readouterr().out
         assert 'safetensors, folded' in out
+        assert 'random: name trained ones' not in out
         assert '4 real images: relative rms difference' in out
         loaded = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True).eval()
         x = images(2, 32)
@@ -304,7 +306,10 @@ class TestCommand:
         assert 'pt2, not folded' in capsys.readouterr().out
         exported = torch.export.load(tmp_path / 'm.pt2').module()
         assert 'blocks.0.mlp.norm1.running_var' in dict(exported.named_buffers())
-        assert not any(structure == 'deploy' for structure in (layer.structure for _, layer in foldable_layers(model)))
+
+    def test_random_weights(self, tmp_path, capsys):
+        assert main(['export', 'repa_deit_tiny', '-o', str(tmp_path / 'out'), *ARGS]) == 0
+        assert 'The weights are random: name trained ones' in capsys.readouterr().out
 
     def test_errors(self, tmp_path, capsys):
         for args, message in (

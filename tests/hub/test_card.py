@@ -130,6 +130,21 @@ def test_converted_model_of_timm(kwargs, images, tmp_path):
         assert relative(written(x), model(x)) < 1e-5
 
 
+def test_multi_branch_network_of_timm(tmp_path):
+    folder = tmp_path / 'repopt_any.mine'
+    model = timm.create_model('repopt_any', base='lcnetv2_small', scale=.1, num_classes=4)
+    model.pretrained_cfg['input_size'] = (3, 32, 32)
+    save_for_hf(model.eval(), str(folder), safe_serialization=True)
+    prepare_folder(folder)
+    check_folder(folder)
+    card = (folder / 'README.md').read_text()
+    assert 'A multi-branch network of timm' in card
+    assert "create_model('repopt_any'" in card
+    assert 'ding2022re' in card
+    loaded, x = timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded(x), model(x))
+
+
 def test_what_is_measured_again(folder, checkpoint, images):
     """Figures stay with the weights that they are of."""
     _, _, path = checkpoint

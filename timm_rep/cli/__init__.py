@@ -1,5 +1,6 @@
 """The ``timm-rep`` command."""
 import argparse
+import shlex
 import sys
 from typing import List, Optional
 
@@ -48,6 +49,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     for command in _COMMANDS:
         command.add_parser(commands)
     args = parser.parse_args(argv)
+    args.command = shlex.join(['timm-rep', *(sys.argv[1:] if argv is None else argv)])
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:

@@ -10,8 +10,8 @@ from timm.utils import ParseKwargs
 from timm_rep.utils.files import argument_errors
 
 __all__ = [
-    'ModelKwargs', 'add_images', 'add_model', 'create_from', 'create_model', 'default_device', 'device', 'positive_int',
-    'ratio', 'seed',
+    'ModelKwargs', 'add_images', 'add_model', 'create_from', 'create_model', 'default_device', 'device',
+    'names_weights', 'positive_int', 'ratio', 'seed',
 ]
 
 
@@ -85,10 +85,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help='arguments of the model, e.g. num_classes=10 img_size=32')
 
 
+def names_weights(model: str) -> bool:
+    """Whether a name is that of pretrained weights: 'name.tag', or 'local-dir:FOLDER' and 'hf-hub:ID'."""
+    return '.' in model or ':' in model
+
+
 def create_from(args: argparse.Namespace) -> nn.Module:
     """The model of the arguments of :func:`add_model`; its checkpoint is not loaded yet."""
-    pretrained = not args.checkpoint and ('.' in args.model or ':' in args.model)
-    return create_model(args.model, args.model_kwargs, pretrained=pretrained)
+    return create_model(
+        args.model, args.model_kwargs, pretrained=not args.checkpoint and names_weights(args.model))
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:

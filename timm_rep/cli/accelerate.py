@@ -1,7 +1,4 @@
 """``timm-rep accelerate``: a faster model from a pretrained one."""
-import shlex
-import sys
-
 from ._arguments import ModelKwargs, create_model, default_device, device, positive_int, ratio, seed
 
 # idle ratios of --sweep
@@ -46,7 +43,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--workers', type=int, default=0, metavar='N', help='processes that load images (%(default)s)')
     parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
     parser.add_argument('--device', type=device, help='(the GPU if there is one, otherwise the CPU)')
-    parser.set_defaults(run=run, interrupt_hint='--resume continues the distillation.')
+    parser.set_defaults(run=run)
 
 
 def run(args) -> int:
@@ -69,6 +66,8 @@ def run(args) -> int:
         raise FileExistsError(
             f'{str(output / STATE)!r} of an interrupted distillation exists: --resume continues it; delete it to start '
             'anew.')
+    if args.distil_epochs:
+        args.interrupt_hint = '--resume continues the distillation.'
     result = accelerate(
         model,
         images,
@@ -81,7 +80,7 @@ def run(args) -> int:
         checkpoint=output / STATE if args.distil_epochs else None,
         resume=args.resume,
     )
-    write_model(output, result, 'timm-rep ' + shlex.join(sys.argv[1:]))
+    write_model(output, result, args.command)
     print(f'{result.report}\n\n{table(result.figures)}\n\nWritten: {output.resolve()}')
     print(f"\nmodel = timm.create_model('local-dir:{output}', pretrained=True)   # after import timm_rep")
     return 0

@@ -4,12 +4,15 @@
 """
 from pathlib import Path
 
-from ._arguments import default_device, positive_int, seed
+from ._arguments import ModelKwargs, default_device, positive_int, seed
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small data set')
     parser.add_argument('model', help='name of a RepOpt model, e.g. repopt_vgg_b1')
+    parser.add_argument(
+        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
+        help='arguments of the model, e.g. base=mobileone_s0 for repopt_any')
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file of scales to write')
     parser.add_argument(
         '--dataset', default='torch/cifar100',
@@ -54,6 +57,11 @@ def run(args) -> int:
         raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
     if not timm.is_model(args.model):
         raise ValueError(f'Unknown model {args.model!r}: see timm-rep models "repopt_*".')
+    own = {'num_classes', 'structure', 'scales'} & args.model_kwargs.keys()
+    if own:
+        raise ValueError(
+            f'--model-kwargs has {", ".join(sorted(own))}: the search sets structure and scales, --num-classes the '
+            'classes.')
     if not args.data_dir and args.dataset.partition('/')[0] in ('', 'torch'):
         raise ValueError(f'The data set {args.dataset!r} is in a folder: pass --data-dir.')
     check_writable(output.parent)
@@ -111,6 +119,7 @@ def run(args) -> int:
             'img_size': str(args.img_size),
         },
         num_classes=classes,
+        **args.model_kwargs,
     )
     if args.distributed:
         torch.distributed.destroy_process_group()

@@ -276,8 +276,8 @@ def _counts_for_budget(
         loss = problem.elimination().loss.cpu()
         if ffn.hidden_norm is None:
             pruned = problem.elimination(linear_path=False).loss.cpu()
-            dropped = [ffn.hidden_features - _affordable(ffn, a) for a in range(ffn.hidden_features, 0, -1)]
-            loss[:-1] = torch.minimum(loss[:-1], pruned[dropped])
+            dropped = [ffn.hidden_features - _affordable(ffn, a) for a in range(ffn.hidden_features, -1, -1)]
+            loss = torch.minimum(loss, pruned[dropped])
         losses.append(_budget_weight(problem) * loss)
         channel = ffn.in_features * (2 if ffn.gated else 1) + ffn.out_features
         line = (ffn.in_features * ffn.out_features) * (idle > 0)
@@ -311,7 +311,7 @@ def _fit(problem: LeastSquares, ffn: PointwiseFfn, active_features: int) -> _Fit
     """The better fit of three matrices, and of two with as many multiply-accumulates."""
     fits = []
     for linear_path, count in ((False, _affordable(ffn, active_features)), (True, active_features)):
-        if not linear_path and (ffn.hidden_norm is not None or not 0 < active_features < ffn.hidden_features):
+        if not linear_path and (ffn.hidden_norm is not None or active_features == ffn.hidden_features):
             continue
         active = torch.arange(count, device=problem.mean.device)
         if 0 < count < ffn.hidden_features:

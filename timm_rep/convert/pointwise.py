@@ -2,6 +2,7 @@
 
 The table of this file names the parts of every FFN class of timm. The form of the block around an FFN does not matter.
 """
+import copy
 import re
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -67,6 +68,11 @@ _SEQUENTIALS: Dict[str, Tuple[str, _Names]] = {
     'models.iformer.FFN': ('mixer.module', _Names('0', '1', '2')),
     'models.rdnet.Block': ('layers', _Names('2', '3', '4', before='0 1')),
     'models.rdnet.BlockESE': ('layers', _Names('2', '3', '4', before='0 1', after='5')),
+}
+# blocks whose own layers are an FFN
+_INLINE: Dict[str, _Names] = {
+    'models.starnet.Block': _Names('f1', 'act', 'g', value='f2'),
+    'models.swiftformer.ConvEncoder': _Names('pwconv1', 'act', 'pwconv2'),
 }
 # classes that have the role of an FFN and are not pointwise, with the reason
 _OTHERS = {
@@ -158,12 +164,19 @@ def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
     return None
 
 
+class _One(nn.Module):
+    """1, the value of a gated unit that a block multiplies by what has its function already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_ones(())
+
+
 class PointwiseFfn:
     """A pointwise FFN in a model: ``y = W2 g(u) + b2`` with the hidden features ``g(u)`` of every token.
 
     Attributes:
         name: Name of the module in the model.
-        module: The FFN.
+        module: The FFN, or the block whose own layers are one.
         class_name: Name of its class; of the block, if the FFN is a Sequential.
         in_features: Channels of u.
         hidden_features: Channels of g.
@@ -175,6 +188,7 @@ class PointwiseFfn:
     def __init__(self, name: str, module: nn.Module, names: _Names, class_name: str):
         self.name, self.module, self._names = name, module, names
         self.class_name = class_name.rpartition('.')[2]
+        self._inline = class_name in _INLINE
         first, last = linear_of(self.first), linear_of(self.last)
         self.use_conv = isinstance(first, nn.Conv2d)
         self.in_features = first.weight.shape[1]
@@ -271,10 +285,22 @@ class PointwiseFfn:
             use_conv=self.use_conv,
             **{'device': like.device, 'dtype': like.dtype, **dd},
         )
+        if self._inline:
+            return self._block_with(deploy)
         if self._names.before or self._names.after:
             deploy = nn.Sequential(
                 *_chain(self.module, self._names.before), deploy, *_chain(self.module, self._names.after))
         return deploy.train(self.module.training)
+
+    def _block_with(self, deploy: nn.Module) -> nn.Module:
+        """A copy of the block with one of its layers for the whole FFN; the others are shared."""
+        block, names = copy.copy(self.module), self._names
+        layers = {name: nn.Identity() for name in (*names.first.split(), names.act, *names.last.split())}
+        layers[names.first.split()[0]] = deploy.train(block.training)
+        if names.value:
+            layers[names.value] = _One()
+        block._modules = {**block._modules, **layers}
+        return block
 
 
 def find_pointwise_ffns(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, str]]:
@@ -289,12 +315,12 @@ def find_pointwise_ffns(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str,
             continue
         key = _class_name(module)
         reason = _OTHERS.get(type(module)) or _OTHER_NAMES.get(key)
-        names = _CLASSES.get(key)
+        names = _CLASSES.get(key) or _INLINE.get(key)
         if key in _SEQUENTIALS:
             attribute, names = _SEQUENTIALS[key]
             module, name = module.get_submodule(attribute), f'{name}.{attribute}'
-            if any(isinstance(m, RePaMlpDeploy) for m in module.modules()):  # converted already
-                continue
+        if key in (*_SEQUENTIALS, *_INLINE) and any(isinstance(m, RePaMlpDeploy) for m in module.modules()):
+            continue  # converted already
         if names is not None:
             reason = _obstacle(module, names)
         if reason:

@@ -104,15 +104,16 @@ def export(
 
     Raises:
         ModuleNotFoundError: The format needs a package that is not installed (``pip install 'timm-rep[deploy]'``).
-        OSError: The path cannot be written to.
+        OSError: The path cannot be written to, is a folder where a file is written, or a folder that holds files.
         RuntimeError: The model cannot be written in this format, the message has the reason; its outputs there differ
             by more than the tolerance; or the format needs a newer torch or a C++ compiler.
         TypeError: model is not a module.
-        ValueError: There is no such format, the path has another suffix or is a folder that holds something, the model
-            is quantized, compiled, wrapped, on the meta device, of another dtype, in the middle of an annealing, or, if
-            it is not to be folded, of a structure for training only; or it cannot be folded.
+        ValueError: There is no such format, or the path has another suffix; the model is quantized, compiled, wrapped,
+            on the meta device, of another dtype, in the middle of an annealing, no model of timm ('safetensors') or, if
+            it is not to be folded, of a structure for training only; it cannot be folded, or has outputs that are not
+            finite.
 
-        Where an error is raised, nothing is written.
+        Where an error is raised, no file is written.
     """
     target = check_target(path, format)
     path = Path(path)
@@ -175,6 +176,8 @@ def _batches(
         if images is None and getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass input_size.')
         input_size = model_input_size(model) if images is None else images.shape[1:]
+    if len(input_size) != 3 or not all(isinstance(n, int) and n > 0 for n in input_size):
+        raise ValueError(f'input_size is (channels, height, width), got {input_size!r}.')
     if images is not None and tuple(images.shape[1:]) != tuple(input_size):
         raise ValueError(f'images are of size {tuple(images.shape[1:])}, input_size is {tuple(input_size)}.')
     batches = {'random': torch.randn(3, *input_size, generator=torch.Generator().manual_seed(0))}

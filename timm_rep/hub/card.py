@@ -41,6 +41,9 @@ _FAMILIES = {
     'repopt': (
         'A plain convolutional network that trains like a multi-branch one: the optimizer (RepOptimizer) multiplies '
         'the gradients of its kernels by constants.', _REPOPT),
+    'repopt_any': (
+        'A multi-branch network of timm, trained as a plain one: each sum of linear branches is one convolution, whose '
+        'gradients the optimizer (RepOptimizer) multiplies by constants.', _REPOPT),
 }
 _FILES = {
     WEIGHTS: 'weights',

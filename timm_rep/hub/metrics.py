@@ -6,11 +6,11 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
-from timm.data import create_loader, resolve_data_config
+from timm.data import resolve_data_config
 from timm.utils import reparameterize_model
 
 from timm_rep.layers import is_reparameterized
-from timm_rep.utils.data import ImageFolder
+from timm_rep.utils.data import ImageFolder, load_images
 from timm_rep.utils.files import COUNT, MAPPING, NUMBER, POSITIVE, STRING, TEXT, check_fields, list_of, read_json
 from timm_rep.utils.profiling import (
     count_macs,
@@ -115,10 +115,7 @@ def measure_accuracy(
         raise ValueError(
             f'The model is for images of {model_input_size(model)}, the input_size of its pretrained_cfg is '
             f"{config['input_size']}: correct it in config.json.")
-    loader = create_loader(
-        dataset, batch_size=batch_size, num_workers=0, persistent_workers=False, use_prefetcher=False,
-        device=torch.device('cpu'),
-        **{key: config[key] for key in ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')})
+    loader = load_images(dataset, config, batch_size)
     logits, top1 = evaluate(model.to(device), loader, device)
     targets = torch.tensor([target for _, target in dataset.samples])
     top5 = (logits.topk(min(5, classes)).indices == targets[:, None]).any(1).double().mean().item() * 100

@@ -7,7 +7,7 @@ one convolution, and training this convolution with its gradients multiplied by 
 to training the block: CSLA = GR (gradient re-parameterization).
 """
 from dataclasses import dataclass
-from typing import Dict, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -134,6 +134,19 @@ class Csla:
     def kernel_shape(self) -> Tuple[int, int, int, int]:
         """Shape of the target operator's kernel, (out_channels, in_channels / groups, height, width)."""
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    @property
+    def conv_args(self) -> Dict[str, Any]:
+        """Arguments of the nn.Conv2d that computes the sum of the branches."""
+        return dict(
+            in_channels=self.in_channels,
+            out_channels=self.out_channels,
+            kernel_size=self.kernel_size,
+            stride=self.stride,
+            padding=self.padding(self.kernel_size),
+            dilation=self.dilation,
+            groups=self.groups,
+        )
 
     def padding(self, kernel_size: Tuple[int, int]) -> Tuple[int, int]:
         """(height, width) of the padding with which kernels of all sizes share their centre."""

@@ -36,18 +36,7 @@ class CslaConv2d(nn.Conv2d):
             device: Device of the parameters.
             dtype: Dtype of the parameters.
         """
-        super().__init__(
-            csla.in_channels,
-            csla.out_channels,
-            csla.kernel_size,
-            stride=csla.stride,
-            padding=csla.padding(csla.kernel_size),
-            dilation=csla.dilation,
-            groups=csla.groups,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(**csla.conv_args, bias=bias, device=device, dtype=dtype)
         self.csla = csla
 
     @property

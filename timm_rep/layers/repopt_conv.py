@@ -102,14 +102,4 @@ class RepOptConvDeploy(nn.Conv2d):
     structures_in = staticmethod(_structures_in)
 
     def __init__(self, csla: Csla, device=None, dtype=None):
-        super().__init__(
-            csla.in_channels,
-            csla.out_channels,
-            csla.kernel_size,
-            stride=csla.stride,
-            padding=csla.padding(csla.kernel_size),
-            dilation=csla.dilation,
-            groups=csla.groups,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(**csla.conv_args, device=device, dtype=dtype)

@@ -1,7 +1,8 @@
 """Registered architectures that are any model of timm, converted: ``create_model('repa_any', base=...)``."""
 import dataclasses
 import inspect
-from typing import Any, Callable, Dict, Union
+from functools import partial
+from typing import Any, Callable, Dict, Optional, Union
 
 import timm
 import torch.nn as nn
@@ -78,6 +79,7 @@ def create_from_base(
         variant: str,
         default_base: str,
         pretrained: bool = False,
+        start_from_base: Optional[Dict[str, Any]] = None,
         **kwargs,
 ) -> nn.Module:
     """Create a converted model of timm with the arguments of ``timm.create_model``.
@@ -86,13 +88,19 @@ def create_from_base(
         build: Function of ``base``, of arguments of its own, and of those of the base, that gives the converted model.
         variant: Name of the architecture.
         default_base: Name of the base without the argument ``base``.
-        pretrained: Whether to load weights of the converted model.
+        pretrained: Whether to load weights, those of the converted model if pretrained_cfg says where they are.
+        start_from_base: Arguments of ``build`` with which the converted model starts from the weights of its base,
+            where those are to be loaded; None if it cannot.
         kwargs: Arguments of ``create_model``.
 
     Raises:
         ValueError: base is no model of timm, or an argument of the conversion is invalid.
         RuntimeError: The weights cannot be found or do not fit.
     """
+    if pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg'):
+        overlay = kwargs.pop('pretrained_cfg_overlay', None)
+        build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay, **start_from_base)
+        pretrained = False
     kwargs = resolve_pretrained(build, variant, pretrained, kwargs)
     base = kwargs.setdefault('base', default_base)
     _check_base(base, default_base)

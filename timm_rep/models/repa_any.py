@@ -94,12 +94,8 @@ def _reparameterize(model: nn.Module) -> nn.Module:
 
 
 def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    build = _build
-    if pretrained and kwargs.get('anneal_steps') and not kwargs.get('pretrained_cfg'):
-        # the weights to start from are those of the base
-        overlay = kwargs.pop('pretrained_cfg_overlay', None)
-        pretrained, build = False, partial(_build, pretrained=True, pretrained_cfg_overlay=overlay)
-    return create_from_base(build, variant, _DEFAULT_BASE, pretrained, **kwargs)
+    start_from_base = {} if kwargs.get('anneal_steps') else None
+    return create_from_base(_build, variant, _DEFAULT_BASE, pretrained, start_from_base, **kwargs)
 
 
 default_cfgs = generate_default_cfgs({

@@ -69,12 +69,7 @@ def _reparameterize(model: nn.Module) -> nn.Module:
 
 
 def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    build = _build
-    if pretrained and not kwargs.get('pretrained_cfg'):
-        # the weights to start from are those of the base
-        overlay = kwargs.pop('pretrained_cfg_overlay', None)
-        pretrained, build = False, partial(_build, pretrained=True, pretrained_cfg_overlay=overlay, reinit=False)
-    return create_from_base(build, variant, _DEFAULT_BASE, pretrained, **kwargs)
+    return create_from_base(_build, variant, _DEFAULT_BASE, pretrained, dict(reinit=False), **kwargs)
 
 
 default_cfgs = generate_default_cfgs({

@@ -180,6 +180,7 @@ def hyper_search(
     )
     found = {
         'model': name,
+        **{key: str(model_args[key]) for key in ('base',) if key in model_args},
         **{key: str(value) for key, value in recipe.items()},
         'date': date.today().isoformat(),
         'timm_rep': __version__,

@@ -1,6 +1,6 @@
 """Data sets, with errors where timm silently takes other images."""
 import os
-from typing import Any, Mapping, Optional, Tuple, Union
+from typing import Any, Iterable, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 from .profiling import model_input_size
 
-__all__ = ['PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'open_dataset', 'read_images']
+__all__ = ['PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'load_images', 'open_dataset', 'read_images']
 
-# keys of a pretrained_cfg that say how images are preprocessed
+# fields of a pretrained_cfg that say how images are preprocessed
 PREPROCESSING = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
 
 
@@ -83,6 +83,21 @@ class ImageFolder(Dataset):
         except Exception as e:  # decoders raise many types for damaged files
             raise ValueError(f'Cannot decode the image {path!r}: {type(e).__name__}: {e}') from e
         return (image if self.transform is None else self.transform(image)), target
+
+
+def load_images(dataset: Dataset, config: Mapping[str, Any], batch_size: int, workers: int = 0, **kwargs) -> Iterable:
+    """timm's ``create_loader`` with the preprocessing of a model.
+
+    Args:
+        dataset: Data set with a transform to set.
+        config: What timm's ``resolve_data_config`` gives.
+        batch_size: Images per batch.
+        workers: Number of processes that load images; 0 loads them in this process.
+        kwargs: Other arguments of ``create_loader``.
+    """
+    return create_loader(
+        dataset, batch_size=batch_size, num_workers=workers, persistent_workers=False, use_prefetcher=False,
+        device=torch.device('cpu'), **{name: config[name] for name in PREPROCESSING}, **kwargs)
 
 
 def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Tensor:
@@ -172,9 +187,7 @@ class Images:
                     'measured on images with the labels of the model.')
 
     def _loader(self, dataset: ImageFolder, **kwargs):
-        return create_loader(
-            dataset, batch_size=self.batch_size, num_workers=self.workers, use_prefetcher=False, device=self.device,
-            persistent_workers=False, **{name: self.config[name] for name in PREPROCESSING}, **kwargs)
+        return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
 
     def calibration(self, count: int):
         """Loader of ``count`` random images of the training split, preprocessed as for validation."""

@@ -2,6 +2,7 @@
 import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -21,6 +22,7 @@ __all__ = [
     'model_input_size',
     'synchronize',
     'throughput',
+    'time_calls',
     'time_passes',
     'versions',
 ]
@@ -115,6 +117,35 @@ def versions() -> Dict[str, str]:
     }
 
 
+def time_calls(
+        calls: Mapping[str, Callable[[], object]],
+        device: torch.device,
+        rounds: int,
+        warmup: int = 1,
+) -> Dict[str, List[float]]:
+    """Time several functions, which take turns so that other load on the machine affects all alike.
+
+    Args:
+        calls: Functions by name.
+        device: Device that they run on.
+        rounds: Timed calls of each function.
+        warmup: Calls of each function before the timed ones.
+
+    Returns:
+        Seconds of each timed call, by name.
+    """
+    times: Dict[str, List[float]] = {name: [] for name in calls}
+    for i in range(warmup + rounds):
+        for name, call in calls.items():
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            synchronize(device)
+            if i >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
 @torch.inference_mode()
 def time_passes(
         models: Mapping[str, Callable[[torch.Tensor], object]],
@@ -122,7 +153,7 @@ def time_passes(
         rounds: int = 15,
         warmup: int = 3,
 ) -> Dict[str, List[float]]:
-    """Time forward passes of several models, which take turns so that other load on the machine affects all alike.
+    """Time forward passes of several models in turn, see :func:`time_calls`.
 
     Args:
         models: Models in eval mode on the device of the inputs, or other callables, by name.
@@ -133,16 +164,8 @@ def time_passes(
     Returns:
         Seconds of each timed pass, by name.
     """
-    times: Dict[str, List[float]] = {name: [] for name in models}
-    for i in range(warmup + rounds):
-        for name, model in models.items():
-            synchronize(inputs.device)
-            start = time.perf_counter()
-            model(inputs)
-            synchronize(inputs.device)
-            if i >= warmup:
-                times[name].append(time.perf_counter() - start)
-    return times
+    return time_calls(
+        {name: partial(model, inputs) for name, model in models.items()}, inputs.device, rounds, warmup)
 
 
 def throughput(n: int, times: Mapping[str, Sequence[float]]) -> Dict[str, float]:
