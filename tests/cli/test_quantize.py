@@ -19,7 +19,7 @@ def command(images, out, *args):
 
 
 @pytest.mark.parametrize('args, backend', [
-    (['--images', '8'], 'inductor'),
+    pytest.param(['--images', '8'], 'inductor', marks=pytest.mark.slow),
     pytest.param(
         ['--backend', 'onnxruntime', '--per-tensor', '--calibrator', 'percentile', '--percentile', '99'],
         'onnxruntime', marks=pytest.mark.slow),

@@ -46,11 +46,14 @@ def reference_range(histogram, zero, levels=256, candidates=128):
         p = inside.copy()
         p[0] += sum(counts[:first])
         p[-1] += sum(counts[end:])
-        q = []
-        for i in range(len(p)):
-            level = [j for j in range(len(p)) if j * levels // len(p) == i * levels // len(p)]
-            total = sum(inside[j] for j in level)
-            q.append((total / sum(p[j] > 0 for j in level) or 1) if p[i] else 0)
+        bins = [[] for _ in range(levels)]
+        for j in range(len(p)):
+            bins[j * levels // len(p)].append(j)
+        q = [0.] * len(p)
+        for level in bins:
+            filled = [j for j in level if p[j] > 0]
+            for j in filled:
+                q[j] = sum(inside[j] for j in level) / len(filled) or 1
         divergence = sum(
             a / sum(p) * math.log((a / sum(p)) / (b / sum(q))) for a, b in zip(p, q) if a)
         if divergence < smallest - 1e-12:
