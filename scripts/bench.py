@@ -10,7 +10,7 @@ import itertools
 
 import torch
 from benchmarks.dense import NETWORKS, dense
-from benchmarks.deploy import onnx
+from benchmarks.deploy import int8, onnx
 from benchmarks.inference import (
     converted_infer,
     deploy_ffn,
@@ -39,6 +39,7 @@ SECTIONS = {
     'parts': parts,
     'poolformer': poolformer,
     'onnx': onnx,
+    'int8': int8,
     'dense': dense,
     'repa-train': repa_train,
     'ffn-train': ffn_train,
@@ -77,7 +78,7 @@ def main():
     parser.add_argument(
         '--modes', nargs='+', default=['eager'], choices=['eager', 'compile'], help='repa-infer only (eager)')
     parser.add_argument(
-        '--batch-size', type=int, help='images a pass (8; search-step 128; onnx and converted-infer 1 and 8; dense 1)')
+        '--batch-size', type=int, help='images a pass (8; search-step 128; onnx, int8, converted-infer 1, 8; dense 1)')
     parser.add_argument('--rounds', default=11, type=int, help='(%(default)s)')
     parser.add_argument(
         '--networks', nargs='+', choices=NETWORKS, default=list(NETWORKS), help='dense only (all)')
@@ -99,7 +100,7 @@ def main():
         settings.update(float32='TF32', cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda)
     batch_size = args.batch_size
     for section in args.sections:
-        defaults = {'search-step': 128, 'onnx': None, 'converted-infer': None}
+        defaults = {'search-step': 128, 'onnx': None, 'int8': None, 'converted-infer': None}
         args.batch_size = 1 if section == 'dense' else batch_size or defaults.get(section, 8)
         settings['batch_size'] = args.batch_size
         of_section = {**settings, 'img_size': args.img_size} if section == 'dense' else settings

@@ -166,6 +166,37 @@ def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
         layer.grad_mult.dense('squared'), layer.csla.grad_mult(found['stages.2.5.conv']).dense('squared'))
 
 
+@pytest.mark.slow
+def test_quantization(script, load_script, images, tmp_path):
+    """Rows of table 10 and 11 for two small models; the kernels are those that folding makes."""
+    pytest.importorskip('torchao')
+    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(dict(
+        num_classes=4, val_split='validation', epochs=1, batch_size=10, input_size=[3, 64, 64], mean=[.5] * 3)))
+    models = {}
+    for name in ('repopt_vgg_a0', 'repvgg_a0'):
+        torch.manual_seed(0)
+        model = timm.create_model(name, num_classes=4)
+        model(torch.randn(4, 3, 64, 64))
+        torch.save(model.state_dict(), tmp_path / f'{name}.pth')
+        models[name] = model.eval()
+    script(
+        'experiments/quantization', *(f'{name}={tmp_path / name}.pth' for name in models), '--recipe',
+        tmp_path / 'recipe.yaml', '--data-dir', images, '--backends', 'inductor', '--calibrators', 'minmax',
+        '--qat-epochs', 1)
+    rows = reported(tmp_path, 'quantization')['rows']
+    assert [(row['model'], row['weights'], row['qat_epochs']) for row in rows] == [
+        (name, *case) for name in models for case in (('channel', 0), ('tensor', 0), ('channel', 1))]
+    assert all(row['layers in int8'] == 23 and not row['in float'] for row in rows)
+    rows = reported(tmp_path, 'kernel-entries')['rows']
+    assert [(row['model'], row['kernel']) for row in rows] == [
+        ('repopt_vgg_a0', '3 x 3 kernel'), ('repopt_vgg_a0', 'BatchNorm folded'), ('repvgg_a0', '3 x 3 kernel'),
+        ('repvgg_a0', 'BatchNorm folded'), ('repvgg_a0', 'branches added')]
+    folded = timm.utils.reparameterize_model(models['repvgg_a0']).stages[2][6].reparam_conv.weight
+    assert rows[-1]['centre'] == pytest.approx(folded[..., 1, 1].std().item(), abs=1e-5)
+    assert rows[-1]['surrounding'] < rows[-1]['centre']
+    assert list((tmp_path / 'results').glob('*/kernel-entries.png'))
+
+
 def test_accelerate(script, load_script, images, tmp_path):
     """Each method changes the model as its name says, and rows that are there are not measured again."""
     model_kwargs = dict(embed_dim=16, depths=[1, 1], patch_size=2, mlp_ratio=4., feature_dim=24)
@@ -396,6 +427,22 @@ def test_bench_onnx(script, tmp_path, monkeypatch):
     assert [row['images'] for row in reported(tmp_path, 'onnx')['rows']] == [2]
     with pytest.raises(SystemExit, match='--device cpu --dtype float32'):
         script(*args, '--dtype', 'bfloat16')
+
+
+@pytest.mark.slow
+def test_bench_int8(script, tmp_path, monkeypatch):
+    pytest.importorskip('torchao')
+    pytest.importorskip('onnxruntime')
+    small_deit(monkeypatch)
+    script('bench', 'int8', '--models', 'repa_deit_tiny', '--rounds', 2, '--batch-size', 2)
+    row, = reported(tmp_path, 'int8')['rows']
+    backends = ['int8, inductor', 'int8, onnxruntime']
+    assert (row['model'], row['images']) == ('repa_deit_tiny', 2)
+    assert row['spread (%)'].keys() == {'eager', 'compiled', 'frozen', *backends}
+    assert len(set(row['layers in int8'].values())) == 1
+    for backend in backends:
+        assert row[backend] > 0
+        assert row[f'{backend}: speedup'] > 0
 
 
 def test_bench_resumes(script, load_script, tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ Importing this package registers its models and optimizers with timm and does no
 from . import models as models
 from . import optim as optim
 from .convert import convert_to_repa, convert_to_repopt
-from .deploy import export
+from .deploy import export, quantize_ptq
 from .hub import load_released
 from .init import calibrate_batchnorm, mimetic_init_, weight_select_init
 from .scales import Scales, attach_grad_mults
@@ -24,6 +24,7 @@ __all__ = [
     'hyper_search',
     'load_released',
     'mimetic_init_',
+    'quantize_ptq',
     'verify',
     'weight_select_init',
 ]

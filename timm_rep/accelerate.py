@@ -2,156 +2,32 @@
 import copy
 import json
 from pathlib import Path
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import timm
 import torch
 import torch.nn as nn
-from timm.data import resolve_data_config
 from timm.models import save_for_hf
-from timm.optim import create_optimizer_v2
-from timm.scheduler import CosineLRScheduler
 
 from timm_rep.convert import ConversionReport, find_pointwise_ffns, linearize_ffns
 from timm_rep.layers import active_channels
 from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.checkpoints import read_training_state, write_training_state
-from timm_rep.utils.data import PREPROCESSING, ImageFolder, load_images
+from timm_rep.utils.data import PREPROCESSING, Images
 from timm_rep.utils.profiling import (
     count_macs,
     count_params,
     device_name,
     measure_throughput,
-    model_input_size,
     versions,
 )
-from timm_rep.utils.training import evaluate, fit
+from timm_rep.utils.training import distil, evaluate
 
-__all__ = ['Accelerated', 'Images', 'accelerate', 'as_repa_any', 'distil', 'measure', 'table', 'write_model']
+__all__ = ['Accelerated', 'accelerate', 'as_repa_any', 'measure', 'table', 'write_model']
 
 # arguments of create_model that are not those of the architecture
 _NO_ARCHITECTURE = ('num_classes', 'features_only', 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir')
 # state of an unfinished distillation in the folder of the result
 STATE = 'distillation.pth'
-
-
-class Images:
-    """Folders of images for a model: for calibration and distillation, and for measuring the accuracy."""
-
-    def __init__(
-            self,
-            model: nn.Module,
-            root: str,
-            train_split: str = 'train',
-            val_split: str = 'val',
-            batch_size: int = 64,
-            workers: int = 0,
-            device: Union[str, torch.device] = 'cpu',
-            seed: int = 0,
-            **data_config,
-    ):
-        """
-        Args:
-            model: Model whose input size and pretrained_cfg say how images are preprocessed.
-            root: Folder that holds the splits.
-            train_split: Name of the folder with the images for calibration and distillation.
-            val_split: Name of the folder with the images to measure the accuracy on.
-            batch_size: Images in a batch.
-            workers: Number of processes that load images; 0 loads them in this process.
-            device: Device of the batches.
-            seed: Seed of the choice of calibration images.
-            data_config: Preprocessing instead of the model's, as for timm's ``resolve_data_config``: 'img_size',
-                'mean', 'std', 'interpolation', 'crop_pct'; None for the model's.
-
-        Raises:
-            FileNotFoundError: A split has no folder, or no images.
-            ValueError: The images to measure the accuracy on have another number of classes than the model.
-        """
-        self.root, self.splits = root, (train_split, val_split)
-        given = {name: value for name, value in data_config.items() if value is not None}
-        size = {} if 'img_size' in given else {'input_size': model_input_size(model)}
-        self.config = resolve_data_config({**size, **given}, model=model)
-        self.workers, self.device, self.seed = workers, torch.device(device), seed
-        for split in self.splits:
-            dataset = ImageFolder(root, split)
-            classes = len(dataset.classes)
-            if split == train_split:
-                self.batch_size = min(batch_size, len(dataset))  # timm's loader drops an incomplete batch
-            if split == val_split and classes != model.num_classes:
-                raise ValueError(
-                    f'{root!r} has {classes} classes in {split!r}, the model has {model.num_classes}: the accuracy is '
-                    'measured on images with the labels of the model.')
-
-    def _loader(self, dataset: ImageFolder, **kwargs):
-        return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
-
-    def calibration(self, count: int):
-        """Loader of ``count`` random images of the training split, preprocessed as for validation."""
-        dataset = ImageFolder(self.root, self.splits[0])
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self.seed))
-        dataset.samples = [dataset.samples[i] for i in order[:count].tolist()]
-        return self._loader(dataset)
-
-    def training(self):
-        """Loader of the training split, with random crops and flips."""
-        return self._loader(
-            ImageFolder(self.root, self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None)
-
-    def validation(self):
-        """Loader of the validation split."""
-        return self._loader(ImageFolder(self.root, self.splits[1]))
-
-
-def distil(
-        model: nn.Module,
-        teacher: nn.Module,
-        images: Images,
-        epochs: int,
-        lr: float = 5e-4,
-        weight_decay: float = 0.05,
-        checkpoint: Optional[Path] = None,
-        resume: bool = False,
-) -> None:
-    """Train a converted model on the outputs of the original one, without labels; in place.
-
-    AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs.
-
-    Args:
-        model: Converted model.
-        teacher: Original model.
-        images: Images to train on.
-        epochs: Number of epochs.
-        lr: Learning rate of the first step.
-        weight_decay: Weight decay of the weight matrices.
-        checkpoint: File that the state is written to after every epoch, to resume from.
-        resume: Continue from that file.
-
-    Raises:
-        ValueError: The file cannot be read, or is of a distillation with other settings.
-        OSError: The file cannot be written.
-    """
-    device = images.device
-    model.to(device)
-    teacher.to(device).eval()
-    loader = images.training()
-    optimizer = create_optimizer_v2(model, opt='adamw', lr=lr, weight_decay=weight_decay)
-    scheduler = CosineLRScheduler(optimizer, t_initial=epochs * len(loader), t_in_epochs=False)
-    settings = dict(epochs=epochs, lr=lr, weight_decay=weight_decay, steps=len(loader), seed=images.seed)
-    start = 0
-    if resume and checkpoint.is_file():
-        state = read_training_state(checkpoint, settings, 'distillation')
-        model.load_state_dict(state['model'])
-        optimizer.load_state_dict(state['optimizer'])
-        start = state['epoch']
-
-    def save(epoch: int) -> None:
-        write_training_state(checkpoint, dict(
-            settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=epoch))
-
-    fit(
-        model, optimizer, scheduler, loader, epochs, device=device, start=start, teacher=teacher, clip_grad=1.,
-        seed=images.seed, after_epoch=save if checkpoint else None, description='distillation')
-    model.eval()
 
 
 @torch.inference_mode()
@@ -257,7 +133,7 @@ def accelerate(
         macs: Optional[float] = None,
         calibration_images: int = 512,
         distil_epochs: int = 0,
-        lr: float = 5e-4,
+        lr: float = 1e-4,
         sweep: Sequence[float] = (),
         checkpoint: Optional[Path] = None,
         resume: bool = False,

@@ -26,12 +26,12 @@ import torch.nn as nn
 import yaml
 
 import timm_rep
-from timm_rep.accelerate import Images, distil
 from timm_rep.convert import find_pointwise_ffns, linearize, linearize_ffns, replace_module
 from timm_rep.layers import Affine, ChannelIdle
 from timm_rep.utils.checkpoints import load_checkpoint
+from timm_rep.utils.data import Images
 from timm_rep.utils.profiling import count_macs
-from timm_rep.utils.training import evaluate
+from timm_rep.utils.training import distil, evaluate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_table, rows_measured, save

@@ -9,8 +9,10 @@ from PIL import Image
 
 import timm_rep
 from tests.helpers import relative
-from timm_rep.accelerate import STATE, Images, as_repa_any, distil, measure
+from timm_rep.accelerate import STATE, as_repa_any, measure
 from timm_rep.cli import main
+from timm_rep.utils.data import Images
+from timm_rep.utils.training import distil
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=3)
 KWARGS = [f'{k}={v}' for k, v in VIT.items()]

@@ -239,7 +239,7 @@ REFUSED = [
     (lambda: 'repa_deit_tiny', 'm', {}, TypeError, "model is a module, got 'repa_deit_tiny'"),
     (lambda: nn.DataParallel(deit()), 'm', {}, ValueError, 'DataParallel wraps another model'),
     (lambda: torch.compile(deit()), 'm', {}, ValueError, 'OptimizedModule wraps another model'),
-    (lambda: deit().half(), 'm', {}, ValueError, r'weights in torch\.float16: export model\.float'),
+    (lambda: deit().half(), 'm', {}, ValueError, r'weights in torch\.float16: take model\.float'),
     (lambda: deit(device='meta'), 'm', {}, ValueError, 'on the meta device'),
     (_quantized, 'm.pt2', dict(format='pt2', input_size=(3, 1, 1)), ValueError, 'Sequential is quantized'),
     (_annealing, 'm', {}, ValueError, 'annealing is at step 0 of 9'),

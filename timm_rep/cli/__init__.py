@@ -20,6 +20,7 @@ from . import (
     plot_scales,
     profile,
     push,
+    quantize,
     run,
     verify,
     weight_select,
@@ -29,7 +30,7 @@ __all__ = ['main']
 
 _COMMANDS = (
     accelerate, card, convert, demo, export, hyper_search, models, plot_attention_weights, plot_scales, profile, push,
-    run, verify, weight_select)
+    quantize, run, verify, weight_select)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -29,7 +29,7 @@ def add_parser(commands) -> None:
         '--images', type=positive_int, default=512, metavar='N', help='calibration images (default: %(default)s)')
     parser.add_argument(
         '--distil-epochs', type=int, default=0, metavar='N', help='epochs of distillation from MODEL (default: none)')
-    parser.add_argument('--lr', type=float, default=5e-4, help='learning rate of the distillation (%(default)s)')
+    parser.add_argument('--lr', type=float, default=1e-4, help='learning rate of the distillation (%(default)s)')
     parser.add_argument('--resume', action='store_true', help='continue an interrupted distillation')
     parser.add_argument(
         '--train-split', default='train', metavar='NAME', help='folder for calibration and distillation (%(default)s)')
@@ -47,10 +47,11 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.accelerate import STATE, Images, accelerate, table, write_model
+    from timm_rep.accelerate import STATE, accelerate, table, write_model
     from timm_rep.convert import check_convertible
     from timm_rep.utils.atomic import check_writable
     from timm_rep.utils.checkpoints import load_checkpoint
+    from timm_rep.utils.data import Images
 
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
     if args.checkpoint:

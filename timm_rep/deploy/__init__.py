@@ -1,15 +1,28 @@
 from .export import Exported, check_target, export
 from .formats import FORMATS, check_format, onnx_runner, write_onnx
+from .quantize import Quantized, check_quantization, load_quantized, quantize_ptq, quantize_qat
+from .report import BACKENDS, CALIBRATORS, REPORT, Accuracy, QuantizationReport, read_report
 from .verification import VERIFICATION, read_verifications, write_verification
 
 __all__ = [
+    'BACKENDS',
+    'CALIBRATORS',
     'FORMATS',
+    'REPORT',
     'VERIFICATION',
+    'Accuracy',
     'Exported',
+    'QuantizationReport',
+    'Quantized',
     'check_format',
+    'check_quantization',
     'check_target',
     'export',
+    'load_quantized',
     'onnx_runner',
+    'quantize_ptq',
+    'quantize_qat',
+    'read_report',
     'read_verifications',
     'write_onnx',
     'write_verification',

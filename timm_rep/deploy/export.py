@@ -18,7 +18,7 @@ from timm_rep.verify import Difference, check_finite, compare
 from .formats import Format, check_format
 from .verification import read_verifications, write_verification
 
-__all__ = ['Exported', 'check_target', 'export']
+__all__ = ['Exported', 'check_model', 'check_target', 'export']
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def export(
     """
     target = check_target(path, format)
     path = Path(path)
-    _check_model(model, reparameterize)
+    check_model(model, reparameterize)
     if not target.suffix and not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture'):
         raise ValueError(
             f'{type(model).__name__} is no model of timm, which the format {format!r} is for: name another format.')
@@ -184,21 +184,30 @@ def _batches(
     return batches if images is None else {**batches, 'real': images.detach().float().cpu()}
 
 
-def _check_model(model: nn.Module, reparameterize: bool) -> None:
-    """Refuse what is no float32 model for inference."""
+def check_model(model: nn.Module, reparameterize: bool = True) -> None:
+    """Refuse what is no float32 model for inference.
+
+    Args:
+        model: The model.
+        reparameterize: Whether it is to be folded.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: As :func:`export`.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f'model is a module, got {model!r:.100}: create it with timm.create_model.')
     name = type(model).__name__
     if unwrap_model(model) is not model:
-        raise ValueError(f'{name} wraps another model (DDP, torch.compile): export the model inside.')
+        raise ValueError(f'{name} wraps another model (DDP, torch.compile): take the model inside.')
     if _is_quantized(model):
-        raise ValueError(f'{name} is quantized: export the float model; quantized models have their own formats.')
+        raise ValueError(f'{name} is quantized: take the float model; quantized models have their own formats.')
     tensors = [x for x in model.state_dict().values() if x.is_floating_point()]
     if any(x.is_meta for x in tensors):
         raise ValueError(f'{name} is on the meta device and has no weights: load them first.')
     others = {str(x.dtype) for x in tensors} - {'torch.float32'}
     if others:
-        raise ValueError(f'{name} has weights in {", ".join(sorted(others))}: export model.float().')
+        raise ValueError(f'{name} has weights in {", ".join(sorted(others))}: take model.float().')
     for module in model.modules():
         if isinstance(module, (AnnealedActivation, AnnealedNorm)):
             module.check_end()
@@ -214,6 +223,6 @@ def _is_quantized(model: nn.Module) -> bool:
     if any(type(x) not in (torch.Tensor, nn.Parameter) or x.is_quantized for x in tensors):
         return True
     return any(
-        'quantized' in type(module).__module__ or (isinstance(module, torch.fx.GraphModule) and any(
+        'quantize' in type(module).__module__ or (isinstance(module, torch.fx.GraphModule) and any(
             'quantize' in str(node.target) for node in module.graph.nodes))
         for module in model.modules())

@@ -1,6 +1,6 @@
 """Data sets, with errors where timm silently takes other images."""
 import os
-from typing import Any, Iterable, Mapping, Optional, Tuple
+from typing import Any, Iterable, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from .profiling import model_input_size
 
-__all__ = ['PREPROCESSING', 'ImageFolder', 'batch_images', 'load_images', 'open_dataset', 'read_images']
+__all__ = ['PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'load_images', 'open_dataset', 'read_images']
 
 # fields of a pretrained_cfg that say how images are preprocessed
 PREPROCESSING = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
@@ -137,3 +137,70 @@ def batch_images(batch: Any) -> torch.Tensor:
         raise TypeError(
             f'A batch is a tensor of images or has one as its first item, or is a dict with one, got {images!r:.100}.')
     return images
+
+
+class Images:
+    """Folders of images for a model: for calibration and distillation, and for measuring the accuracy."""
+
+    def __init__(
+            self,
+            model: nn.Module,
+            root: str,
+            train_split: str = 'train',
+            val_split: str = 'val',
+            batch_size: int = 64,
+            workers: int = 0,
+            device: Union[str, torch.device] = 'cpu',
+            seed: int = 0,
+            **data_config,
+    ):
+        """
+        Args:
+            model: Model whose input size and pretrained_cfg say how images are preprocessed.
+            root: Folder that holds the splits.
+            train_split: Name of the folder with the images for calibration and distillation.
+            val_split: Name of the folder with the images to measure the accuracy on.
+            batch_size: Images in a batch.
+            workers: Number of processes that load images; 0 loads them in this process.
+            device: Device of the batches.
+            seed: Seed of the choice of calibration images.
+            data_config: Preprocessing instead of the model's, as for timm's ``resolve_data_config``: 'img_size',
+                'mean', 'std', 'interpolation', 'crop_pct'; None for the model's.
+
+        Raises:
+            FileNotFoundError: A split has no folder, or no images.
+            ValueError: The images to measure the accuracy on have another number of classes than the model.
+        """
+        self.root, self.splits = root, (train_split, val_split)
+        given = {name: value for name, value in data_config.items() if value is not None}
+        size = {} if 'img_size' in given else {'input_size': model_input_size(model)}
+        self.config = resolve_data_config({**size, **given}, model=model)
+        self.workers, self.device, self.seed = workers, torch.device(device), seed
+        for split in self.splits:
+            dataset = ImageFolder(root, split)
+            classes = len(dataset.classes)
+            if split == train_split:
+                self.batch_size = min(batch_size, len(dataset))  # timm's loader drops an incomplete batch
+            if split == val_split and classes != model.num_classes:
+                raise ValueError(
+                    f'{root!r} has {classes} classes in {split!r}, the model has {model.num_classes}: the accuracy is '
+                    'measured on images with the labels of the model.')
+
+    def _loader(self, dataset: ImageFolder, **kwargs):
+        return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
+
+    def calibration(self, count: int):
+        """Loader of ``count`` random images of the training split, preprocessed as for validation."""
+        dataset = ImageFolder(self.root, self.splits[0])
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self.seed))
+        dataset.samples = [dataset.samples[i] for i in order[:count].tolist()]
+        return self._loader(dataset)
+
+    def training(self):
+        """Loader of the training split, with random crops and flips."""
+        return self._loader(
+            ImageFolder(self.root, self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None)
+
+    def validation(self):
+        """Loader of the validation split."""
+        return self._loader(ImageFolder(self.root, self.splits[1]))

@@ -1,17 +1,23 @@
 """A small training loop: Hyper-Search, distillation, the demo, the ablations; train.py trains on large data sets."""
 import contextlib
+from pathlib import Path
 from typing import Callable, Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from timm.loss import LabelSmoothingCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import AverageMeter, accuracy, random_seed
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-__all__ = ['evaluate', 'fit', 'world_size_and_rank']
+from .checkpoints import read_training_state, write_training_state
+from .data import Images
+
+__all__ = ['distil', 'evaluate', 'fit', 'world_size_and_rank']
 
 
 def world_size_and_rank() -> Tuple[int, int]:
@@ -119,6 +125,58 @@ def _seed_epoch(seed: int, epoch: int, loader: Iterable) -> None:
     sampler = getattr(loader, 'sampler', None)
     if hasattr(sampler, 'set_epoch'):
         sampler.set_epoch(seed + 1 + epoch)  # a DistributedSampler shuffles by its own seed
+
+
+def distil(
+        model: nn.Module,
+        teacher: nn.Module,
+        images: Images,
+        epochs: int,
+        lr: float = 1e-4,
+        weight_decay: float = 0.05,
+        checkpoint: Optional[Path] = None,
+        resume: bool = False,
+) -> None:
+    """Train a model on the outputs of another one, without labels; in place.
+
+    AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs.
+
+    Args:
+        model: Converted or quantized model.
+        teacher: Original model.
+        images: Images to train on.
+        epochs: Number of epochs.
+        lr: Learning rate of the first step.
+        weight_decay: Weight decay of the weight matrices.
+        checkpoint: File that the state is written to after every epoch, to resume from.
+        resume: Continue from that file.
+
+    Raises:
+        ValueError: The file cannot be read, or is of a distillation with other settings.
+        OSError: The file cannot be written.
+    """
+    device = images.device
+    model.to(device)
+    teacher.to(device).eval()
+    loader = images.training()
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=lr, weight_decay=weight_decay)
+    scheduler = CosineLRScheduler(optimizer, t_initial=epochs * len(loader), t_in_epochs=False)
+    settings = dict(epochs=epochs, lr=lr, weight_decay=weight_decay, steps=len(loader), seed=images.seed)
+    start = 0
+    if resume and checkpoint.is_file():
+        state = read_training_state(checkpoint, settings, 'distillation')
+        model.load_state_dict(state['model'])
+        optimizer.load_state_dict(state['optimizer'])
+        start = state['epoch']
+
+    def save(epoch: int) -> None:
+        write_training_state(checkpoint, dict(
+            settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=epoch))
+
+    fit(
+        model, optimizer, scheduler, loader, epochs, device=device, start=start, teacher=teacher, clip_grad=1.,
+        seed=images.seed, after_epoch=save if checkpoint else None, description='distillation')
+    model.eval()
 
 
 @torch.inference_mode()

@@ -1,0 +1,65 @@
+"""``timm-rep quantize``: a model and images in, a folder with an int8 model out."""
+import json
+
+import pytest
+import torch
+
+from timm_rep.cli import main
+from timm_rep.deploy import load_quantized
+
+pytest.importorskip('torchao')
+
+KWARGS = ['num_classes=4', 'depths=(1,1,1,1)', 'widths=(8,8,8,8)', 'stem_width=8']
+
+
+def command(images, out, *args):
+    return main([
+        'quantize', 'repopt_vgg_a0', '--data-dir', str(images), '--val-split', 'validation', '-o', str(out),
+        '--batch-size', '8', '--model-kwargs', *KWARGS, *args])
+
+
+@pytest.mark.parametrize('args, backend', [
+    pytest.param(['--images', '8'], 'inductor', marks=pytest.mark.slow),
+    pytest.param(
+        ['--backend', 'onnxruntime', '--per-tensor', '--calibrator', 'percentile', '--percentile', '99'],
+        'onnxruntime', marks=pytest.mark.slow),
+    pytest.param(['--qat-epochs', '1'], 'inductor', marks=pytest.mark.slow),
+])
+def test_writes_a_folder_and_reports_the_accuracy(images, tmp_path, capsys, args, backend):
+    torch.manual_seed(0)
+    assert command(images, tmp_path / 'out', *args) == 0
+    printed = capsys.readouterr().out
+    quantized = load_quantized(tmp_path / 'out')
+    report = quantized.report
+    assert str(report) in printed
+    assert report.backend == backend
+    assert len(report.int8) == 6
+    assert report.accuracy.images == 8
+    assert report.images == (8 if '--images' in args else 20)
+    assert report.qat_epochs == ('--qat-epochs' in args)
+    assert report.per_channel == ('--per-tensor' not in args)
+    assert report.calibrator == ('percentile' if '--calibrator' in args else 'minmax')
+    content = json.loads((tmp_path / 'out' / 'quantization.json').read_text())
+    assert {'torch', 'timm_rep', 'torchao'} <= content['versions'].keys()
+    assert len(list((tmp_path / 'out').iterdir())) == 2
+
+
+def test_wrong_use(images, tmp_path, capsys):
+    def refused(*args, output=tmp_path / 'out'):
+        assert command(images, output, *args) == 1
+        out, error = capsys.readouterr()
+        assert out == ''
+        assert error.count('\n') == 1
+        return error
+
+    assert 'leave out --backend' in refused('--qat-epochs', '2', '--backend', 'onnxruntime')
+    assert 'percentile is above 50' in refused('--percentile', '3')
+    assert "there is no folder for the split 'test'" in refused('--val-split', 'test')
+    assert not (tmp_path / 'out').exists()
+    (tmp_path / 'file').write_text('')
+    assert 'cannot write to the output folder' in refused(output=tmp_path / 'file')
+    (tmp_path / 'state').mkdir()
+    (tmp_path / 'state' / 'training.pth').write_text('')
+    assert '--resume continues it' in refused('--qat-epochs', '1', output=tmp_path / 'state')
+    with pytest.raises(SystemExit):
+        command(images, tmp_path, '--backend', 'tensorrt')

@@ -1,0 +1,197 @@
+"""quantize_ptq and quantize_qat: what they compute, what they report, what they refuse."""
+import copy
+import json
+import zipfile
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+
+import timm_rep
+from tests.helpers import images, randomize_, relative, same_weights, tiny
+from timm_rep.deploy import REPORT, load_quantized
+
+pytest.importorskip('torchao')
+
+
+@pytest.fixture(scope='module')
+def calibration():
+    return [images(4, seed=1), images(4, seed=2)]
+
+
+@pytest.fixture(scope='module')
+def model():
+    return randomize_(tiny('repopt_vgg_a0'))
+
+
+@pytest.fixture(scope='module')
+def quantized(model, calibration):
+    return timm_rep.quantize_ptq(model, calibration, validation_loader=[(x, torch.zeros(len(x))) for x in calibration])
+
+
+def layers(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
+
+
+@torch.no_grad()
+def simulated(model, calibration, x, per_channel=True):
+    """Outputs with inputs and weights of all layers rounded to eight bits, ranges of 'minmax'.
+
+    Multiplied by the inverse of a step, as torch does: the largest weight of a channel is a tie.
+    """
+    model = copy.deepcopy(model)
+    ranges = {}
+
+    def observe(layer, args):
+        seen = (*ranges.get(layer, ()), args[0].min(), args[0].max(), torch.tensor(0.))
+        ranges[layer] = min(seen), max(seen)
+
+    hooks = [layer.register_forward_pre_hook(observe) for layer in layers(model).values()]
+    for batch in calibration:
+        model(batch)
+    for hook in hooks:
+        hook.remove()
+    for layer in layers(model).values():
+        w = layer.weight.flatten(1)
+        largest = torch.maximum(w.amax(1) / 127.5, -w.amin(1) / 127.5)  # torchao's symmetric scale, of 255 steps
+        scale = (largest if per_channel else largest.max().expand_as(largest)).unflatten(0, (-1, *[1] * (w.ndim - 1)))
+        layer.weight.copy_(((w * (1 / scale)).round().clamp(-128, 127) * scale).view_as(layer.weight))
+        low, high = ranges[layer]
+        step = (high - low) / 255
+        zero = (-low / step).round()
+
+        def round_input(layer, args, step=step, zero=zero):
+            return (((args[0] * (1 / step)).round() + zero).clamp(0, 255) - zero) * step
+
+        layer.register_forward_pre_hook(round_input)
+    return model(x)
+
+
+def test_computes_what_rounding_computes(model, quantized, calibration):
+    before = copy.deepcopy(model)
+    folded = timm.utils.reparameterize_model(model)
+    x = images(4, seed=3)
+    expected = simulated(folded, calibration, x)
+    assert relative(model(x), expected) > 1e-3
+    assert relative(quantized(x), expected) < 1e-4
+    assert same_weights(model, before)
+    assert not model.training
+
+
+def test_per_tensor_weights(model, calibration):
+    from timm_rep.deploy.inductor import quantize
+
+    folded = timm.utils.reparameterize_model(model)
+    x = images(4, seed=3)
+    graph = quantize(folded, calibration, False, 'minmax', 100.).graph
+    assert relative(graph(x), simulated(folded, calibration, x, per_channel=False)) < 1e-5
+
+
+@pytest.mark.slow
+def test_any_batch_size_in_any_mode(quantized):
+    x = images(5, seed=3)
+    y = quantized(x)
+    for n in (1, 2, 3):
+        torch.testing.assert_close(quantized(x[:n]), y[:n])
+    with torch.inference_mode():
+        torch.testing.assert_close(quantized(images(5, seed=3)), y)
+
+
+def test_report(model, quantized, calibration):
+    report = quantized.report
+    folded = timm.utils.reparameterize_model(model)
+    assert report.int8 == list(layers(folded))
+    assert report.float == {}
+    assert (report.images, report.input_size, report.backend) == (8, (3, 64, 64), 'inductor')
+    y, q = model(calibration[0]), quantized(calibration[0])
+    assert report.relative_rms == pytest.approx(((q - y).norm() / y.norm()).item(), rel=1e-3)
+    predicted = [torch.cat([f(x) for x in calibration]).argmax(1) for f in (model, quantized)]
+    assert [report.accuracy.float, report.accuracy.int8] == [
+        round((p == 0).float().mean().item() * 100, 2) for p in predicted]
+    assert 'int8: 8 convolutions and linear layers\nfloat: no products' in str(report)
+
+
+def test_saved_and_loaded(quantized, tmp_path):
+    quantized.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['model.pt2', REPORT]
+    loaded = load_quantized(tmp_path)
+    assert loaded.report == quantized.report
+    x = images(4, seed=4)
+    torch.testing.assert_close(loaded.program.graph(x), quantized(x))  # before it is compiled
+
+
+def test_pickled_values_are_refused(quantized, tmp_path):
+    """torch.export.load would unpickle them."""
+    quantized.save(tmp_path)
+    path = tmp_path / 'model.pt2'
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    config = next(name for name in entries if name.endswith('model_weights_config.json'))
+    weights = json.loads(entries[config])
+    next(iter(weights['config'].values()))['use_pickle'] = True
+    inputs = next(name for name in entries if name.endswith('model.pt'))
+    code = f'{inputs.partition("/")[0]}/data/aotinductor/model/model.so'
+    for change in ({config: json.dumps(weights)}, {inputs: b'cos\nsystem\n(S"false"\ntR.'}, {code: b'\x7fELF'}):
+        with zipfile.ZipFile(path, 'w') as archive:
+            for name, content in {**entries, **change}.items():
+                archive.writestr(name, content)
+        with pytest.raises(RuntimeError, match='is no quantized program of this package: '):
+            load_quantized(tmp_path)
+    path.write_bytes(b'PK')
+    with pytest.raises(RuntimeError, match='is no quantized program of this package: BadZipFile'):
+        load_quantized(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r'model\.pt2'):
+        load_quantized(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r'holds no quantization\.json'):
+        load_quantized(tmp_path / 'missing')
+
+
+def test_wrong_images(quantized):
+    with pytest.raises(ValueError, match=r'images of size \(N, 3, 64, 64\), got \(2, 3, 32, 32\)'):
+        quantized(images(2, 32))
+    with pytest.raises(ValueError, match=r'float32 images on the CPU, got torch\.float64 on cpu'):
+        quantized(images(2).double())
+    with pytest.raises(ValueError, match='cannot be trained'):
+        quantized.train()
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    (dict(backend='tensorrt'), "backend is one of 'inductor', 'onnxruntime', got 'tensorrt'"),
+    (dict(calibrator='mse'), "calibrator is one of 'minmax', 'entropy', 'percentile', got 'mse'"),
+    (dict(percentile=10), 'percentile is above 50 and at most 100, got 10'),
+    (dict(max_images=0), 'max_images is a number of images, at least 1, got 0'),
+])
+def test_wrong_settings(model, calibration, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        timm_rep.quantize_ptq(model, calibration, **kwargs)
+
+
+def test_wrong_models_and_loaders(model, quantized, calibration):
+    def refused(model, loader, message, error=ValueError):
+        with pytest.raises(error, match=message):
+            timm_rep.quantize_ptq(model, loader)
+
+    refused('repopt_vgg_a0', calibration, 'model is a module', TypeError)
+    refused(copy.deepcopy(model).train(), calibration, 'RepOptVgg is in training mode: call model.eval')
+    refused(tiny('repopt_vgg_a0', device='meta').eval(), calibration, 'meta device')
+    refused(copy.deepcopy(model).half(), calibration, r'has weights in torch\.float16')
+    refused(quantized, calibration, 'Quantized is quantized: take the float model')
+    refused(nn.Sequential(quantized, nn.Linear(5, 2)).eval(), calibration, 'is quantized')
+    refused(model, [], 'calibration_loader is empty')
+    refused(model, [{'label': 3}], 'A batch is a tensor of images', TypeError)
+    refused(model, [images(2), images(2, 32)], r'of one size.*got \(2, 3, 32, 32\) after \(2, 3, 64, 64\)')
+    refused(model, [images(2) * float('nan')], 'Calibration images are finite')
+    annealed = timm.create_model(
+        'repa_any', base='deit_tiny_patch16_224', img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3,
+        num_classes=5, anneal_steps=5).eval()
+    refused(annealed, [images(2, 32)], 'The annealing is at step')
+
+
+def test_missing_package(monkeypatch, model, calibration):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"'inductor' needs torchao: pip install 'timm-rep\[deploy\]'"):
+        timm_rep.quantize_ptq(model, calibration)

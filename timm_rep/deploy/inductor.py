@@ -1,0 +1,256 @@
+"""Int8 on the CPU by torchao's export-based quantization and inductor. Imported only with torchao installed."""
+import json
+import os
+import re
+import zipfile
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn as nn
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torchao.quantization.pt2e import (
+    FusedMovingAvgObsFakeQuantize,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+    allow_exported_model_train_eval,
+)
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
+
+from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
+
+__all__ = ['Program', 'finish_training', 'prepare_training', 'quantize']
+
+aten = torch.ops.aten
+# layers of which inductor has int8 kernels
+_LAYERS = (aten.conv1d.default, aten.conv2d.default, aten.linear.default)
+# further products, which stay float
+_PRODUCTS = (
+    'conv1d', 'conv2d', 'conv3d', 'conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d', 'convolution', 'linear',
+    'matmul', 'mm', 'addmm', 'bmm', 'baddbmm', 'einsum', 'scaled_dot_product_attention')
+
+# entries of an archive of torch.export.save without pickled values, and of the values in it
+_ENTRIES = re.compile(
+    r'models/model\.json|data/(weights/weight|constants/tensor)_\d+|data/(weights|constants)/model_\w+_config\.json|'
+    r'data/sample_inputs/model\.pt|archive_format|archive_version|byteorder|\.data/(version|serialization_id)')
+_VALUES = re.compile(r'(weight|tensor)_\d+')
+
+
+class _LayerQuantizer(X86InductorQuantizer):
+    """Int8 inputs and weights of all convolutions and linear layers.
+
+    torchao's X86InductorQuantizer finds layers by the class of the module, which subclasses of nn.Conv2d and nn.Linear
+    such as timm's do not have; and it makes shortcuts int8, whose rounding adds up from block to block.
+    """
+
+    def __init__(self, activation: QuantizationSpec, weight: QuantizationSpec):
+        super().__init__()
+        self.activation, self.weight = activation, weight
+
+    def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        # inductor has no int8 kernel for linear layers of transposed inputs, as of an MLP-Mixer
+        contiguous: Dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in list(model.graph.nodes):
+            if node.target == aten.linear.default:
+                x = node.args[0]
+                if x not in contiguous:
+                    with model.graph.inserting_after(x):
+                        contiguous[x] = model.graph.call_function(aten.contiguous.default, (x,))
+                    contiguous[x].meta = {**node.meta, 'val': x.meta['val'].contiguous()}
+                node.replace_input_with(x, contiguous[x])
+        model.recompile()
+        return model
+
+    def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        for node in model.graph.nodes:
+            if node.target in _LAYERS and node.args[1].op == 'get_attr':
+                node.meta['quantization_annotation'] = QuantizationAnnotation(
+                    input_qspec_map={node.args[0]: self.activation, node.args[1]: self.weight}, _annotated=True)
+        return model
+
+    def validate(self, model: torch.fx.GraphModule) -> None:
+        pass
+
+
+def _quantizer(activation, weight) -> _LayerQuantizer:
+    # torchao's default eps of 2 ** -12 would be the smallest scale: more than small weights need
+    return _LayerQuantizer(
+        QuantizationSpec(
+            dtype=torch.uint8, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine,
+            observer_or_fake_quant_ctr=activation),
+        QuantizationSpec(
+            dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_channel_symmetric, ch_axis=0,
+            observer_or_fake_quant_ctr=weight))
+
+
+def _export(model: nn.Module, images: torch.Tensor) -> torch.export.ExportedProgram:
+    images = torch.cat([images, images])[:max(2, len(images))]  # torch.export takes a size of 1 for a constant
+    return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim('batch')},))
+
+
+class _Kernels(CustomGraphPass):
+    """Reads the weight scales of the int8 kernels from the graph that inductor generates code for."""
+
+    def __init__(self):
+        self.scales: List[torch.Tensor] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            name = getattr(node.target, '__name__', '')
+            if node.op == 'call_function' and name.startswith(('qconv', 'qlinear')) and 'prepack' not in name:
+                tensors = [getattr(graph.owning_module, x.target) for x in node.all_input_nodes if x.op == 'get_attr']
+                self.scales += [x.flatten() for x in tensors if not x.is_mkldnn and x.dtype == torch.float32]
+
+    def uuid(self) -> None:
+        return None  # the code is generated anew, not taken from a cache
+
+
+class Program:
+    """An exported model with int8 layers, compiled by inductor for each of the first batch sizes, then for any."""
+    suffix = '.pt2'
+
+    def __init__(self, graph: torch.fx.GraphModule, input_size: Sequence[int]):
+        self.graph, self.input_size = graph, tuple(input_size)
+        self._compiled = torch.compile(graph)
+
+    def __call__(self, images: torch.Tensor) -> Any:
+        # one mode, since the compiler would generate code for each; without gradients weights are constants
+        with torch.inference_mode(False), torch.no_grad(), inductor_config.patch(freezing=True):
+            return self._compiled(images.clone() if images.is_inference() else images)
+
+    def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
+        """Compile for a batch, and look at what was generated.
+
+        Returns:
+            Names of the layers that run in int8; operators of the other products by name of their module.
+        """
+        kernels = _Kernels()
+        with inductor_config.patch(post_grad_custom_post_pass=kernels):
+            self(images)
+        int8, other = [], {}
+        for node in self.graph.graph.nodes:
+            operator = getattr(getattr(node.target, 'overloadpacket', None), '__name__', '')
+            if node.op != 'call_function' or operator not in _PRODUCTS:
+                continue
+            name = next((path for path, _ in reversed(node.meta.get('nn_module_stack', {}).values())), '') or node.name
+            if node.target in _LAYERS and _take(kernels.scales, _weight_scale(self.graph, node)):
+                int8.append(name)
+            else:
+                other[name] = operator
+        return list(dict.fromkeys(name for name in int8 if name not in other)), other
+
+    def write(self, path: Union[str, os.PathLike]) -> None:
+        """Write a file that :meth:`read` reads, by ``torch.export.save``, without pickled values."""
+        program = _export(self.graph, torch.zeros(2, *self.input_size))
+        program.example_inputs = None  # the only part that torch would pickle
+        torch.export.save(program, path)
+
+    @classmethod
+    def read(cls, path: Path) -> 'Program':
+        """Read a file of :meth:`write`.
+
+        Raises:
+            RuntimeError: The file cannot be read, or holds pickled values.
+        """
+        _check_archive(path)
+        try:
+            program = torch.export.load(path)
+            graph = program.module()
+        except Exception as e:  # torch raises many types for damaged files
+            raise RuntimeError(f'Cannot read {str(path)!r} as an exported program: {type(e).__name__}: {e}') from e
+        images = next(node for node in graph.graph.nodes if node.op == 'placeholder')
+        return cls(graph, images.meta['val'].shape[1:])
+
+
+def _weight_scale(graph: torch.fx.GraphModule, layer: torch.fx.Node) -> Optional[torch.Tensor]:
+    """The scales of a layer's weight, None if it is not quantized."""
+    weight = layer.args[1]
+    if 'dequantize_per_channel' not in str(weight.target):
+        return None
+    return attrgetter(weight.args[1].target)(graph).flatten()
+
+
+def _take(scales: List[torch.Tensor], scale: Optional[torch.Tensor]) -> bool:
+    """Remove one tensor from a list; whether it was there."""
+    for i, other in enumerate(scales):
+        if scale is not None and torch.equal(other, scale):
+            del scales[i]
+            return True
+    return False
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse what :meth:`Program.write` does not write: torch would unpickle values, or load machine code.
+
+    Raises:
+        RuntimeError: The file has other entries, or pickled values.
+    """
+    refusal = f'{str(path)!r} is no quantized program of this package'
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name.partition('/')[2] for name in archive.namelist()]
+            for name, entry in zip(names, archive.infolist()):
+                if not _ENTRIES.fullmatch(name) or names.count(name) > 1:
+                    raise RuntimeError(f'{refusal}: it holds {name!r}.')
+                if name.endswith('.pt') and entry.file_size:
+                    raise RuntimeError(f'{refusal}: {name!r} in it is pickled.')
+                if name.endswith('_config.json'):
+                    for value in json.loads(archive.read(entry))['config'].values():
+                        if value['use_pickle'] is not False or not _VALUES.fullmatch(value['path_name']):
+                            raise RuntimeError(f'{refusal}: {value["path_name"]!r} in it is pickled.')
+    except (zipfile.BadZipFile, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise RuntimeError(f'{refusal}: {type(e).__name__}: {e}') from e
+
+
+@torch.no_grad()
+def quantize(
+        model: nn.Module,
+        batches: Sequence[torch.Tensor],
+        per_channel: bool,
+        calibrator: str,
+        percentile: float,
+) -> Program:
+    """Quantize a model after its training.
+
+    Args:
+        model: Model in eval mode, on the CPU, folded.
+        batches: Batches of images (N, channels, height, width), float32, to calibrate with.
+        per_channel: A scale for each output channel of a weight, else one for the weight.
+        calibrator: Name in ``ACTIVATION_OBSERVERS``.
+        percentile: Share of the values that the calibrator 'percentile' covers, in percent.
+    """
+    prepared = prepare_pt2e(_export(model, batches[0]).module(), _quantizer(
+        ACTIVATION_OBSERVERS[calibrator].with_args(percentile=percentile),
+        PerChannelMinMaxObserver if per_channel else PerTensorWeightObserver))
+    for images in batches:
+        prepared(images)
+    return Program(convert_pt2e(prepared), batches[0].shape[1:])
+
+
+def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
+    """A graph that rounds inputs and weights of its layers as int8 does, to train; for :func:`finish_training`.
+
+    Args:
+        model: Model on the CPU; a BatchNorm behind a convolution is folded at the end.
+        images: Batch of images (N, channels, height, width).
+    """
+    observers = MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
+    prepared = prepare_qat_pt2e(_export(model.train(), images).module(), _quantizer(
+        *(FusedMovingAvgObsFakeQuantize.with_args(observer=observer) for observer in observers)))
+    return allow_exported_model_train_eval(prepared)
+
+
+def finish_training(prepared: torch.fx.GraphModule, input_size: Sequence[int]) -> Program:
+    """The quantized model of a trained graph of :func:`prepare_training`.
+
+    Args:
+        prepared: The graph, trained.
+        input_size: (channels, height, width) of the images.
+    """
+    prepared.eval()  # returns None in an exported graph
+    return Program(convert_pt2e(prepared), input_size)

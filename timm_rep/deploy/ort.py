@@ -1,0 +1,179 @@
+"""Int8 on the CPU by ONNX Runtime's static quantization. Imported only with its packages installed."""
+import ast
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Sequence, Tuple
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+import torch.nn as nn
+from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType, TensorData, TensorsData
+
+from .formats import onnx_runner, write_onnx
+from .observers import ACTIVATION_OBSERVERS
+
+__all__ = ['Program', 'quantize']
+
+# with the operators that have int8 kernels, activations that the quantization of a convolution's output replaces
+_OPERATORS = ('Conv', 'Gemm', 'MatMul')
+_ACTIVATIONS = ('Relu', 'Clip')
+_SCOPES = 'pkg.torch.onnx.name_scopes'  # torch's key of the modules that a node is in, from the outermost
+
+
+class Program:
+    """An ONNX file in QDQ format, run by ONNX Runtime on as many threads as torch."""
+    suffix = '.onnx'
+
+    def __init__(self, folder: tempfile.TemporaryDirectory):
+        """
+        Args:
+            folder: Folder with model.onnx, removed with the program.
+        """
+        self.folder = folder
+        self.path = Path(folder.name) / 'model.onnx'
+        self._run = onnx_runner(self.path)
+
+    def __call__(self, images: torch.Tensor) -> Any:
+        return self._run(images.detach())
+
+    def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
+        """Look at the graph that ONNX Runtime runs, after its optimizations.
+
+        Returns:
+            Names of the layers that run in int8; operators of the other products by name of their module.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            optimized = Path(folder) / 'optimized.onnx'
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3  # a warning that the optimized file is for this machine
+            options.optimized_model_filepath = str(optimized)
+            onnxruntime.InferenceSession(str(self.path), options, providers=['CPUExecutionProvider'])
+            nodes = onnx.load(optimized, load_external_data=False).graph.node
+        # an int8 kernel has the integers of the weight as an input; fused nodes lose their names
+        used = {name: node.op_type for node in nodes for name in node.input if node.op_type.startswith(
+            ('QLinear', 'QGemm', 'MatMulInteger', 'ConvInteger'))}
+        int8, other = [], {}
+        model = onnx.load(self.path, load_external_data=False)
+        weights = {x.name for x in model.graph.initializer}
+        integers = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == 'DequantizeLinear'}
+        for node in model.graph.node:
+            if node.op_type not in (*_OPERATORS, 'ConvTranspose', 'Einsum'):
+                continue
+            weight = integers.get(node.input[1], '')
+            if weight in used and weight in weights:
+                int8.append(_module(node))
+            else:
+                other[_module(node)] = node.op_type
+        return list(dict.fromkeys(name for name in int8 if name not in other)), other
+
+    def write(self, path: Path) -> None:
+        """Copy the file, and the file of its weights if they exceed 2 GB."""
+        for file in self.path.parent.iterdir():
+            shutil.copyfile(file, path.with_name(file.name))
+
+    @classmethod
+    def read(cls, path: Path) -> 'Program':
+        """Read a copy of a file of :meth:`write`.
+
+        Raises:
+            OSError: There is no such file.
+            RuntimeError: The file cannot be read.
+        """
+        folder = tempfile.TemporaryDirectory()
+        for file in (path, *path.parent.glob(f'{path.name}.data')):
+            shutil.copyfile(file, Path(folder.name) / file.name)
+        try:
+            return cls(folder)
+        except Exception as e:  # ONNX Runtime raises types of its own
+            raise RuntimeError(f'Cannot read {str(path)!r} as an ONNX file: {type(e).__name__}: {e}') from e
+
+
+def quantize(
+        model: nn.Module,
+        batches: Sequence[torch.Tensor],
+        per_channel: bool,
+        calibrator: str,
+        percentile: float,
+) -> Program:
+    """Quantize a model after its training.
+
+    ONNX Runtime's own calibrators are not used: with its settings 'entropy' covers all values, as 'minmax' does.
+
+    Args:
+        model: Model in eval mode, on the CPU, folded.
+        batches: Batches of images (N, channels, height, width), float32, to calibrate with.
+        per_channel: A scale for each output channel of a weight, else one for the weight.
+        calibrator: Name in ``ACTIVATION_OBSERVERS``.
+        percentile: Share of the values that the calibrator 'percentile' covers, in percent.
+    """
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name) / 'model.onnx'
+    images = torch.cat([batches[0], batches[0]])[:max(2, len(batches[0]))]  # a size of 1 would be a constant
+    write_onnx(model, images, path)
+    graph = onnx.load(path).graph
+    weights = {x.name for x in graph.initializer}
+    # products of activations, as of attention, stay float: quantized they cost most of the accuracy
+    layers = [node for node in graph.node if node.op_type in _OPERATORS and node.input[1] in weights]
+    following = {name for node in layers for name in node.output}
+    activations = [
+        node for node in graph.node if node.op_type in _ACTIVATIONS and node.input[0] in following]
+    tensors = dict.fromkeys(
+        name for node in (*layers, *activations) for name in (node.input[0], node.output[0]))
+    ranges = _ranges(path, list(tensors), batches, lambda: ACTIVATION_OBSERVERS[calibrator](
+        percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255))
+    quantizer = QDQQuantizer(
+        onnx.load(path),
+        per_channel=per_channel,
+        reduce_range=False,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=TensorsData(CalibrationMethod.MinMax, ranges),
+        nodes_to_quantize=[node.name for node in (*layers, *activations)],
+        nodes_to_exclude=[],
+        op_types_to_quantize=[*_OPERATORS, *_ACTIVATIONS],
+        extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
+    )
+    quantizer.quantize_model()
+    external = (path.parent / f'{path.name}.data').exists()
+    for file in path.parent.iterdir():
+        file.unlink()
+    quantizer.model.save_model_to_file(str(path), external)
+    return Program(folder)
+
+
+def _ranges(path: Path, tensors: List[str], batches: Iterable[torch.Tensor], observer) -> Dict[str, TensorData]:
+    """Ranges of tensors of a graph, as chosen by one observer each."""
+    model = onnx.load(path)
+    present = {x.name for x in model.graph.output}
+    model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(x) for x in tensors if x not in present)
+    inputs = {x.name for x in model.graph.input}
+    with tempfile.TemporaryDirectory() as folder:
+        onnx.save(model, Path(folder) / 'model.onnx', save_as_external_data=model.ByteSize() > 1 << 30)
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # keeps every tensor
+        session = onnxruntime.InferenceSession(
+            str(Path(folder) / 'model.onnx'), options, providers=['CPUExecutionProvider'])
+        observers = {name: observer() for name in tensors}
+        computed = [name for name in tensors if name not in inputs]
+        for images in batches:
+            values = session.run(computed, {name: images.numpy() for name in inputs})
+            for name, value in zip(computed, values):
+                observers[name](torch.from_numpy(value))
+            for name in inputs.intersection(tensors):
+                observers[name](images)
+    ranges = {}
+    for name, x in observers.items():
+        scale, zero = (value.item() for value in x.calculate_qparams())
+        low, high = -zero * scale, (255 - zero) * scale
+        ranges[name] = TensorData(lowest=np.float32(low), highest=np.float32(high))
+    return ranges
+
+
+def _module(node: onnx.NodeProto) -> str:
+    """Name of the module that a node comes from, or else its own."""
+    scopes = next((x.value for x in node.metadata_props if x.key == _SCOPES), '[]')
+    *modules, _ = ast.literal_eval(scopes) or ['']
+    return next((name for name in reversed(modules) if name), node.name)
