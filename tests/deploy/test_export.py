@@ -23,7 +23,6 @@ needs_onnx = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ONNX)), reason=f'needs {", ".join(ONNX)}: the extra deploy')
 SUFFIXES = {'safetensors': '', 'onnx': '.onnx', 'pt2': '.pt2', 'aoti': '.pt2'}
 
-QUICK = ('repa_vit', 'repopt_vgg')
 ARGS = ['--model-kwargs', *(f'{name}={value}' for name, value in VIT.items())]
 
 
@@ -67,8 +66,11 @@ def check(kind, format, folder, reparameterize=True):
     return path, exported
 
 
-@pytest.mark.parametrize('kind', QUICK)
-@pytest.mark.parametrize('format', ['safetensors', pytest.param('onnx', marks=needs_onnx), 'pt2'])
+@pytest.mark.parametrize('kind, format', [
+    ('repa_vit', 'safetensors'), ('repa_vit', 'pt2'),
+    pytest.param('repa_vit', 'onnx', marks=[needs_onnx, pytest.mark.slow]),
+    ('repopt_vgg', 'safetensors'), ('repopt_vgg', 'pt2'), pytest.param('repopt_vgg', 'onnx', marks=needs_onnx),
+])
 def test_folded(kind, format, tmp_path):
     path, exported = check(kind, format, tmp_path)
     if format == 'safetensors':
@@ -112,6 +114,7 @@ def test_multi_branch_models(family, tmp_path):
 
 
 @needs_onnx
+@pytest.mark.slow
 def test_large_weights(tmp_path, monkeypatch):
     """Weights that do not fit into a file of protobuf are in one beside it."""
     monkeypatch.setattr(sys.modules['timm_rep.deploy.formats'], '_MAX_ONNX_WEIGHTS', 1000)
@@ -162,7 +165,7 @@ def test_several_files_in_a_folder(tmp_path):
     assert not (tmp_path / 'c.pt2').exists()
 
 
-@pytest.mark.parametrize('format', ['safetensors', 'pt2'])
+@pytest.mark.parametrize('format', ['safetensors', pytest.param('pt2', marks=pytest.mark.slow)])
 def test_a_difference_is_an_error(format, tmp_path, monkeypatch):
     """A broken fold: the message has the difference, nothing is written, and an old file stays."""
     model, _ = build('repa_vit')
