@@ -16,11 +16,11 @@ from torchao.quantization.pt2e import (
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
     PerChannelMinMaxObserver,
-    allow_exported_model_train_eval,
 )
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
+from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
 
@@ -235,14 +235,21 @@ def quantize(
 def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
     """A graph that rounds inputs and weights of its layers as int8 does, to train; for :func:`finish_training`.
 
+    It computes what the model computes in eval mode, without dropout and with the running statistics of BatchNorms.
+
     Args:
-        model: Model on the CPU; a BatchNorm behind a convolution is folded at the end.
+        model: Model in eval mode, on the CPU, folded.
         images: Batch of images (N, channels, height, width).
     """
     observers = MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
-    prepared = prepare_qat_pt2e(_export(model.train(), images).module(), _quantizer(
+    graph = _export(model, images).module()
+    _fuse_conv_bn_(graph)  # as prepare_pt2e; prepare_qat_pt2e would take the statistics of the batch
+    prepared = prepare_qat_pt2e(graph, _quantizer(
         *(FusedMovingAvgObsFakeQuantize.with_args(observer=observer) for observer in observers)))
-    return allow_exported_model_train_eval(prepared)
+    # torchao's own switch to training would give every dropout a rate of 0.5, and BatchNorms its eps and momentum
+    prepared.train = lambda mode=True: prepared
+    prepared.eval = lambda: prepared
+    return prepared
 
 
 def finish_training(prepared: torch.fx.GraphModule, input_size: Sequence[int]) -> Program:
@@ -252,5 +259,4 @@ def finish_training(prepared: torch.fx.GraphModule, input_size: Sequence[int]) -
         prepared: The graph, trained.
         input_size: (channels, height, width) of the images.
     """
-    prepared.eval()  # returns None in an exported graph
     return Program(convert_pt2e(prepared), input_size)

@@ -15,7 +15,6 @@ import torch
 import torch.nn as nn
 
 from timm_rep.convert import folded_copy
-from timm_rep.layers import foldable_layers
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.data import Images, batch_images
 from timm_rep.utils.training import distil, evaluate
@@ -174,9 +173,8 @@ def quantize_qat(
 ) -> Quantized:
     """Quantize a model and train it with rounded weights and activations, distilled from the float model.
 
-    Weights per channel; the ranges of the activations are moving averages. A RepOpt model in its target structure,
-    convolutions with BatchNorm, is trained as it is, and folded at the end; any other model is folded first, and trains
-    without BatchNorm. The backend is 'inductor'.
+    Weights per channel; the ranges of the activations are moving averages. A copy is folded first, and trains in eval
+    mode: without BatchNorm, dropout and stochastic depth. The backend is 'inductor'.
 
     Args:
         model: As for :func:`quantize_ptq`.
@@ -203,10 +201,9 @@ def quantize_qat(
         raise ValueError(f'Quantization-aware training runs on the CPU, the images are for {images.device}.')
     batches = _read_images(images.calibration(max_images), max_images)
     check_finite(model, batches[0][:1])
-    structures = {layer.structure for _, layer in foldable_layers(model)}
-    student = copy.deepcopy(model) if structures == {'target'} else folded_copy(model)
+    folded = folded_copy(model)
     with _errors(model, 'inductor'):
-        prepared = module.prepare_training(student, batches[0])
+        prepared = module.prepare_training(folded, batches[0])
     distil(
         prepared, copy.deepcopy(model), images, epochs, lr, weight_decay=0., checkpoint=checkpoint, resume=resume)
     with _errors(model, 'inductor'):
