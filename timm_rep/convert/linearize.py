@@ -179,21 +179,32 @@ def _outputs(recorder: Recorder) -> torch.Tensor:
     return wide(torch.cat(outputs)).flatten(1).log_softmax(1)
 
 
+def _even_counts(ffns: Sequence[PointwiseFfn], macs: Sequence[torch.Tensor], budget: float) -> List[int]:
+    """Active channels of every FFN, for one idle ratio of at most 1 that meets a budget."""
+    for percent in range(101):
+        counts = [active_channels(ffn.hidden_features, percent / 100) for ffn in ffns]
+        if sum(m[ffn.hidden_features - n].item() for ffn, m, n in zip(ffns, macs, counts)) <= budget:
+            break
+    return counts
+
+
 def _budget_weight(
         recorder: Recorder,
         ffn: PointwiseFfn,
         problem: LeastSquares,
+        active_features: int,
         calls: int,
         ridge: float,
         outputs: torch.Tensor,
 ) -> float:
     """The factor of an FFN's loss in the sum over all FFNs that a budget minimizes.
 
-    The Kullback-Leibler divergence of the model's outputs with this FFN alone converted, at the usual idle ratio, over
-    the loss. Weights of 1, or of one over the variance of the FFN's output, cost no pass of the images and were worse:
+    The Kullback-Leibler divergence of the model's outputs with this FFN alone converted, with the active channels of
+    one idle ratio for all, over the loss. Weights of 1, or of one over the variance of the FFN's output, cost no pass
+    of the images and were worse:
     section `accelerate` of scripts/results.
     """
-    new, fit, _ = _replacement(recorder, ffn, problem, active_channels(ffn.hidden_features, 0.75), calls, ridge)
+    new, fit, _ = _replacement(recorder, ffn, problem, active_features, calls, ridge)
     replace_module(recorder.model, ffn.module, new)
     try:
         divergence = F.kl_div(_outputs(recorder), outputs, log_target=True, reduction='batchmean').item()
@@ -215,18 +226,9 @@ def _counts_for_budget(
         progress: bool,
 ) -> Dict[str, int]:
     """Active channels of every FFN for a fraction of the model's multiply-accumulates."""
-    losses, weights, macs = [], [], []
-    outputs = _outputs(recorder)
-    for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):
-        problem = _least_squares(recorder, ffn, calls[ffn.name], ridge)
+    macs = []
+    for ffn in ffns:
         idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
-        loss = problem.elimination().loss.cpu()
-        if ffn.hidden_norm is None:
-            pruned = problem.elimination(linear_path=False).loss.cpu()
-            dropped = [ffn.hidden_features - _affordable(ffn, a) for a in range(ffn.hidden_features, -1, -1)]
-            loss = torch.minimum(loss, pruned[dropped])
-        losses.append(loss)
-        weights.append(_budget_weight(recorder, ffn, problem, calls[ffn.name], ridge, outputs))
         channel = ffn.in_features * (2 if ffn.gated else 1) + ffn.out_features
         line = (ffn.in_features * ffn.out_features) * (idle > 0)
         macs.append(tokens[ffn.name] * (_matrix_entries(ffn.module) - channel * idle + line))
@@ -236,6 +238,17 @@ def _counts_for_budget(
         raise ValueError(
             f'macs={fraction} cannot be reached: with all hidden channels idle the model has {least / model_macs:.4f} '
             'of its multiply-accumulates. Nothing was changed.')
+    even = _even_counts(ffns, macs, fraction * model_macs - others)
+    losses, weights, outputs = [], [], _outputs(recorder)
+    for ffn, active in zip(tqdm(ffns, desc='Measuring FFNs', disable=not progress), even):
+        problem = _least_squares(recorder, ffn, calls[ffn.name], ridge)
+        loss = problem.elimination().loss.cpu()
+        if ffn.hidden_norm is None:
+            pruned = problem.elimination(linear_path=False).loss.cpu()
+            dropped = [ffn.hidden_features - _affordable(ffn, a) for a in range(ffn.hidden_features, -1, -1)]
+            loss = torch.minimum(loss, pruned[dropped])
+        losses.append(loss)
+        weights.append(_budget_weight(recorder, ffn, problem, active, calls[ffn.name], ridge, outputs))
     if not any(weights):  # a single output has no divergence
         weights = [1.] * len(ffns)
     losses = [weight * loss for weight, loss in zip(weights, losses)]
