@@ -7,49 +7,67 @@ import torch.nn.functional as F
 import timm_rep
 from tests.helpers import images as random_images
 from tests.helpers import randomize_, relative, tiny
-from timm_rep.deploy import quantize_ptq, quantize_qat
+from timm_rep.deploy import quantize_qat
 from timm_rep.utils.data import Images
-from timm_rep.utils.training import evaluate
 
 pytest.importorskip('torchao')
 pytestmark = pytest.mark.slow
 
 SMALL = dict(num_classes=4, depths=(1, 1, 1, 1), widths=(8, 8, 8, 8), stem_width=8)
-MODELS = {'repopt_vgg_a0': SMALL, 'repvgg_a0': dict(num_classes=4)}
 
 
-@pytest.mark.parametrize('name', MODELS)
-def test_closer_to_the_float_model(images, tmp_path, name):
+def divergence(logits, expected):
+    return F.kl_div(logits.log_softmax(1), expected.log_softmax(1), log_target=True, reduction='batchmean')
+
+
+def test_closer_to_the_float_model():
+    from timm_rep.deploy.inductor import finish_training, prepare_training, quantize
+
     torch.manual_seed(0)
-    model = timm.create_model(name, **MODELS[name]).eval()
+    model = timm.create_model('repopt_vgg_a0', **SMALL)
+    x = random_images(20)
     with torch.no_grad():
-        for p in model.parameters():  # inputs of different size, which one range for the tensor suits badly
+        for p in model.parameters():  # channels of different size, which one range for the tensor suits badly
             if p.ndim == 4:
                 p[0] *= 20
-    data = Images(model, str(images), val_split='validation', batch_size=10, img_size=64)
-    timm_rep.calibrate_batchnorm(model, data.calibration(20))  # as training does
-    model.eval()
+        model.head.fc.weight *= 100  # logits of a trained model's size
+    timm_rep.calibrate_batchnorm(model, [x])
+    model = timm.utils.reparameterize_model(model.eval())
+    expected = model(x).detach()
+    rounded = quantize(model, [x], True, 'minmax', 100.).graph
+    prepared = prepare_training(model, x)
+    optimizer = torch.optim.AdamW(prepared.parameters(), 1e-4, weight_decay=0.)
+    for _ in range(30):
+        loss = divergence(prepared(x), expected)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        y = prepared(x)
+    trained = finish_training(prepared, (3, 64, 64)).graph
+    assert relative(trained(x), y) < 1e-4  # rounding as in the training
+    assert divergence(trained(x), expected) < 0.8 * divergence(rounded(x), expected)
+
+
+def test_trains_on_images_and_resumes(images, tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model('repopt_vgg_a0', **SMALL).eval()
     before = {key: x.clone() for key, x in model.state_dict().items()}
-    ptq = quantize_ptq(model, data.calibration(20), validation_loader=data.validation())
+    data = Images(model, str(images), val_split='validation', batch_size=10, img_size=64)
 
-    def train(checkpoint, epochs=8, **kwargs):
-        return quantize_qat(model, data, epochs, lr=1e-3, checkpoint=tmp_path / checkpoint, **kwargs)
+    def train(**kwargs):
+        return quantize_qat(model, data, 2, checkpoint=tmp_path / 'state', **kwargs)
 
-    qat = train('whole', validation_loader=data.validation())
-    assert qat.report.int8 == ptq.report.int8
-    assert qat.report.float == ptq.report.float == {}
-    assert (qat.report.qat_epochs, qat.report.accuracy.images) == (8, 8)
+    quantized = train(validation_loader=data.validation())
+    folded = timm.utils.reparameterize_model(model)
+    assert quantized.report.int8 == [name for name, m in folded.named_modules() if hasattr(m, 'weight')]
+    assert quantized.report.float == {}
+    assert (quantized.report.qat_epochs, quantized.report.accuracy.images) == (2, 8)
     assert not model.training
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
-
-    def divergence(quantized):
-        expected, rounded = (evaluate(m, data.calibration(20), torch.device('cpu'))[0] for m in (model, quantized))
-        return F.kl_div(rounded.log_softmax(1), expected.log_softmax(1), log_target=True, reduction='batchmean').item()
-
-    assert divergence(qat) < divergence(ptq)
-    again = train('whole', resume=True)  # all epochs are done
+    again = train(resume=True)  # all epochs are done
     x = next(iter(data.validation()))[0]
-    torch.testing.assert_close(again.program.graph(x), qat.program.graph(x))
+    torch.testing.assert_close(again.program.graph(x), quantized.program.graph(x))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torchao.quantization.pt2e import (
-    FusedMovingAvgObsFakeQuantize,
+    FakeQuantize,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
     PerChannelMinMaxObserver,
@@ -241,11 +241,12 @@ def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphMo
         model: Model in eval mode, on the CPU, folded.
         images: Batch of images (N, channels, height, width).
     """
-    observers = MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
     graph = _export(model, images).module()
     _fuse_conv_bn_(graph)  # as prepare_pt2e; prepare_qat_pt2e would take the statistics of the batch
+    # not FusedMovingAvgObsFakeQuantize, torchao's default: it rounds with another scale than the converted graph
     prepared = prepare_qat_pt2e(graph, _quantizer(
-        *(FusedMovingAvgObsFakeQuantize.with_args(observer=observer) for observer in observers)))
+        FakeQuantize.with_args(observer=MovingAverageMinMaxObserver),
+        FakeQuantize.with_args(observer=MovingAveragePerChannelMinMaxObserver, averaging_constant=1.)))
     # torchao's own switch to training would give every dropout a rate of 0.5, and BatchNorms its eps and momentum
     prepared.train = lambda mode=True: prepared
     prepared.eval = lambda: prepared

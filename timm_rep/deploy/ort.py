@@ -64,7 +64,7 @@ class Program:
                 continue
             weight = integers.get(node.input[1], '')
             if weight in used and weight in weights:
-                int8.append(_module(node))
+                int8.append(_module(node, weight))
             else:
                 other[_module(node)] = node.op_type
         return list(dict.fromkeys(name for name in int8 if name not in other)), other
@@ -172,8 +172,11 @@ def _ranges(path: Path, tensors: List[str], batches: Iterable[torch.Tensor], obs
     return ranges
 
 
-def _module(node: onnx.NodeProto) -> str:
-    """Name of the module that a node comes from, or else its own."""
+def _module(node: onnx.NodeProto, weight: str = '') -> str:
+    """Name of the module that a node comes from, or else its own; a folded BatchNorm leaves only that of the weight."""
+    module, found, _ = weight.rpartition('.weight')
+    if found:
+        return module
     scopes = next((x.value for x in node.metadata_props if x.key == _SCOPES), '[]')
     *modules, _ = ast.literal_eval(scopes) or ['']
     return next((name for name in reversed(modules) if name), node.name)
