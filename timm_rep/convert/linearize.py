@@ -229,9 +229,8 @@ def _counts_for_budget(
     macs = []
     for ffn in ffns:
         idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
-        channel = ffn.in_features * (2 if ffn.gated else 1) + ffn.out_features
         line = (ffn.in_features * ffn.out_features) * (idle > 0)
-        macs.append(tokens[ffn.name] * (_matrix_entries(ffn.module) - channel * idle + line))
+        macs.append(tokens[ffn.name] * (_matrix_entries(ffn.module) - ffn.channel_macs * idle + line))
     others = model_macs - sum(m[0].item() for m in macs)
     least = others + sum(m.min().item() for m in macs)
     if least > fraction * model_macs:
@@ -267,8 +266,7 @@ class _Fit(NamedTuple):
 
 def _affordable(ffn: PointwiseFfn, active_features: int) -> int:
     """Active channels of two matrices with the multiply-accumulates of three."""
-    channel = ffn.in_features * (2 if ffn.gated else 1) + ffn.out_features
-    return min(ffn.hidden_features, active_features + ffn.in_features * ffn.out_features // channel)
+    return min(ffn.hidden_features, active_features + ffn.in_features * ffn.out_features // ffn.channel_macs)
 
 
 def _fit(problem: LeastSquares, ffn: PointwiseFfn, active_features: int) -> _Fit:

@@ -216,6 +216,11 @@ class PointwiseFfn:
         """Whether the hidden features are products of two linear maps of u, one of them activated."""
         return self._names.packed or bool(self._names.value)
 
+    @property
+    def channel_macs(self) -> int:
+        """Multiply-accumulates of a hidden channel, for a token."""
+        return self.in_features * (2 if self.gated else 1) + self.out_features
+
     def obstacle(self) -> Optional[str]:
         """Why the module, which may have changed, is not a pointwise FFN; None if it is."""
         return _obstacle(self.module, self._names)

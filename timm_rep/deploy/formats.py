@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
-__all__ = ['FORMATS', 'Format', 'check_format', 'onnx_runner', 'write_onnx']
+__all__ = ['FORMATS', 'Format', 'check_format', 'export_program', 'onnx_runner', 'tracing_batch', 'write_onnx']
 
 # largest file that protobuf reads, less what the graph takes
 _MAX_ONNX_WEIGHTS = (2 << 30) - (16 << 20)
@@ -21,6 +21,21 @@ def _dynamic_batch() -> Tuple[Dict[int, Any]]:
     return {0: torch.export.Dim('batch')},
 
 
+def tracing_batch(images: torch.Tensor) -> torch.Tensor:
+    """A batch to trace a model with: at least two images, since torch.export takes a size of 1 for a constant."""
+    return torch.cat([images, images])[:max(2, len(images))]
+
+
+def export_program(model: nn.Module, images: torch.Tensor) -> 'torch.export.ExportedProgram':
+    """``torch.export`` of a model for any batch size.
+
+    Args:
+        model: Model in eval mode, on the CPU.
+        images: As for :func:`write_onnx`.
+    """
+    return torch.export.export(model, (images,), dynamic_shapes=_dynamic_batch())
+
+
 def write_onnx(model: nn.Module, images: torch.Tensor, path: Path) -> None:
     """Write a model as an ONNX file, of any batch size, with ``torch.onnx.export(dynamo=True)``.
 
@@ -28,8 +43,7 @@ def write_onnx(model: nn.Module, images: torch.Tensor, path: Path) -> None:
 
     Args:
         model: Model in eval mode, on the CPU.
-        images: Images (N, channels, height, width) to trace the model with; N is at least 2, since torch.export takes a
-            size of 1 for a constant.
+        images: Images (N, channels, height, width) to trace the model with, see :func:`tracing_batch`.
         path: File to write.
     """
     with torch.no_grad():
@@ -71,12 +85,8 @@ def onnx_runner(path: Path) -> Runner:
     return run
 
 
-def _program(model: nn.Module, images: torch.Tensor) -> 'torch.export.ExportedProgram':
-    return torch.export.export(model, (images,), dynamic_shapes=_dynamic_batch())
-
-
 def _write_pt2(model: nn.Module, images: torch.Tensor, path: Path) -> None:
-    torch.export.save(_program(model, images), path)
+    torch.export.save(export_program(model, images), path)
 
 
 def _pt2_runner(path: Path) -> Runner:
@@ -84,7 +94,7 @@ def _pt2_runner(path: Path) -> Runner:
 
 
 def _write_aoti(model: nn.Module, images: torch.Tensor, path: Path) -> None:
-    torch._inductor.aoti_compile_and_package(_program(model, images), package_path=os.fspath(path))
+    torch._inductor.aoti_compile_and_package(export_program(model, images), package_path=os.fspath(path))
 
 
 def _aoti_runner(path: Path) -> Runner:

@@ -22,6 +22,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantiza
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
+from .formats import export_program, tracing_batch
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
 
 __all__ = ['Program', 'finish_training', 'prepare_training', 'quantize']
@@ -88,11 +89,6 @@ def _quantizer(activation, weight) -> _LayerQuantizer:
             observer_or_fake_quant_ctr=weight))
 
 
-def _export(model: nn.Module, images: torch.Tensor) -> torch.export.ExportedProgram:
-    images = torch.cat([images, images])[:max(2, len(images))]  # torch.export takes a size of 1 for a constant
-    return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim('batch')},))
-
-
 class _Kernels(CustomGraphPass):
     """Reads the weight scales of the int8 kernels from the graph that inductor generates code for."""
 
@@ -146,7 +142,7 @@ class Program:
 
     def write(self, path: Union[str, os.PathLike]) -> None:
         """Write a file that :meth:`read` reads, by ``torch.export.save``, without pickled values."""
-        program = _export(self.graph, torch.zeros(2, *self.input_size))
+        program = export_program(self.graph, torch.zeros(2, *self.input_size))
         program.example_inputs = None  # the only part that torch would pickle
         torch.export.save(program, path)
 
@@ -224,7 +220,7 @@ def quantize(
         calibrator: Name in ``ACTIVATION_OBSERVERS``.
         percentile: Share of the values that the calibrator 'percentile' covers, in percent.
     """
-    prepared = prepare_pt2e(_export(model, batches[0]).module(), _quantizer(
+    prepared = prepare_pt2e(export_program(model, tracing_batch(batches[0])).module(), _quantizer(
         ACTIVATION_OBSERVERS[calibrator].with_args(percentile=percentile),
         PerChannelMinMaxObserver if per_channel else PerTensorWeightObserver))
     for images in batches:
@@ -241,7 +237,7 @@ def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphMo
         model: Model in eval mode, on the CPU, folded.
         images: Batch of images (N, channels, height, width).
     """
-    graph = _export(model, images).module()
+    graph = export_program(model, tracing_batch(images)).module()
     _fuse_conv_bn_(graph)  # as prepare_pt2e; prepare_qat_pt2e would take the statistics of the batch
     # not FusedMovingAvgObsFakeQuantize, torchao's default: it rounds with another scale than the converted graph
     prepared = prepare_qat_pt2e(graph, _quantizer(

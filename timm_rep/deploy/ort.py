@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType, TensorData, TensorsData
 
-from .formats import onnx_runner, write_onnx
+from .formats import onnx_runner, tracing_batch, write_onnx
 from .observers import ACTIVATION_OBSERVERS
 
 __all__ = ['Program', 'quantize']
@@ -111,8 +111,7 @@ def quantize(
     """
     folder = tempfile.TemporaryDirectory()
     path = Path(folder.name) / 'model.onnx'
-    images = torch.cat([batches[0], batches[0]])[:max(2, len(batches[0]))]  # a size of 1 would be a constant
-    write_onnx(model, images, path)
+    write_onnx(model, tracing_batch(batches[0]), path)
     graph = onnx.load(path).graph
     weights = {x.name for x in graph.initializer}
     # products of activations, as of attention, stay float: quantized they cost most of the accuracy
