@@ -27,17 +27,23 @@ def check_unconverted(model: nn.Module) -> None:
 
 
 def reparameterize(model: nn.Module) -> nn.Module:
-    """Fold every layer with a ``fuse()`` into its deploy structure, in place; see ReparameterizeMixin.reparameterize.
+    """Fold a model into its deploy structure, in place: the layers of this package, then what timm folds.
 
-    Unlike ``timm.utils.reparameterize_model``, which replaces layer after layer, it changes nothing if one fails.
+    Unlike ``timm.utils.reparameterize_model`` alone, which replaces layer after layer, it changes nothing if a layer of
+    this package cannot be folded.
+
+    Raises:
+        ValueError: A BatchNorm has no running statistics, or an annealing has not ended; the model is unchanged.
+        OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
     """
     fused = [
         (parent, name, child.fuse())
-        for parent in model.modules() for name, child in parent.named_children() if hasattr(child, 'fuse')
+        for parent in model.modules() for name, child in parent.named_children()
+        if hasattr(child, 'structures_in') and hasattr(child, 'fuse')
     ]
     for parent, name, layer in fused:
         setattr(parent, name, layer)
-    return model
+    return reparameterize_model(model, inplace=True)
 
 
 def folded_copy(model: nn.Module) -> nn.Module:

@@ -15,13 +15,12 @@ from timm_rep.layers import Csla, RepOptConv, RepOptConvDeploy, csla_layers
 from timm_rep.scales import ScalesLike, resolve_scales, stage_of
 
 from .linear_sums import LinearSum, find_linear_sums
-from .reparameterize import check_loaded_structure, check_unconverted
+from .reparameterize import check_loaded_structure, check_unconverted, reparameterize
 
 __all__ = [
     'ConvertedSum',
     'RepOptReport',
     'convert_to_repopt',
-    'reparameterize_repopt',
     'set_scales',
     'use_repopt_convs',
 ]
@@ -175,18 +174,6 @@ def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
             layer.reset_kernel(resolved[name])
 
 
-def reparameterize_repopt(model: nn.Module) -> nn.Module:
-    """Fold a converted model into timm's own deploy structure, in place.
-
-    Raises:
-        ValueError: A BatchNorm has no running statistics; the model is unchanged.
-        OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
-    """
-    for layer in [m for m in model.modules() if isinstance(m, RepOptConv)]:
-        layer.fuse()  # raises before anything is changed
-    return reparameterize_model(model, inplace=True)
-
-
 def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptReport:
     """Turn a multi-branch network of timm into a plain one whose optimizer has the prior of the branches, in place.
 
@@ -221,5 +208,5 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
             module._modules.update(children)
         raise
     model.register_load_state_dict_pre_hook(check_loaded_structure)
-    model.reparameterize = partial(reparameterize_repopt, model)
+    model.reparameterize = partial(reparameterize, model)
     return report
