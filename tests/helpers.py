@@ -50,6 +50,13 @@ def images(n=2, size=64, seed=1, **kwargs):
     return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(seed), **kwargs)
 
 
+def save_model(model, folder):
+    """timm's save_for_hf(), which records the arguments of the model itself since 1.0.31."""
+    model.state_dict()  # converted models bring their arguments up to date
+    args = {} if hasattr(timm.models, '_input') else {'model_args': model._model_args}
+    timm.models.save_for_hf(model, str(folder), safe_serialization=True, **args)
+
+
 def relative(x, reference):
     """Largest absolute difference over the largest absolute value of the reference."""
     return ((x - reference).abs().max() / reference.abs().max()).item()

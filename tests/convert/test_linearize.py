@@ -11,13 +11,12 @@ import torch
 import torch.nn as nn
 from timm.data import resolve_data_config
 from timm.layers import LayerNorm2d, Mlp
-from timm.models import save_for_hf
 from timm.models.vision_transformer import ParallelScalingBlock
 from timm.utils import reparameterize_model
 
 import timm_rep
 from tests.convert.families import VIT, build
-from tests.helpers import images, relative, same_weights
+from tests.helpers import images, relative, same_weights, save_model
 from timm_rep.accelerate import as_repa_any
 from timm_rep.convert import find_pointwise_ffns, linearize_ffns
 from timm_rep.convert.least_squares import LeastSquares
@@ -128,7 +127,7 @@ def test_two_matrices_where_a_linear_path_gains_nothing(act, matrices, idle_rati
         registered = as_repa_any(model, base, report, resolve_data_config(model=base))
         assert [m.has_idle for m in deploys(registered)] == [False] * 2
         assert registered._model_args['linear_path'] is False
-        save_for_hf(registered, str(tmp_path), safe_serialization=True)
+        save_model(registered, tmp_path)
         loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
         assert torch.equal(loaded(x[:2]), registered(x[:2]))
 

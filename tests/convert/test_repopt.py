@@ -13,7 +13,7 @@ from timm.utils import reparameterize_model
 
 import timm_rep
 from tests.convert.multi_branch import FAMILIES, build
-from tests.helpers import images, normal_scales, relative, same_weights
+from tests.helpers import images, normal_scales, relative, same_weights, save_model
 from timm_rep.convert import find_linear_sums, use_repopt_convs
 from timm_rep.layers import CslaBlock, CslaConv2d, csla_layers
 from timm_rep.optim import RepAdamW, RepSGD
@@ -201,8 +201,8 @@ def test_registered(structure, tmp_path):
     before = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert relative(other.reparameterize()(x), before) < 1e-5
-    timm.models.save_for_hf(model, str(tmp_path / 'a'), safe_serialization=True)
-    timm.models.save_for_hf(copy.deepcopy(model).reparameterize(), str(tmp_path / 'b'), safe_serialization=True)
+    save_model(model, tmp_path / 'a')
+    save_model(copy.deepcopy(model).reparameterize(), tmp_path / 'b')
     loaded = timm.create_model(f'local-dir:{tmp_path / "a"}', pretrained=True).eval()
     assert torch.equal(loaded(x), before)
     assert {type(m).structure for m in csla_layers(loaded).values()} == {structure}
@@ -226,7 +226,7 @@ def test_scales_of_the_registered_architecture(tmp_path):
     scales.save(tmp_path / 's.safetensors')
 
     def recorded(model):
-        timm.models.save_for_hf(model, str(tmp_path / 'saved'), safe_serialization=True)
+        save_model(model, tmp_path / 'saved')
         return json.loads((tmp_path / 'saved' / 'config.json').read_text())['model_args']['scales']
 
     for given, expected in (

@@ -6,12 +6,11 @@ import pickle
 import pytest
 import timm
 import torch
-from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import images, relative, wild_
+from tests.helpers import images, relative, save_model, wild_
 from tests.models.contract import train
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
@@ -40,7 +39,7 @@ def test_it_is_what_the_conversion_makes(args, tmp_path):
     assert model.pretrained_cfg['input_size'] == timm.get_pretrained_cfg(args['base']).input_size
     assert model.reparameterize() is model  # nothing is left to fold
 
-    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    save_model(model, tmp_path)
     loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
     assert torch.equal(loaded(x), model(x))
     assert loaded.pretrained_cfg['mean'] == model.pretrained_cfg['mean']
@@ -89,8 +88,8 @@ def test_structure_of_the_paper(tmp_path):
         assert relative(other.reparameterize()(x), expected) < 1e-4
     assert relative(reparameterize_model(model)(x), expected) < 1e-4
     assert torch.equal(model(x), expected)
-    save_for_hf(model, str(tmp_path / 'training'), safe_serialization=True)
-    save_for_hf(model.reparameterize(), str(tmp_path / 'folded'), safe_serialization=True)
+    save_model(model, tmp_path / 'training')
+    save_model(model.reparameterize(), tmp_path / 'folded')
     folded = model(x)
     for name, given in (('training', dict(reparameterized=True)), ('folded', {})):
         loaded = timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True, **given).eval()
@@ -123,7 +122,7 @@ def test_refusals(args, message):
 ])
 def test_a_config_cannot_name_other_files(tmp_path, given):
     model = timm.create_model('repa_any', **VIT)
-    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    save_model(model, tmp_path)
     config = json.loads((tmp_path / 'config.json').read_text())
     config['model_args'].update(given)
     (tmp_path / 'config.json').write_text(json.dumps(config))

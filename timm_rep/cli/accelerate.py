@@ -54,6 +54,8 @@ def run(args) -> int:
     from timm_rep.utils.data import Images
 
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
+    if not hasattr(model, '_model_args'):  # timm records them since 1.0.31
+        model._model_args = dict(args.model_kwargs)
     if args.checkpoint:
         load_checkpoint(model, args.checkpoint)
     check_convertible(model)
