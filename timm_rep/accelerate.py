@@ -183,7 +183,7 @@ def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
     images = batch_images(batch).to(next(folded.parameters()).device)
     error = compare(unfolded(images), folded(images), len(images)).relative_rms
     if not error < 1e-3:
-        raise RuntimeError(f'The folded model computes something else: its outputs differ by {error:.2g} of their size.')
+        raise RuntimeError(f'The folded model computes something else: relative rms {error:.2g}.')
 
 
 def write_model(folder: Path, result: Accelerated, command: str = '') -> None:

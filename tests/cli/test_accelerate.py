@@ -195,6 +195,25 @@ def test_kept_ffns_and_budgets(data, tmp_path):
     assert timm.create_model(f'local-dir:{output}', pretrained=True).num_classes == 3
 
 
+@torch.no_grad()
+def test_layers_that_timm_folds(data, tmp_path):
+    """The written model is folded as a whole."""
+    args = dict(embed_dim=(16, 24), depth=(1, 1), num_classes=3)
+    torch.manual_seed(0)
+    torch.save(timm.create_model('repvit_m0_9', **args).state_dict(), tmp_path / 'r.pth')
+    assert main([
+        'accelerate', 'repvit_m0_9', '--model-kwargs', *(f'{k}={v}' for k, v in args.items()), '--img-size', '32',
+        '--checkpoint', str(tmp_path / 'r.pth'), '--data-dir', str(data), '-o', str(tmp_path / 'out')]) == 0
+    model = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True).eval()
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in model.stem.modules())
+    expected = timm.create_model('repvit_m0_9', **args).eval()
+    expected.load_state_dict(torch.load(tmp_path / 'r.pth', weights_only=True))
+    images = Images(expected, str(data), img_size=32)
+    timm_rep.convert_to_repa(expected, calibration=images.calibration(512))
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert relative(model(x), expected(x)) < 1e-5
+
+
 @pytest.mark.parametrize('change,message', [
     (['--data-dir', '{tmp}'], 'Found 0 images in subfolders of'),
     (['--train-split', 'test'], "no folder for the split 'test'"),

@@ -565,7 +565,7 @@ def test_check_convertible_and_public_function():
 
 
 @pytest.mark.parametrize('family', [
-    'RepVitMlp: repvit', *(pytest.param(family, marks=pytest.mark.slow) for family in (
+    'RepVitMlp: repvit', 'nextvit', *(pytest.param(family, marks=pytest.mark.slow) for family in (
         'ConvMlp: fastvit', 'ConvMlp: efficientvit_msra', 'FFN: shvit', 'FFN: iformer', 'LevitMlp: levit'))])
 @torch.no_grad()
 def test_models_that_timm_folds(family):

@@ -219,6 +219,25 @@ def test_registered(structure, tmp_path):
             model.state_dict())
 
 
+@pytest.mark.parametrize('form', ['target', 'search', 'method', 'utility'])
+def test_input_layers_and_folded_folders(form, tmp_path):
+    """Weights of three input channels fit a model of one, also folded, by either function."""
+    args = dict(FASTVIT, base='fastvit_t8')
+    model = timm.create_model('repopt_any', structure='search' if form == 'search' else 'target', **args).eval()
+    model = {'method': model.reparameterize, 'utility': lambda: reparameterize_model(model)}.get(form, lambda: model)()
+    first = {'target': 'stem.0.reparam_conv.0', 'search': None}.get(form, 'stem.0.reparam_conv')
+    save_model(model, tmp_path)
+    assert model.pretrained_cfg['first_conv'] == first
+    config = json.loads((tmp_path / 'config.json').read_text())
+    assert config['model_args'].get('reparameterized', False) == (form in ('method', 'utility'))
+    if first is None:
+        return
+    gray = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, in_chans=1).eval()
+    assert gray.pretrained_cfg['first_conv'] == first
+    x = images(2, 64)[:, :1]
+    assert relative(gray(x), model(x.expand(-1, 3, -1, -1))) < 1e-5
+
+
 def test_scales_of_the_registered_architecture(tmp_path):
     args = dict(FASTVIT, base='fastvit_t8')
     search = timm.create_model('repopt_any', structure='search', **args)

@@ -100,6 +100,33 @@ def test_structure_of_the_paper(tmp_path):
         loaded.load_state_dict(model.state_dict())
 
 
+REPVIT = dict(base='repvit_m0_9', embed_dim=(16, 24), depth=(1, 1), num_classes=5)
+NEXTVIT = dict(base='nextvit_small', stem_chs=(8, 8, 8), depths=(1, 1, 5, 1), head_dim=8, num_classes=5)
+IFORMER = dict(base='iformer_t', dims=(8, 16, 24, 24), depths=(1, 1, 3, 3), attn_groups=(0, 0, 1, 1), num_classes=5)
+
+
+@pytest.mark.parametrize('args', [
+    dict(REPVIT), dict(REPVIT, anneal_steps=2), dict(NEXTVIT, anneal_steps=2), dict(IFORMER, anneal_steps=2),
+    dict(VIT, anneal_steps=2)])
+@torch.no_grad()
+def test_bases_that_timm_folds(args, tmp_path):
+    """Folded by either function, all of the model is, and its folder says so."""
+    if not timm.is_model(args['base']):
+        pytest.skip('the oldest supported timm lacks it')
+    model, x = timm.create_model('repa_any', **args).train(), images(4, 64 if args['base'] == 'iformer_t' else 32)
+    for _ in range(3):
+        model(x)
+    expected = model.eval()(x)
+    save_model(model, tmp_path / 'unfolded')
+    assert relative(timm.create_model(f'local-dir:{tmp_path / "unfolded"}', pretrained=True).eval()(x), expected) < 1e-6
+    for name, folded in (('own', copy.deepcopy(model).reparameterize()), ('timm', reparameterize_model(model))):
+        assert len(folded.state_dict()) < len(model.state_dict())
+        assert relative(folded(x), expected) < 1e-5
+        save_model(folded, tmp_path / name)
+        loaded = timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True).eval()
+        assert relative(loaded(x), folded(x)) < 1e-6
+
+
 @pytest.mark.parametrize('args,message', [
     (dict(base='repa_deit_tiny'), "base is the name of a model of timm without tag.*got 'repa_deit_tiny'"),
     (dict(base='vit_tiny_patch16_224.augreg_in21k'), 'without tag'),

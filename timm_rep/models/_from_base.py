@@ -18,8 +18,8 @@ __all__ = ['base_cfg', 'create_from_base', 'make_foldable']
 
 # arguments of create_model that do not describe the architecture
 _NOT_RECORDED = (
-    'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_model_args', 'cache_dir', 'weights', 'weight_select', 'device',
-    'dtype')
+    'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_model_args', 'cache_dir', 'weights', 'weight_select',
+    'device', 'dtype')
 
 
 def _check_base(base: str, example: str) -> None:
