@@ -214,11 +214,29 @@ def test_layers_that_timm_folds(data, tmp_path):
     assert relative(model(x), expected(x)) < 1e-5
 
 
+def test_training_images_need_no_labels(data, tmp_path):
+    """The same images without folders of classes give the same model, also distilled."""
+    (tmp_path / 'data' / 'train').mkdir(parents=True)
+    (tmp_path / 'data' / 'val').symlink_to(data / 'val')
+    for c in '012':
+        for path in (data / 'train' / c).iterdir():
+            (tmp_path / 'data' / 'train' / f'{c}-{path.name}').write_bytes(path.read_bytes())
+    models = []
+    for root, name in ((data, 'a'), (tmp_path / 'data', 'b')):
+        assert main(command(data, tmp_path / name, '--data-dir', str(root), '--distil-epochs', '1')) == 0
+        models.append(timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True).eval())
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative(*(model(x) for model in models)) < .1
+
+
 @pytest.mark.parametrize('change,message', [
     (['--data-dir', '{tmp}'], 'Found 0 images in subfolders of'),
     (['--train-split', 'test'], "no folder for the split 'test'"),
     (['--val-split', 'test'], "no folder for the split 'test'"),
     (['--val-split', 'two'], "has 2 classes in 'two', the model has 3"),
+    (['--val-split', 'flat'], "has no folders of classes in 'flat', the model has 3 classes"),
+    (['--train-split', 'empty'], 'Found 0 images in subfolders of'),
     (['--checkpoint', '{tmp}/none.pth'], 'none.pth'),
     (['--images', '3'], 'needs at least'),
 ])
@@ -226,6 +244,9 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys, change, mess
     for c in '01':
         (data / 'two' / c).mkdir(parents=True, exist_ok=True)
         Image.new('RGB', (32, 32)).save(data / 'two' / c / 'a.png')
+    (data / 'flat').mkdir(exist_ok=True)
+    Image.new('RGB', (32, 32)).save(data / 'flat' / 'a.png')
+    (data / 'empty').mkdir(exist_ok=True)
     assert main([*command(data, tmp_path / 'out'), *(c.format(tmp=tmp_path) for c in change)]) == 1
     captured = capsys.readouterr()
     assert message in captured.err

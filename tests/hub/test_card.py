@@ -110,6 +110,7 @@ def test_converted_model_of_timm(kwargs, images, tmp_path):
     model = timm.create_model('repa_any', base='deit_tiny_patch16_224', idle_ratio=.5, **args)
     for _ in range(2):
         model(torch.randn(4, 3, 32, 32))
+    model.pretrained_cfg['input_size'] = (3, 32, 32)
     save_model(model.eval(), folder)
     prepare_folder(folder, data_dir=str(images), split='validation')
     check_folder(folder)

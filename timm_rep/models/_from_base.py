@@ -64,7 +64,7 @@ def _input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> U
             place = place.rpartition('.')[0]
         convs = [
             path for path, m in modules[place].named_modules(prefix=place)
-            if isinstance(m, nn.Conv2d) and m.in_channels == model.in_chans]
+            if isinstance(m, nn.Conv2d) and m.in_channels == getattr(model, 'in_chans', m.in_channels)]
         found += [name] if place == name else convs[:1]
     found = tuple(dict.fromkeys(found))
     return found if len(found) > 1 else next(iter(found), None)
