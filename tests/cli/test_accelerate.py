@@ -41,6 +41,7 @@ def command(data, output, *more):
 
 def original(data):
     model = timm.create_model('vit_tiny_patch16_224', **VIT).eval()
+    model._model_args = dict(VIT)  # timm records them since 1.0.31
     model.load_state_dict(torch.load(data / 'model.pth', weights_only=True))
     return model
 

@@ -12,7 +12,7 @@ from timm.utils import ModelEmaV3, reparameterize_model
 import timm_rep
 from tests.convert.families import CLASSES, KINDS, build
 from tests.convert.test_families import record
-from tests.helpers import images, relative, same_weights, save_model
+from tests.helpers import images, needs_recorded_args, relative, same_weights, save_model
 from tests.models.contract import train
 from tests.models.test_repa_any import CONVNEXT, VIT, plain
 from timm_rep.convert import AnnealedFfn, anneal_ffns, find_pointwise_ffns
@@ -191,6 +191,7 @@ def test_feature_extractor():
     assert len(layers(model)) == 4
 
 
+@needs_recorded_args  # before, timm took weights of augreg for a NumPy archive
 def test_pretrained_weights_are_those_of_the_base(tmp_path):
     original = plain(dict(VIT, num_classes=1000))
     torch.save(original.state_dict(), tmp_path / 'base.pth')

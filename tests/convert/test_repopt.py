@@ -2,6 +2,7 @@
 import copy
 import json
 import pickle
+import re
 
 import pytest
 import timm
@@ -170,6 +171,70 @@ def converted():
 def test_refusals(model, error, message):
     with pytest.raises(error, match=message):
         timm_rep.convert_to_repopt(model())
+
+
+class _Adapted(nn.Conv2d):
+    """A convolution with a forward() of its own, as adapters are."""
+
+
+def _replace_conv(block):
+    conv = block.conv_kxk.conv
+    block.conv_kxk.conv = _Adapted(conv.in_channels, conv.out_channels, 3, conv.stride, 1, bias=False)
+
+
+def _replace_norm(block):
+    block.conv_kxk.bn = nn.GroupNorm(1, 16)
+
+
+@pytest.mark.parametrize('change,reason', [
+    (_replace_conv, 'has a branch with a _Adapted instead of a plain convolution'),
+    (_replace_norm, 'has a branch with a GroupNorm instead of a BatchNorm'),
+    (lambda block: setattr(block.conv_kxk.bn, 'act', nn.ReLU()), 'has a branch with a ReLU in it'),
+    (lambda block: block.conv_kxk.register_forward_hook(lambda module, args, y: 2 * y), 'has hooks'),
+    (lambda block: setattr(block.conv_1x1, 'forward', lambda x: 0), 'a forward.. that was replaced'),
+])
+def test_modified_blocks_stay(change, reason):
+    model = build('byobnet, RepVGG')
+    block = model.stages[0][1]
+    change(block)
+    report = timm_rep.convert_to_repopt(model)
+    (name, found), = report.kept.items()
+    assert name == 'stages.0.1.reparam_conv'
+    assert re.search(reason, found)
+    assert model.stages[0][1] is block
+    assert block.conv_kxk is not None
+
+
+def test_frozen_blocks_stay_frozen():
+    model = build('byobnet, RepVGG')
+    model.stages[0].requires_grad_(False)
+    timm_rep.convert_to_repopt(model)
+    grads = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert {name for name, grad in grads.items() if not grad} == {n for n in grads if n.startswith('stages.0.')}
+
+
+@pytest.mark.parametrize('family,change', [
+    ('byobnet, RepVGG', lambda model: model.stages[1][1].conv_1x1.conv.weight.data[0].fill_(torch.nan)),
+    ('byobnet, RepVGG', lambda model: model.stages[1][1].conv_kxk.bn.running_var[0].fill_(-1)),
+    ('repvit, legacy', lambda model: [
+        m for m in model.modules() if type(m).__name__ == 'RepVggDw'][-1].conv.bn.running_mean[0].fill_(torch.inf)),
+])
+def test_weights_that_are_not_finite(family, change):
+    model = build(family)
+    change(model)
+    before, state = repr(model), copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r'stages\.\d\..*not finite') as error:
+        timm_rep.convert_to_repopt(model)
+    assert '\n' not in str(error.value)
+    assert repr(model) == before
+    assert all(torch.equal(v.nan_to_num(), state[k].nan_to_num()) for k, v in model.state_dict().items())
+
+
+def test_compiled_models_are_refused():
+    model = build('byobnet, RepVGG')
+    model.stages[0][1].compile(backend='eager')
+    with pytest.raises(ValueError, match='compiled'):
+        timm_rep.convert_to_repopt(model)
 
 
 @pytest.mark.parametrize('scales', [{'stem': {'conv3x3': torch.ones(16)}}, 'nowhere.safetensors', 3])

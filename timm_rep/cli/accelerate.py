@@ -35,7 +35,8 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--train-split', default='train', metavar='NAME',
         help='folder for calibration and distillation, without use of labels (%(default)s)')
-    parser.add_argument('--val-split', default='val', metavar='NAME', help='labelled folder for the accuracy (%(default)s)')
+    parser.add_argument(
+        '--val-split', default='val', metavar='NAME', help='labelled folder for the accuracy (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's)")
     parser.add_argument('--mean', type=float, nargs=3, metavar='X', help="mean of the channels (the model's)")
     parser.add_argument('--std', type=float, nargs=3, metavar='X', help="deviation of the channels (the model's)")

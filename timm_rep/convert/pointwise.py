@@ -15,7 +15,7 @@ from timm.models.nextvit import merge_pre_bn
 
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy
 
-__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'replace_module']
+__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'modified', 'replace_module']
 
 
 class _Names(NamedTuple):
@@ -133,6 +133,14 @@ def linear_of(layer: nn.Module) -> nn.Module:
     return next(m for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
 
 
+def modified(module: nn.Module) -> Optional[str]:
+    """Why the function of a module is not that of its layers, None if it is."""
+    for part in module.modules():
+        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
+            return 'has hooks, or a forward() that was replaced: remove them first'
+    return None
+
+
 def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
     """Why an FFN of a known class is not two pointwise linear layers with an activation; None if it is."""
     absent = getattr(module, names.absent) if names.absent else None
@@ -163,10 +171,7 @@ def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
     # LayerNorm2d is a LayerNorm
     if not isinstance(norm, nn.Identity if isinstance(linear_of(module), nn.Conv2d) else (nn.Identity, nn.LayerNorm)):
         return f'has a {type(norm).__name__} before its last linear layer'
-    for part in module.modules():
-        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
-            return 'has hooks, or a forward() that was replaced: remove them first'
-    return None
+    return modified(module)
 
 
 class _One(nn.Module):

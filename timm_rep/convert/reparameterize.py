@@ -16,7 +16,8 @@ def check_unconverted(model: nn.Module) -> None:
 
     Raises:
         TypeError: model is not a module.
-        ValueError: The model is wrapped (DDP, torch.compile, features_only), or has foldable layers already.
+        ValueError: The model is wrapped (DDP, torch.compile, features_only) or compiled, or has foldable layers
+            already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f'model is a timm model, got {model!r}: create it with timm.create_model({model!r}).')
@@ -24,6 +25,8 @@ def check_unconverted(model: nn.Module) -> None:
         raise ValueError(f'{type(model).__name__} has foldable layers already, it cannot be converted.')
     if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # the latter from features_only
         raise ValueError(f'{type(model).__name__} wraps another model: convert the model before wrapping it.')
+    if any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ValueError(f'{type(model).__name__} is compiled: convert the model before calling its compile().')
 
 
 def reparameterize(model: nn.Module) -> nn.Module:

@@ -158,7 +158,7 @@ class Images:
         Args:
             model: Model whose input size and pretrained_cfg say how images are preprocessed.
             root: Folder that holds the splits.
-            train_split: Name of the folder with the images for calibration and distillation, whose classes are not used.
+            train_split: Name of the folder with the images for calibration and distillation, labelled or not.
             val_split: Name of the folder with the images to measure the accuracy on, in folders by class.
             batch_size: Images in a batch.
             workers: Number of processes that load images; 0 loads them in this process.
