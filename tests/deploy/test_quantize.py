@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import timm_rep
 from tests.helpers import images, randomize_, relative, same_weights, tiny
-from timm_rep.deploy import REPORT, load_quantized
+from timm_rep.deploy import BACKENDS, REPORT, load_quantized
 
 pytest.importorskip('torchao')
 
@@ -88,6 +88,38 @@ def test_per_tensor_weights(model, calibration):
     x = images(4, seed=3)
     graph = InductorProgram.quantize(folded, calibration, False, 'minmax', 100.).graph
     assert relative(graph(x), simulated(folded, calibration, x, per_channel=False)) < 1e-5
+
+
+class Shared(nn.Module):
+    """A layer that is called twice, with a BatchNorm of its own behind each call, as in heads of detectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norms = nn.Conv2d(3, 8, 3), nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x):
+        return [norm(self.conv(y)) for norm, y in zip(self.norms, (x, x[:, :, ::2, ::2]))]
+
+
+@torch.no_grad()
+def test_layer_that_is_called_twice():
+    from timm_rep.deploy.inductor import InductorProgram
+
+    torch.manual_seed(0)
+    model, x = randomize_(Shared()), images(4)
+    outputs = InductorProgram.quantize(model, [x], True, 'minmax', 100.).graph(x)
+    for y, expected in zip(outputs, model(x), strict=True):
+        assert 1e-4 < relative(y, expected) < 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_layer_that_is_called_twice_runs_in_int8(backend):
+    pytest.importorskip('onnxruntime')
+    torch.manual_seed(0)
+    quantized = timm_rep.quantize_ptq(randomize_(Shared()), [images(4)], backend)
+    assert (quantized.report.int8, quantized.report.float) == (['conv'], {})
+    assert 1e-4 < quantized.report.relative_rms < 0.03
 
 
 @pytest.mark.slow

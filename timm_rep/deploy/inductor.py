@@ -4,7 +4,7 @@ import re
 import zipfile
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -78,6 +78,30 @@ class _LayerQuantizer(X86InductorQuantizer):
         pass
 
 
+def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
+    """The exported graph, where every call of a layer has parameters by names of its own.
+
+    A layer that is called several times, as the head of a detector, would stay float: inductor computes its float
+    weight once for all calls. And torchao would fold the BatchNorms behind all calls into the one weight.
+    """
+    graph = export_program(model, tracing_batch(images)).module()
+    used: Set[str] = set()
+    for node in graph.graph.nodes:
+        for x in node.all_input_nodes if node.target in _LAYERS else ():
+            if x.op == 'get_attr' and x.target in used:
+                name = f'{x.target}_{len(used)}'
+                module, _, parameter = name.rpartition('.')
+                setattr(graph.get_submodule(module), parameter, attrgetter(x.target)(graph))
+                with graph.graph.inserting_before(node):
+                    own = graph.graph.get_attr(name)
+                own.meta = dict(x.meta)
+                node.replace_input_with(x, own)
+                x = own
+            used.add(str(x.target))
+    graph.recompile()
+    return graph
+
+
 def _quantizer(activation, weight) -> _LayerQuantizer:
     # without VNNI, kernels add pairs of products in 16 bits: inputs of 8 bits saturate, those of 7 do not (torchao's
     # reduce_range); torchao's default eps of 2 ** -12 would be the smallest scale: more than small weights need
@@ -130,7 +154,7 @@ class InductorProgram(Program):
             calibrator: str,
             percentile: float,
     ) -> 'InductorProgram':
-        prepared = prepare_pt2e(export_program(model, tracing_batch(batches[0])).module(), _quantizer(
+        prepared = prepare_pt2e(_graph(model, batches[0]), _quantizer(
             ACTIVATION_OBSERVERS[calibrator].with_args(percentile=percentile),
             PerChannelMinMaxObserver if per_channel else PerTensorWeightObserver))
         for images in batches:
@@ -219,7 +243,7 @@ def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphMo
         model: Model in eval mode, on the CPU, folded.
         images: Batch of images (N, channels, height, width).
     """
-    graph = export_program(model, tracing_batch(images)).module()
+    graph = _graph(model, images)
     _fuse_conv_bn_(graph)  # as prepare_pt2e; prepare_qat_pt2e would take the statistics of the batch
     # not FusedMovingAvgObsFakeQuantize, torchao's default: it rounds with another scale than the converted graph
     prepared = prepare_qat_pt2e(graph, _quantizer(

@@ -3,7 +3,7 @@ import ast
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
 
 import numpy as np
 import onnx
@@ -53,7 +53,9 @@ class OnnxProgram(Program):
         folder = tempfile.TemporaryDirectory()
         path = Path(folder.name) / 'model.onnx'
         write_onnx(model, tracing_batch(batches[0]), path)
-        graph = onnx.load(path).graph
+        exported = onnx.load(path)
+        graph = exported.graph
+        _unshare(graph)
         weights = {x.name for x in graph.initializer}
         # products of activations, as of attention, stay float: quantized they cost most of the accuracy
         layers = [node for node in graph.node if node.op_type in _OPERATORS and node.input[1] in weights]
@@ -62,10 +64,10 @@ class OnnxProgram(Program):
             node for node in graph.node if node.op_type in _ACTIVATIONS and node.input[0] in following]
         tensors = dict.fromkeys(
             name for node in (*layers, *activations) for name in (node.input[0], node.output[0]))
-        ranges = _ranges(path, list(tensors), batches, lambda: ACTIVATION_OBSERVERS[calibrator](
+        ranges = _ranges(exported, list(tensors), batches, lambda: ACTIVATION_OBSERVERS[calibrator](
             percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255))
         quantizer = QDQQuantizer(
-            onnx.load(path),
+            exported,
             per_channel=per_channel,
             reduce_range=False,
             weight_qType=QuantType.QInt8,
@@ -123,9 +125,28 @@ class OnnxProgram(Program):
             raise RuntimeError(f'Cannot read {str(path)!r} as an ONNX file: {type(e).__name__}: {e}') from e
 
 
-def _ranges(path: Path, tensors: List[str], batches: Iterable[torch.Tensor], observer) -> Dict[str, TensorData]:
+def _unshare(graph: onnx.GraphProto) -> None:
+    """Give each use of a layer weights of its own: ONNX Runtime does not load them quantized and shared."""
+    initializers = {x.name: x for x in graph.initializer}
+    used: Set[str] = set()
+    for node in graph.node:
+        for i, name in enumerate(node.input if node.op_type in _OPERATORS else ()):
+            if name in used:
+                graph.initializer.add().CopyFrom(initializers[name])
+                node.input[i] = graph.initializer[-1].name = f'{name}_{len(graph.initializer)}'
+            elif name in initializers:
+                used.add(name)
+
+
+def _ranges(
+        exported: onnx.ModelProto,
+        tensors: List[str],
+        batches: Iterable[torch.Tensor],
+        observer,
+) -> Dict[str, TensorData]:
     """Ranges of tensors of a graph, as chosen by one observer each."""
-    model = onnx.load(path)
+    model = onnx.ModelProto()
+    model.CopyFrom(exported)
     present = {x.name for x in model.graph.output}
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(x) for x in tensors if x not in present)
     inputs = {x.name for x in model.graph.input}
