@@ -1,6 +1,8 @@
 """quantize_ptq and quantize_qat: what they compute, what they report, what they refuse."""
 import copy
 import json
+import os
+import sys
 import zipfile
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import timm_rep
-from tests.helpers import images, randomize_, relative, same_weights, tiny
+from tests.helpers import images, randomize_, relative, run, same_weights, tiny
 from timm_rep.deploy import BACKENDS, REPORT, load_quantized
 
 pytest.importorskip('torchao')
@@ -221,6 +223,40 @@ def test_wrong_models_and_loaders(model, quantized, calibration):
         'repa_any', base='deit_tiny_patch16_224', img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3,
         num_classes=5, anneal_steps=5).eval()
     refused(annealed, [images(2, 32)], 'The annealing is at step')
+
+
+@pytest.mark.parametrize('loader, error, message', [
+    ([], ValueError, 'the loader has none'),
+    ([images(2)], TypeError, r'images \(N, C, H, W\) and labels \(N,\), got \(2, 3, 64, 64\)\.'),
+    ([{'image': images(2), 'label': torch.zeros(2)}], TypeError, 'and labels .* got dict'),
+    ([(images(2), torch.zeros(2, 5))], TypeError, r'and labels .* got \(2, 3, 64, 64\), \(2, 5\)'),
+    ([(images(2, 32), torch.zeros(2))], ValueError, r'of size \(3, 64, 64\), validation_loader has \(3, 32, 32\)'),
+    (iter([(images(2), torch.zeros(2))]), TypeError, 'got an iterator'),
+])
+def test_wrong_validation_loaders(model, calibration, loader, error, message, monkeypatch):
+    """Refused before the model is quantized."""
+    from timm_rep.deploy.inductor import InductorProgram
+
+    monkeypatch.delattr(InductorProgram, 'quantize')
+    with pytest.raises(error, match=message):
+        timm_rep.quantize_ptq(model, calibration, validation_loader=loader)
+
+
+_WITHOUT_VNNI = '''
+import torch, timm_rep
+torch.cpu._is_vnni_supported = lambda: False
+layer = torch.nn.Conv2d(16, 8, 3)
+torch.nn.init.constant_(layer.weight, .1)
+x = torch.ones(2, 16, 8, 8)
+print(timm_rep.quantize_ptq(layer.eval(), [x]).report.relative_rms)
+'''
+
+
+@pytest.mark.slow
+def test_does_not_saturate_without_vnni():
+    """oneDNN with kernels for an older CPU: two products of 8 bits, 255 * 127, exceed their 16 bits."""
+    env = {**os.environ, 'ONEDNN_MAX_CPU_ISA': 'AVX2'}
+    assert float(run([sys.executable, '-c', _WITHOUT_VNNI], env=env).splitlines()[-1]) < 0.01
 
 
 def test_missing_package(monkeypatch, model, calibration):
