@@ -18,7 +18,7 @@ from timm.utils import reparameterize_model
 from torchvision import tv_tensors
 
 from tests.helpers import randomize_, relative, same_weights
-from timm_rep.deploy import onnx_runner
+from timm_rep.deploy import load_quantized, onnx_runner
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 from timm_rep.optim import RepSGD
 
@@ -125,6 +125,33 @@ def test_onnx(script, request, tmp_path, name, backbone):
     outputs = onnx_runner(path)(x)
     for y, z in zip(outputs if isinstance(outputs, list) else [outputs], expected):
         assert relative(y, z) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, backbone', [('segmentation', 'repa_swin_tiny'), ('detection', 'repopt_vgg_b1')])
+def test_int8(script, request, tmp_path, name, backbone):
+    """The folded network inside another one runs in int8, all convolutions and linear layers."""
+    pytest.importorskip('torchao', reason='the extra deploy')
+    module = request.getfixturevalue(name)
+    args = {'repa_swin_tiny': TINY, **OTHER_BACKBONES}[backbone]
+    decoder = '--decoder-channels' if name == 'segmentation' else '--fpn-channels'
+    result = script(
+        f'examples/{name}', '--backbone', backbone, '--backbone-kwargs', *(f'{k}={v}' for k, v in args.items()),
+        '--img-size', 64, decoder, 16, '--steps', 2, '--batch-size', 2, '--val-shapes', 2, '--int8', tmp_path)
+    folded = result['folded'].eval()
+    if name == 'detection':
+        folded = module.DenseRetinaNet(folded)
+    quantized = load_quantized(tmp_path)
+    layers = {n for n, m in folded.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
+    assert set(quantized.report.int8) == layers
+    assert not layers & set(quantized.report.float)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        outputs, expected = quantized.program.graph(x), folded(x)
+    if name == 'segmentation':
+        outputs, expected = {'logits': outputs}, {'logits': expected}
+    for key, y in expected.items():
+        assert relative(outputs[key], y) < 0.15
 
 
 @pytest.mark.parametrize('backbone', OTHER_BACKBONES)

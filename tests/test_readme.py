@@ -358,6 +358,11 @@ def test_headline_speeds():
         if what.startswith('folded'):
             assert numbers == [epyc[model, 'eager'], xeon[model, 'eager'], paper[model]]
             continue
+        if 'int8' in what:
+            path, = RESULTS.glob('intel*-1-thread/int8.json')
+            row, = (row for row in json.loads(path.read_text())['rows'] if (row['model'], row['images']) == (model, 1))
+            assert numbers == ['', str(row['int8, inductor: speedup']), '']
+            continue
         *speeds, memory = repa[model,] if model.startswith('repa') else repopt[model, '160']
         assert numbers[:2] == speeds
         assert f'({memory} of its memory)' in what

@@ -5,7 +5,7 @@ Trains on drawn shapes, or on images and masks of your own.
 """
 import argparse
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
 import timm
 import torch
@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.ops import FeaturePyramidNetwork, box_iou, masks_to_boxes
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
+from torchvision.transforms.v2.functional import resize
 
 import timm_rep
-from timm_rep.deploy import check_target
-from timm_rep.utils.atomic import replacing_files
+from timm_rep.deploy import check_quantization, check_target
+from timm_rep.utils.atomic import check_writable, replacing_files
 
 
 class Backbone(nn.Module):
@@ -113,6 +114,12 @@ def collate(items: List) -> Tuple[List[torch.Tensor], List[Dict[str, torch.Tenso
     return images, targets
 
 
+def squares(model: nn.Module, loader: DataLoader, size: int) -> Iterator[torch.Tensor]:
+    """Images of a loader, square and normalized as by the detector: (N, 3, size, size)."""
+    for images, _ in loader:
+        yield torch.stack([model.transform.normalize(resize(image, [size, size])) for image in images])
+
+
 def mask_iou(masks: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """IoU (N, M) of masks (N, H, W) and (M, H, W)."""
     masks, others = masks.flatten(1).float(), others.flatten(1).float()
@@ -173,11 +180,16 @@ def main() -> Dict[str, Any]:
     parser.add_argument(
         '--onnx', metavar='FILE',
         help="export the folded RetinaNet's backbone, FPN and head for square images of --img-size, .onnx")
+    parser.add_argument('--int8', metavar='DIR', help='quantize the same, and write it')
     args = parser.parse_args()
+    if (args.onnx or args.int8) and args.model != 'retinanet':
+        parser.error(
+            '--onnx and --int8 are for --model retinanet: the heads of Mask R-CNN need boxes that are selected before')
     if args.onnx:
-        if args.model != 'retinanet':
-            parser.error('--onnx is for --model retinanet: the heads of Mask R-CNN need boxes that are selected before')
         check_target(args.onnx, 'onnx')
+    if args.int8:
+        check_quantization('inductor', 'minmax', 100.)
+        check_writable(args.int8)
 
     random_seed(args.seed)
     loaders = create_loaders(args, collate, collate)
@@ -204,6 +216,11 @@ def main() -> Dict[str, Any]:
             save_file(folded.state_dict(), temporary / args.output.name)
     if args.onnx:
         print(timm_rep.export(DenseRetinaNet(model), args.onnx, 'onnx', input_size=(3, args.img_size, args.img_size)))
+    if args.int8:
+        dense = DenseRetinaNet(folded.cpu()).eval()
+        quantized = timm_rep.quantize_ptq(dense, squares(folded, loaders[0], args.img_size))
+        quantized.save(args.int8)
+        print(quantized.report)
     return dict(losses=losses, found=found, shared=shared, folded=folded)
 
 

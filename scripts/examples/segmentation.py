@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 import timm_rep
-from timm_rep.deploy import check_target
+from timm_rep.deploy import check_quantization, check_target
+from timm_rep.utils.atomic import check_writable
 
 
 def build_model(backbone: str, classes: int, **kwargs) -> nn.Module:
@@ -78,9 +79,14 @@ def main() -> Dict[str, Any]:
     parser.add_argument('--decoder-channels', type=int, default=256, help='(%(default)s)')
     parser.add_argument('--output', metavar='DIR', help='write the folded model; smp.from_pretrained(DIR) loads it')
     parser.add_argument('--onnx', metavar='FILE', help='export the folded model for images of --img-size, .onnx')
+    parser.add_argument(
+        '--int8', metavar='DIR', help='quantize the folded model for images of --img-size, and write it')
     args = parser.parse_args()
     if args.onnx:
         check_target(args.onnx, 'onnx')
+    if args.int8:
+        check_quantization('inductor', 'minmax', 100.)
+        check_writable(args.int8)
 
     random_seed(args.seed)
     size = (args.img_size, args.img_size)
@@ -109,6 +115,11 @@ def main() -> Dict[str, Any]:
         folded.save_pretrained(args.output)
     if args.onnx:
         print(timm_rep.export(model, args.onnx, 'onnx', input_size=(3, *size)))
+    if args.int8:
+        args.device = torch.device('cpu')
+        quantized = timm_rep.quantize_ptq(folded.cpu(), loaders[0])
+        quantized.save(args.int8)
+        print(f'{quantized.report}\nint8: mIoU {evaluate({"int8": quantized}, loaders[1], args)[0]["int8"]:.1f}%')
     return dict(losses=losses, ious=ious, difference=difference, folded=folded)
 
 

@@ -1,6 +1,8 @@
 """quantize_ptq and quantize_qat: what they compute, what they report, what they refuse."""
 import copy
 import json
+import os
+import sys
 import zipfile
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 import torch.nn as nn
 
 import timm_rep
-from tests.helpers import images, randomize_, relative, same_weights, tiny
-from timm_rep.deploy import REPORT, load_quantized
+from tests.helpers import images, randomize_, relative, run, same_weights, tiny
+from timm_rep.deploy import BACKENDS, REPORT, load_quantized
 
 pytest.importorskip('torchao')
 
@@ -38,8 +40,10 @@ def layers(model):
 def simulated(model, calibration, x, per_channel=True):
     """Outputs with inputs and weights of all layers rounded to eight bits, ranges of 'minmax'.
 
-    Multiplied by the inverse of a step, as torch does: the largest weight of a channel is a tie.
+    Multiplied by the inverse of a step, as torch does: the largest weight of a channel is a tie. Inputs have seven bits
+    on CPUs without VNNI.
     """
+    levels = 255 if torch.cpu._is_vnni_supported() else 127
     model = copy.deepcopy(model)
     ranges = {}
 
@@ -58,11 +62,11 @@ def simulated(model, calibration, x, per_channel=True):
         scale = (largest if per_channel else largest.max().expand_as(largest)).unflatten(0, (-1, *[1] * (w.ndim - 1)))
         layer.weight.copy_(((w * (1 / scale)).round().clamp(-128, 127) * scale).view_as(layer.weight))
         low, high = ranges[layer]
-        step = (high - low) / 255
+        step = (high - low) / levels
         zero = (-low / step).round()
 
         def round_input(layer, args, step=step, zero=zero):
-            return (((args[0] * (1 / step)).round() + zero).clamp(0, 255) - zero) * step
+            return (((args[0] * (1 / step)).round() + zero).clamp(0, levels) - zero) * step
 
         layer.register_forward_pre_hook(round_input)
     return model(x)
@@ -80,12 +84,44 @@ def test_computes_what_rounding_computes(model, quantized, calibration):
 
 
 def test_per_tensor_weights(model, calibration):
-    from timm_rep.deploy.inductor import quantize
+    from timm_rep.deploy.inductor import InductorProgram
 
     folded = timm.utils.reparameterize_model(model)
     x = images(4, seed=3)
-    graph = quantize(folded, calibration, False, 'minmax', 100.).graph
+    graph = InductorProgram.quantize(folded, calibration, False, 'minmax', 100.).graph
     assert relative(graph(x), simulated(folded, calibration, x, per_channel=False)) < 1e-5
+
+
+class Shared(nn.Module):
+    """A layer that is called twice, with a BatchNorm of its own behind each call, as in heads of detectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norms = nn.Conv2d(3, 8, 3), nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x):
+        return [norm(self.conv(y)) for norm, y in zip(self.norms, (x, x[:, :, ::2, ::2]))]
+
+
+@torch.no_grad()
+def test_layer_that_is_called_twice():
+    from timm_rep.deploy.inductor import InductorProgram
+
+    torch.manual_seed(0)
+    model, x = randomize_(Shared()), images(4)
+    outputs = InductorProgram.quantize(model, [x], True, 'minmax', 100.).graph(x)
+    for y, expected in zip(outputs, model(x), strict=True):
+        assert 1e-4 < relative(y, expected) < 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_layer_that_is_called_twice_runs_in_int8(backend):
+    pytest.importorskip('onnxruntime')
+    torch.manual_seed(0)
+    quantized = timm_rep.quantize_ptq(randomize_(Shared()), [images(4)], backend)
+    assert (quantized.report.int8, quantized.report.float) == (['conv'], {})
+    assert 1e-4 < quantized.report.relative_rms < 0.03
 
 
 @pytest.mark.slow
@@ -179,14 +215,48 @@ def test_wrong_models_and_loaders(model, quantized, calibration):
     refused(copy.deepcopy(model).half(), calibration, r'has weights in torch\.float16')
     refused(quantized, calibration, 'Quantized is quantized: take the float model')
     refused(nn.Sequential(quantized, nn.Linear(5, 2)).eval(), calibration, 'is quantized')
-    refused(model, [], 'calibration_loader is empty')
+    refused(model, [], 'The calibration loader has no images')
     refused(model, [{'label': 3}], 'A batch is a tensor of images', TypeError)
-    refused(model, [images(2), images(2, 32)], r'of one size.*got \(2, 3, 32, 32\) after \(2, 3, 64, 64\)')
+    refused(model, [images(2), images(2, 32)], r'of one size, got \(2, 3, 32, 32\) and.*\(2, 3, 64, 64\)')
     refused(model, [images(2) * float('nan')], 'Calibration images are finite')
     annealed = timm.create_model(
         'repa_any', base='deit_tiny_patch16_224', img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3,
         num_classes=5, anneal_steps=5).eval()
     refused(annealed, [images(2, 32)], 'The annealing is at step')
+
+
+@pytest.mark.parametrize('loader, error, message', [
+    ([], ValueError, 'the loader has none'),
+    ([images(2)], TypeError, r'images \(N, C, H, W\) and labels \(N,\), got \(2, 3, 64, 64\)\.'),
+    ([{'image': images(2), 'label': torch.zeros(2)}], TypeError, 'and labels .* got dict'),
+    ([(images(2), torch.zeros(2, 5))], TypeError, r'and labels .* got \(2, 3, 64, 64\), \(2, 5\)'),
+    ([(images(2, 32), torch.zeros(2))], ValueError, r'of size \(3, 64, 64\), validation_loader has \(3, 32, 32\)'),
+    (iter([(images(2), torch.zeros(2))]), TypeError, 'got an iterator'),
+])
+def test_wrong_validation_loaders(model, calibration, loader, error, message, monkeypatch):
+    """Refused before the model is quantized."""
+    from timm_rep.deploy.inductor import InductorProgram
+
+    monkeypatch.delattr(InductorProgram, 'quantize')
+    with pytest.raises(error, match=message):
+        timm_rep.quantize_ptq(model, calibration, validation_loader=loader)
+
+
+_WITHOUT_VNNI = '''
+import torch, timm_rep
+torch.cpu._is_vnni_supported = lambda: False
+layer = torch.nn.Conv2d(16, 8, 3)
+torch.nn.init.constant_(layer.weight, .1)
+x = torch.ones(2, 16, 8, 8)
+print(timm_rep.quantize_ptq(layer.eval(), [x]).report.relative_rms)
+'''
+
+
+@pytest.mark.slow
+def test_does_not_saturate_without_vnni():
+    """oneDNN with kernels for an older CPU: two products of 8 bits, 255 * 127, exceed their 16 bits."""
+    env = {**os.environ, 'ONEDNN_MAX_CPU_ISA': 'AVX2'}
+    assert float(run([sys.executable, '-c', _WITHOUT_VNNI], env=env).splitlines()[-1]) < 0.01
 
 
 def test_missing_package(monkeypatch, model, calibration):

@@ -21,7 +21,7 @@ def divergence(logits, expected):
 
 
 def test_closer_to_the_float_model():
-    from timm_rep.deploy.inductor import finish_training, prepare_training, quantize
+    from timm_rep.deploy.inductor import InductorProgram, finish_training, prepare_training
 
     torch.manual_seed(0)
     model = timm.create_model('repopt_vgg_a0', **SMALL)
@@ -34,7 +34,7 @@ def test_closer_to_the_float_model():
     timm_rep.calibrate_batchnorm(model, [x])
     model = timm.utils.reparameterize_model(model.eval())
     expected = model(x).detach()
-    rounded = quantize(model, [x], True, 'minmax', 100.).graph
+    rounded = InductorProgram.quantize(model, [x], True, 'minmax', 100.).graph
     prepared = prepare_training(model, x)
     optimizer = torch.optim.AdamW(prepared.parameters(), 1e-4, weight_decay=0.)
     for _ in range(30):
@@ -73,7 +73,7 @@ def test_trains_on_images_and_resumes(images, tmp_path):
 @torch.no_grad()
 def test_before_training_it_computes_what_rounding_computes():
     """With other BatchNorms than those that fold, and with dropout, whose rate torchao would change."""
-    from timm_rep.deploy.inductor import finish_training, prepare_training, quantize
+    from timm_rep.deploy.inductor import InductorProgram, finish_training, prepare_training
 
     model = timm.utils.reparameterize_model(randomize_(tiny('repopt_ghostnet_050', drop_rate=.2)))
     batches = [random_images(8, seed=s) for s in (1, 2)]
@@ -81,7 +81,7 @@ def test_before_training_it_computes_what_rounding_computes():
     prepared.train()
     for x in batches:
         prepared(x)
-    expected = quantize(model, batches, True, 'minmax', 100.).graph(batches[0])
+    expected = InductorProgram.quantize(model, batches, True, 'minmax', 100.).graph(batches[0])
     error = relative(expected, model(batches[0]))
     assert relative(finish_training(prepared, (3, 64, 64)).graph(batches[0]), model(batches[0])) < 2 * error
 

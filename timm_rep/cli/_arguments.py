@@ -11,7 +11,7 @@ from timm_rep.utils.files import argument_errors
 
 __all__ = [
     'ModelKwargs', 'add_images', 'add_model', 'create_from', 'create_model', 'default_device', 'device',
-    'names_weights', 'positive_int', 'ratio', 'seed',
+    'names_weights', 'note_random_weights', 'positive_int', 'ratio', 'seed',
 ]
 
 
@@ -94,6 +94,12 @@ def create_from(args: argparse.Namespace) -> nn.Module:
     """The model of the arguments of :func:`add_model`; its checkpoint is not loaded yet."""
     return create_model(
         args.model, args.model_kwargs, pretrained=not args.checkpoint and names_weights(args.model))
+
+
+def note_random_weights(args: argparse.Namespace) -> None:
+    """Say so if the model of :func:`create_from` has neither pretrained weights nor a checkpoint."""
+    if not args.checkpoint and not names_weights(args.model):
+        print('The weights are random: name trained ones, as in repa_deit_base.in1k, or pass --checkpoint.')
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:

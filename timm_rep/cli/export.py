@@ -1,7 +1,7 @@
 """``timm-rep export``: a model as a file or folder for inference."""
 from timm_rep.deploy import FORMATS, check_target, export
 
-from ._arguments import add_images, add_model, create_from, names_weights, positive_int
+from ._arguments import add_images, add_model, create_from, note_random_weights, positive_int
 
 
 def add_parser(commands) -> None:
@@ -32,6 +32,5 @@ def run(args) -> int:
     images = read_images(model, args.data_dir, args.split, args.num_images) if args.data_dir else None
     print(export(
         model, args.output, args.format, reparameterize=not args.no_reparam, images=images, tolerance=args.tolerance))
-    if not args.checkpoint and not names_weights(args.model):
-        print('The weights are random: name trained ones, as in repa_deit_base.in1k, or pass --checkpoint.')
+    note_random_weights(args)
     return 0

@@ -1,7 +1,7 @@
 """``timm-rep quantize``: an int8 model for inference on the CPU."""
 from timm_rep.deploy import BACKENDS, CALIBRATORS
 
-from ._arguments import add_model, create_from, positive_int, seed
+from ._arguments import add_model, create_from, note_random_weights, positive_int, seed
 
 
 def add_parser(commands) -> None:
@@ -20,7 +20,7 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--images', type=positive_int, default=512, metavar='N', help='calibration images (default: %(default)s)')
     parser.add_argument(
-        '--qat-epochs', type=int, default=0, metavar='N',
+        '--qat-epochs', type=positive_int, default=0, metavar='N',
         help='epochs of quantization-aware training, distilled from MODEL (default: none); inductor, per channel')
     parser.add_argument('--lr', type=float, default=1e-4, help='learning rate of the training (%(default)s)')
     parser.add_argument('--resume', action='store_true', help='continue an interrupted training')
@@ -43,6 +43,8 @@ def run(args) -> int:
         raise ValueError(
             '--qat-epochs trains for the backend inductor, with a scale for each channel and moving averages of the '
             'smallest and largest values: leave out --backend, --per-tensor and --calibrator.')
+    if args.resume and not args.qat_epochs:
+        raise ValueError('--resume continues a training: pass its --qat-epochs.')
     model = create_from(args).eval()
     if args.checkpoint:
         load_checkpoint(model, args.checkpoint)
@@ -67,4 +69,5 @@ def run(args) -> int:
         state.unlink(missing_ok=True)
     print(f'{quantized.report}\n\nWritten: {output.resolve()}')
     print(f'\nmodel = timm_rep.deploy.load_quantized({str(output)!r})')
+    note_random_weights(args)
     return 0

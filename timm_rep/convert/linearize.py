@@ -13,12 +13,13 @@ from huggingface_hub.utils import tqdm
 from torch.utils._pytree import tree_leaves
 
 from timm_rep.layers import Affine, RePaMlpDeploy, active_channels
+from timm_rep.utils.data import take_images
 from timm_rep.utils.profiling import count_macs
 
 from .budget import allocate
 from .least_squares import LeastSquares, Moments
 from .pointwise import PointwiseFfn, deploy_of, find_pointwise_ffns, linear_of, ratios_of, replace_module
-from .recording import Recorder, take_images, wide
+from .recording import Recorder, wide
 from .reparameterize import check_unconverted
 from .report import ConversionReport, ConvertedFfn
 

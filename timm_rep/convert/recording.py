@@ -1,14 +1,12 @@
 """Passes of calibration images through a model, and what its FFNs see in them."""
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import torch
 import torch.nn as nn
 
-from timm_rep.utils.data import batch_images
-
 from .pointwise import PointwiseFfn
 
-__all__ = ['Recorder', 'take_images', 'wide']
+__all__ = ['Recorder', 'wide']
 
 
 class _AllSeen(Exception):
@@ -77,23 +75,3 @@ class Recorder:
 def wide(x: torch.Tensor) -> torch.Tensor:
     """A tensor in float64, on the CPU if its device has none."""
     return (x.cpu() if x.device.type == 'mps' else x).to(torch.float64)  # mps has no float64
-
-
-def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
-    """The first images of a loader, as batches; they are needed once for every FFN."""
-    if max_images < 1:
-        raise ValueError(f'max_images must be at least 1, got {max_images}.')
-    batches, count = [], 0
-    for batch in loader:
-        images = batch_images(batch)[:max_images - count]
-        if images.ndim != 4:
-            raise ValueError(f'A batch has images of shape (N, C, H, W), got {tuple(images.shape)}.')
-        if not len(images):
-            continue
-        batches.append(images)
-        count += len(images)
-        if count >= max_images:
-            break
-    if not count:
-        raise ValueError('The calibration loader has no images; nothing was changed.')
-    return batches

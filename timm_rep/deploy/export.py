@@ -1,6 +1,7 @@
 """Exporting a model for inference: safetensors, ONNX, torch.export or AOTInductor, checked against the model."""
 import copy
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Dict, Optional, Tuple, Union
@@ -223,6 +224,7 @@ def _is_quantized(model: nn.Module) -> bool:
     if any(type(x) not in (torch.Tensor, nn.Parameter) or x.is_quantized for x in tensors):
         return True
     return any(
-        'quantize' in type(module).__module__ or (isinstance(module, torch.fx.GraphModule) and any(
+        re.match(r'(torch|torchao|timm_rep)\..*quantize', type(module).__module__)
+        or (isinstance(module, torch.fx.GraphModule) and any(
             'quantize' in str(node.target) for node in module.graph.nodes))
         for module in model.modules())

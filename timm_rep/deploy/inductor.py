@@ -1,11 +1,10 @@
 """Int8 on the CPU by torchao's export-based quantization and inductor. Imported only with torchao installed."""
 import json
-import os
 import re
 import zipfile
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -24,8 +23,9 @@ from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
 from .formats import export_program, tracing_batch
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
+from .program import Program
 
-__all__ = ['Program', 'finish_training', 'prepare_training', 'quantize']
+__all__ = ['InductorProgram', 'finish_training', 'prepare_training']
 
 aten = torch.ops.aten
 # layers of which inductor has int8 kernels
@@ -78,12 +78,37 @@ class _LayerQuantizer(X86InductorQuantizer):
         pass
 
 
+def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
+    """The exported graph, where every call of a layer has parameters by names of its own.
+
+    A layer that is called several times, as the head of a detector, would stay float: inductor computes its float
+    weight once for all calls. And torchao would fold the BatchNorms behind all calls into the one weight.
+    """
+    graph = export_program(model, tracing_batch(images)).module()
+    used: Set[str] = set()
+    for node in graph.graph.nodes:
+        for x in node.all_input_nodes if node.target in _LAYERS else ():
+            if x.op == 'get_attr' and x.target in used:
+                name = f'{x.target}_{len(used)}'
+                module, _, parameter = name.rpartition('.')
+                setattr(graph.get_submodule(module), parameter, attrgetter(x.target)(graph))
+                with graph.graph.inserting_before(node):
+                    own = graph.graph.get_attr(name)
+                own.meta = dict(x.meta)
+                node.replace_input_with(x, own)
+                x = own
+            used.add(str(x.target))
+    graph.recompile()
+    return graph
+
+
 def _quantizer(activation, weight) -> _LayerQuantizer:
-    # torchao's default eps of 2 ** -12 would be the smallest scale: more than small weights need
+    # without VNNI, kernels add pairs of products in 16 bits: inputs of 8 bits saturate, those of 7 do not (torchao's
+    # reduce_range); torchao's default eps of 2 ** -12 would be the smallest scale: more than small weights need
     return _LayerQuantizer(
         QuantizationSpec(
-            dtype=torch.uint8, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine,
-            observer_or_fake_quant_ctr=activation),
+            dtype=torch.uint8, quant_min=0, quant_max=255 if torch.cpu._is_vnni_supported() else 127,
+            qscheme=torch.per_tensor_affine, observer_or_fake_quant_ctr=activation),
         QuantizationSpec(
             dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_channel_symmetric, ch_axis=0,
             observer_or_fake_quant_ctr=weight))
@@ -106,8 +131,8 @@ class _Kernels(CustomGraphPass):
         return None  # the code is generated anew, not taken from a cache
 
 
-class Program:
-    """An exported model with int8 layers, compiled by inductor for each of the first batch sizes, then for any."""
+class InductorProgram(Program):
+    """An exported model with int8 layers, compiled by inductor for the first batch size, then for any."""
     suffix = '.pt2'
 
     def __init__(self, graph: torch.fx.GraphModule, input_size: Sequence[int]):
@@ -119,12 +144,24 @@ class Program:
         with torch.inference_mode(False), torch.no_grad(), inductor_config.patch(freezing=True):
             return self._compiled(images.clone() if images.is_inference() else images)
 
-    def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
-        """Compile for a batch, and look at what was generated.
+    @classmethod
+    @torch.no_grad()
+    def quantize(
+            cls,
+            model: nn.Module,
+            batches: Sequence[torch.Tensor],
+            per_channel: bool,
+            calibrator: str,
+            percentile: float,
+    ) -> 'InductorProgram':
+        prepared = prepare_pt2e(_graph(model, batches[0]), _quantizer(
+            ACTIVATION_OBSERVERS[calibrator].with_args(percentile=percentile),
+            PerChannelMinMaxObserver if per_channel else PerTensorWeightObserver))
+        for images in batches:
+            prepared(images)
+        return cls(convert_pt2e(prepared), batches[0].shape[1:])
 
-        Returns:
-            Names of the layers that run in int8; operators of the other products by name of their module.
-        """
+    def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
         kernels = _Kernels()
         with inductor_config.patch(post_grad_custom_post_pass=kernels):
             self(images)
@@ -140,19 +177,13 @@ class Program:
                 other[name] = operator
         return list(dict.fromkeys(name for name in int8 if name not in other)), other
 
-    def write(self, path: Union[str, os.PathLike]) -> None:
-        """Write a file that :meth:`read` reads, by ``torch.export.save``, without pickled values."""
+    def write(self, path: Path) -> None:
         program = export_program(self.graph, torch.zeros(2, *self.input_size))
         program.example_inputs = None  # the only part that torch would pickle
         torch.export.save(program, path)
 
     @classmethod
-    def read(cls, path: Path) -> 'Program':
-        """Read a file of :meth:`write`.
-
-        Raises:
-            RuntimeError: The file cannot be read, or holds pickled values.
-        """
+    def read(cls, path: Path) -> 'InductorProgram':
         _check_archive(path)
         try:
             program = torch.export.load(path)
@@ -181,7 +212,7 @@ def _take(scales: List[torch.Tensor], scale: Optional[torch.Tensor]) -> bool:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse what :meth:`Program.write` does not write: torch would unpickle values, or load machine code.
+    """Refuse what ``InductorProgram.write`` does not write: torch would unpickle values, or load machine code.
 
     Raises:
         RuntimeError: The file has other entries, or pickled values.
@@ -203,31 +234,6 @@ def _check_archive(path: Path) -> None:
         raise RuntimeError(f'{refusal}: {type(e).__name__}: {e}') from e
 
 
-@torch.no_grad()
-def quantize(
-        model: nn.Module,
-        batches: Sequence[torch.Tensor],
-        per_channel: bool,
-        calibrator: str,
-        percentile: float,
-) -> Program:
-    """Quantize a model after its training.
-
-    Args:
-        model: Model in eval mode, on the CPU, folded.
-        batches: Batches of images (N, channels, height, width), float32, to calibrate with.
-        per_channel: A scale for each output channel of a weight, else one for the weight.
-        calibrator: Name in ``ACTIVATION_OBSERVERS``.
-        percentile: Share of the values that the calibrator 'percentile' covers, in percent.
-    """
-    prepared = prepare_pt2e(export_program(model, tracing_batch(batches[0])).module(), _quantizer(
-        ACTIVATION_OBSERVERS[calibrator].with_args(percentile=percentile),
-        PerChannelMinMaxObserver if per_channel else PerTensorWeightObserver))
-    for images in batches:
-        prepared(images)
-    return Program(convert_pt2e(prepared), batches[0].shape[1:])
-
-
 def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
     """A graph that rounds inputs and weights of its layers as int8 does, to train; for :func:`finish_training`.
 
@@ -237,7 +243,7 @@ def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphMo
         model: Model in eval mode, on the CPU, folded.
         images: Batch of images (N, channels, height, width).
     """
-    graph = export_program(model, tracing_batch(images)).module()
+    graph = _graph(model, images)
     _fuse_conv_bn_(graph)  # as prepare_pt2e; prepare_qat_pt2e would take the statistics of the batch
     # not FusedMovingAvgObsFakeQuantize, torchao's default: it rounds with another scale than the converted graph
     prepared = prepare_qat_pt2e(graph, _quantizer(
@@ -249,11 +255,11 @@ def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphMo
     return prepared
 
 
-def finish_training(prepared: torch.fx.GraphModule, input_size: Sequence[int]) -> Program:
+def finish_training(prepared: torch.fx.GraphModule, input_size: Sequence[int]) -> InductorProgram:
     """The quantized model of a trained graph of :func:`prepare_training`.
 
     Args:
         prepared: The graph, trained.
         input_size: (channels, height, width) of the images.
     """
-    return Program(convert_pt2e(prepared), input_size)
+    return InductorProgram(convert_pt2e(prepared), input_size)

@@ -3,7 +3,7 @@ import ast
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
 
 import numpy as np
 import onnx
@@ -14,8 +14,9 @@ from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType,
 
 from .formats import onnx_runner, tracing_batch, write_onnx
 from .observers import ACTIVATION_OBSERVERS
+from .program import Program
 
-__all__ = ['Program', 'quantize']
+__all__ = ['OnnxProgram']
 
 # with the operators that have int8 kernels, activations that the quantization of a convolution's output replaces
 _OPERATORS = ('Conv', 'Gemm', 'MatMul')
@@ -23,7 +24,7 @@ _ACTIVATIONS = ('Relu', 'Clip')
 _SCOPES = 'pkg.torch.onnx.name_scopes'  # torch's key of the modules that a node is in, from the outermost
 
 
-class Program:
+class OnnxProgram(Program):
     """An ONNX file in QDQ format, run by ONNX Runtime on as many threads as torch."""
     suffix = '.onnx'
 
@@ -39,12 +40,52 @@ class Program:
     def __call__(self, images: torch.Tensor) -> Any:
         return self._run(images.detach())
 
-    def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
-        """Look at the graph that ONNX Runtime runs, after its optimizations.
+    @classmethod
+    def quantize(
+            cls,
+            model: nn.Module,
+            batches: Sequence[torch.Tensor],
+            per_channel: bool,
+            calibrator: str,
+            percentile: float,
+    ) -> 'OnnxProgram':
+        # ONNX Runtime's own calibrators are not used: with its settings 'entropy' covers all values, as 'minmax' does
+        folder = tempfile.TemporaryDirectory()
+        path = Path(folder.name) / 'model.onnx'
+        write_onnx(model, tracing_batch(batches[0]), path)
+        exported = onnx.load(path)
+        graph = exported.graph
+        _unshare(graph)
+        weights = {x.name for x in graph.initializer}
+        # products of activations, as of attention, stay float: quantized they cost most of the accuracy
+        layers = [node for node in graph.node if node.op_type in _OPERATORS and node.input[1] in weights]
+        following = {name for node in layers for name in node.output}
+        activations = [
+            node for node in graph.node if node.op_type in _ACTIVATIONS and node.input[0] in following]
+        tensors = dict.fromkeys(
+            name for node in (*layers, *activations) for name in (node.input[0], node.output[0]))
+        ranges = _ranges(exported, list(tensors), batches, lambda: ACTIVATION_OBSERVERS[calibrator](
+            percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255))
+        quantizer = QDQQuantizer(
+            exported,
+            per_channel=per_channel,
+            reduce_range=False,
+            weight_qType=QuantType.QInt8,
+            activation_qType=QuantType.QUInt8,
+            tensors_range=TensorsData(CalibrationMethod.MinMax, ranges),
+            nodes_to_quantize=[node.name for node in (*layers, *activations)],
+            nodes_to_exclude=[],
+            op_types_to_quantize=[*_OPERATORS, *_ACTIVATIONS],
+            extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
+        )
+        quantizer.quantize_model()
+        external = (path.parent / f'{path.name}.data').exists()
+        for file in path.parent.iterdir():
+            file.unlink()
+        quantizer.model.save_model_to_file(str(path), external)
+        return cls(folder)
 
-        Returns:
-            Names of the layers that run in int8; operators of the other products by name of their module.
-        """
+    def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
         with tempfile.TemporaryDirectory() as folder:
             optimized = Path(folder) / 'optimized.onnx'
             options = onnxruntime.SessionOptions()
@@ -70,18 +111,11 @@ class Program:
         return list(dict.fromkeys(name for name in int8 if name not in other)), other
 
     def write(self, path: Path) -> None:
-        """Copy the file, and the file of its weights if they exceed 2 GB."""
         for file in self.path.parent.iterdir():
             shutil.copyfile(file, path.with_name(file.name))
 
     @classmethod
-    def read(cls, path: Path) -> 'Program':
-        """Read a copy of a file of :meth:`write`.
-
-        Raises:
-            OSError: There is no such file.
-            RuntimeError: The file cannot be read.
-        """
+    def read(cls, path: Path) -> 'OnnxProgram':
         folder = tempfile.TemporaryDirectory()
         for file in (path, *path.parent.glob(f'{path.name}.data')):
             shutil.copyfile(file, Path(folder.name) / file.name)
@@ -91,61 +125,28 @@ class Program:
             raise RuntimeError(f'Cannot read {str(path)!r} as an ONNX file: {type(e).__name__}: {e}') from e
 
 
-def quantize(
-        model: nn.Module,
-        batches: Sequence[torch.Tensor],
-        per_channel: bool,
-        calibrator: str,
-        percentile: float,
-) -> Program:
-    """Quantize a model after its training.
-
-    ONNX Runtime's own calibrators are not used: with its settings 'entropy' covers all values, as 'minmax' does.
-
-    Args:
-        model: Model in eval mode, on the CPU, folded.
-        batches: Batches of images (N, channels, height, width), float32, to calibrate with.
-        per_channel: A scale for each output channel of a weight, else one for the weight.
-        calibrator: Name in ``ACTIVATION_OBSERVERS``.
-        percentile: Share of the values that the calibrator 'percentile' covers, in percent.
-    """
-    folder = tempfile.TemporaryDirectory()
-    path = Path(folder.name) / 'model.onnx'
-    write_onnx(model, tracing_batch(batches[0]), path)
-    graph = onnx.load(path).graph
-    weights = {x.name for x in graph.initializer}
-    # products of activations, as of attention, stay float: quantized they cost most of the accuracy
-    layers = [node for node in graph.node if node.op_type in _OPERATORS and node.input[1] in weights]
-    following = {name for node in layers for name in node.output}
-    activations = [
-        node for node in graph.node if node.op_type in _ACTIVATIONS and node.input[0] in following]
-    tensors = dict.fromkeys(
-        name for node in (*layers, *activations) for name in (node.input[0], node.output[0]))
-    ranges = _ranges(path, list(tensors), batches, lambda: ACTIVATION_OBSERVERS[calibrator](
-        percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255))
-    quantizer = QDQQuantizer(
-        onnx.load(path),
-        per_channel=per_channel,
-        reduce_range=False,
-        weight_qType=QuantType.QInt8,
-        activation_qType=QuantType.QUInt8,
-        tensors_range=TensorsData(CalibrationMethod.MinMax, ranges),
-        nodes_to_quantize=[node.name for node in (*layers, *activations)],
-        nodes_to_exclude=[],
-        op_types_to_quantize=[*_OPERATORS, *_ACTIVATIONS],
-        extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
-    )
-    quantizer.quantize_model()
-    external = (path.parent / f'{path.name}.data').exists()
-    for file in path.parent.iterdir():
-        file.unlink()
-    quantizer.model.save_model_to_file(str(path), external)
-    return Program(folder)
+def _unshare(graph: onnx.GraphProto) -> None:
+    """Give each use of a layer weights of its own: ONNX Runtime does not load them quantized and shared."""
+    initializers = {x.name: x for x in graph.initializer}
+    used: Set[str] = set()
+    for node in graph.node:
+        for i, name in enumerate(node.input if node.op_type in _OPERATORS else ()):
+            if name in used:
+                graph.initializer.add().CopyFrom(initializers[name])
+                node.input[i] = graph.initializer[-1].name = f'{name}_{len(graph.initializer)}'
+            elif name in initializers:
+                used.add(name)
 
 
-def _ranges(path: Path, tensors: List[str], batches: Iterable[torch.Tensor], observer) -> Dict[str, TensorData]:
+def _ranges(
+        exported: onnx.ModelProto,
+        tensors: List[str],
+        batches: Iterable[torch.Tensor],
+        observer,
+) -> Dict[str, TensorData]:
     """Ranges of tensors of a graph, as chosen by one observer each."""
-    model = onnx.load(path)
+    model = onnx.ModelProto()
+    model.CopyFrom(exported)
     present = {x.name for x in model.graph.output}
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(x) for x in tensors if x not in present)
     inputs = {x.name for x in model.graph.input}

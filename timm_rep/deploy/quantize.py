@@ -9,22 +9,23 @@ import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Optional, Union
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn as nn
 
 from timm_rep.convert import folded_copy
-from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.data import Images, batch_images
+from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.data import Images, batch_images, take_images
 from timm_rep.utils.training import distil, evaluate
 from timm_rep.verify import check_finite, compare
 
 from .export import check_model
+from .program import Program
 from .report import BACKENDS, CALIBRATORS, REPORT, Accuracy, QuantizationReport, read_report, write_report
 
-# modules of the backends, which import their packages
-_MODULES = {'inductor': 'inductor', 'onnxruntime': 'ort'}
+# modules of the backends, which import their packages, and their classes
+_PROGRAMS = {'inductor': ('inductor', 'InductorProgram'), 'onnxruntime': ('ort', 'OnnxProgram')}
 
 __all__ = ['Quantized', 'check_quantization', 'load_quantized', 'quantize_ptq', 'quantize_qat']
 
@@ -39,7 +40,7 @@ class Quantized(nn.Module):
         report: What runs in int8 and what does not; ``print(model.report)`` shows it.
     """
 
-    def __init__(self, program, report: QuantizationReport):
+    def __init__(self, program: Program, report: QuantizationReport):
         """
         Args:
             program: The compiled model of a backend.
@@ -105,7 +106,7 @@ def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
     if not (folder / REPORT).is_file():
         raise FileNotFoundError(f'{str(folder)!r} holds no {REPORT}, expected a folder of a quantized model.')
     report = read_report(folder)
-    program = _backend(report.backend).Program
+    program = _program(report.backend)
     return Quantized(program.read(folder / f'model{program.suffix}'), report)
 
 
@@ -125,6 +126,11 @@ def quantize_ptq(
     for the tensor) and weights (8 bits, symmetric) of all convolutions and linear layers are quantized; everything
     else, such as attention, norms and shortcuts, stays float. That what was compiled runs in int8 is read from it.
 
+    Quantize on a machine like the one that is to run the model. x86 CPUs without VNNI or AMX add pairs of products in
+    16 bits, which saturate: there 'inductor' rounds inputs to 7 bits (torchao's ``reduce_range``), and 'onnxruntime'
+    runs slower kernels (its session option ``session.x64quantprecision``, for you to set where you load the file
+    yourself). A program of 'inductor' that was quantized on a CPU with VNNI loses accuracy on one without.
+
     Args:
         model: Model in eval mode, in float32 on the CPU: of this package, of timm, or a network that has one inside.
             Its input is one tensor (N, channels, height, width), its output a nesting of tensors. Unchanged.
@@ -136,8 +142,8 @@ def quantize_ptq(
             Kullback-Leibler divergence of the quantized distribution; 'percentile', the range that covers a share.
         percentile: That share in percent.
         max_images: Largest number of images to calibrate with; they are held in memory.
-        validation_loader: Batches of images and targets to measure the accuracy on, before and after. Default: it is
-            not measured.
+        validation_loader: Batches of images and labels (N,) to measure the accuracy on, before and after. Default: it
+            is not measured.
 
     Returns:
         The quantized model, with a report.
@@ -145,20 +151,21 @@ def quantize_ptq(
     Raises:
         ModuleNotFoundError: The backend needs a package that is not installed (``pip install 'timm-rep[deploy]'``).
         RuntimeError: The backend cannot compute the model; the message has the reason.
-        TypeError: model is not a module, or a batch has no images.
-        ValueError: An argument is invalid, the loader is empty, batches differ in size, or the model is in training
+        TypeError: model is not a module, a batch has no images, or one of the validation_loader no labels.
+        ValueError: An argument is invalid, a loader is empty, batches differ in size, or the model is in training
             mode, in the middle of an annealing, on another device, of another dtype, quantized or wrapped.
     """
-    module = check_quantization(backend, calibrator, percentile)
+    program = check_quantization(backend, calibrator, percentile)
     _check_model(model)
     batches = _read_images(calibration_loader, max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
+    accuracy = _accuracy(model, validation_loader, batches[0].shape[1:])
     with _errors(model, backend):
-        program = module.quantize(folded, batches, per_channel, calibrator, percentile)
-        return _finish(
-            program, model, batches, validation_loader, backend=backend, per_channel=per_channel,
-            calibrator=calibrator, percentile=percentile, qat_epochs=0)
+        quantized = _finish(
+            program.quantize(folded, batches, per_channel, calibrator, percentile), model, batches, backend=backend,
+            per_channel=per_channel, calibrator=calibrator, percentile=percentile, qat_epochs=0)
+    return _measured(quantized, validation_loader, accuracy)
 
 
 def quantize_qat(
@@ -167,7 +174,7 @@ def quantize_qat(
         epochs: int = 10,
         lr: float = 1e-4,
         max_images: int = 512,
-        checkpoint: Optional[Path] = None,
+        checkpoint: Optional[Union[str, os.PathLike]] = None,
         resume: bool = False,
         validation_loader: Optional[Iterable] = None,
 ) -> Quantized:
@@ -176,6 +183,12 @@ def quantize_qat(
     Weights per channel; the ranges of the activations are moving averages. A copy is folded first, and trains in eval
     mode: without BatchNorm, dropout and stochastic depth. The backend is 'inductor'.
 
+    The paper trains RepOpt-VGG with its BatchNorms, by torch.quantization, which rounds each kernel times the scale of
+    its norm. With the running statistics that is the folded kernel: the same function and rounding, so what is left
+    out are the statistics of the batches and a learnable scale beside each kernel. In exchange, the teacher and the
+    student start from the same statistics, the graph that trains is the one that is shipped, and networks whose norms
+    do not follow a convolution, as a RePaFormer's, train alike.
+
     Args:
         model: As for :func:`quantize_ptq`.
         images: Images to train on, without labels; on the CPU.
@@ -183,7 +196,7 @@ def quantize_qat(
         lr: Learning rate of the first step, of AdamW with a cosine schedule.
         max_images: Largest number of images of the comparison in the report.
         checkpoint: File that the state is written to after every epoch, to resume from.
-        resume: Continue from that file.
+        resume: Continue from that file, if it exists.
         validation_loader: As for :func:`quantize_ptq`.
 
     Returns:
@@ -193,31 +206,39 @@ def quantize_qat(
         ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError: As :func:`quantize_ptq` and
             :func:`timm_rep.utils.training.distil`.
     """
-    module = check_quantization('inductor', 'minmax', 100.)
+    check_quantization('inductor', 'minmax', 100.)
     _check_model(model)
     if epochs < 1:
         raise ValueError(f'epochs is a number of epochs, at least 1, got {epochs!r}.')
     if images.device.type != 'cpu':
         raise ValueError(f'Quantization-aware training runs on the CPU, the images are for {images.device}.')
+    if checkpoint is not None:
+        checkpoint = Path(checkpoint)
+        check_writable(checkpoint.parent)
+    elif resume:
+        raise ValueError('resume continues from the file checkpoint: pass it.')
+    from .inductor import finish_training, prepare_training
+
     batches = _read_images(images.calibration(max_images), max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
+    accuracy = _accuracy(model, validation_loader, batches[0].shape[1:])
     with _errors(model, 'inductor'):
-        prepared = module.prepare_training(folded, batches[0])
+        prepared = prepare_training(folded, batches[0])
     distil(
         prepared, copy.deepcopy(model), images, epochs, lr, weight_decay=0., checkpoint=checkpoint, resume=resume)
     with _errors(model, 'inductor'):
-        program = module.finish_training(prepared, batches[0].shape[1:])
-        return _finish(
-            program, model, batches, validation_loader, backend='inductor', per_channel=True, calibrator='minmax',
-            percentile=100., qat_epochs=epochs)
+        quantized = _finish(
+            finish_training(prepared, batches[0].shape[1:]), model, batches, backend='inductor', per_channel=True,
+            calibrator='minmax', percentile=100., qat_epochs=epochs)
+    return _measured(quantized, validation_loader, accuracy)
 
 
-def check_quantization(backend: str, calibrator: str, percentile: float):
+def check_quantization(backend: str, calibrator: str, percentile: float) -> Type[Program]:
     """Check settings of a quantization and that its packages are installed; before a model is loaded.
 
     Returns:
-        The module of the backend.
+        The class of the backend's programs.
 
     Raises:
         ModuleNotFoundError: A package is missing.
@@ -229,15 +250,16 @@ def check_quantization(backend: str, calibrator: str, percentile: float):
         raise ValueError(f'calibrator is one of {", ".join(map(repr, CALIBRATORS))}, got {calibrator!r}.')
     if not 50 < percentile <= 100:
         raise ValueError(f'percentile is above 50 and at most 100, got {percentile!r}.')
-    return _backend(backend)
+    return _program(backend)
 
 
-def _backend(name: str):
+def _program(name: str) -> Type[Program]:
     missing = [package for package in BACKENDS[name] if importlib.util.find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(f"The backend {name!r} needs {', '.join(missing)}: pip install 'timm-rep[deploy]'.")
+    module, program = _PROGRAMS[name]
     try:
-        return importlib.import_module(f'timm_rep.deploy.{_MODULES[name]}')
+        return getattr(importlib.import_module(f'timm_rep.deploy.{module}'), program)
     except (AttributeError, ImportError) as e:  # they do not say which torch they need
         raise ImportError(
             f'The backend {name!r} needs other releases of torch, {torch.__version__} is installed, or of '
@@ -258,26 +280,14 @@ def _read_images(loader: Iterable, count: int) -> List[torch.Tensor]:
     """The first images of a loader, in batches of float32 on the CPU.
 
     Raises:
-        TypeError: A batch has no images.
-        ValueError: The count is less than 1, the loader is empty, or the batches are not of one size and finite.
+        TypeError, ValueError: As :func:`take_images`; or the images are not finite, or not of one size.
     """
-    if count < 1:
-        raise ValueError(f'max_images is a number of images, at least 1, got {count!r}.')
-    batches: List[torch.Tensor] = []
-    for batch in loader:
-        images = batch_images(batch)[:count].detach().float().cpu()
-        size = batches[0].shape[1:] if batches else images.shape[1:]
-        if images.ndim != 4 or images.shape[1:] != size or not images.isfinite().all():
+    batches = [images.detach().float().cpu() for images in take_images(loader, count)]
+    for images in batches:
+        if images.shape[1:] != batches[0].shape[1:] or not images.isfinite().all():
             raise ValueError(
-                'Calibration images are finite and of one size, of shape (N, channels, height, width), got '
-                f'{tuple(images.shape)}' + (f' after {tuple(batches[0].shape)}.' if batches else '.'))
-        if len(images):
-            batches.append(images)
-        count -= len(images)
-        if count <= 0:
-            break
-    if not batches:
-        raise ValueError('calibration_loader is empty: pass some hundred images of the training set.')
+                f'Calibration images are finite and of one size, got {tuple(images.shape)} and, in the first batch, '
+                f'{tuple(batches[0].shape)}.')
     return batches
 
 
@@ -293,16 +303,44 @@ def _errors(model: nn.Module, backend: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _finish(program, model: nn.Module, batches: List[torch.Tensor], validation_loader, **settings) -> Quantized:
+def _finish(program: Program, model: nn.Module, batches: List[torch.Tensor], **settings) -> Quantized:
     """The quantized model with its report."""
     first = batches[0]
     int8, other = program.layers(first)
-    report = QuantizationReport(
+    return Quantized(program, QuantizationReport(
         **settings, images=sum(map(len, batches)), input_size=tuple(first.shape[1:]), int8=int8, float=other,
-        relative_rms=compare(model(first), program(first), len(first)).relative_rms)
-    quantized = Quantized(program, report)
-    if validation_loader is not None:
-        logits, before = evaluate(model, validation_loader, torch.device('cpu'))
-        _, after = evaluate(quantized, validation_loader, torch.device('cpu'))
-        quantized.report = replace(report, accuracy=Accuracy(round(before, 2), round(after, 2), len(logits)))
+        relative_rms=compare(model(first), program(first), len(first)).relative_rms))
+
+
+def _accuracy(model: nn.Module, loader: Optional[Iterable], size: Sequence[int]) -> Optional[Tuple[float, int]]:
+    """Accuracy of the float model in percent, and number of images; before any work, which wrong batches would waste.
+
+    Raises:
+        TypeError, ValueError: As :func:`evaluate`; or the loader can be read only once, or its images are not of the
+            size that is calibrated.
+    """
+    if loader is None:
+        return None
+    if isinstance(loader, Iterator):
+        raise TypeError('validation_loader is read before and after, got an iterator, which ends: pass a loader.')
+
+    def batches():
+        for batch in loader:
+            found = batch_images(batch).shape[1:]
+            if found != size:
+                raise ValueError(
+                    f'The model is quantized for images of size {tuple(size)}, validation_loader has {tuple(found)}.')
+            yield batch
+
+    logits, top1 = evaluate(model, batches(), torch.device('cpu'))
+    return top1, len(logits)
+
+
+def _measured(quantized: Quantized, loader: Optional[Iterable], accuracy: Optional[Tuple[float, int]]) -> Quantized:
+    """With the accuracy in the report, if :func:`_accuracy` measured that of the float model."""
+    if accuracy is not None:
+        before, images = accuracy
+        after = evaluate(quantized, loader, torch.device('cpu'))[1]
+        quantized.report = replace(
+            quantized.report, accuracy=Accuracy(round(before, 2), round(after, 2), images))
     return quantized

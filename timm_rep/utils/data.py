@@ -1,6 +1,6 @@
 """Data sets, with errors where timm silently takes other images."""
 import os
-from typing import Any, Iterable, Mapping, Optional, Tuple, Union
+from typing import Any, Iterable, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -11,7 +11,10 @@ from torch.utils.data import Dataset
 
 from .profiling import model_input_size
 
-__all__ = ['PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'load_images', 'open_dataset', 'read_images']
+__all__ = [
+    'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'labelled_images', 'load_images', 'open_dataset',
+    'read_images', 'take_images',
+]
 
 # fields of a pretrained_cfg that say how images are preprocessed
 PREPROCESSING = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
@@ -137,6 +140,49 @@ def batch_images(batch: Any) -> torch.Tensor:
         raise TypeError(
             f'A batch is a tensor of images or has one as its first item, or is a dict with one, got {images!r:.100}.')
     return images
+
+
+def labelled_images(batch: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Images (N, C, H, W) and labels (N,) of a batch of a loader, a tuple or list of both.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, torch.Tensor) for x in batch):
+        images, labels = batch
+        if images.ndim == 4 and labels.shape == images.shape[:1]:
+            return images, labels
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    found = ', '.join(str(tuple(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__ for x in parts)
+    raise TypeError(f'The accuracy is measured on batches of images (N, C, H, W) and labels (N,), got {found}.')
+
+
+def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
+    """The first images of a loader, as batches: they are needed more than once.
+
+    Args:
+        loader: Batches as for :func:`batch_images`.
+        max_images: Largest number of images.
+
+    Raises:
+        TypeError: A batch has no images.
+        ValueError: max_images is less than 1, the loader has no images, or they are not of shape (N, C, H, W).
+    """
+    if max_images < 1:
+        raise ValueError(f'max_images is a number of images, at least 1, got {max_images!r}.')
+    batches: List[torch.Tensor] = []
+    for batch in loader:
+        images = batch_images(batch)[:max_images]
+        if images.ndim != 4:
+            raise ValueError(f'A batch has images of shape (N, C, H, W), got {tuple(images.shape)}.')
+        if len(images):
+            batches.append(images)
+        max_images -= len(images)
+        if max_images <= 0:
+            break
+    if not batches:
+        raise ValueError('The calibration loader has no images: pass some hundred of the training set.')
+    return batches
 
 
 class Images:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from .checkpoints import read_training_state, write_training_state
-from .data import Images
+from .data import Images, labelled_images
 
 __all__ = ['distil', 'evaluate', 'fit', 'world_size_and_rank']
 
@@ -190,8 +190,19 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> Tuple[
 
     Returns:
         The logits of all images (images, classes) on the CPU, and the top-1 accuracy in percent.
+
+    Raises:
+        TypeError: A batch is something else.
+        ValueError: There is no batch, or the outputs are no logits.
     """
     model.eval()
-    logits, targets = zip(*((model(images.to(device)).cpu(), targets.cpu()) for images, targets in loader))
-    logits, targets = torch.cat(logits), torch.cat(targets)
+    outputs: List[Tuple[torch.Tensor, torch.Tensor]] = []
+    for images, targets in map(labelled_images, loader):
+        logits = model(images.to(device))
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
+            raise ValueError(f'{type(model).__name__} has no accuracy: its outputs are no logits (images, classes).')
+        outputs.append((logits.cpu(), targets.cpu()))
+    if not outputs:
+        raise ValueError('The accuracy is measured on images, the loader has none.')
+    logits, targets = map(torch.cat, zip(*outputs))
     return logits, accuracy(logits, targets)[0].item()
