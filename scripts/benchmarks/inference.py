@@ -169,7 +169,7 @@ def repa_infer(args):
 
 
 def _converted(name: str) -> Dict[str, Any]:
-    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is that of the experiment ``accelerate``."""
+    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is that of ``accelerate.yaml``."""
     if name != 'fasternet_cifar10':
         return dict(model_name=name)
     experiment = yaml.safe_load((Path(__file__).parents[1] / 'experiments' / 'accelerate.yaml').read_text())

@@ -91,6 +91,8 @@ class Workspace:
 
 
 def num_classes(settings: Mapping[str, Any]) -> int:
+    if settings['data'] == 'digits':
+        return 10
     return settings['num_classes'] if settings['classes'] is None else len(settings['classes'])
 
 
@@ -103,7 +105,9 @@ def _evenly_spaced(dataset, count: int):
 def _digits(settings: Mapping[str, Any], is_training: bool) -> List[Tuple[torch.Tensor, int]]:
     """Scikit-learn's handwritten digits, 1,437 and 360 images of 8 x 8 pixels, resized."""
     part = load_split(seed=0)[0 if is_training else 1]
-    pixels = torch.stack([torch.tensor(list(image.getdata())).reshape(1, *image.size) for image in part.images])
+    pixels = torch.stack([
+        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(1, *image.size)
+        for image in part.images])
     pixels = F.interpolate(pixels.float(), size=settings['img_size'], mode='bilinear').round().byte()
     return [(image.expand(3, -1, -1), int(target)) for image, target in zip(pixels, part.targets)]
 
