@@ -217,7 +217,8 @@ def test_accelerate(start, load_script):
         assert len({round(macs[method, ratio], 2) for method in module.METHODS if not method.startswith('bud')}) == 1
     assert all(.9 * macs['closed form', .5] < macs[method, .5] <= macs['closed form', .5]
                for method in module.METHODS if method.startswith('budget'))
-    _, rows = start('accelerate', '--seeds', 0, '--rows', *distilled, settings=[size, 'images=40', 'batch_size=5'], epochs=None)
+    small = [size, 'images=40', 'batch_size=5']
+    _, rows = start('accelerate', '--seeds', 0, '--rows', *distilled, settings=small, epochs=None)
     assert [row['method'] for row in rows[-3:]] == ['closed form', module.ANNEALED, module.SCRATCH]
     assert len({round(row['MACs'], 2) for row in rows[-3:]}) == 1
 
@@ -273,7 +274,7 @@ def test_strides_and_other_data(start, load_script, tmp_path):
     pytest.importorskip('sklearn')
     rows = ['strides 1 2 1 2 1', 'digits to CIFAR-10']
     _, found = start('transfer', '--seeds', 0, '--rows', *rows, settings=[VGG])
-    assert [row['row'] for row in found] == rows
+    assert {row['row'] for row in found} == {*rows}
 
 
 def test_classes(load_script, images, tmp_path):
@@ -371,8 +372,8 @@ def test_the_same_command_twice(images, tmp_path):
     """Two processes share the rows of an experiment and do every training once."""
     command = [
         sys.executable, str(SCRIPTS / 'experiments.py'), 'run', 'repoptimizers', '--rows', 'repsgd', 'sgd', 'init',
-        'mean', '--seeds', '0', '1', '--data-dir', str(images), '--val-split', 'validation', '--output', str(tmp_path / 'out'),
-        '--set', *TOY, VGG, 'epochs=2']
+        'mean', '--seeds', '0', '1', '--data-dir', str(images), '--val-split', 'validation',
+        '--output', str(tmp_path / 'out'), '--set', *TOY, VGG, 'epochs=2']
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'TIMM_REP_RESULTS': str(tmp_path / 'results')}
     processes = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

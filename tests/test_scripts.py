@@ -568,15 +568,18 @@ def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
 
     for name in bench.SECTIONS:
         monkeypatch.setitem(bench.SECTIONS, name, section)
+    experiments = {path.stem for path in (SCRIPTS / 'experiments').glob('*.yaml')}
+    assert experiments <= module.JOBS.keys()
+    others = {'search', 'train'} | experiments
     for toy in (None, 'repa_deit_tiny'):
         options = SimpleNamespace(toy=toy, device='cpu')
         for name, job in module.JOBS.items():
-            if name not in ('search', 'train'):
+            if name not in others:
                 path, *args = job(options, 0.)
                 assert Path(path) == SCRIPTS / 'bench.py'
                 script('bench', *args)
                 assert not toy or called[-1] == (2, 1, [toy])
-    assert len(called) == 2 * (len(module.JOBS) - 2)
+    assert len(called) == 2 * (len(module.JOBS) - len(others))
     assert called[list(module.JOBS).index('repa-infer-all')] == (128, 11, list(SPEEDUPS))
 
 
@@ -690,7 +693,7 @@ def test_every_gpu_job(images, tmp_path):
     for toy, jobs in (
             ('repa_deit_tiny', [
                 'repa-infer', 'repa-train', 'ffn-train', 'deploy-ffn', 'scaling', 'repa-infer-all', 'parts', 'search',
-                'train']),
+                'train', 'multi-branch']),
             ('repopt_vgg_a0', ['optim', 'repopt-train', 'repopt-parts']), ('repghostnet_050', ['repopt-any']),
             ('fasternet_cifar10', ['converted-infer'])):
         out = run([
@@ -700,7 +703,7 @@ def test_every_gpu_job(images, tmp_path):
     out = tmp_path / 'out' / 'toy'
     assert {path.stem for path in (out / 'results').glob('*/*.json')} == {
         'ffn-train', 'repa-train', 'repa-infer', 'deploy-ffn', 'scaling', 'parts', 'optim', 'repopt-train',
-        'repopt-parts', 'repopt-any', 'converted-infer'}
+        'repopt-parts', 'repopt-any', 'converted-infer', 'multi-branch'}
     assert 'nothing is left to measure' in (out / 'repa-infer-all.log').read_text()
     assert (out / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
     assert (out / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()
