@@ -137,7 +137,9 @@ class DeviceLoader:
         # top edge, left edge and flip of each image
         draws = [torch.full((n,), _BORDER), torch.full((n,), _BORDER), torch.zeros(n, dtype=torch.long)]
         if self.is_training:
-            draws = [torch.randint(high, (n,)) for high in (2 * _BORDER + 1, 2 * _BORDER + 1, 1 + self.flip)]
+            draws = [torch.randint(high, (n,)) for high in (2 * _BORDER + 1, 2 * _BORDER + 1, 2)]
+        if not self.flip:
+            draws[2].zero_()
         draws = [draw.to(device) for draw in draws]
         rows, columns = (torch.arange(size, device=device) for size in self.size)
         for i in range(len(self)):
