@@ -6,11 +6,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import timm
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.multiprocessing import start_processes
+from torch.torch_version import TorchVersion
 
 from timm_rep.layers import CslaBlock, RePaMlp
 from timm_rep.scales import Scales
@@ -48,6 +50,19 @@ def tiny(name, seed=0, **kwargs):
 def images(n=2, size=64, seed=1, **kwargs):
     """Normally distributed images (n, 3, size, size)."""
     return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(seed), **kwargs)
+
+
+needs_recorded_args = pytest.mark.skipif(
+    not hasattr(timm.models, 'get_model_args'), reason='timm records the arguments of a model since 1.0.31')
+needs_torch_2_6 = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 6), reason='torch 2.5 fixes the batch size of exported programs, or crashes')
+
+
+def save_model(model, folder):
+    """timm's save_for_hf(), which records the arguments of the model itself since 1.0.31."""
+    model.state_dict()  # converted models bring their arguments up to date
+    args = {} if hasattr(timm.models, 'get_model_args') else {'model_args': model._model_args}
+    timm.models.save_for_hf(model, str(folder), safe_serialization=True, **args)
 
 
 def relative(x, reference):

@@ -9,10 +9,10 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
-from timm_rep.convert import ConversionReport, find_pointwise_ffns, linearize_ffns
+from timm_rep.convert import ConversionReport, find_pointwise_ffns, folded_copy, linearize_ffns
 from timm_rep.layers import active_channels
 from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.data import PREPROCESSING, Images
+from timm_rep.utils.data import PREPROCESSING, Images, batch_images
 from timm_rep.utils.profiling import (
     count_macs,
     count_params,
@@ -21,6 +21,7 @@ from timm_rep.utils.profiling import (
     versions,
 )
 from timm_rep.utils.training import distil, evaluate
+from timm_rep.verify import compare
 
 __all__ = ['Accelerated', 'accelerate', 'as_repa_any', 'measure', 'table', 'write_model']
 
@@ -77,7 +78,8 @@ def as_repa_any(
 
     Args:
         model: Model that :func:`timm_rep.convert.linearize_ffns` converted.
-        original: The same model before the conversion.
+        original: The same model before the conversion, with the arguments it was created with in ``_model_args``, where
+            timm records them since 1.0.31.
         report: The report of the conversion.
         data_config: Preprocessing of the images, for its pretrained_cfg.
 
@@ -94,7 +96,6 @@ def as_repa_any(
         base=original.pretrained_cfg['architecture'],
         idle_ratio=ratios[0] if len(set(ratios)) == 1 else ratios,
         linear_path=paths[0] if len(set(paths)) == 1 else paths,
-        reparameterized=True,
         num_classes=original.num_classes,
         **args,
     )
@@ -171,7 +172,18 @@ def accelerate(
         result = copy.deepcopy(result)
         distil(result, original, images, distil_epochs, lr, checkpoint=checkpoint, resume=resume)
         models['distilled'] = result
-    return Accelerated(result, report, measure(models, images))
+    folded = {name: folded_copy(m) for name, m in models.items()}
+    result = folded['distilled' if distil_epochs else 'converted']
+    _check_folded(models['distilled' if distil_epochs else 'converted'], result, loader[0])
+    return Accelerated(result, report, measure(folded, images))
+
+
+@torch.inference_mode()
+def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
+    images = batch_images(batch).to(next(folded.parameters()).device)
+    error = compare(unfolded(images), folded(images), len(images)).relative_rms
+    if not error < 1e-3:
+        raise RuntimeError(f'The folded model computes something else: relative rms {error:.2g}.')
 
 
 def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
@@ -191,7 +203,8 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     machine = device_name(next(result.model.parameters()).device)  # that of the measurements
     with replacing_files(folder) as draft:
         model = result.model.cpu()
-        save_for_hf(model, str(draft), safe_serialization=True)
+        # timm before 1.0.31 does not record the arguments itself
+        save_for_hf(model, str(draft), model_args=dict(model._model_args), safe_serialization=True)
         loaded = timm.create_model(f'local-dir:{draft}', pretrained=True).eval()
         images = torch.randn(2, *model.pretrained_cfg['input_size'])
         with torch.inference_mode():

@@ -41,6 +41,7 @@ def command(data, output, *more):
 
 def original(data):
     model = timm.create_model('vit_tiny_patch16_224', **VIT).eval()
+    model._model_args = dict(VIT)  # timm records them since 1.0.31
     model.load_state_dict(torch.load(data / 'model.pth', weights_only=True))
     return model
 
@@ -195,11 +196,48 @@ def test_kept_ffns_and_budgets(data, tmp_path):
     assert timm.create_model(f'local-dir:{output}', pretrained=True).num_classes == 3
 
 
+@torch.no_grad()
+def test_layers_that_timm_folds(data, tmp_path):
+    """The written model is folded as a whole."""
+    args = dict(embed_dim=(16, 24), depth=(1, 1), num_classes=3)
+    torch.manual_seed(0)
+    torch.save(timm.create_model('repvit_m0_9', **args).state_dict(), tmp_path / 'r.pth')
+    assert main([
+        'accelerate', 'repvit_m0_9', '--model-kwargs', *(f'{k}={v}' for k, v in args.items()), '--img-size', '32',
+        '--checkpoint', str(tmp_path / 'r.pth'), '--data-dir', str(data), '-o', str(tmp_path / 'out')]) == 0
+    model = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True).eval()
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in model.stem.modules())
+    expected = timm.create_model('repvit_m0_9', **args).eval()
+    expected.load_state_dict(torch.load(tmp_path / 'r.pth', weights_only=True))
+    images = Images(expected, str(data), img_size=32)
+    timm_rep.convert_to_repa(expected, calibration=images.calibration(512))
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert relative(model(x), expected(x)) < 1e-5
+
+
+def test_training_images_need_no_labels(data, tmp_path):
+    """The same images without folders of classes give the same model, also distilled."""
+    (tmp_path / 'data' / 'train').mkdir(parents=True)
+    (tmp_path / 'data' / 'val').symlink_to(data / 'val')
+    for c in '012':
+        for path in (data / 'train' / c).iterdir():
+            (tmp_path / 'data' / 'train' / f'{c}-{path.name}').write_bytes(path.read_bytes())
+    models = []
+    for root, name in ((data, 'a'), (tmp_path / 'data', 'b')):
+        assert main(command(data, tmp_path / name, '--data-dir', str(root), '--distil-epochs', '1')) == 0
+        models.append(timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True).eval())
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative(*(model(x) for model in models)) < .1
+
+
 @pytest.mark.parametrize('change,message', [
     (['--data-dir', '{tmp}'], 'Found 0 images in subfolders of'),
     (['--train-split', 'test'], "no folder for the split 'test'"),
     (['--val-split', 'test'], "no folder for the split 'test'"),
     (['--val-split', 'two'], "has 2 classes in 'two', the model has 3"),
+    (['--val-split', 'flat'], "has no folders of classes in 'flat', the model has 3 classes"),
+    (['--train-split', 'empty'], 'Found 0 images in subfolders of'),
     (['--checkpoint', '{tmp}/none.pth'], 'none.pth'),
     (['--images', '3'], 'needs at least'),
 ])
@@ -207,6 +245,9 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys, change, mess
     for c in '01':
         (data / 'two' / c).mkdir(parents=True, exist_ok=True)
         Image.new('RGB', (32, 32)).save(data / 'two' / c / 'a.png')
+    (data / 'flat').mkdir(exist_ok=True)
+    Image.new('RGB', (32, 32)).save(data / 'flat' / 'a.png')
+    (data / 'empty').mkdir(exist_ok=True)
     assert main([*command(data, tmp_path / 'out'), *(c.format(tmp=tmp_path) for c in change)]) == 1
     captured = capsys.readouterr()
     assert message in captured.err

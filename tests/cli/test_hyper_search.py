@@ -42,11 +42,13 @@ def test_command(images, tmp_path, capsys):
 def test_multi_branch_network_of_timm(images, tmp_path):
     output = tmp_path / 's.safetensors'
     args = command(images, output, '--epochs', '1', '--val-split', '')
-    args[1:2] = ['repopt_any', '--model-kwargs', 'base=lcnetv2_small', 'scale=.1']
+    args[1:2] = ['repopt_any', '--model-kwargs', 'base=fastvit_t8', 'layers=(1,1,1,1)', 'embed_dims=(8,16,32,64)']
     assert main(args) == 0
     scales = Scales.load(output)
-    assert (scales.metadata['model'], scales.metadata['base']) == ('repopt_any', 'lcnetv2_small')
-    model = timm.create_model('repopt_any', base='lcnetv2_small', scale=.1, num_classes=4, scales=str(output))
+    assert (scales.metadata['model'], scales.metadata['base']) == ('repopt_any', 'fastvit_t8')
+    model = timm.create_model(
+        'repopt_any', base='fastvit_t8', layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64), num_classes=4,
+        scales=str(output))
     layers = csla_layers(model)
     assert layers.keys() == scales.keys()
     for name, layer in layers.items():

@@ -12,13 +12,11 @@ from timm.models import (
     crossvit,
     edgenext,
     efficientformer,
-    efficientvim,
     efficientvit_msra,
     eva,
     fasternet,
     fastvit,
     focalnet,
-    iformer,
     inception_next,
     levit,
     mlp_mixer,
@@ -26,7 +24,6 @@ from timm.models import (
     mvitv2,
     nextvit,
     pit,
-    qwen3_vit,
     rdnet,
     repvit,
     shvit,
@@ -98,7 +95,7 @@ CLASSES = {
     'SwiGLU with LayerNorm: eva': (eva.Eva, dict(VIT, swiglu_mlp=True, scale_mlp=True, mlp_ratio=2), 32),
     'ConvMlpWithNorm: efficientformer': (efficientformer.EfficientFormer, dict(
         depths=(1, 2), embed_dims=(16, 24), num_vit=1, mlp_ratios=2, layer_scale_init_value=.5), 56),
-    'FFN: efficientvim': (efficientvim.EfficientViM, dict(
+    'FFN: efficientvim': ('efficientvim_m1', dict(
         embed_dim=(16, 24), depths=(1, 1), mlp_ratio=2., state_dim=(9, 9)), 64),
     'ConvMlp: efficientvit_msra': (efficientvit_msra.EfficientVitMsra, dict(
         img_size=64, embed_dim=(16, 24), key_dim=(4, 4), depth=(1, 1), num_heads=(2, 2), window_size=(4, 4),
@@ -128,7 +125,7 @@ CLASSES = {
     'GeGluMlp: vitamin': (_vitamin, {}, 64),
     'MLPBlock: fasternet': (fasternet.FasterNet, dict(
         embed_dim=16, depths=(1, 1), feature_dim=24, layer_scale_init_value=.5), 32),
-    'FFN: iformer': (iformer.IFormer, dict(
+    'FFN: iformer': ('iformer_t', dict(
         dims=(8, 16, 24, 24), depths=(1, 1, 3, 3), attn_groups=(0, 0, 1, 1)), 64),
     'Block: rdnet': (rdnet.RDNet, dict(
         growth_rates=(16,), num_blocks_list=(2,), block_type=('Block',), is_downsample_block=(None,),
@@ -165,7 +162,7 @@ FILES = {
         in_chans=3, stem_chs=(8, 8, 8), depths=(1, 1, 5, 1), head_dim=8), 32, 400),
     'pit': (pit.PoolingVisionTransformer, dict(
         img_size=32, patch_size=8, stride=4, base_dims=(8, 8), depth=(1, 1), heads=(2, 2)), 32),
-    'qwen3_vit': (qwen3_vit.Qwen3VitClassifier, dict(
+    'qwen3_vit': ('qwen3_vit_88m_merge', dict(
         img_size=64, patch_size=8, embed_dim=24, depth=1, num_heads=3, mlp_ratio=2., pos_embed_grid_size=8), 64),
     'swin_transformer_v2': (swin_transformer_v2.SwinTransformerV2, dict(
         img_size=32, embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=4), 32),
@@ -184,7 +181,9 @@ FILES = {
     'hiera': (*MODELS['hiera'], 170),
     'hieradet': (*MODELS['hieradet'], 48),
 }
-FAMILIES = {**CLASSES, **FILES}
+# the oldest supported timm lacks some
+FAMILIES = {
+    family: row for family, row in {**CLASSES, **FILES}.items() if not isinstance(row[0], str) or timm.is_model(row[0])}
 # one of each kind: plain, with convolutions, with BatchNorms, gated, with a LayerNorm, in a Sequential, with a norm,
 # the layers of a block
 KINDS = (

@@ -1,9 +1,10 @@
 """Tiny models of every family of timm with blocks that are sums of linear branches."""
 from functools import partial
 
+import timm
 import torch
 import torch.nn as nn
-from timm.models import fastvit, ghostnet, iformer, lcnetv2, repghost, repvit
+from timm.models import fastvit, ghostnet, repghost, repvit
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 
 
@@ -48,10 +49,13 @@ FAMILIES = {
     'ghostnet, v3': lambda: ghostnet.GhostNet(
         cfgs=[[[3, 16, 16, 0, 1]], [[5, 24, 24, .25, 2]], [[3, 24, 24, 0, 1]]], version='v3', num_classes=5,
         drop_rate=0.),
-    'lcnetv2': lambda: lcnetv2.LCNetV2(scale=.25, depths=(1, 1, 2, 2), num_classes=5),
-    'iformer': lambda: iformer.IFormer(
-        dims=(8, 16, 24, 24), depths=(1, 1, 3, 3), attn_groups=(0, 0, 1, 1), num_classes=5),
 }
+_NEWER = {  # than the oldest supported timm
+    'lcnetv2': lambda: timm.create_model('lcnetv2_small', scale=.25, depths=(1, 1, 2, 2), num_classes=5),
+    'iformer': lambda: timm.create_model(
+        'iformer_t', dims=(8, 16, 24, 24), depths=(1, 1, 3, 3), attn_groups=(0, 0, 1, 1), num_classes=5),
+}
+FAMILIES.update({family: create for family, create in _NEWER.items() if hasattr(timm.models, family)})
 
 
 @torch.no_grad()

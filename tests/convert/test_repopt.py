@@ -2,6 +2,7 @@
 import copy
 import json
 import pickle
+import re
 
 import pytest
 import timm
@@ -13,7 +14,7 @@ from timm.utils import reparameterize_model
 
 import timm_rep
 from tests.convert.multi_branch import FAMILIES, build
-from tests.helpers import images, normal_scales, relative, same_weights
+from tests.helpers import images, normal_scales, relative, same_weights, save_model
 from timm_rep.convert import find_linear_sums, use_repopt_convs
 from timm_rep.layers import CslaBlock, CslaConv2d, csla_layers
 from timm_rep.optim import RepAdamW, RepSGD
@@ -172,6 +173,70 @@ def test_refusals(model, error, message):
         timm_rep.convert_to_repopt(model())
 
 
+class _Adapted(nn.Conv2d):
+    """A convolution with a forward() of its own, as adapters are."""
+
+
+def _replace_conv(block):
+    conv = block.conv_kxk.conv
+    block.conv_kxk.conv = _Adapted(conv.in_channels, conv.out_channels, 3, conv.stride, 1, bias=False)
+
+
+def _replace_norm(block):
+    block.conv_kxk.bn = nn.GroupNorm(1, 16)
+
+
+@pytest.mark.parametrize('change,reason', [
+    (_replace_conv, 'has a branch with a _Adapted instead of a plain convolution'),
+    (_replace_norm, 'has a branch with a GroupNorm instead of a BatchNorm'),
+    (lambda block: setattr(block.conv_kxk.bn, 'act', nn.ReLU()), 'has a branch with a ReLU in it'),
+    (lambda block: block.conv_kxk.register_forward_hook(lambda module, args, y: 2 * y), 'has hooks'),
+    (lambda block: setattr(block.conv_1x1, 'forward', lambda x: 0), 'a forward.. that was replaced'),
+])
+def test_modified_blocks_stay(change, reason):
+    model = build('byobnet, RepVGG')
+    block = model.stages[0][1]
+    change(block)
+    report = timm_rep.convert_to_repopt(model)
+    (name, found), = report.kept.items()
+    assert name == 'stages.0.1.reparam_conv'
+    assert re.search(reason, found)
+    assert model.stages[0][1] is block
+    assert block.conv_kxk is not None
+
+
+def test_frozen_blocks_stay_frozen():
+    model = build('byobnet, RepVGG')
+    model.stages[0].requires_grad_(False)
+    timm_rep.convert_to_repopt(model)
+    grads = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert {name for name, grad in grads.items() if not grad} == {n for n in grads if n.startswith('stages.0.')}
+
+
+@pytest.mark.parametrize('family,change', [
+    ('byobnet, RepVGG', lambda model: model.stages[1][1].conv_1x1.conv.weight.data[0].fill_(torch.nan)),
+    ('byobnet, RepVGG', lambda model: model.stages[1][1].conv_kxk.bn.running_var[0].fill_(-1)),
+    ('repvit, legacy', lambda model: [
+        m for m in model.modules() if type(m).__name__ == 'RepVggDw'][-1].conv.bn.running_mean[0].fill_(torch.inf)),
+])
+def test_weights_that_are_not_finite(family, change):
+    model = build(family)
+    change(model)
+    before, state = repr(model), copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r'stages\.\d\..*not finite') as error:
+        timm_rep.convert_to_repopt(model)
+    assert '\n' not in str(error.value)
+    assert repr(model) == before
+    assert all(torch.equal(v.nan_to_num(), state[k].nan_to_num()) for k, v in model.state_dict().items())
+
+
+def test_compiled_models_are_refused():
+    model = build('byobnet, RepVGG')
+    model.stages[0][1].compile(backend='eager')
+    with pytest.raises(ValueError, match='compiled'):
+        timm_rep.convert_to_repopt(model)
+
+
 @pytest.mark.parametrize('scales', [{'stem': {'conv3x3': torch.ones(16)}}, 'nowhere.safetensors', 3])
 def test_scales_that_do_not_fit_leave_the_model_as_it_was(scales):
     model, x = build('fastvit'), images(2, 64)
@@ -201,8 +266,8 @@ def test_registered(structure, tmp_path):
     before = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert relative(other.reparameterize()(x), before) < 1e-5
-    timm.models.save_for_hf(model, str(tmp_path / 'a'), safe_serialization=True)
-    timm.models.save_for_hf(copy.deepcopy(model).reparameterize(), str(tmp_path / 'b'), safe_serialization=True)
+    save_model(model, tmp_path / 'a')
+    save_model(copy.deepcopy(model).reparameterize(), tmp_path / 'b')
     loaded = timm.create_model(f'local-dir:{tmp_path / "a"}', pretrained=True).eval()
     assert torch.equal(loaded(x), before)
     assert {type(m).structure for m in csla_layers(loaded).values()} == {structure}
@@ -219,6 +284,25 @@ def test_registered(structure, tmp_path):
             model.state_dict())
 
 
+@pytest.mark.parametrize('form', ['target', 'search', 'method', 'utility'])
+def test_input_layers_and_folded_folders(form, tmp_path):
+    """Weights of three input channels fit a model of one, also folded, by either function."""
+    args = dict(FASTVIT, base='fastvit_t8')
+    model = timm.create_model('repopt_any', structure='search' if form == 'search' else 'target', **args).eval()
+    model = {'method': model.reparameterize, 'utility': lambda: reparameterize_model(model)}.get(form, lambda: model)()
+    first = {'target': 'stem.0.reparam_conv.0', 'search': None}.get(form, 'stem.0.reparam_conv')
+    save_model(model, tmp_path)
+    assert model.pretrained_cfg['first_conv'] == first
+    config = json.loads((tmp_path / 'config.json').read_text())
+    assert config['model_args'].get('reparameterized', False) == (form in ('method', 'utility'))
+    if first is None:
+        return
+    gray = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, in_chans=1).eval()
+    assert gray.pretrained_cfg['first_conv'] == first
+    x = images(2, 64)[:, :1]
+    assert relative(gray(x), model(x.expand(-1, 3, -1, -1))) < 1e-5
+
+
 def test_scales_of_the_registered_architecture(tmp_path):
     args = dict(FASTVIT, base='fastvit_t8')
     search = timm.create_model('repopt_any', structure='search', **args)
@@ -226,7 +310,7 @@ def test_scales_of_the_registered_architecture(tmp_path):
     scales.save(tmp_path / 's.safetensors')
 
     def recorded(model):
-        timm.models.save_for_hf(model, str(tmp_path / 'saved'), safe_serialization=True)
+        save_model(model, tmp_path / 'saved')
         return json.loads((tmp_path / 'saved' / 'config.json').read_text())['model_args']['scales']
 
     for given, expected in (

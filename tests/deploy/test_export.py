@@ -13,7 +13,7 @@ import torch.nn as nn
 import timm_rep
 from tests.convert.multi_branch import FAMILIES as MULTI_BRANCH
 from tests.deploy.models import MODELS, VIT, build
-from tests.helpers import images, randomize_, relative, same_weights, tiny
+from tests.helpers import images, needs_recorded_args, needs_torch_2_6, randomize_, relative, same_weights, tiny
 from timm_rep.cli import main
 from timm_rep.deploy import VERIFICATION, onnx_runner
 from timm_rep.layers import RePaMlp, is_reparameterized
@@ -67,9 +67,11 @@ def check(kind, format, folder, reparameterize=True):
 
 
 @pytest.mark.parametrize('kind, format', [
-    ('repa_vit', 'safetensors'), ('repa_vit', 'pt2'),
+    pytest.param('repa_vit', 'safetensors', marks=needs_recorded_args),
+    pytest.param('repa_vit', 'pt2', marks=needs_torch_2_6),
     pytest.param('repa_vit', 'onnx', marks=[needs_onnx, pytest.mark.slow]),
-    ('repopt_vgg', 'safetensors'), ('repopt_vgg', 'pt2'), pytest.param('repopt_vgg', 'onnx', marks=needs_onnx),
+    pytest.param('repopt_vgg', 'safetensors', marks=needs_recorded_args), ('repopt_vgg', 'pt2'),
+    pytest.param('repopt_vgg', 'onnx', marks=[needs_onnx, needs_torch_2_6]),
 ])
 def test_folded(kind, format, tmp_path):
     path, exported = check(kind, format, tmp_path)
@@ -165,7 +167,8 @@ def test_several_files_in_a_folder(tmp_path):
     assert not (tmp_path / 'c.pt2').exists()
 
 
-@pytest.mark.parametrize('format', ['safetensors', pytest.param('pt2', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('format', [
+    pytest.param('safetensors', marks=needs_recorded_args), pytest.param('pt2', marks=pytest.mark.slow)])
 def test_a_difference_is_an_error(format, tmp_path, monkeypatch):
     """A broken fold: the message has the difference, nothing is written, and an old file stays."""
     model, _ = build('repa_vit')
@@ -280,6 +283,7 @@ def test_missing_package(tmp_path, monkeypatch):
         timm_rep.export(deit(), tmp_path / 'm.onnx', 'onnx')
 
 
+@needs_torch_2_6
 def test_missing_compiler(tmp_path):
     # monkeypatch would remove the setting from torch's configuration at the end
     config = importlib.import_module('torch._inductor.config')
@@ -288,6 +292,7 @@ def test_missing_compiler(tmp_path):
         timm_rep.export(deit(), tmp_path / 'm.pt2', 'aoti')
 
 
+@needs_recorded_args
 class TestCommand:
     def test_checkpoint_and_images(self, tmp_path, capsys, request):
         model, _ = build('repa_vit')

@@ -9,9 +9,8 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
-from timm.models import save_for_hf
 
-from tests.helpers import normal_scales, relative
+from tests.helpers import normal_scales, relative, save_model
 from tests.hub.published import REPA, REPOPT, trained
 from timm_rep.cli import main
 from timm_rep.hub import sha256
@@ -111,7 +110,8 @@ def test_converted_model_of_timm(kwargs, images, tmp_path):
     model = timm.create_model('repa_any', base='deit_tiny_patch16_224', idle_ratio=.5, **args)
     for _ in range(2):
         model(torch.randn(4, 3, 32, 32))
-    save_for_hf(model.eval(), str(folder), safe_serialization=True)
+    model.pretrained_cfg['input_size'] = (3, 32, 32)
+    save_model(model.eval(), folder)
     prepare_folder(folder, data_dir=str(images), split='validation')
     check_folder(folder)
     folded = 'reparameterized' in kwargs
@@ -132,9 +132,10 @@ def test_converted_model_of_timm(kwargs, images, tmp_path):
 
 def test_multi_branch_network_of_timm(tmp_path):
     folder = tmp_path / 'repopt_any.mine'
-    model = timm.create_model('repopt_any', base='lcnetv2_small', scale=.1, num_classes=4)
+    model = timm.create_model(
+        'repopt_any', base='fastvit_t8', layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64), num_classes=4)
     model.pretrained_cfg['input_size'] = (3, 32, 32)
-    save_for_hf(model.eval(), str(folder), safe_serialization=True)
+    save_model(model.eval(), folder)
     prepare_folder(folder)
     check_folder(folder)
     card = (folder / 'README.md').read_text()

@@ -6,12 +6,11 @@ import pickle
 import pytest
 import timm
 import torch
-from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import images, relative, wild_
+from tests.helpers import images, relative, save_model, wild_
 from tests.models.contract import train
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
@@ -40,7 +39,7 @@ def test_it_is_what_the_conversion_makes(args, tmp_path):
     assert model.pretrained_cfg['input_size'] == timm.get_pretrained_cfg(args['base']).input_size
     assert model.reparameterize() is model  # nothing is left to fold
 
-    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    save_model(model, tmp_path)
     loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
     assert torch.equal(loaded(x), model(x))
     assert loaded.pretrained_cfg['mean'] == model.pretrained_cfg['mean']
@@ -89,8 +88,8 @@ def test_structure_of_the_paper(tmp_path):
         assert relative(other.reparameterize()(x), expected) < 1e-4
     assert relative(reparameterize_model(model)(x), expected) < 1e-4
     assert torch.equal(model(x), expected)
-    save_for_hf(model, str(tmp_path / 'training'), safe_serialization=True)
-    save_for_hf(model.reparameterize(), str(tmp_path / 'folded'), safe_serialization=True)
+    save_model(model, tmp_path / 'training')
+    save_model(model.reparameterize(), tmp_path / 'folded')
     folded = model(x)
     for name, given in (('training', dict(reparameterized=True)), ('folded', {})):
         loaded = timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True, **given).eval()
@@ -99,6 +98,33 @@ def test_structure_of_the_paper(tmp_path):
     assert torch.equal(loaded(x), expected)
     with pytest.raises(RuntimeError, match='has the deploy structure'):
         loaded.load_state_dict(model.state_dict())
+
+
+REPVIT = dict(base='repvit_m0_9', embed_dim=(16, 24), depth=(1, 1), num_classes=5)
+NEXTVIT = dict(base='nextvit_small', stem_chs=(8, 8, 8), depths=(1, 1, 5, 1), head_dim=8, num_classes=5)
+IFORMER = dict(base='iformer_t', dims=(8, 16, 24, 24), depths=(1, 1, 3, 3), attn_groups=(0, 0, 1, 1), num_classes=5)
+
+
+@pytest.mark.parametrize('args', [
+    dict(REPVIT), dict(REPVIT, anneal_steps=2), dict(NEXTVIT, anneal_steps=2), dict(IFORMER, anneal_steps=2),
+    dict(VIT, anneal_steps=2)])
+@torch.no_grad()
+def test_bases_that_timm_folds(args, tmp_path):
+    """Folded by either function, all of the model is, and its folder says so."""
+    if not timm.is_model(args['base']):
+        pytest.skip('the oldest supported timm lacks it')
+    model, x = timm.create_model('repa_any', **args).train(), images(4, 64 if args['base'] == 'iformer_t' else 32)
+    for _ in range(3):
+        model(x)
+    expected = model.eval()(x)
+    save_model(model, tmp_path / 'unfolded')
+    assert relative(timm.create_model(f'local-dir:{tmp_path / "unfolded"}', pretrained=True).eval()(x), expected) < 1e-6
+    for name, folded in (('own', copy.deepcopy(model).reparameterize()), ('timm', reparameterize_model(model))):
+        assert len(folded.state_dict()) < len(model.state_dict())
+        assert relative(folded(x), expected) < 1e-5
+        save_model(folded, tmp_path / name)
+        loaded = timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True).eval()
+        assert relative(loaded(x), folded(x)) < 1e-6
 
 
 @pytest.mark.parametrize('args,message', [
@@ -123,7 +149,7 @@ def test_refusals(args, message):
 ])
 def test_a_config_cannot_name_other_files(tmp_path, given):
     model = timm.create_model('repa_any', **VIT)
-    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    save_model(model, tmp_path)
     config = json.loads((tmp_path / 'config.json').read_text())
     config['model_args'].update(given)
     (tmp_path / 'config.json').write_text(json.dumps(config))

@@ -10,7 +10,8 @@ def add_parser(commands) -> None:
         'accelerate', help='convert the FFNs of a pretrained model from unlabelled images; measure, distil, save')
     parser.add_argument('model', metavar='MODEL', help="timm model; pretrained, unless --checkpoint is given")
     parser.add_argument(
-        '--data-dir', required=True, metavar='DIR', help='folder of images: DIR/train/CLASS/IMAGE, DIR/val/CLASS/IMAGE')
+        '--data-dir', required=True, metavar='DIR',
+        help='folder of images: DIR/train/IMAGE, or in folders by class, and DIR/val/CLASS/IMAGE for the accuracy')
     parser.add_argument('-o', '--output', required=True, metavar='DIR', help='folder to write')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of the model (default: pretrained weights)')
     parser.add_argument(
@@ -32,8 +33,10 @@ def add_parser(commands) -> None:
     parser.add_argument('--lr', type=float, default=1e-4, help='learning rate of the distillation (%(default)s)')
     parser.add_argument('--resume', action='store_true', help='continue an interrupted distillation')
     parser.add_argument(
-        '--train-split', default='train', metavar='NAME', help='folder for calibration and distillation (%(default)s)')
-    parser.add_argument('--val-split', default='val', metavar='NAME', help='folder for the accuracy (%(default)s)')
+        '--train-split', default='train', metavar='NAME',
+        help='folder for calibration and distillation, without use of labels (%(default)s)')
+    parser.add_argument(
+        '--val-split', default='val', metavar='NAME', help='labelled folder for the accuracy (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's)")
     parser.add_argument('--mean', type=float, nargs=3, metavar='X', help="mean of the channels (the model's)")
     parser.add_argument('--std', type=float, nargs=3, metavar='X', help="deviation of the channels (the model's)")
@@ -54,6 +57,8 @@ def run(args) -> int:
     from timm_rep.utils.data import Images
 
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
+    if not hasattr(model, '_model_args'):  # timm records them since 1.0.31
+        model._model_args = dict(args.model_kwargs)
     if args.checkpoint:
         load_checkpoint(model, args.checkpoint)
     check_convertible(model)

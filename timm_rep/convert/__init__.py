@@ -6,7 +6,7 @@ from .linearize import check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_module
 from .repa import convert_to_repa
 from .reparameterize import ReparameterizeMixin, folded_copy, reparameterize
-from .repopt import RepOptReport, convert_to_repopt, reparameterize_repopt, set_scales, use_repopt_convs
+from .repopt import RepOptReport, convert_to_repopt, set_scales, use_repopt_convs
 from .report import ConversionReport, ConvertedFfn
 from .survey import Convertibility, survey_convertible
 
@@ -30,7 +30,6 @@ __all__ = [
     'linearize_ffns',
     'ratios_of',
     'reparameterize',
-    'reparameterize_repopt',
     'replace_module',
     'set_scales',
     'survey_convertible',

@@ -8,6 +8,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 import torch
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d
+from timm.utils import reparameterize_model
 
 from timm_rep.layers import (
     Affine,
@@ -122,7 +123,8 @@ class AnnealedFfn(nn.Module):
         if deploy.has_active:
             self._after_norm(ffn.fc_in(active)).write_to(deploy.fc_in, like=first)
             Affine(out.weight[:, active], out.bias).write_to(deploy.fc_out, like=first)
-        return new.train(self.training)
+        # with the layers before it; timm's function does not look into what it gets from fuse()
+        return reparameterize_model(new.train(self.training))
 
     def _after_norm(self, linear: Affine) -> Affine:
         if isinstance(self.norm, AnnealedNorm):

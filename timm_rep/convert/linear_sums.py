@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from timm_rep.layers import Affine, ConvBranch, Csla, IdentityBranch
 
+from .pointwise import modified
+
 __all__ = ['LinearSum', 'Term', 'find_linear_sums']
 
 
@@ -232,13 +234,25 @@ def _obstacle(linear_sum: LinearSum) -> Optional[str]:
     if len(linear_sum.terms) < 2:
         return 'has a single branch'
     convs = linear_sum.convs
+    for conv, norm, _ in linear_sum.terms:
+        if conv is not None and (type(conv) is not nn.Conv2d or type(conv.weight.data) is not torch.Tensor):
+            return f'has a branch with a {type(conv).__name__} instead of a plain convolution'
+        if norm is not None and not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            return f'has a branch with a {type(norm).__name__} instead of a BatchNorm'
+        if not isinstance(getattr(norm, 'act', None), (type(None), nn.Identity)):
+            return f'has a branch with a {type(norm.act).__name__} in it'
+    superfluous = [getattr(linear_sum.module, name, None) for name in linear_sum.replaced]
+    for part in superfluous if linear_sum.slot else [linear_sum.module]:
+        reason = modified(part) if isinstance(part, nn.Module) else None
+        if reason:
+            return reason
     whole = max(convs, key=lambda conv: conv.kernel_size)
     for conv in convs:
         same = all(
             getattr(conv, name) == getattr(whole, name) for name in ('in_channels', 'out_channels', 'stride', 'groups'))
         padding = tuple(k // 2 * d for k, d in zip(conv.kernel_size, conv.dilation))
         odd = all(k % 2 for k in conv.kernel_size)
-        if type(conv) is not nn.Conv2d or not same or not odd or conv.padding != padding:
+        if not same or not odd or conv.padding != padding:
             return f'has a branch {conv} that cannot be added to {whole}'
     return None
 

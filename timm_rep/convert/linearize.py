@@ -33,8 +33,6 @@ def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, s
         ValueError: The model has no pointwise FFN, or is wrapped, compiled or converted already.
     """
     check_unconverted(model)
-    if any(m._compiled_call_impl is not None for m in model.modules()):
-        raise ValueError(f'{type(model).__name__} is compiled: convert the model before calling its compile().')
     ffns, others = find_pointwise_ffns(model)
     if not ffns:
         reasons = [f'{name} {reason}' for name, reason in others.items()]

@@ -4,16 +4,18 @@ The table of this file names the parts of every FFN class of timm. The form of t
 """
 import copy
 import re
+from functools import partial
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
 from timm.layers import GlobalResponseNormMlp
 from timm.layers.mlp import GatedMlp
+from timm.models.nextvit import merge_pre_bn
 
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy
 
-__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'replace_module']
+__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'modified', 'replace_module']
 
 
 class _Names(NamedTuple):
@@ -90,6 +92,9 @@ _OTHER_NAMES = {
 _NO_FFN = re.compile(
     r'(^|\.)(attn_pool|rel_pos|shared_rel_pos|meta_mlp|mlp_tokens|mlp_add|mlp_scale|attn\.attn|head|pre_logits)(\.|$)')
 
+# blocks whose reparameterize() folds the norm before the FFN into ``mlp.fc1``
+_NORM_FOLDING = ('models.nextvit.NextConvBlock', 'models.nextvit.NextTransformerBlock')
+
 _HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
 
 
@@ -128,6 +133,14 @@ def linear_of(layer: nn.Module) -> nn.Module:
     return next(m for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
 
 
+def modified(module: nn.Module) -> Optional[str]:
+    """Why the function of a module is not that of its layers, None if it is."""
+    for part in module.modules():
+        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
+            return 'has hooks, or a forward() that was replaced: remove them first'
+    return None
+
+
 def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
     """Why an FFN of a known class is not two pointwise linear layers with an activation; None if it is."""
     absent = getattr(module, names.absent) if names.absent else None
@@ -158,10 +171,7 @@ def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:
     # LayerNorm2d is a LayerNorm
     if not isinstance(norm, nn.Identity if isinstance(linear_of(module), nn.Conv2d) else (nn.Identity, nn.LayerNorm)):
         return f'has a {type(norm).__name__} before its last linear layer'
-    for part in module.modules():
-        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
-            return 'has hooks, or a forward() that was replaced: remove them first'
-    return None
+    return modified(module)
 
 
 class _One(nn.Module):
@@ -358,3 +368,17 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = new
+                if _class_name(parent) in _NORM_FOLDING:
+                    parent.reparameterize = partial(_fold_norms, parent)
+
+
+def _fold_norms(block: nn.Module) -> None:
+    """The ``reparameterize()`` of a NextViT block with a converted FFN, several of whose layers may have its input."""
+    mlp, norm = block.mlp, block.norm2 if hasattr(block, 'norm2') else block.norm
+    first, *others = (m for name, m in mlp.named_modules() if name.split('.')[-1] in ('fc1', 'fc_in', 'fc_idle'))
+    if not block.is_fused:
+        for layer in others:
+            merge_pre_bn(layer, norm)
+    block.mlp = nn.ModuleDict({'fc1': first})  # where timm looks for it
+    type(block).reparameterize(block)
+    block.mlp = mlp

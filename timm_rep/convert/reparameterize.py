@@ -16,7 +16,8 @@ def check_unconverted(model: nn.Module) -> None:
 
     Raises:
         TypeError: model is not a module.
-        ValueError: The model is wrapped (DDP, torch.compile, features_only), or has foldable layers already.
+        ValueError: The model is wrapped (DDP, torch.compile, features_only) or compiled, or has foldable layers
+            already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f'model is a timm model, got {model!r}: create it with timm.create_model({model!r}).')
@@ -24,20 +25,28 @@ def check_unconverted(model: nn.Module) -> None:
         raise ValueError(f'{type(model).__name__} has foldable layers already, it cannot be converted.')
     if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # the latter from features_only
         raise ValueError(f'{type(model).__name__} wraps another model: convert the model before wrapping it.')
+    if any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ValueError(f'{type(model).__name__} is compiled: convert the model before calling its compile().')
 
 
 def reparameterize(model: nn.Module) -> nn.Module:
-    """Fold every layer with a ``fuse()`` into its deploy structure, in place; see ReparameterizeMixin.reparameterize.
+    """Fold a model into its deploy structure, in place: the layers of this package, then what timm folds.
 
-    Unlike ``timm.utils.reparameterize_model``, which replaces layer after layer, it changes nothing if one fails.
+    Unlike ``timm.utils.reparameterize_model`` alone, which replaces layer after layer, it changes nothing if a layer of
+    this package cannot be folded.
+
+    Raises:
+        ValueError: A BatchNorm has no running statistics, or an annealing has not ended; the model is unchanged.
+        OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
     """
     fused = [
         (parent, name, child.fuse())
-        for parent in model.modules() for name, child in parent.named_children() if hasattr(child, 'fuse')
+        for parent in model.modules() for name, child in parent.named_children()
+        if hasattr(child, 'structures_in') and hasattr(child, 'fuse')
     ]
     for parent, name, layer in fused:
         setattr(parent, name, layer)
-    return model
+    return reparameterize_model(model, inplace=True)
 
 
 def folded_copy(model: nn.Module) -> nn.Module:

@@ -11,17 +11,16 @@ import torch
 import torch.nn as nn
 from timm.utils import reparameterize_model
 
-from timm_rep.layers import Csla, RepOptConv, RepOptConvDeploy, csla_layers
+from timm_rep.layers import Affine, Csla, RepOptConv, RepOptConvDeploy, csla_layers
 from timm_rep.scales import ScalesLike, resolve_scales, stage_of
 
 from .linear_sums import LinearSum, find_linear_sums
-from .reparameterize import check_loaded_structure, check_unconverted
+from .reparameterize import check_loaded_structure, check_unconverted, reparameterize
 
 __all__ = [
     'ConvertedSum',
     'RepOptReport',
     'convert_to_repopt',
-    'reparameterize_repopt',
     'set_scales',
     'use_repopt_convs',
 ]
@@ -97,8 +96,9 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         raise ValueError(
             f'Cannot convert {type(model).__name__}, nothing was changed: it has no block that is a sum of linear '
             f'branches{f" ({reasons})" if reasons else ""}. Folded blocks have none any more.')
-    layers = []
-    for linear_sum, csla in zip(sums, _declarations(sums)):
+    layers, cslas = [], _declarations(sums)
+    kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if structure == 'target' and not reparameterized else None
+    for i, (linear_sum, csla) in enumerate(zip(sums, cslas)):
         weight = linear_sum.convs[0].weight
         dd = {'device': weight.device, 'dtype': weight.dtype}
         if reparameterized:
@@ -108,8 +108,11 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         norms = [term.norm for term in linear_sum.terms if term.norm is not None]
         if linear_sum.norm is None and norms:
             layer[1].eps, layer[1].momentum = norms[0].eps, norms[0].momentum
-        if structure == 'target':
-            _take_function(layer, linear_sum, csla)
+        if kernels:
+            _take_function(layer, linear_sum, kernels[i])
+        for part, old in zip(layer, (linear_sum.convs, norms)):  # the BatchNorm behind may be the block's own
+            if old and not any(p.requires_grad for m in old for p in m.parameters()):
+                part.requires_grad_(False)
         layers.append(layer.train(linear_sum.module.training))
     converted = []
     for linear_sum, layer in zip(sums, layers):
@@ -124,10 +127,21 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
 
 
 @torch.no_grad()
-def _take_function(layer: RepOptConv, linear_sum: LinearSum, csla: Csla) -> None:
+def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
+    try:
+        kernel = linear_sum.kernel(csla)
+    except ValueError as e:  # of a BatchNorm
+        raise ValueError(f'{linear_sum.name}: {e} Nothing was changed.') from e
+    if not all(x.is_meta or x.isfinite().all() for x in kernel):
+        raise ValueError(f'The weights of {linear_sum.name} are not finite, nothing was changed.')
+    return kernel
+
+
+@torch.no_grad()
+def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> None:
     """Give a target structure the function of the branches in eval mode."""
     conv, norm = layer
-    kernel, bias = linear_sum.kernel(csla)
+    kernel, bias = affine
     conv.weight.copy_(kernel.reshape(conv.weight.shape))
     if linear_sum.norm is None:
         nn.init.constant_(norm.weight, (1 + norm.eps) ** .5)  # running_var is 1
@@ -175,18 +189,6 @@ def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
             layer.reset_kernel(resolved[name])
 
 
-def reparameterize_repopt(model: nn.Module) -> nn.Module:
-    """Fold a converted model into timm's own deploy structure, in place.
-
-    Raises:
-        ValueError: A BatchNorm has no running statistics; the model is unchanged.
-        OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
-    """
-    for layer in [m for m in model.modules() if isinstance(m, RepOptConv)]:
-        layer.fuse()  # raises before anything is changed
-    return reparameterize_model(model, inplace=True)
-
-
 def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptReport:
     """Turn a multi-branch network of timm into a plain one whose optimizer has the prior of the branches, in place.
 
@@ -221,5 +223,5 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
             module._modules.update(children)
         raise
     model.register_load_state_dict_pre_hook(check_loaded_structure)
-    model.reparameterize = partial(reparameterize_repopt, model)
+    model.reparameterize = partial(reparameterize, model)
     return report

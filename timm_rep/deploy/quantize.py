@@ -236,7 +236,12 @@ def _backend(name: str):
     missing = [package for package in BACKENDS[name] if importlib.util.find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(f"The backend {name!r} needs {', '.join(missing)}: pip install 'timm-rep[deploy]'.")
-    return importlib.import_module(f'timm_rep.deploy.{_MODULES[name]}')
+    try:
+        return importlib.import_module(f'timm_rep.deploy.{_MODULES[name]}')
+    except (AttributeError, ImportError) as e:  # they do not say which torch they need
+        raise ImportError(
+            f'The backend {name!r} needs other releases of torch, {torch.__version__} is installed, or of '
+            f'{", ".join(BACKENDS[name])}: {e}.') from e
 
 
 def _check_model(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from timm_rep.utils.files import COUNT, MAPPING, check_fields, read_text
 from .folder import split_name
 from .load import organization
 from .metrics import METRICS, PREDICTIONS, read_metrics
-from .published import CONFIG, IMAGES, SCALES, WEIGHTS, read_folder
+from .repository import CONFIG, IMAGES, SCALES, WEIGHTS, read_folder
 
 __all__ = ['CARD', 'TRAIN', 'card_text', 'write_card']
 

@@ -16,8 +16,8 @@ from timm_rep.utils.checkpoints import read_state_dict, write_safetensors
 from timm_rep.utils.files import argument_errors
 from timm_rep.utils.profiling import model_input_size
 
-from .published import CONFIG, SCALES, WEIGHTS, PathLike, Published, read_folder, sha256
 from .released import load_released
+from .repository import CONFIG, SCALES, WEIGHTS, ModelRepository, PathLike, read_folder, sha256
 
 __all__ = ['check_folder', 'convert_released', 'load_folder', 'split_name', 'write_folder', 'write_hashes']
 
@@ -127,9 +127,9 @@ def write_hashes(folder: PathLike) -> None:
         FileNotFoundError, RuntimeError: There is no config.json, or it cannot be read.
         ValueError: The folder has subfolders, or links to files elsewhere.
     """
-    published = read_folder(folder)
-    hashes = {name: sha256(published.folder / name) for name in _files(published.folder)}
-    _write_config(published.folder, {**published.config, 'sha256': hashes})
+    repo = read_folder(folder)
+    hashes = {name: sha256(repo.folder / name) for name in _files(repo.folder)}
+    _write_config(repo.folder, {**repo.config, 'sha256': hashes})
 
 
 def _files(folder: Path) -> List[str]:
@@ -143,7 +143,7 @@ def _files(folder: Path) -> List[str]:
     return [path.name for path in paths]
 
 
-def check_folder(folder: PathLike) -> Published:
+def check_folder(folder: PathLike) -> ModelRepository:
     """Check that a folder is complete and unchanged since ``timm-rep card`` wrote it.
 
     Raises:
@@ -152,16 +152,16 @@ def check_folder(folder: PathLike) -> Published:
         ValueError: The folder is not named after the model in it, or has subfolders or links to files elsewhere.
     """
     variant, _ = split_name(folder)
-    published = read_folder(folder)
-    if published.config['architecture'] != variant:
-        raise ValueError(f'{os.fspath(folder)!r} holds a {published.config["architecture"]}, no {variant}.')
-    for name in published.hashes:
-        published.file(name)
-    missing = [name for name in _files(published.folder) if name not in published.hashes]
+    repo = read_folder(folder)
+    if repo.config['architecture'] != variant:
+        raise ValueError(f'{os.fspath(folder)!r} holds a {repo.config["architecture"]}, no {variant}.')
+    for name in repo.hashes:
+        repo.file(name)
+    missing = [name for name in _files(repo.folder) if name not in repo.hashes]
     if missing:
         raise RuntimeError(
             f'{CONFIG} in {os.fspath(folder)!r} has no sha256 of {", ".join(missing)}: run timm-rep card on it.')
-    return published
+    return repo
 
 
 def convert_released(path: PathLike, model_name: str, folder: PathLike, model_args: Mapping[str, Any]) -> Path:

@@ -22,8 +22,8 @@ from timm_rep.scales import packaged_scales
 from timm_rep.utils.checkpoints import read_state_dict
 from timm_rep.utils.files import argument_errors
 
-from .published import CONFIG, SCALES, WEIGHTS, Published, check_sha256, read_folder, read_repository
 from .released import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release, rename_released
+from .repository import CONFIG, SCALES, WEIGHTS, ModelRepository, check_sha256, read_folder, read_repository
 
 __all__ = ['Weights', 'build_model', 'find_weights', 'local_folder', 'organization', 'resolve_pretrained']
 
@@ -194,16 +194,16 @@ def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwa
     tag, repository, path = cfg.get('tag'), None, None
     if cfg.get('source') in ('hf-hub', 'local-dir'):
         repository = cfg['hf_hub_id'] if cfg['source'] == 'hf-hub' else None
-        published = read_repository(repository, cache_dir) if repository else read_folder(cfg['file'])
+        repo = read_repository(repository, cache_dir) if repository else read_folder(cfg['file'])
         if pretrained:
-            path = _path_if_there(published)
+            path = _path_if_there(repo)
     elif any(overlay.get(key) or cfg.get(key) for key in ('file', 'url', 'state_dict')):
         return kwargs  # the caller says where the weights are
     elif not pretrained:
         folder = local_folder()
         if not tag or not folder or not (folder / f'{variant}.{tag}' / CONFIG).is_file():
             return kwargs
-        published = read_folder(folder / f'{variant}.{tag}')
+        repo = read_folder(folder / f'{variant}.{tag}')
     else:
         tag = _DEFAULT_TAG if tag in (None, 'untrained') else tag
         repository = cfg.get('hf_hub_id')
@@ -215,41 +215,41 @@ def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwa
         if file and (not repository or repository.partition('@')[0] != RELEASE):
             return kwargs  # timm loads files that this package did not publish
         ratio = kwargs.get('idle_ratio', DEFAULT_IDLE_RATIO)
-        path, published = find_weights(variant, tag, repository, file, ratio, cache_dir)
-        if published is None:
+        path, repo = find_weights(variant, tag, repository, file, ratio, cache_dir)
+        if repo is None:
             return {**kwargs, 'weights': Weights(path, {'idle_ratio': ratio}, True, RELEASE)}
 
-    if published.config['architecture'] != variant:
-        raise RuntimeError(f'{published.where} holds a {published.config["architecture"]}, no {variant}.')
-    args = _model_args(cls, published)
-    resolved = {**args, **kwargs, 'weights': Weights(path, args, source=published.where)}
-    if SCALES in published.hashes and 'scales' not in kwargs:
-        resolved['scales'] = published.file(SCALES)
+    if repo.config['architecture'] != variant:
+        raise RuntimeError(f'{repo.where} holds a {repo.config["architecture"]}, no {variant}.')
+    args = _model_args(cls, repo)
+    resolved = {**args, **kwargs, 'weights': Weights(path, args, source=repo.where)}
+    if SCALES in repo.hashes and 'scales' not in kwargs:
+        resolved['scales'] = repo.file(SCALES)
     if path or not cfg.get('source'):
         on_hub = repository if cfg.get('source') else repository or f'{organization()}/{variant}.{tag}'
-        resolved['pretrained_cfg'] = _pretrained_cfg(published, architecture=variant, tag=tag, hf_hub_id=on_hub)
+        resolved['pretrained_cfg'] = _pretrained_cfg(repo, architecture=variant, tag=tag, hf_hub_id=on_hub)
     return resolved
 
 
-def _path_if_there(published: Published) -> Optional[str]:
+def _path_if_there(repo: ModelRepository) -> Optional[str]:
     """Path of the checked weights; None if a model that this package did not publish has no such file."""
     try:
-        return published.file(WEIGHTS)
+        return repo.file(WEIGHTS)
     except LocalEntryNotFoundError:  # the Hub cannot be reached
         raise
     except (FileNotFoundError, EntryNotFoundError):
-        if WEIGHTS in published.hashes:
+        if WEIGHTS in repo.hashes:
             raise
         return None
 
 
-def _model_args(cls: Type[nn.Module], published: Published) -> Dict[str, Any]:
+def _model_args(cls: Type[nn.Module], repo: ModelRepository) -> Dict[str, Any]:
     """The model_args of a config.json, limited to constructor arguments that read no files.
 
     Raises:
         RuntimeError: There are others.
     """
-    args = dict(published.model_args)
+    args = dict(repo.model_args)
     others = args.keys() - (_parameters(cls).keys() - {'self', 'args', 'kwargs', 'device', 'dtype'})
     if not isinstance(cls, type):  # it passes arguments on to a model of timm, whose constructor reads no files
         others &= _FACTORY_ARGS
@@ -259,14 +259,14 @@ def _model_args(cls: Type[nn.Module], published: Published) -> Dict[str, Any]:
         others.add('scales')
     if others:
         raise RuntimeError(
-            f'{published.where}: the model_args of config.json are arguments of {cls.__name__} and name no file; not '
+            f'{repo.where}: the model_args of config.json are arguments of {cls.__name__} and name no file; not '
             f'allowed: {", ".join(f"{name}={args[name]!r}" for name in sorted(others))}.')
     return args
 
 
-def _pretrained_cfg(published: Published, **kwargs) -> Dict[str, Any]:
+def _pretrained_cfg(repo: ModelRepository, **kwargs) -> Dict[str, Any]:
     """pretrained_cfg of a config.json as timm reads it, without what says where weights are."""
-    config = {**published.config.get('pretrained_cfg', {}), **published.config}
+    config = {**repo.config.get('pretrained_cfg', {}), **repo.config}
     cfg = {name: tuple(config[name]) if isinstance(config[name], list) else config[name]
            for name in _CFG if name in config}
     return {**cfg, **{name: value for name, value in kwargs.items() if value is not None}}
@@ -293,7 +293,7 @@ def find_weights(
         file: Optional[str] = None,
         idle_ratio: float = DEFAULT_IDLE_RATIO,
         cache_dir: Optional[Union[str, os.PathLike]] = None,
-) -> Tuple[str, Optional[Published]]:
+) -> Tuple[str, Optional[ModelRepository]]:
     """Find published weights: in the local folder, on the Hub, in the authors' release, in this order.
 
     Args:
@@ -317,14 +317,14 @@ def find_weights(
     if owner == RELEASE:
         return _find_released(variant, idle_ratio, file, revision, cache_dir), None
 
-    def in_folder() -> Published:
+    def in_folder() -> ModelRepository:
         if folder is None:
             raise FileNotFoundError('there is none')
         return read_folder(folder / name)
 
     folder = local_folder()
     on_hub = repository or f'{organization()}/{name}'
-    places: List[Tuple[str, Callable[[], Optional[Published]]]] = [
+    places: List[Tuple[str, Callable[[], Optional[ModelRepository]]]] = [
         (f'the folder {str(folder / name)!r}' if folder else "a 'hub' folder (TIMM_REP_HUB is not set)", in_folder),
         (f'the Hub repository {on_hub}', lambda: read_repository(on_hub, cache_dir)),
         (f"the authors' release, {RELEASE}", lambda: None),
@@ -341,10 +341,10 @@ def find_weights(
             reasons.append(f'{where}: not tried')
             continue
         try:
-            published = read()
-            path = published.file(WEIGHTS) if published else _find_released(
+            repo = read()
+            path = repo.file(WEIGHTS) if repo else _find_released(
                 variant, idle_ratio, None, None, cache_dir)
-            return path, published
+            return path, repo
         except OSError as e:
             out_of_reach = not _is_absent(e)
             reasons.append(f'{where}: {" ".join(str(e).split())}')

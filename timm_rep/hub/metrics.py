@@ -22,7 +22,7 @@ from timm_rep.utils.profiling import (
 )
 from timm_rep.utils.training import evaluate
 
-from .published import WEIGHTS, sha256
+from .repository import WEIGHTS, sha256
 
 __all__ = [
     'METRICS',

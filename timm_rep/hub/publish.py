@@ -33,7 +33,7 @@ from .metrics import (
     write_metrics,
     write_predictions,
 )
-from .published import CONFIG, IMAGES, SCALES, WEIGHTS, read_folder, sha256
+from .repository import CONFIG, IMAGES, SCALES, WEIGHTS, read_folder, sha256
 
 __all__ = ['Change', 'prepare_folder', 'push_folder', 'write_folded']
 
@@ -203,14 +203,14 @@ def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike
     """
     folder = Path(folder).resolve()
     split_name(folder)
-    published = read_folder(folder)
-    if published.model_args.get('reparameterized'):
+    repo = read_folder(folder)
+    if repo.model_args.get('reparameterized'):
         raise ValueError(f'{str(folder)!r} is folded already.')
     model = load_folder(folder, reparameterized=True)
     target = Path(parent) / f'{folder.name}_folded'
     with replacing_folder(target) as draft:
-        args = {name: value for name, value in published.model_args.items() if name != 'scales'}
-        write_folder(draft, model, args, label_names=published.config.get('label_names'))
+        args = {name: value for name, value in repo.model_args.items() if name != 'scales'}
+        write_folder(draft, model, args, label_names=repo.config.get('label_names'))
         metrics, weights = read_metrics(folder), {'weights': sha256(draft / WEIGHTS)}
         if 'accuracy' in metrics:
             metrics['accuracy'].update(weights, of=f'{folder.name}, which computes the same')

@@ -161,7 +161,7 @@ def weight_select_init(
 
     if element_selection != 'uniform_heads':
         heads = None
-    selections = _plan(
+    selections = _choose_tensors(
         layout, teacher_layout, classifier_names(student), layer_selection, heads, include, exclude, include_head)
     problems = [s for s in selections if s.problem]
     if strict and problems:
@@ -201,7 +201,7 @@ def _check_arguments(element_selection: str, layer_selection: str, heads: str, p
                 f"'blocks.*.attn.*', got {pattern!r}.")
 
 
-def _plan(
+def _choose_tensors(
         student: ModelLayout,
         teacher: ModelLayout,
         classifiers: Sequence[str],

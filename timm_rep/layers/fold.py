@@ -32,12 +32,14 @@ def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch
     """
     if norm.running_mean is None or norm.running_var is None:
         raise ValueError(
-            f'{norm} has no running statistics to fold: build it with track_running_stats=True and train it.')
+            f'{type(norm).__name__}({norm.num_features}) has no running statistics to fold: build it with '
+            'track_running_stats=True and train it.')
     if not norm.running_var.is_meta and not (
             norm.running_mean.isfinite().all() and norm.running_var.isfinite().all() and (norm.running_var >= 0).all()):
         raise ValueError(
-            f'The running statistics of {norm} are not finite, or a variance is negative: training has diverged or the '
-            'checkpoint is damaged. Load an earlier one, or reset the statistics and run calibrate_batchnorm().')
+            f'The running statistics of {type(norm).__name__}({norm.num_features}) are not finite, or a variance is '
+            'negative: training has diverged or the checkpoint is damaged. Load an earlier one, or reset the '
+            'statistics and run calibrate_batchnorm().')
     scale = torch.rsqrt(_wide(norm.running_var) + norm.eps)
     if norm.weight is not None:
         scale = scale * _wide(norm.weight)

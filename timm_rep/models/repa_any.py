@@ -3,25 +3,23 @@
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, ICML 2025 as
 `RePaViT` - https://arxiv.org/abs/2505.21847
 """
-from functools import partial
 from typing import Optional, Sequence, Union
 
 import timm
 import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
+from timm.utils import reparameterize_model
 
 from timm_rep.convert import (
     anneal_ffns,
     find_pointwise_ffns,
     ratios_of,
-    reparameterize,
     replace_module,
     use_repa_ffns,
 )
-from timm_rep.convert.reparameterize import check_loaded_structure
 from timm_rep.layers import active_channels
 
-from ._from_base import base_cfg, create_from_base
+from ._from_base import base_cfg, create_from_base, make_foldable
 
 __all__ = []
 
@@ -54,8 +52,9 @@ def _build(
         use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
     else:
         raise ValueError(f"norm is 'keep' or 'batch', got {norm!r}.")
-    model.register_load_state_dict_pre_hook(check_loaded_structure)
-    model.reparameterize = partial(_reparameterize, model)
+    if reparameterized:
+        reparameterize_model(model, inplace=True)  # what else timm folds
+    make_foldable(model)
     return model
 
 
@@ -86,13 +85,6 @@ def use_linearized_ffns(
                 active_channels(ffn.hidden_features, ratio), linear_path=path))
 
 
-def _reparameterize(model: nn.Module) -> nn.Module:
-    """Fold the model in place; config.json says so afterwards."""
-    reparameterize(model)
-    model._model_args = {**getattr(model, '_model_args', {}), 'reparameterized': True}
-    return model
-
-
 def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
     start_from_base = {} if kwargs.get('anneal_steps') else None
     return create_from_base(_build, variant, _DEFAULT_BASE, pretrained, start_from_base, **kwargs)
@@ -121,6 +113,6 @@ def repa_any(pretrained=False, **kwargs) -> nn.Module:
             :func:`timm_rep.convert.anneal_ffns`; it loads checkpoints of the base, and with ``pretrained=True`` its
             published weights. 0 for the structure of the end.
         anneal_schedule: 'linear' or 'cosine'.
-        reparameterized: For ``norm='batch'`` or anneal_steps, build the deploy structure.
+        reparameterized: Build the deploy structure: folded FFNs, and what timm folds in the base.
     """
     return _create_repa_any('repa_any', pretrained=pretrained, **kwargs)

@@ -9,12 +9,11 @@ import timm
 import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
 
-from timm_rep.convert import reparameterize_repopt, set_scales, use_repopt_convs
-from timm_rep.convert.reparameterize import check_loaded_structure
-from timm_rep.layers import RepOptConv
+from timm_rep.convert import set_scales, use_repopt_convs
+from timm_rep.layers import RepOptConv, csla_layers
 from timm_rep.scales import ScalesLike, recorded_scales
 
-from ._from_base import base_cfg, create_from_base
+from ._from_base import base_cfg, create_from_base, make_foldable
 from ._repopt import check_structure
 
 __all__ = []
@@ -45,8 +44,7 @@ def _build(
         set_scales(model, scales, reinit)
         model.scales_source = scales if isinstance(scales, str) else None
         model.register_state_dict_pre_hook(partial(_record_scales, structure))
-    model.register_load_state_dict_pre_hook(check_loaded_structure)
-    model.reparameterize = partial(_reparameterize, model)
+    make_foldable(model)
     return model
 
 
@@ -55,17 +53,10 @@ def _record_scales(structure: str, model: nn.Module, *hook_args) -> None:
 
     A state_dict pre-hook: timm's save_for_hf() reads the weights before the arguments.
     """
-    args = getattr(model, '_model_args', {})
-    if not args.get('reparameterized'):
-        model._model_args = {**args, 'scales': recorded_scales(model.scales_source, structure)}
-
-
-def _reparameterize(model: nn.Module) -> nn.Module:
-    """Fold the model in place; config.json says so afterwards."""
-    reparameterize_repopt(model)
-    args = {name: value for name, value in model._model_args.items() if name != 'scales'}
-    model._model_args = {**args, 'reparameterized': True}
-    return model
+    args = {name: value for name, value in getattr(model, '_model_args', {}).items() if name != 'scales'}
+    if csla_layers(model):
+        args['scales'] = recorded_scales(model.scales_source, structure)
+    model._model_args = args
 
 
 def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:

@@ -158,8 +158,8 @@ class Images:
         Args:
             model: Model whose input size and pretrained_cfg say how images are preprocessed.
             root: Folder that holds the splits.
-            train_split: Name of the folder with the images for calibration and distillation.
-            val_split: Name of the folder with the images to measure the accuracy on.
+            train_split: Name of the folder with the images for calibration and distillation, labelled or not.
+            val_split: Name of the folder with the images to measure the accuracy on, in folders by class.
             batch_size: Images in a batch.
             workers: Number of processes that load images; 0 loads them in this process.
             device: Device of the batches.
@@ -182,9 +182,10 @@ class Images:
             if split == train_split:
                 self.batch_size = min(batch_size, len(dataset))  # timm's loader drops an incomplete batch
             if split == val_split and classes != model.num_classes:
+                found = 'no folders of classes' if dataset.classes == [''] else f'{classes} classes'
                 raise ValueError(
-                    f'{root!r} has {classes} classes in {split!r}, the model has {model.num_classes}: the accuracy is '
-                    'measured on images with the labels of the model.')
+                    f'{root!r} has {found} in {split!r}, the model has {model.num_classes} classes: the accuracy is '
+                    f'measured on images with the labels of the model, {split}/CLASS/IMAGE.')
 
     def _loader(self, dataset: ImageFolder, **kwargs):
         return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)

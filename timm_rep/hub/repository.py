@@ -1,4 +1,4 @@
-"""Reading published models: a folder with timm's config.json, here or on the Hub, and the files that it names."""
+"""Model repositories: a folder with timm's config.json, here or on the Hub, and the files that it names."""
 import hashlib
 import os
 from pathlib import Path
@@ -21,7 +21,8 @@ from timm_rep.utils.files import (
 from timm_rep.utils.network import hub_errors
 
 __all__ = [
-    'CONFIG', 'IMAGES', 'SCALES', 'WEIGHTS', 'Published', 'check_sha256', 'read_folder', 'read_repository', 'sha256',
+    'CONFIG', 'IMAGES', 'SCALES', 'WEIGHTS', 'ModelRepository', 'check_sha256', 'read_folder', 'read_repository',
+    'sha256',
 ]
 
 PathLike = Union[str, os.PathLike]
@@ -82,8 +83,8 @@ def check_sha256(path: PathLike, expected: str, source: str) -> None:
             f'found {found} ({os.path.getsize(path)} bytes). Nothing was loaded. Delete {real!r} and get it again.')
 
 
-class Published(NamedTuple):
-    """A published model: a local folder, or a repository of the Hub at one commit.
+class ModelRepository(NamedTuple):
+    """A model repository: a local folder, or a repository of the Hub at one commit.
 
     Attributes:
         folder: The folder; for a repository, the folder of the commit in the Hub's cache.
@@ -129,7 +130,7 @@ class Published(NamedTuple):
         return os.fspath(path)
 
 
-def read_folder(folder: PathLike) -> Published:
+def read_folder(folder: PathLike) -> ModelRepository:
     """Read the config.json of a local folder.
 
     Raises:
@@ -139,10 +140,10 @@ def read_folder(folder: PathLike) -> Published:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f'no {CONFIG} in {os.fspath(folder)!r}')
-    return Published(path.parent, _read_config(path))
+    return ModelRepository(path.parent, _read_config(path))
 
 
-def read_repository(repository: str, cache_dir: Optional[PathLike] = None) -> Published:
+def read_repository(repository: str, cache_dir: Optional[PathLike] = None) -> ModelRepository:
     """Read the config.json of a repository on the Hub; its other files come from the same commit.
 
     Args:
@@ -156,7 +157,7 @@ def read_repository(repository: str, cache_dir: Optional[PathLike] = None) -> Pu
     name, _, revision = repository.partition('@')
     with hub_errors():
         path = Path(hf_hub_download(name, CONFIG, revision=revision or None, cache_dir=cache_dir))
-    return Published(path.parent, _read_config(path), name, cache_dir)
+    return ModelRepository(path.parent, _read_config(path), name, cache_dir)
 
 
 def _read_config(path: Path) -> Dict[str, Any]:
