@@ -6,22 +6,28 @@ import shlex
 import sys
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
-from tools.tables import RESULTS, write_tables
+from tools.tables import KNOWN, RESULTS, write_tables
 
-from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.atomic import locking_folder, replacing_files
 from timm_rep.utils.profiling import device_name, versions
 
 # environment variables of timm and of this package that change what is measured
 _SWITCHES = ('TIMM_FUSED_ATTN', 'TIMM_REP_FUSED_IDLE')
 
-__all__ = ['print_table', 'report', 'rows_measured', 'save']
+__all__ = ['add_row', 'print_table', 'read', 'report', 'rows_measured', 'save']
 
 
 def _path(section: str, device: torch.device) -> Path:
     return RESULTS / re.sub(r'[^a-z0-9]+', '-', device_name(device).lower()).strip('-') / f'{section}.json'
+
+
+def read(section: str, device: torch.device) -> Optional[Dict[str, Any]]:
+    """Content of the file of a section, None if there is no such file."""
+    path = _path(section, device)
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _same_conditions(content: Dict[str, Any], settings: Dict[str, Any]) -> bool:
@@ -30,8 +36,7 @@ def _same_conditions(content: Dict[str, Any], settings: Dict[str, Any]) -> bool:
 
 def rows_measured(section: str, device: torch.device, settings: Dict[str, Any]) -> List[Dict[str, Any]]:
     """Rows in the file of a section if its versions and settings are the current ones, else an empty list."""
-    path = _path(section, device)
-    content = json.loads(path.read_text()) if path.is_file() else None
+    content = read(section, device)
     return content['rows'] if content and _same_conditions(content, settings) else []
 
 
@@ -58,18 +63,70 @@ def save(
         Path of the file.
     """
     path = _path(section, device)
+    commands = [_command()]
+    with locking_folder(path.parent):
+        old = read(section, device)
+        if keys and old:
+            before, now = ({tuple(row.get(k) for k in keys): row for row in part} for part in (old['rows'], rows))
+            others = len(before.keys() - now.keys())
+            if _same_conditions(old, settings):
+                rows = list({**before, **now}.values())
+                if others:
+                    commands = list(dict.fromkeys([*old['commands'], *commands]))
+            elif others:
+                print(f'\nRemoved {others} rows of {path}: they were measured with other settings or versions.')
+        _write(path, section, what, rows, device, settings, commands)
+    return path
+
+
+def add_row(
+        section: str,
+        what: str,
+        row: Dict[str, Any],
+        device: torch.device,
+        settings: Dict[str, Any],
+        keys: Sequence[str],
+        summarize: Callable[[List[Dict[str, Any]]], List[Dict[str, Any]]],
+) -> Path:
+    """Add the row of an experiment to the file of its section; other processes may do so at the same time.
+
+    Args:
+        section: Name of the section.
+        what: Description of the rows.
+        row: The row; it replaces the one with the same values in the columns ``keys``.
+        device: Device it was measured on.
+        settings: Settings that the rows share.
+        keys: Columns that identify a row. All other rows are kept, with the settings that the file has and these lack.
+        summarize: Function of all rows that gives those of the table.
+
+    Returns:
+        Path of the file.
+    """
+    path = _path(section, device)
+    with locking_folder(path.parent):
+        old = read(section, device) or {'rows': [], 'commands': []}
+        rows = {tuple(each.get(k) for k in keys): each for each in [*old['rows'], row]}
+        commands = list(dict.fromkeys([*old['commands'], _command()]))
+        settings = {**{k: v for k, v in old.items() if k not in KNOWN}, **settings}
+        rows = list(rows.values())
+        _write(path, section, what, rows, device, {**settings, 'summary': summarize(rows)}, commands)
+    return path
+
+
+def _command() -> str:
     switches = [f'{name}={os.environ[name]}' for name in _SWITCHES if name in os.environ]
-    commands = [shlex.join([*switches, 'python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])]
-    if keys and path.is_file():
-        old = json.loads(path.read_text())
-        before, now = ({tuple(row.get(k) for k in keys): row for row in part} for part in (old['rows'], rows))
-        others = len(before.keys() - now.keys())
-        if _same_conditions(old, settings):
-            rows = list({**before, **now}.values())
-            if others:
-                commands = list(dict.fromkeys([*old['commands'], *commands]))
-        elif others:
-            print(f'\nRemoved {others} rows of {path}: they were measured with other settings or versions.')
+    return shlex.join([*switches, 'python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+
+
+def _write(
+        path: Path,
+        section: str,
+        what: str,
+        rows: List[Dict[str, Any]],
+        device: torch.device,
+        settings: Dict[str, Any],
+        commands: List[str],
+) -> None:
     content = {
         'section': section,
         'what': what,
@@ -82,8 +139,8 @@ def save(
     }
     with replacing_files(path.parent) as temporary:
         (temporary / path.name).write_text(json.dumps(content, indent=2) + '\n')
-    write_tables(RESULTS)
-    return path
+    with locking_folder(RESULTS):
+        write_tables(RESULTS)
 
 
 def print_table(rows: List[Dict[str, Any]]) -> None:

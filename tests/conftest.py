@@ -107,7 +107,7 @@ def load_script(monkeypatch, tmp_path):
 
     def load(name):
         folder, _, stem = name.rpartition('/')
-        if folder in ('benchmarks', 'tools'):  # packages
+        if folder in ('benchmarks', 'procedures', 'tools'):  # packages
             return importlib.import_module(f'{folder}.{stem}')
         monkeypatch.syspath_prepend(SCRIPTS / folder)
         return importlib.import_module(stem)

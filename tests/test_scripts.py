@@ -21,10 +21,9 @@ import yaml
 
 import timm_rep.layers.repa_mlp as repa_mlp
 import timm_rep.scales.packaged as packaged
-from tests.helpers import ROOT, SCRIPTS, TINY, normal_scales, relative, run, tiny
+from tests.helpers import ROOT, SCRIPTS, TINY, relative, run, tiny
 from timm_rep.cli import main as cli_main
-from timm_rep.init.weight_select import ELEMENT_CHOICES
-from timm_rep.layers import RePaMlp, csla_layers, use_fused_idle
+from timm_rep.layers import RePaMlp, use_fused_idle
 from timm_rep.paper import SPEEDUPS
 from timm_rep.scales import Scales, packaged_scales
 from timm_rep.utils.profiling import throughput
@@ -33,67 +32,6 @@ from timm_rep.utils.profiling import throughput
 def reported(tmp_path, section):
     path, = (tmp_path / 'results').glob(f'*/{section}.json')
     return json.loads(path.read_text())
-
-
-def test_ablations(script, load_script, images, tmp_path, capsys, monkeypatch):
-    """Each row of table 4 starts from and trains with what its name says."""
-    tiny_args = dict(depths=(1, 2, 1, 1), widths=(8, 8, 16, 16), stem_width=8)
-    scales = normal_scales(timm.create_model('repopt_vgg_a0', **tiny_args))
-    scales.save(tmp_path / 's.safetensors')
-    args = [
-        '--model', 'repopt_vgg_a0', '--model-kwargs', *(f'{k}={v}' for k, v in tiny_args.items()), '--scales',
-        tmp_path / 's.safetensors', '--dataset', '', '--data-dir', images, '--batch-size', 5, '--epochs', 2,
-        '--search-epochs', 1, '-j', 0]
-    module = load_script('experiments/ablations')
-    started = {}
-
-    def fit(model, optimizer, *args, description, **kwargs):
-        started[description] = model.stages[1][1].conv.weight.detach().clone(), model, optimizer
-        return training_fit(model, optimizer, *args, description=description, **kwargs)
-
-    training_fit = module.fit
-    monkeypatch.setattr(module, 'fit', fit)
-    rows = [row for row in module.ROWS if not row.startswith('strides')]
-    script('experiments/ablations', *rows[:3], *args)
-    script('experiments/ablations', *rows[3:], 'strides-22121', *args)  # several commands, one file
-    result = reported(tmp_path, 'ablations-repopt_vgg_a0')
-    assert [row['row'] for row in result['rows']] == [*rows, 'strides-22121']
-    assert all(0 <= row['accuracy'] <= 100 for row in result['rows'])
-    assert [row['search_accuracy'] is not None for row in result['rows']] == [False] * 9 + [True]
-
-    name = 'stages.1.1.conv'
-    expected = {
-        'sgd': (None, 'SGD'), 'adamw': (None, 'AdamW'), 'repsgd': (scales, 'RepSGD'), 'no-init': (scales, 'RepSGD'),
-        'no-gradients': (scales, 'SGD'), 'ones': (Scales.ones, 'RepSGD'), 'init': (Scales.initial, 'RepSGD'),
-        'mean': (scales.mean_over_channels(), 'RepSGD'), 'repadamw': (scales, 'RepAdamW'),
-    }
-    for row in rows:
-        kernel, model, optimizer = started[row]
-        row_scales, optimizer_name = expected[row]
-        row_scales = row_scales(model) if callable(row_scales) else row_scales
-        assert type(optimizer).__name__ == optimizer_name
-        found = model.stages[1][1].conv.grad_mult
-        if row_scales is None:
-            assert found is None
-        else:
-            mult = model.stages[1][1].conv.csla.grad_mult(row_scales[name])
-            assert torch.equal(found.dense('squared'), mult.dense('squared'))
-        # by the rule of initialization the diagonal starts around 1
-        diagonal = kernel[:, :, 1, 1].diagonal()
-        assert (diagonal.mean() > .5) == (row not in ('sgd', 'adamw', 'no-init'))
-    assert torch.equal(started['repsgd'][0], started['no-gradients'][0])
-    assert torch.equal(started['repsgd'][0], started['repadamw'][0])
-    searched = started['strides-22121'][1].stages[1][1].conv.grad_mult.dense('squared')
-    assert not torch.equal(searched, started['init'][1].stages[1][1].conv.grad_mult.dense('squared'))
-    assert started['strides-22121'][1].feature_info[-1]['reduction'] == 32
-
-    for name, more, message in [
-        ('repsgd', ['--model', 'repopt_vgg_l2'], 'repopt_vgg_l2 has no searched scales in this package'),
-        ('strides-22121', ['--model', 'repopt_ghostnet_050'], 'no strides to change'),
-    ]:
-        with pytest.raises(SystemExit):
-            script('experiments/ablations', name, *more)
-        assert message in capsys.readouterr().err
 
 
 def test_compare_scales(script, tmp_path):
@@ -115,7 +53,7 @@ def test_compare_scales(script, tmp_path):
     Scales(unsearched).save(tmp_path / 'b.safetensors')
     ghost = Scales.from_model(timm.create_model('repopt_ghostnet_050', structure='search', scales='init'))
     changed(ghost, noise).save(tmp_path / 'ghost.safetensors')
-    script('experiments/compare_scales', *(f'repopt_vgg_a0={tmp_path / x}.safetensors={x}' for x in 'ab'),
+    script('tools/compare_scales', *(f'repopt_vgg_a0={tmp_path / x}.safetensors={x}' for x in 'ab'),
            f'repopt_ghostnet_050={tmp_path / "ghost.safetensors"}=ghost')
     rows = {row['branch']: row for row in reported(tmp_path, 'scales')['rows']}
     assert rows.keys() == {'conv3x3', 'conv1x1', 'identity'}
@@ -164,177 +102,6 @@ def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
     layer = model.stages[2][5].conv
     assert torch.equal(
         layer.grad_mult.dense('squared'), layer.csla.grad_mult(found['stages.2.5.conv']).dense('squared'))
-
-
-@pytest.mark.slow
-def test_quantization(script, load_script, images, tmp_path):
-    """Rows of table 10 and 11 for two small models; the kernels are those that folding makes."""
-    pytest.importorskip('torchao')
-    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(dict(
-        num_classes=4, val_split='validation', epochs=1, batch_size=10, input_size=[3, 64, 64], mean=[.5] * 3)))
-    models = {}
-    for name in ('repopt_vgg_a0', 'repvgg_a0'):
-        torch.manual_seed(0)
-        model = timm.create_model(name, num_classes=4)
-        model(torch.randn(4, 3, 64, 64))
-        torch.save(model.state_dict(), tmp_path / f'{name}.pth')
-        models[name] = model.eval()
-    script(
-        'experiments/quantization', *(f'{name}={tmp_path / name}.pth' for name in models), '--recipe',
-        tmp_path / 'recipe.yaml', '--data-dir', images, '--backends', 'inductor', '--calibrators', 'minmax',
-        '--qat-epochs', 1)
-    rows = reported(tmp_path, 'quantization')['rows']
-    assert [(row['model'], row['weights'], row['qat_epochs']) for row in rows] == [
-        (name, *case) for name in models for case in (('channel', 0), ('tensor', 0), ('channel', 1))]
-    assert all(row['layers in int8'] == 23 and not row['in float'] for row in rows)
-    rows = reported(tmp_path, 'kernel-entries')['rows']
-    assert [(row['model'], row['kernel']) for row in rows] == [
-        ('repopt_vgg_a0', '3 x 3 kernel'), ('repopt_vgg_a0', 'BatchNorm folded'), ('repvgg_a0', '3 x 3 kernel'),
-        ('repvgg_a0', 'BatchNorm folded'), ('repvgg_a0', 'branches added')]
-    folded = timm.utils.reparameterize_model(models['repvgg_a0']).stages[2][6].reparam_conv.weight
-    assert rows[-1]['centre'] == pytest.approx(folded[..., 1, 1].std().item(), abs=1e-5)
-    assert rows[-1]['surrounding'] < rows[-1]['centre']
-    assert list((tmp_path / 'results').glob('*/kernel-entries.png'))
-
-
-def test_accelerate(script, load_script, images, tmp_path):
-    """Each method changes the model as its name says, and rows that are there are not measured again."""
-    model_kwargs = dict(embed_dim=16, depths=[1, 1], patch_size=2, mlp_ratio=4., feature_dim=24)
-    recipe = dict(
-        model='fasternet_t0', model_kwargs=model_kwargs, num_classes=4, val_split='validation', epochs=1, drop_path=0.,
-        input_size=[3, 16, 16], mean=[.5] * 3, std=[.5] * 3, interpolation='bicubic', crop_pct=1.)
-    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(recipe))
-    model = timm.create_model('fasternet_t0', num_classes=4, drop_path_rate=0., **model_kwargs).eval()
-    torch.save(model.state_dict(), tmp_path / 'model.pth')
-    args = [
-        '--recipe', tmp_path / 'recipe.yaml', '--checkpoint', tmp_path / 'model.pth', '--data-dir', images, '--ratios',
-        .5, 1., '--images', 40, '--seeds', 0]
-    script('experiments/accelerate', *args)
-    trained = ('annealed', 'RePa from scratch')
-    script('experiments/accelerate', *args, '--methods', *trained, '--epochs', 4)
-    budgets = ('budget, relative', 'budget, absolute', 'budget, divergence')
-    script('experiments/accelerate', *args, '--methods', *budgets, '--ratios', .5)
-    rows = reported(tmp_path, 'accelerate')['rows']
-    module = load_script('experiments/accelerate')
-    assert [(row['method'], row['idle_ratio'], row['epochs']) for row in rows] == [
-        *((method, ratio, 0) for ratio in (.5, 1.) for method in module.METHODS),
-        *((method, ratio, 4) for ratio in (.5, 1.) for method in trained),
-        *((method, .5, 0) for method in budgets)]
-    macs = {(row['method'], row['idle_ratio']): row['MACs'] for row in rows}
-    for ratio in (.5, 1.):
-        assert len({round(macs[method, ratio], 2) for method in (*module.METHODS, *trained)}) == 1
-    for method in budgets:
-        assert .9 * macs['closed form', .5] < macs[method, .5] <= macs['closed form', .5]
-
-    # pruning: kept channels compute what they did, the others their mean; refitted, the error is smaller
-    x, mlp = torch.randn(60, 3, 16, 16, generator=torch.Generator().manual_seed(0)), model.stages[0].blocks[0].mlp
-    seen = []
-    hook = mlp[3].register_forward_pre_hook(lambda _, args: seen.append(args[0].movedim(1, -1).flatten(0, -2)))
-    model(x)
-    hook.remove()
-    features, second, errors = seen[0].detach(), mlp[3].weight.flatten(1), []
-    scale = mlp[1].weight / (mlp[1].running_var + mlp[1].eps).sqrt()
-    first = mlp[0].weight.flatten(1) * scale[:, None]
-    for refit in (False, True):
-        pruned = module.prune(copy.deepcopy(model), [(x, None)], .5, refit).stages[0].blocks[0].mlp
-        rows = pruned.fc_in.weight.flatten(1)
-        kept = [i for i, row in enumerate(first) if (rows - row).abs().amax(1).min() < 1e-6]
-        assert sorted(features.var(0).argsort(descending=True)[:len(kept)].tolist()) == kept
-        assert len(kept) == 32 + 8
-        hidden = features.mean(0).repeat(len(features), 1)
-        hidden[:, kept] = features[:, kept]
-        y = features[:, kept] @ pruned.fc_out.weight.flatten(1).T + pruned.fc_out.bias
-        if not refit:
-            assert relative(y, hidden @ second.T) < 1e-5
-        errors.append((y - features @ second.T).square().mean().item())
-    assert errors[1] < errors[0]
-
-
-def test_multi_branch(script, load_script, images, tmp_path, monkeypatch):
-    """Rows differ in structure, optimizer and scales only; a second run goes on where the first ended."""
-    module = load_script('experiments/multi_branch')
-    trained, fit = [], module.fit
-
-    def spied(model, optimizer, *args, **kwargs):
-        trained.append((kwargs['description'], copy.deepcopy(model), type(optimizer).__name__))
-        return fit(model, optimizer, *args, **kwargs)
-
-    monkeypatch.setattr(module, 'fit', spied)
-    args = [
-        '--data-dir', images, '--val-split', 'validation', '--widths', 8, 16, '--depths', 1, 1, '--branches', 2,
-        '--batch-size', 10, '--epochs', 2, '--seeds']
-    script('experiments/multi_branch', *args, 0)
-    script('experiments/multi_branch', *args, 0, 1)
-    rows = reported(tmp_path, 'multi-branch')['rows']
-    assert [(row['row'], row['seed']) for row in rows] == [(row, seed) for seed in (0, 1) for row in module.ROWS]
-    assert [description for description, _, _ in trained] == [f'{row["row"]}, seed {row["seed"]}' for row in rows]
-    assert all(row['minutes'] >= 0 and len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in rows)
-    assert {row['row'] for row in rows if 'search (top-1)' in row} == {'searched'}
-    assert len({row['MACs (M)'] for row in rows if row['row'] != 'branches'}) == 1 < len({r['MACs (M)'] for r in rows})
-    assert list(tmp_path.glob('**/multi-branch.png'))
-    branches, init, searched, plain = (model for _, model, _ in trained[:4])
-    assert [name for _, _, name in trained[:4]] == ['SGD', 'RepSGD', 'RepSGD', 'SGD']
-    assert not csla_layers(branches)
-    multipliers = [
-        {name: layer.grad_mult for name, layer in csla_layers(model).items()} for model in (init, searched, plain)]
-    assert multipliers[0].keys() == multipliers[1].keys() == multipliers[2].keys()
-    assert all(mult is None for mult in multipliers[2].values())
-    assert all(not torch.equal(a.dense('squared'), b.dense('squared')) for a, b in zip(*(
-        multipliers[i].values() for i in (0, 1))))
-    # with and without multipliers from the same kernels
-    assert all(torch.equal(a, b) for a, b in zip(init.parameters(), plain.parameters()))
-
-
-def test_weight_selection(script, load_script, images, tmp_path, capsys, monkeypatch):
-    """Every row starts as its name says; random initialization is always among the rows."""
-    module = load_script('experiments/weight_selection')
-    starts, teachers, train = {}, [], module.train
-
-    def spied(model, loaders, epochs, seed, args, description):
-        starts[description] = {k: v.clone() for k, v in model.state_dict().items()}
-        courses = train(model, loaders, epochs, seed, args, description)
-        if description == 'teacher':
-            teachers.append(model.state_dict())
-        return courses
-
-    monkeypatch.setattr(module, 'train', spied)
-    chosen = {'element_selection': [], 'layer_selection': []}
-    init = module.weight_select_init
-
-    def select(student, teacher, **kwargs):
-        for key in chosen.keys() & kwargs.keys():
-            chosen[key].append(kwargs[key])
-        init(student, teacher, **kwargs)
-
-    monkeypatch.setattr(module, 'weight_select_init', select)
-    rows = [row for row in module.ROWS if row != 'random']
-    script(
-        'experiments/weight_selection', *rows, '--data-dir', images, '--val-split', 'validation', '--num-classes', 4,
-        '-j', 0, '--student', 'patch_size=16', 'depth=1', 'embed_dim=16', 'num_heads=2',
-        '--teacher', 'patch_size=16', 'depth=3', 'embed_dim=24', 'num_heads=3',
-        '--batch-size', 10, '--epochs', 2, '--teacher-epochs', 1, '--warmup-epochs', 0, '--seeds', 0, 1)
-    result = reported(tmp_path, 'weight-selection-folders')
-    assert [row['row'] for row in result['rows']] == list(module.ROWS)
-    assert all(0 <= row['accuracy'] <= 100 for row in result['rows'])
-    assert result['rows'][0]['epochs_to_random'] <= 2
-    assert sorted({*chosen['element_selection']}) == sorted(set(ELEMENT_CHOICES) - {'uniform'})
-    assert sorted({*chosen['layer_selection']}) == ['last', 'mid', 'uniform']
-    # the head is initialized from the seed in all rows
-    first, small = starts['random, seed 0'], [row for row in module.ROWS if not row.startswith('repa-')]
-    assert all(torch.equal(starts[f'{row}, seed 0']['head.weight'], first['head.weight']) for row in small)
-    assert not torch.equal(starts['random, seed 1']['head.weight'], first['head.weight'])
-    qkv = {row: starts[f'{row}, seed 0']['blocks.0.attn.qkv.weight'].flatten().tolist() for row in small}
-    # uniform and first layers are the same for one block
-    assert len({tuple(weight) for weight in qkv.values()}) == len(small) - 1
-    # a RePaFormer of the teacher's size has all of its weights
-    repa = starts['repa-plain, seed 0']
-    assert repa['blocks.2.mlp.norm1.running_var'].std() > 0
-    for name in ('head.weight', 'blocks.2.attn.qkv.weight', 'blocks.2.mlp.fc1.weight'):
-        assert torch.equal(repa[name], teachers[0][name])
-        assert not torch.equal(starts['repa-random, seed 0'][name], repa[name])
-    with pytest.raises(SystemExit):
-        script('experiments/weight_selection', 'randum')
-    assert 'there are no rows randum' in capsys.readouterr().err
 
 
 def small_deit(monkeypatch, depth=2):
@@ -714,7 +481,8 @@ def test_tables_of_the_results(load_script, tmp_path):
         assert re.sub(r'[^a-z0-9]+', '-', recorded['machine'].lower()) == path.parent.name
         for command in recorded['commands']:
             script, *names = re.search(r'python (\S+)(.*)', command).groups()
-            assert (SCRIPTS.parent / script).is_file(), command
+            if not script.startswith('scripts/experiments/'):  # of an earlier day
+                assert (SCRIPTS.parent / script).is_file(), command
             if script == 'scripts/bench.py':
                 assert recorded['section'] in sections
                 assert recorded['section'] in names[0].split()
@@ -800,15 +568,18 @@ def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
 
     for name in bench.SECTIONS:
         monkeypatch.setitem(bench.SECTIONS, name, section)
+    experiments = {path.stem for path in (SCRIPTS / 'experiments').glob('*.yaml')}
+    assert experiments <= module.JOBS.keys()
+    others = {'search', 'train'} | experiments
     for toy in (None, 'repa_deit_tiny'):
         options = SimpleNamespace(toy=toy, device='cpu')
         for name, job in module.JOBS.items():
-            if name not in ('search', 'train'):
+            if name not in others:
                 path, *args = job(options, 0.)
                 assert Path(path) == SCRIPTS / 'bench.py'
                 script('bench', *args)
                 assert not toy or called[-1] == (2, 1, [toy])
-    assert len(called) == 2 * (len(module.JOBS) - 2)
+    assert len(called) == 2 * (len(module.JOBS) - len(others))
     assert called[list(module.JOBS).index('repa-infer-all')] == (128, 11, list(SPEEDUPS))
 
 
@@ -922,7 +693,7 @@ def test_every_gpu_job(images, tmp_path):
     for toy, jobs in (
             ('repa_deit_tiny', [
                 'repa-infer', 'repa-train', 'ffn-train', 'deploy-ffn', 'scaling', 'repa-infer-all', 'parts', 'search',
-                'train']),
+                'train', 'multi-branch']),
             ('repopt_vgg_a0', ['optim', 'repopt-train', 'repopt-parts']), ('repghostnet_050', ['repopt-any']),
             ('fasternet_cifar10', ['converted-infer'])):
         out = run([
@@ -932,7 +703,7 @@ def test_every_gpu_job(images, tmp_path):
     out = tmp_path / 'out' / 'toy'
     assert {path.stem for path in (out / 'results').glob('*/*.json')} == {
         'ffn-train', 'repa-train', 'repa-infer', 'deploy-ffn', 'scaling', 'parts', 'optim', 'repopt-train',
-        'repopt-parts', 'repopt-any', 'converted-infer'}
+        'repopt-parts', 'repopt-any', 'converted-infer', 'multi-branch'}
     assert 'nothing is left to measure' in (out / 'repa-infer-all.log').read_text()
     assert (out / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
     assert (out / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()

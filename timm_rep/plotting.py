@@ -16,11 +16,13 @@ __all__ = [
     'plot_curves',
     'plot_kernels',
     'plot_latency',
+    'plot_means',
     'plot_scales',
     'tidy',
 ]
 
-_COLORS = ('#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f')
+_COLORS = (
+    '#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f', '#7a5c3e', '#d77ab1', '#7f7f7f', '#a8a032', '#2aa5b5')
 
 
 def _figure(columns: int, rows: int):
@@ -232,6 +234,30 @@ def plot_curves(runs: Mapping[str, Sequence[Tuple[float, Sequence[float]]]]):
     tidy(by_epoch, 'by epoch', x='epoch', y='top-1 accuracy, %')
     tidy(by_time, 'by time', x='minutes')
     by_epoch.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def plot_means(points: Mapping[str, Mapping[float, Sequence[float]]], x: str, y: str):
+    """Draw a quantity against another one: the mean of several seeds and their standard deviation.
+
+    Args:
+        points: By name of the series and by value of ``x``, the values of ``y`` from several seeds.
+        x: Label of the horizontal axis.
+        y: Label of the vertical axis.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    figure = _figure(1, 1)
+    axes = figure.subplots()
+    for (name, series), color in zip(points.items(), itertools.cycle(_COLORS)):
+        places = sorted(series)
+        values = [torch.tensor(series[place], dtype=torch.float64) for place in places]
+        spread = [v.std().item() if len(v) > 1 else 0. for v in values]
+        axes.errorbar(
+            places, [v.mean().item() for v in values], spread, color=color, label=name, marker='.', capsize=3)
+    tidy(axes, '', x, y)
+    axes.legend(fontsize=8, frameon=False)
     return figure
 
 

@@ -169,14 +169,14 @@ def repa_infer(args):
 
 
 def _converted(name: str) -> Dict[str, Any]:
-    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is that of the recipe."""
-    recipe = Path(__file__).parents[1] / 'experiments' / f'{name}.yaml'
-    if not recipe.is_file():
+    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is that of ``accelerate.yaml``."""
+    if name != 'fasternet_cifar10':
         return dict(model_name=name)
-    recipe = yaml.safe_load(recipe.read_text())
+    experiment = yaml.safe_load((Path(__file__).parents[1] / 'experiments' / 'accelerate.yaml').read_text())
+    training = experiment['trainings']['fasternet']
     return dict(
-        recipe['model_kwargs'], model_name=recipe['model'], num_classes=recipe['num_classes'],
-        pretrained_cfg_overlay=dict(input_size=tuple(recipe['input_size'])))
+        training['model_args'], model_name=training['model'], num_classes=10,
+        pretrained_cfg_overlay=dict(input_size=(3, 32, 32)))
 
 
 def converted_infer(args):

@@ -3,9 +3,9 @@
 
 Run it again until it reports that nothing is left: finished jobs are skipped, stopped ones are resumed. Jobs that
 failed, or were stopped after most of the time of a run, come last. Requires this checkout (installed or not), torch,
-timm, and for searches and trainings CIFAR-10 as folders of images or as an archive of them. Everything is written to
---output: copy the folder of the machine in results/ to scripts/results, pass search/ to
-scripts/tools/package_scales.py and train/ to timm-rep card.
+timm, and for searches, trainings and experiments CIFAR-10 as folders of images or as an archive of them. Everything is
+written to --output: copy the folder of the machine in results/ to scripts/results and run scripts/experiments.py
+report, pass search/ to scripts/tools/package_scales.py and train/ to timm-rep card.
 """
 import argparse
 import os
@@ -45,17 +45,23 @@ def bench(*args: str) -> Job:
     return command
 
 
-def on_images(script: str, folder: str, toy: List[str], full: Sequence[str] = ()) -> Job:
+def on_images(script: Path, folder: str, toy: List[str], full: Sequence[str] = (), first: Sequence[str] = ()) -> Job:
     def command(options: argparse.Namespace, deadline: float) -> List[str]:
         data = data_folder(options)  # before the remaining time is computed: unpacking takes some
         return [
-            str(GPU / f'{script}.py'), '--output', str(options.output / folder), '--device', options.device,
+            str(script), *first, '--output', str(options.output / folder), '--device', options.device,
             '--data-dir', str(data), '--val-split', options.val_split,
             '--minutes', str(max(0., deadline - time.monotonic() - 20) / 60),
             *(toy if options.toy else full),
         ]
 
     return command
+
+
+def experiment(name: str) -> Job:
+    return on_images(
+        GPU.parent / 'experiments.py', 'experiments', first=['run', name, '--scale', 'gpu'],
+        toy=['--seeds', '0', '--set', 'epochs=1', 'warmup_epochs=0', 'batch_size=10', 'train_images=20', 'amp=False'])
 
 
 _BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
@@ -81,12 +87,15 @@ JOBS: Dict[str, Job] = {
     'repopt-parts': bench('repopt-parts', '--batch-size', '128'),
     'repa-infer-all': infer(*SPEEDUPS),
     'parts': bench('parts', *_BF16),
-    'search': on_images('hyper_search', 'search', toy=[
+    'search': on_images(GPU / 'hyper_search.py', 'search', toy=[
         '--models', 'repopt_ghostnet_050', '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10',
         '--workers', '0']),
     'train': on_images(
-        'train', 'train', toy=['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1'],
-        full=['--epochs', '100', '--amp']),
+        GPU / 'train.py', 'train', full=['--epochs', '100', '--amp'],
+        toy=['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1']),
+    **{name: experiment(name) for name in (
+        'repoptimizers', 'repa', 'weight-selection', 'accelerate', 'multi-branch', 'transfer', 'quantization',
+        'packaged-scales', 'repa-student', 'weight-selection-digits')},
 }
 
 

@@ -13,7 +13,7 @@ RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parents[1] /
 # README.md is written by hand up to this line, and by this script below it
 _GENERATED = '<!-- Below this line: written by scripts/tools/tables.py from the JSON files in this folder. -->'
 # keys of a file with a place of their own; all others are settings
-_KNOWN = ('section', 'what', 'machine', 'date', 'commands', 'versions', 'rows', 'settings')
+KNOWN = ('section', 'what', 'machine', 'date', 'commands', 'versions', 'rows', 'summary', 'settings')
 
 
 def _cell(value: Any) -> str:
@@ -26,7 +26,8 @@ def _cell(value: Any) -> str:
     return ('yes' if value else 'no') if isinstance(value, bool) else str(value)
 
 
-def _table(rows: List[Dict[str, Any]]) -> str:
+def table(rows: List[Dict[str, Any]]) -> str:
+    """Rows as a Markdown table."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, ['---'] * len(columns), *([_cell(row.get(key)) for key in columns] for row in rows)]
     return '\n'.join(f'| {" | ".join(cell.replace("|", "/") for cell in line)} |' for line in lines)
@@ -34,7 +35,7 @@ def _table(rows: List[Dict[str, Any]]) -> str:
 
 def _section(content: Dict[str, Any]) -> str:
     settings = {**content, **content.get('settings', {})}
-    settings = [f'{key} {_cell(value)}' for key, value in settings.items() if key not in _KNOWN and _cell(value)]
+    settings = [f'{key} {_cell(value)}' for key, value in settings.items() if key not in KNOWN and _cell(value)]
     versions = [f'{name} {version}' for name, version in content['versions'].items()]
     commands = ', '.join(f'`{command}`' for command in content['commands'])
     run = [commands, content['date'], ', '.join(versions), ', '.join(settings)]
@@ -42,7 +43,7 @@ def _section(content: Dict[str, Any]) -> str:
         f'### {content["section"]}',
         ' '.join(content['what'].split()),
         '; '.join(part for part in run if part) + '.',
-        _table(content['rows']),
+        table(content.get('summary') or content['rows']),
     ))
 
 

@@ -96,7 +96,15 @@ class DeviceLoader:
     busy. Random numbers come from torch's CPU generator, so that they are the same on every device.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, is_training: bool, device='cpu', workers: int = 0):
+    def __init__(
+            self,
+            dataset: Dataset,
+            batch_size: int,
+            is_training: bool,
+            device='cpu',
+            workers: int = 0,
+            flip: bool = True,
+    ):
         """
         Args:
             dataset: A data set of ``create_search_dataset(raw=True)``.
@@ -104,6 +112,7 @@ class DeviceLoader:
             is_training: Shuffle, crop and flip, and drop the last incomplete batch.
             device: Device of the images.
             workers: Number of processes that read the images once; 0 reads them in this process.
+            flip: Flip in training; to be off for characters, which are others if mirrored.
         """
         batches = list(DataLoader(dataset, batch_size=512, num_workers=workers))
         images = torch.cat([images for images, _ in batches]).permute(0, 2, 3, 1)
@@ -114,6 +123,7 @@ class DeviceLoader:
         self.sampler = _sampler(dataset, is_training)
         self.batch_size = batch_size
         self.is_training = is_training
+        self.flip = flip
         self.mean, self.std = (
             torch.tensor(x, device=device) * 255 for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
 
@@ -128,6 +138,8 @@ class DeviceLoader:
         draws = [torch.full((n,), _BORDER), torch.full((n,), _BORDER), torch.zeros(n, dtype=torch.long)]
         if self.is_training:
             draws = [torch.randint(high, (n,)) for high in (2 * _BORDER + 1, 2 * _BORDER + 1, 2)]
+        if not self.flip:
+            draws[2].zero_()
         draws = [draw.to(device) for draw in draws]
         rows, columns = (torch.arange(size, device=device) for size in self.size)
         for i in range(len(self)):

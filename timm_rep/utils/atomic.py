@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Iterator, Union
 
@@ -12,7 +13,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ['check_writable', 'replacing_files', 'replacing_folder']
+__all__ = ['check_writable', 'locking_folder', 'replacing_files', 'replacing_folder']
 
 _PREFIX = '.writing-'
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -33,6 +34,35 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
     except OSError as e:
         raise OSError(f'cannot write to the output folder {str(folder)!r}: {e.strerror or e}') from e
     return folder
+
+
+@contextlib.contextmanager
+def locking_folder(folder: Union[str, os.PathLike], wait: bool = True) -> Iterator[Path]:
+    """Hold the lock of a folder, which one process has at a time; it is released when the process ends.
+
+    Where the file system has no locks, nothing is locked.
+
+    Args:
+        folder: Folder, which is created if it does not exist.
+        wait: Wait for another process that holds the lock.
+
+    Raises:
+        BlockingIOError: Another process holds the lock, and ``wait`` is False.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            lock = _lock(folder)
+            break
+        except BlockingIOError as e:
+            if not wait:
+                raise BlockingIOError(f'Another process is using {str(folder)!r}: try again when it is done.') from e
+            time.sleep(.1)
+    try:
+        yield folder
+    finally:
+        _unlock(lock)
 
 
 @contextlib.contextmanager

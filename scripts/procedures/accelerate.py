@@ -1,43 +1,44 @@
-#!/usr/bin/env python3
-"""Accuracy of a pretrained model after converting its FFNs, without training and after a short distillation.
+"""Procedure ``accelerate``: a pretrained model after converting its FFNs, and after a short distillation.
 
 ``closed form``: ``convert_to_repa`` with calibration images. At the same multiply-accumulates: ``first channels``, the
 first channels of each FFN stay active and the others lose their activation, with recalibrated BatchNorms; ``VBP``,
 variance-based pruning of hidden channels with a mean shift; ``VBP, refitted``, the same with the second layer fitted by
-least squares. If named, ``budget, ...``: the closed form with an idle ratio for each FFN, minimizing a sum over the
-FFNs of the lost variance (``absolute``), its share of the output's variance (``relative``), or the lost variance times
-the divergence of the logits that a unit of it causes where the FFN alone is converted (``divergence``, the rule of
+least squares; ``budget, ...``: the closed form with an idle ratio for each FFN, minimizing a sum over the FFNs of the
+lost variance (``absolute``), its share of the output's variance (``relative``), or the lost variance times the
+divergence of the logits that a unit of it causes where the FFN alone is converted (``divergence``, the rule of
 ``macs=``). Only with distillation: ``annealed``, over the first half of the steps; ``RePa from scratch``, first
 channels with new weights. Idle ratios are those of ``closed form``; MACs are relative to the original model.
-
-    python scripts/experiments/accelerate.py --data-dir CIFAR10 --checkpoint fasternet.pth.tar
 """
-import argparse
 import copy
 import math
-import sys
 from functools import partial
-from pathlib import Path
+from typing import Any, Dict, Mapping
 from unittest import mock
 
-import timm
 import torch
 import torch.nn as nn
-import yaml
+from procedures.train import build, trained
+from procedures.workspace import Images, Workspace
 
 import timm_rep
 from timm_rep.convert import find_pointwise_ffns, linearize, linearize_ffns, replace_module
 from timm_rep.layers import Affine, ChannelIdle
-from timm_rep.utils.checkpoints import load_checkpoint
-from timm_rep.utils.data import Images
 from timm_rep.utils.profiling import count_macs
 from timm_rep.utils.training import distil, evaluate
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import print_table, rows_measured, save
+__all__ = ['COLUMNS', 'DEFAULTS', 'accelerate']
 
-SECTION = 'accelerate'
-KEYS = ('method', 'idle_ratio', 'epochs', 'lr', 'seed')
+DEFAULTS = dict(
+    method='closed form',
+    idle_ratio=0.75,
+    images=512,             # to calibrate on
+    epochs=0,               # of distillation
+    lr=None,                # of distillation
+    trained=None,           # the model to convert
+    seed=0,                 # of the choice of calibration images
+)
+# settings that identify a row
+COLUMNS = ('method', 'idle_ratio', 'epochs', 'lr')
 
 
 def closed_form(model: nn.Module, loader, ratio: float) -> nn.Module:
@@ -130,76 +131,42 @@ METHODS = {
     'first channels': first_channels,
     'VBP': prune,
     'VBP, refitted': lambda *args: prune(*args, refit=True),
+    **{f'budget, {rule}': partial(with_budget, rule=rule) for rule in ('divergence', 'absolute', 'relative')},
 }
-BUDGETS = {
-    f'budget, {rule}': partial(with_budget, rule=rule) for rule in ('divergence', 'absolute', 'relative')}
 ANNEALED, SCRATCH = 'annealed', 'RePa from scratch'
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--recipe', default=Path(__file__).with_name('fasternet_cifar10.yaml'), type=Path)
-    parser.add_argument('--checkpoint', required=True, help='checkpoint of a training with the recipe')
-    parser.add_argument('--data-dir', required=True)
-    parser.add_argument('--methods', nargs='+', choices=[*METHODS, *BUDGETS, ANNEALED, SCRATCH], default=[*METHODS])
-    parser.add_argument('--ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.])
-    parser.add_argument('--seeds', nargs='+', type=int, default=[0, 1, 2])
-    parser.add_argument('--epochs', type=int, default=0, help='epochs of distillation')
-    parser.add_argument('--images', type=int, default=512)
-    parser.add_argument('--lr', type=float, default=1e-4, help='learning rate of the distillation (%(default)s)')
-    args = parser.parse_args()
-    recipe = yaml.safe_load(args.recipe.read_text())
+def accelerate(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any]:
+    """A row of a conversion: the accuracy lost, after the distillation if there is one, and what is left of the MACs.
 
-    def create() -> nn.Module:
-        kwargs = dict(recipe['model_kwargs'], num_classes=recipe['num_classes'], drop_path_rate=recipe['drop_path'])
-        return timm.create_model(recipe['model'], **kwargs).eval()
-
-    model = create()
-    load_checkpoint(model, args.checkpoint)
-    config = {name: recipe[name] for name in ('mean', 'std', 'interpolation', 'crop_pct')}
-    size = recipe['input_size'][-1]
-    device = torch.device('cpu')
-
-    def images(seed: int) -> Images:
-        return Images(
-            model, args.data_dir, val_split=recipe['val_split'], batch_size=128, seed=seed, img_size=size, **config)
-
-    validation = list(images(0).validation())
-    original = evaluate(model, validation, device)[1]
-    settings = dict(
-        model=recipe['model'], epochs_trained=recipe['epochs'], accuracy=round(original, 2), images=args.images)
-    rows = rows_measured(SECTION, device, settings)
-    done = {tuple(row[key] for key in KEYS) for row in rows}
-    lr = args.lr if args.epochs else None
-    gmacs = count_macs(model, (3, size, size)).total
-    for seed in args.seeds:
-        for ratio in args.ratios:
-            for method in args.methods:
-                if (method, ratio, args.epochs, lr, seed) in done:
-                    continue
-                if method == SCRATCH:
-                    torch.manual_seed(seed)
-                    converted = idle_first_channels(create(), ratio)
-                elif method == ANNEALED:
-                    converted, steps = copy.deepcopy(model), args.epochs * len(images(seed).training())
-                    timm_rep.convert_to_repa(converted, ratio, anneal_steps=steps // 2)
-                else:
-                    loader = list(images(seed).calibration(args.images))
-                    converted = {**METHODS, **BUDGETS}[method](copy.deepcopy(model), loader, ratio)
-                if args.epochs:
-                    distil(converted, model, images(seed), args.epochs, args.lr)
-                if method == SCRATCH:
-                    fold_first_channels(converted)
-                elif method == ANNEALED:
-                    converted.reparameterize()
-                rows.append({
-                    'method': method, 'idle_ratio': ratio, 'epochs': args.epochs, 'lr': lr, 'seed': seed,
-                    'MACs': round(count_macs(converted, (3, size, size)).total / gmacs, 3),
-                    'top-1 change': round(evaluate(converted, validation, device)[1] - original, 2),
-                })
-                save(SECTION, __doc__.strip(), rows[-1:], device, settings, KEYS)
-                print_table(rows[-1:])
-
-
-if __name__ == '__main__':
-    main()
+    Raises:
+        ValueError: There is no such method.
+    """
+    method, ratio, epochs = settings['method'], settings['idle_ratio'], settings['epochs']
+    if method not in (*METHODS, ANNEALED, SCRATCH):
+        raise ValueError(f'method is one of {", ".join([*METHODS, ANNEALED, SCRATCH])}, got {method!r}.')
+    base, device = settings['trained'], workspace.device
+    model = trained(base, workspace).model.to(memory_format=torch.contiguous_format)
+    images = Images(workspace, {**base, 'seed': settings['seed']}, device)
+    original = evaluate(model, images.validation(), device)[1]
+    if method == SCRATCH:
+        torch.manual_seed(settings['seed'])
+        converted = idle_first_channels(build(base), ratio).to(device)
+    elif method == ANNEALED:
+        converted = copy.deepcopy(model)
+        timm_rep.convert_to_repa(converted, ratio, anneal_steps=epochs * len(images.training()) // 2)
+    else:
+        converted = METHODS[method](copy.deepcopy(model), images.calibration(settings['images']), ratio)
+    if epochs:
+        with workspace.training_folder({**settings, 'model': base['model']}) as folder:
+            distil(
+                converted, model, images, epochs, settings['lr'], checkpoint=folder / 'distillation.pth', resume=True)
+    if method == SCRATCH:
+        fold_first_channels(converted)
+    elif method == ANNEALED:
+        converted.reparameterize()
+    top1 = evaluate(converted, images.validation(), device)[1]
+    size = (3, *[base['img_size']] * 2)
+    return {
+        'MACs': round(count_macs(converted, size).total / count_macs(model, size).total, 3),
+        'top-1 change': round(top1 - original, 2), 'original': round(original, 2)}

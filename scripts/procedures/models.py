@@ -1,0 +1,75 @@
+"""Small multi-branch networks for 32 x 32 pixels, of timm's own classes; importing this registers them with timm."""
+from typing import Optional, Sequence, Union
+
+import torch.nn as nn
+from timm.models import register_model
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, RepVggBlock
+
+from timm_rep.convert import set_scales, use_repopt_convs
+from timm_rep.scales import ScalesLike
+
+__all__ = ['mobileone_small', 'repvgg_small']
+
+
+@register_model
+def mobileone_small(
+        pretrained: bool = False,
+        num_classes: int = 10,
+        widths: Sequence[int] = (32, 64, 128),
+        depths: Sequence[int] = (1, 2, 2),
+        branches: int = 4,
+        structure: str = 'target',
+        scales: Union[ScalesLike, bool, None] = None,
+        **kwargs,
+) -> nn.Module:
+    """A MobileOne with depthwise and pointwise blocks in turn and a stride in the first of each stage but one.
+
+    Args, beside those of timm's:
+        widths: Channels of each stage.
+        depths: Pairs of blocks of each stage.
+        branches: Convolutions of the same size in a block.
+        structure: 'target', or 'search' for Hyper-Search.
+        scales: Scales of the plain network; None for timm's branches, unless it is searched.
+    """
+    before, stages = widths[0], []
+    for i, (width, depth) in enumerate(zip(widths, depths)):
+        sums = dict(num_conv_branches=branches)
+        stages.append(tuple(
+            block for j in range(depth) for block in (
+                ByoBlockCfg(type='one', d=1, c=before if j == 0 else width, s=2 if i and j == 0 else 1, gs=1,
+                            block_kwargs=sums),
+                ByoBlockCfg(type='one', d=1, c=width, s=1, gs=0, block_kwargs=dict(kernel_size=1, **sums)))))
+        before = width
+    config = ByoModelCfg(
+        blocks=tuple(stages), stem_type='one', stem_chs=widths[0], stem_pool='', num_features=0)
+    model = ByobNet(config, num_classes=num_classes)
+    if structure == 'search':
+        use_repopt_convs(model, structure)
+        set_scales(model, 'init', reinit=False)
+    elif scales is not None:
+        use_repopt_convs(model)
+        set_scales(model, scales, reinit=True)
+    return model
+
+
+@register_model
+def repvgg_small(
+        pretrained: bool = False,
+        num_classes: int = 10,
+        depths: Sequence[int] = (2, 4, 14, 1),
+        widths: Sequence[int] = (48, 96, 192, 1280),
+        stem_width: int = 48,
+        strides: Sequence[int] = (2, 2, 2, 2, 2),
+        scales: Optional[bool] = None,
+        **kwargs,
+) -> nn.Module:
+    """timm's RepVGG with the arguments of RepOpt-VGG: depths, widths and strides, the first of them of the stem."""
+    blocks = tuple(
+        ByoBlockCfg(type='rep', d=depth, c=width, s=stride)
+        for depth, width, stride in zip(depths, widths, strides[1:]))
+    model = ByobNet(
+        ByoModelCfg(blocks=blocks, stem_type='rep', stem_chs=stem_width, stem_pool=''), num_classes=num_classes)
+    if strides[0] != 2:  # the stride of all stems of timm
+        model.stem = RepVggBlock(3, stem_width, stride=strides[0], layers=LayerFn())
+        model.stem.init_weights()
+    return model

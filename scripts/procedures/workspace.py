@@ -1,0 +1,143 @@
+"""Where trainings are kept, and the images that they read: what all procedures of an experiment share."""
+import copy
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Tuple
+
+import torch
+import torch.nn.functional as F
+
+from timm_rep.demo.training import load_split
+from timm_rep.search import DeviceLoader, create_search_dataset
+from timm_rep.utils.atomic import locking_folder
+
+__all__ = ['Images', 'OutOfTime', 'Workspace', 'digest']
+
+
+class OutOfTime(Exception):
+    """The time limit of this run has passed; what was done is kept."""
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """A short name for the settings of a training, those of the trainings that it needs included."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
+
+
+@dataclass
+class Workspace:
+    """
+    Attributes:
+        output: Folder of the trainings, each in a folder by its settings, so that experiments share them.
+        data_dir: Folders of images by split and class.
+        device: Device to train on.
+        val_split: Name of the folder with the images to measure the accuracy on.
+        deadline: Time in seconds, of ``time.monotonic()``, after which no epoch begins.
+        wait: Wait for a training that another process is busy with, instead of raising BlockingIOError.
+    """
+    output: Path
+    data_dir: str
+    device: torch.device
+    val_split: str = 'val'
+    deadline: float = float('inf')
+    wait: bool = True
+    _loaders: Dict[Tuple, DeviceLoader] = field(default_factory=dict)
+
+    def training_folder(self, settings: Mapping[str, Any]):
+        """Context manager that gives the folder of a training, which no other process uses meanwhile."""
+        return locking_folder(self.output / f'{settings.get("model", "model")}-{digest(settings)}', self.wait)
+
+    def check_time(self) -> None:
+        """
+        Raises:
+            OutOfTime: The deadline has passed.
+        """
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+
+    def loader(self, settings: Mapping[str, Any], is_training: bool, device: torch.device) -> DeviceLoader:
+        """Batches of a split, which is read once.
+
+        Raises:
+            FileNotFoundError: There is no folder of images.
+            ValueError: There are other classes than the settings say.
+        """
+        count = settings['train_images'] if is_training else None
+        key = (settings['data'], settings['img_size'], str(settings['classes']), count, is_training, device)
+        if key not in self._loaders:
+            read = _digits if settings['data'] == 'digits' else self._folders
+            dataset = read(settings, is_training)
+            if count is not None:
+                dataset = _evenly_spaced(dataset, count)
+            self._loaders[key] = DeviceLoader(
+                dataset, settings['batch_size'], is_training, device, flip=settings['data'] != 'digits')
+        loader = copy.copy(self._loaders[key])
+        loader.batch_size = min(settings['batch_size'], len(loader.targets))
+        if loader.targets.max() >= num_classes(settings):
+            raise ValueError(
+                f'{self.data_dir!r} has more classes than the {num_classes(settings)} of the experiment.')
+        return loader
+
+    def _folders(self, settings: Mapping[str, Any], is_training: bool):
+        split = 'train' if is_training else self.val_split
+        dataset = create_search_dataset('', self.data_dir, split, settings['img_size'], is_training, raw=True)
+        if settings['classes'] is not None:
+            new = {label: i for i, label in enumerate(settings['classes'])}
+            samples = dataset.reader.samples
+            dataset.reader.samples = [(path, new[label]) for path, label in samples if label in new]
+        return dataset
+
+
+def num_classes(settings: Mapping[str, Any]) -> int:
+    if settings['data'] == 'digits':
+        return 10
+    return settings['num_classes'] if settings['classes'] is None else len(settings['classes'])
+
+
+def _evenly_spaced(dataset, count: int):
+    """A part of the images of every class; folders and digits are not shuffled."""
+    count = min(count, len(dataset))
+    return torch.utils.data.Subset(dataset, [i * len(dataset) // count for i in range(count)])
+
+
+def _digits(settings: Mapping[str, Any], is_training: bool) -> List[Tuple[torch.Tensor, int]]:
+    """Scikit-learn's handwritten digits, 1,437 and 360 images of 8 x 8 pixels, resized."""
+    part = load_split(seed=0)[0 if is_training else 1]
+    pixels = torch.stack([
+        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(1, *image.size)
+        for image in part.images])
+    pixels = F.interpolate(pixels.float(), size=settings['img_size'], mode='bilinear').round().byte()
+    return [(image.expand(3, -1, -1), int(target)) for image, target in zip(pixels, part.targets)]
+
+
+class Images:
+    """The images of a training, with the methods of :class:`timm_rep.utils.data.Images`: decoded once, small."""
+
+    def __init__(self, workspace: Workspace, settings: Mapping[str, Any], device: torch.device):
+        """
+        Args:
+            workspace: Where the images are.
+            settings: Settings of the training.
+            device: Device of the batches.
+        """
+        self.device, self.seed = device, settings['seed']
+        self._train = workspace.loader(settings, True, device)
+        self._val = workspace.loader(settings, False, device)
+
+    def training(self) -> DeviceLoader:
+        """Loader of the training split, with random crops and flips."""
+        return self._train
+
+    def validation(self) -> DeviceLoader:
+        """Loader of the validation split."""
+        return self._val
+
+    def calibration(self, count: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        """Batches of ``count`` random images of the training split, as for validation."""
+        order = torch.randperm(len(self._train.targets), generator=torch.Generator().manual_seed(self.seed))
+        loader = copy.copy(self._train)
+        loader.is_training = False
+        loader.sampler = order[:count].tolist()
+        return list(loader)

@@ -1,0 +1,414 @@
+"""scripts/experiments.py: its data files, its procedures at toy size, and what a stopped or second process leaves."""
+import copy
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+import yaml
+from timm.optim import list_optimizers
+
+from tests.helpers import ROOT, SCRIPTS, relative, run, same_weights
+from timm_rep.deploy import BACKENDS, CALIBRATORS
+from timm_rep.init.weight_select import ELEMENT_CHOICES
+from timm_rep.layers import csla_layers
+from timm_rep.scales import Scales
+
+NAMES = sorted(path.stem for path in (SCRIPTS / 'experiments').glob('*.yaml'))
+TOY = ['num_classes=4', 'classes=None', 'batch_size=10', 'warmup_epochs=1', 'train_images=20', 'amp=False']
+VGG = "model_args={'depths': [1, 2, 1, 1], 'widths': [8, 8, 16, 16], 'stem_width': 8}"
+
+
+@pytest.fixture
+def start(script, images, tmp_path):
+    """Runs an experiment at toy size and returns the rows of its file."""
+    def begin(name, *args, settings=(), output='out', epochs=2):
+        settings = [*settings, *([] if epochs is None else [f'epochs={epochs}'])]
+        status = script(
+            'experiments', 'run', name, '--data-dir', images, '--val-split', 'validation', '--output',
+            tmp_path / output, *args, '--set', *TOY, *settings)
+        paths = list((tmp_path / 'results').glob(f'*/{name}.json'))
+        return status, json.loads(paths[0].read_text())['rows'] if paths else []
+
+    return begin
+
+
+@pytest.fixture
+def models_trained(load_script, monkeypatch):
+    """(model before its first step, optimizer) of each training, in turn."""
+    module, seen = load_script('procedures/train'), []
+    fit = module.fit
+
+    def spied(model, optimizer, *args, **kwargs):
+        seen.append((copy.deepcopy(model), optimizer))
+        return fit(model, optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(module, 'fit', spied)
+    return seen
+
+
+def trainings(settings):
+    """All settings of trainings and searches in the settings of a row."""
+    if isinstance(settings, dict):
+        if 'model' in settings:
+            yield settings
+        for value in settings.values():
+            yield from trainings(value)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_data_files(load_script, name):
+    """Every row can begin: its models can be built, and start from each other; all names exist."""
+    module, train = load_script('procedures/experiment'), load_script('procedures/train')
+    methods = load_script('procedures/accelerate')
+    built = {}
+
+    def model(settings):
+        kind = 'init' if isinstance(settings.get('scales'), dict) else settings.get('scales')
+        structure = {} if 'opt' in settings else {'structure': 'search'}
+        key = json.dumps([settings['model'], settings['model_args'], kind, structure], sort_keys=True)
+        if key not in built:
+            built[key] = train.build(settings, kind, **structure)
+        return built[key]
+
+    for scale in ('cpu', 'gpu'):
+        experiment = module.load(name, scale)
+        document = experiment.document
+        assert document['what'].strip().endswith('.')
+        assert len({(json.dumps(row.identity), row.seed) for row in experiment.rows}) == len(experiment.rows)
+        assert {*(document.get('picture') or {}).get('rows', ())} <= {row.name for row in experiment.rows}
+        used = {json.dumps(t, sort_keys=True) for row in experiment.rows for t in trainings(row.settings)}
+        for settings in map(json.loads, used):
+            net = model(settings)
+            assert settings['epochs'] >= 1
+            assert set(settings['classes'] or []) <= set(range(10))
+            if 'opt' not in settings:  # a search
+                assert settings['epochs'] > settings['warmup_epochs']
+                assert csla_layers(net)
+                continue
+            assert settings['opt'] in list_optimizers()
+            assert bool(csla_layers(net)) == (settings['scales'] is not None)
+            chosen = settings['start']
+            if isinstance(chosen, dict):
+                assert chosen.get('element_selection', 'uniform') in ELEMENT_CHOICES
+                args = {k: v for k, v in chosen.items() if k not in ('teacher', 'calibrate')}
+                assert train.weight_select_init(net, model(chosen['teacher']), **args).coverage > 50
+            else:
+                assert chosen in (None, 'mimetic')
+        for row in experiment.rows:
+            if row.procedure == 'accelerate':
+                assert row.settings['method'] in (*methods.METHODS, methods.ANNEALED, methods.SCRATCH)
+                assert row.settings['epochs'] or row.settings['method'] in methods.METHODS
+            if row.procedure == 'quantize':
+                assert row.settings['backend'] in (None, *BACKENDS)
+                assert row.settings['calibrator'] in CALIBRATORS
+                assert row.settings['trained']['seed'] == row.seed
+
+
+def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
+    """A wrong data file or command is named in one line."""
+    module = load_script('procedures/experiment')
+    monkeypatch.setattr(module, 'EXPERIMENTS', tmp_path)
+
+    def message(changes, *args):
+        content = dict(what='What.', seeds=[0], settings={'model': 'vit_tiny_patch16_224'}, rows={'a': {}})
+        (tmp_path / 'x.yaml').write_text(yaml.safe_dump({**content, **changes}))
+        with pytest.raises(SystemExit):
+            script('experiments', 'run', *(args or ['x']), '--output', tmp_path / 'out', '--data-dir', tmp_path)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "x.yaml has 'row'" in message({'row': {}})
+    assert "row 'a' has 'opd', expected" in message({'rows': {'a': {'opd': 'sgd'}}})
+    assert "row 'a' has no 'model'" in message({'settings': {}})
+    assert 'procedure is one of train, search, accelerate, quantize' in message({'procedure': 'trains'})
+    assert "there is no experiment 'y': expected one of x" in message({}, 'y')
+    assert "x has no row 'b', expected some of a" in message({}, 'x', '--rows', 'b')
+    assert 'x has no row with a seed of [7]' in message({}, 'x', '--seeds', '7')
+    assert 'Cannot open the split' in message({})
+
+
+def test_repoptimizers(start, models_trained, tmp_path):
+    """Each row of table 4 starts from and trains with what its name says; the search is done once."""
+    status, rows = start('repoptimizers', '--seeds', 0, settings=[VGG])
+    names = [
+        'sgd', 'sgd, 3 times the lr', 'rmsprop', 'adamw', 'repvgg', 'repsgd', 'no-init', 'no-gradients', 'ones', 'init',
+        'mean', 'repadamw']
+    assert status == 0
+    assert [row['row'] for row in rows] == names
+    assert all(len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in rows)
+    seen = dict(zip(names, models_trained))
+    assert len(models_trained) == len(names)
+    path, = tmp_path.glob('out/*/scales.safetensors')
+    found = Scales.load(path)
+    expected = {
+        'sgd': (None, 'SGD'), 'rmsprop': (None, 'RMSprop'), 'adamw': (None, 'AdamW'), 'repsgd': (found, 'RepSGD'),
+        'no-init': (found, 'RepSGD'), 'no-gradients': (found, 'SGD'), 'ones': (Scales.ones, 'RepSGD'),
+        'init': (Scales.initial, 'RepSGD'), 'mean': (found.mean_over_channels(), 'RepSGD'),
+        'repadamw': (found, 'RepAdamW')}
+    for row, (scales, optimizer_name) in expected.items():
+        model, optimizer = seen[row]
+        assert type(optimizer).__name__ == optimizer_name
+        conv = model.stages[1][1].conv
+        if scales is None:
+            assert conv.grad_mult is None
+        else:
+            scales = scales(model) if callable(scales) else scales
+            mult = conv.csla.grad_mult(scales['stages.1.1.conv'])
+            assert torch.equal(conv.grad_mult.dense('squared'), mult.dense('squared'))
+        # by the rule of initialization the diagonal starts around 1
+        diagonal = conv.weight[:, :, 1, 1].diagonal()
+        assert (diagonal.mean() > .5) == (row not in ('sgd', 'rmsprop', 'adamw', 'no-init'))
+    assert same_weights(seen['repsgd'][0], seen['no-gradients'][0])
+    assert seen['sgd, 3 times the lr'][1].defaults['lr'] == pytest.approx(3 * seen['sgd'][1].defaults['lr'])
+    folded = {row['row']: row.get('MACs folded (M)', row['MACs (M)']) for row in rows}
+    assert folded['repvgg'] == folded['repsgd']  # the same network once folded
+
+
+def test_multi_branch(start, models_trained):
+    """Rows differ in structure, optimizer and scales only; rows of an earlier run without settings are finished."""
+    _, rows = start('multi-branch', '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])
+    branches, init, searched, plain, _, faster = (model for model, _ in models_trained)
+    assert [type(optimizer).__name__ for _, optimizer in models_trained[:4]] == ['SGD', 'RepSGD', 'RepSGD', 'SGD']
+    assert not csla_layers(branches)
+    assert {row['row'] for row in rows if 'search (top-1)' in row} == {'searched'}
+    assert len({row['MACs (M)'] for row in rows if row['row'] != 'branches'}) == 1 < len({r['MACs (M)'] for r in rows})
+    multipliers = [
+        [layer.grad_mult.dense('squared') for layer in csla_layers(model).values()] for model in (init, searched)]
+    assert all(not torch.equal(a, b) for a, b in zip(*multipliers))
+    assert all(torch.equal(a, b) for a, b in zip(init.parameters(), plain.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(init.parameters(), faster.parameters()))
+
+
+def test_weight_selection(start, models_trained):
+    """Every row starts as its name says; the teacher is trained once, and shared by other experiments."""
+    small = ["model_args={'img_size': 32, 'patch_size': 16}"]
+    _, rows = start('weight-selection', '--seeds', 0, settings=small, epochs=1)
+    names = [row['row'] for row in rows]
+    assert len(models_trained) == len(names) + 1  # after the model of the first row that needs it is built
+    before = len(models_trained)
+    start('repa-student', '--seeds', 0, settings=small, epochs=1)
+    assert len(models_trained) == before + 6
+    starts = [model.state_dict() for model, _ in models_trained[:before] if len(model.blocks) == 3]
+    first = dict(zip(names, starts))
+    assert all(torch.equal(state['head.weight'], first['random']['head.weight']) for state in starts)
+    qkv = {tuple(first[name]['blocks.0.attn.qkv.weight'].flatten().tolist()) for name in names}
+    # the distilled rows start as random and uniform, and the first of uniform layers is the first
+    assert len(qkv) == len(names) - 3
+    student = models_trained[before + 1][0]
+    assert student.blocks[0].mlp.norm1.running_var.std() > 0
+
+
+def test_accelerate(start, load_script):
+    """Each method changes the model as its name says, at the same cost."""
+    module = load_script('procedures/accelerate')
+    size = "model_args={'embed_dim': 16, 'depths': [1, 1], 'feature_dim': 24}"
+    ratios = [f'converted, {method}, {ratio}' for method in module.METHODS for ratio in (.5, 1.)
+              if not method.startswith('budget')]
+    budgets = [f'budget, {method}, 0.5' for method in module.METHODS if method.startswith('budget')]
+    distilled = [f'distilled, {method}' for method in ('closed form', module.ANNEALED, module.SCRATCH)]
+    _, rows = start('accelerate', '--seeds', 0, '--rows', *ratios, *budgets, settings=[size, 'images=40'], epochs=None)
+    macs = {(row['method'], row['idle_ratio']): row['MACs'] for row in rows}
+    for ratio in (.5, 1.):
+        assert len({round(macs[method, ratio], 2) for method in module.METHODS if not method.startswith('bud')}) == 1
+    assert all(.9 * macs['closed form', .5] < macs[method, .5] <= macs['closed form', .5]
+               for method in module.METHODS if method.startswith('budget'))
+    small = [size, 'images=40', 'batch_size=5']
+    _, rows = start('accelerate', '--seeds', 0, '--rows', *distilled, settings=small, epochs=None)
+    assert [row['method'] for row in rows[-3:]] == ['closed form', module.ANNEALED, module.SCRATCH]
+    assert len({round(row['MACs'], 2) for row in rows[-3:]}) == 1
+
+
+def test_pruning(load_script):
+    """Kept channels compute what they did, the others their mean; refitted, the error is smaller."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        'fasternet_t0', embed_dim=16, depths=[1, 1], patch_size=2, mlp_ratio=4., feature_dim=24,
+        drop_path_rate=0.).eval()
+    x, mlp = torch.randn(60, 3, 16, 16, generator=torch.Generator().manual_seed(0)), model.stages[0].blocks[0].mlp
+    seen = []
+    hook = mlp[3].register_forward_pre_hook(lambda _, args: seen.append(args[0].movedim(1, -1).flatten(0, -2)))
+    model(x)
+    hook.remove()
+    features, second, errors = seen[0].detach(), mlp[3].weight.flatten(1), []
+    scale = mlp[1].weight / (mlp[1].running_var + mlp[1].eps).sqrt()
+    first = mlp[0].weight.flatten(1) * scale[:, None]
+    prune = load_script('procedures/accelerate').prune
+    for refit in (False, True):
+        pruned = prune(copy.deepcopy(model), [(x, None)], .5, refit).stages[0].blocks[0].mlp
+        rows = pruned.fc_in.weight.flatten(1)
+        kept = [i for i, row in enumerate(first) if (rows - row).abs().amax(1).min() < 1e-6]
+        assert sorted(features.var(0).argsort(descending=True)[:len(kept)].tolist()) == kept
+        assert len(kept) == 32 + 8
+        hidden = features.mean(0).repeat(len(features), 1)
+        hidden[:, kept] = features[:, kept]
+        y = features[:, kept] @ pruned.fc_out.weight.flatten(1).T + pruned.fc_out.bias
+        if not refit:
+            assert relative(y, hidden @ second.T) < 1e-5
+        errors.append((y - features @ second.T).square().mean().item())
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.slow
+def test_quantization(start, tmp_path):
+    """Rows of tables 10 and 11; the entries of RepVGG's kernel are those that folding makes."""
+    pytest.importorskip('torchao')
+    rows = [f'{model}, {how}' for how in ('float32', 'channel', 'tensor', 'qat') for model in ('repopt', 'repvgg')]
+    _, found = start('quantization', '--seeds', 0, '--rows', *rows, settings=[VGG])
+    assert [row['row'] for row in found] == rows
+    assert all(row['layers in int8'] == 7 and not row['in float'] for row in found[2:])
+    assert 'std of the branches added' not in found[0]
+    added = found[1]['std of the branches added']
+    assert found[1]['std of the BatchNorm folded'] != added
+    assert added['surrounding'] == found[1]['std of the BatchNorm folded']['surrounding']
+    assert {path.name for path in tmp_path.glob('results/*/*.png')} == {
+        'quantization--repopt-float32.png', 'quantization--repvgg-float32.png'}
+
+
+def test_strides_and_other_data(start, load_script, tmp_path):
+    """Scales of a search with other strides or of other images fit the network that is trained."""
+    pytest.importorskip('sklearn')
+    rows = ['strides 1 2 1 2 1', 'digits to CIFAR-10']
+    _, found = start('transfer', '--seeds', 0, '--rows', *rows, settings=[VGG])
+    assert {row['row'] for row in found} == {*rows}
+
+
+def test_classes(load_script, images, tmp_path):
+    """A class split has the images of these classes only, numbered from 0; digits are resized and not flipped."""
+    pytest.importorskip('sklearn')
+    module = load_script('procedures/workspace')
+    workspace = module.Workspace(tmp_path, str(images), torch.device('cpu'), 'validation')
+    settings = dict(data='folders', img_size=16, classes=[3, 1], num_classes=4, train_images=6, batch_size=4, seed=0)
+    loader = workspace.loader(settings, True, workspace.device)
+    assert loader.targets.tolist() == [1, 1, 1, 0, 0, 0]
+    assert workspace.loader(settings, False, workspace.device).targets.tolist() == [1, 1, 0, 0]
+    brightness = loader.images[:, 4:-4, 4:-4].float().mean((1, 2, 3))
+    assert brightness[:3].max() < brightness[3:].min()  # the fixture's images of class 3 are brighter
+    with pytest.raises(ValueError, match='has more classes than the 3'):
+        workspace.loader({**settings, 'classes': None, 'num_classes': 3}, True, workspace.device)
+    digits = workspace.loader(
+        {**settings, 'data': 'digits', 'classes': None, 'num_classes': 10, 'img_size': 32}, False, workspace.device)
+    assert digits.images.shape == (360, 40, 40, 3)
+    assert digits.targets.unique().tolist() == list(range(10))
+    assert not digits.flip
+    calibration = module.Images(workspace, settings, workspace.device).calibration(5)
+    assert [len(x) for x, _ in calibration] == [4, 1]
+
+
+def test_stopped(start, load_script, monkeypatch, tmp_path):
+    """Killed after every epoch, a training ends with the same weights; finished rows are skipped."""
+    train = load_script('procedures/train')
+    args = ['repoptimizers', '--seeds', 1, '--rows', 'repsgd']
+    _, once = start(*args, settings=[VGG], epochs=3)
+    load_script('report').RESULTS.rename(tmp_path / 'once')
+    write = train.write_training_state
+
+    def killed(path, state):
+        write(path, state)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, 'write_training_state', killed)
+    for _ in range(4):  # three epochs, and the result without the optimizer
+        with pytest.raises(KeyboardInterrupt):
+            start(*args, settings=[VGG], epochs=3, output='again')
+    monkeypatch.setattr(train, 'write_training_state', write)
+    status, again = start(*args, settings=[VGG], epochs=3, output='again')
+    assert status == 0
+    assert again[0]['curve'] == once[0]['curve']
+    states = [torch.load(next(tmp_path.glob(f'{out}/*/last.pth')), weights_only=True) for out in ('out', 'again')]
+    assert states[0]['epoch'] == states[1]['epoch'] == 3
+    assert states[0].keys() == states[1].keys()
+    assert same_weights(*(state['model'] for state in states))
+
+    shutil.rmtree(tmp_path / 'again')  # nothing of it is needed
+    assert start(*args, settings=[VGG], epochs=3, output='again')[0] == 0
+    assert not list(tmp_path.glob('again/*/last.pth'))
+    status, rows = start(*args, settings=[VGG], epochs=2, output='again')  # other settings
+    assert len(rows[0]['curve']) == 2
+    assert start(*args, '--minutes', 0, settings=[VGG], epochs=3, output='new') == (75, rows)
+
+
+def test_rows_of_an_earlier_format(load_script):
+    """A row without settings is finished."""
+    module, experiment = load_script('experiments'), load_script('procedures/experiment')
+    results = load_script('report')
+    loaded = {name: experiment.load(name) for name in ('multi-branch', 'accelerate')}
+    path, = (SCRIPTS / 'results').glob('*/accelerate.json')
+    for name, one in loaded.items():
+        content = json.loads(path.with_name(f'{name}.json').read_text())
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(results, 'read', lambda section, device, content=content: content)
+        finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
+        monkey.undo()
+        assert len(finished) == {'multi-branch': 8, 'accelerate': len(one.rows)}[name]
+
+
+def _add_rows(report, results, first):
+    report.RESULTS = results
+    for i in range(first, first + 20):
+        report.add_row('a', 'What.', {'row': str(i), 'seed': 0}, torch.device('cpu'), {}, ['row', 'seed'], lambda r: r)
+
+
+def test_rows_of_two_processes(load_script, tmp_path):
+    """Rows that two processes save at the same time are all kept, and so are older ones."""
+    report, context = load_script('report'), multiprocessing.get_context('fork')
+    processes = [context.Process(target=_add_rows, args=(report, tmp_path, first)) for first in (0, 20)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    content = json.loads(next(tmp_path.glob('*/a.json')).read_text())
+    assert {row['row'] for row in content['rows']} == {str(i) for i in range(40)}
+    assert len(content['summary']) == 40
+
+
+@pytest.mark.slow
+def test_the_same_command_twice(images, tmp_path):
+    """Two processes share the rows of an experiment and do every training once."""
+    command = [
+        sys.executable, str(SCRIPTS / 'experiments.py'), 'run', 'repoptimizers', '--rows', 'repsgd', 'sgd', 'init',
+        'mean', '--seeds', '0', '1', '--data-dir', str(images), '--val-split', 'validation',
+        '--output', str(tmp_path / 'out'), '--set', *TOY, VGG, 'epochs=2']
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'TIMM_REP_RESULTS': str(tmp_path / 'results')}
+    processes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    rows = json.loads(next(tmp_path.glob('results/*/repoptimizers.json')).read_text())['rows']
+    assert len(rows) == len({(row['row'], row['seed']) for row in rows}) == 8
+    assert sum(output.count('curve') for output in outputs) == 8
+    assert 'nothing is left' in run(command, env=env)
+
+
+def test_report(script, load_script, start, tmp_path):
+    """The page has a table for every file of results, of the present format and of earlier ones, and pictures."""
+    start('multi-branch', '--seeds', 0, 1, '--rows', 'init', 'plain',
+          settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])
+    results = load_script('report').RESULTS
+    machine = next(results.glob('*/multi-branch.json')).parent
+    for path in (SCRIPTS / 'results').glob('*/*.json'):
+        if path.stem in ('accelerate', 'weight-selection-digits'):
+            (results / path.parent.name).mkdir(exist_ok=True)
+            shutil.copy(path, results / path.parent.name)
+    script('experiments', 'report')
+    text = (results / 'experiments.md').read_text()
+    assert '| closed form | 0.5 | 0 |' in text
+    assert '| uniform | weight selection, uniform, first N layers | 99.35 | 0.42 |' in text
+    rows = json.loads((machine / 'multi-branch.json').read_text())['rows']
+    both = [row['top-1'] for row in rows if row['row'] == 'plain']
+    mean, deviation = sum(both) / 2, abs(both[0] - both[1]) / 2 ** .5
+    assert f'| plain | plain, SGD | 2 | {mean:.2f} ± {deviation:.2f} |' in text
+    assert (machine / 'multi-branch.png').is_file()
+    assert f'({machine.name}/multi-branch.png)' in text
+    assert len(list(results.glob('*/accelerate.png'))) == 1
+
+
+def test_list(script, capsys):
+    script('experiments', 'list')
+    assert [line.partition(':')[0] for line in capsys.readouterr().out.splitlines()] == NAMES
