@@ -123,10 +123,11 @@ def test_seed_and_device_of_the_training(small, no_picture, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_learns(tmp_path, capsys):
-    """The command with its defaults, and the code that it prints in a fresh process."""
-    assert main(['demo', '--output', str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+def test_learns(tmp_path):
+    """The command with its defaults, and the code that it prints, each in a process that no fixture made small."""
+    out = subprocess.run(
+        [sys.executable, '-m', 'timm_rep.cli', 'demo', '--output', str(tmp_path)], capture_output=True, text=True,
+        check=True).stdout
     row = next(line for line in out.splitlines() if line.startswith('RePa-DeiT, folded'))
     assert float(row.split()[2].rstrip('%')) > 95
     plain, converted = (
