@@ -95,7 +95,7 @@ JOBS: Dict[str, Job] = {
         toy=['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1']),
     **{name: experiment(name) for name in (
         'repoptimizers', 'repa', 'weight-selection', 'accelerate', 'multi-branch', 'transfer', 'quantization',
-        'packaged-scales', 'repa-student', 'weight-selection-digits')},
+        'quantization-a0', 'packaged-scales', 'repa-student', 'weight-selection-digits')},
 }
 
 
