@@ -203,8 +203,10 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     machine = device_name(next(result.model.parameters()).device)  # that of the measurements
     with replacing_files(folder) as draft:
         model = result.model.cpu()
-        # timm before 1.0.31 does not record the arguments itself
-        save_for_hf(model, str(draft), model_args=dict(model._model_args), safe_serialization=True)
+        # timm before 1.0.31 does not record the arguments itself; num_classes is beside model_args, where transformers
+        # looks for it
+        args = {name: value for name, value in model._model_args.items() if name != 'num_classes'}
+        save_for_hf(model, str(draft), model_args=args, safe_serialization=True)
         loaded = timm.create_model(f'local-dir:{draft}', pretrained=True).eval()
         images = torch.randn(2, *model.pretrained_cfg['input_size'])
         with torch.inference_mode():

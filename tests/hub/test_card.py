@@ -9,6 +9,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests.helpers import normal_scales, relative, save_model
 from tests.hub.published import REPA, REPOPT, trained
@@ -190,6 +191,28 @@ def test_moving_average_and_half(folder, checkpoint):
     with pytest.raises(OverflowError, match=r'norm\.weight holds 100000'):
         write_folder(folder, average, REPA[1], half=True)
     assert (folder / 'model.safetensors').read_bytes() == before
+
+
+def test_half_of_weights_that_are_there(tmp_path):
+    """Without a checkpoint; arguments, scales and names of the classes stay, accuracies of other weights go."""
+    for name, args in (REPA, REPOPT):
+        model = trained(name, args)
+        model.pretrained_cfg['input_size'] = (3, 32, 32)
+        folder = tmp_path / f'{name}.mine'
+        scales = Scales.ones(model) if name.startswith('repopt') else None
+        write_folder(folder, model, args, scales=scales, label_names='abcde')
+        before = json.loads((folder / 'config.json').read_text())
+        prepare_folder(folder, half=True)
+        check_folder(folder)
+        found = load_file(folder / 'model.safetensors')
+        assert all(torch.equal(found[key], value.half()) for key, value in model.named_parameters())
+        after = json.loads((folder / 'config.json').read_text())
+        assert [after[key] for key in ('model_args', 'label_names')] == [
+            before[key] for key in ('model_args', 'label_names')]
+        assert after['pretrained_cfg']['pool_size'] == ([1, 1] if scales else None)  # of timm: for 224 pixels
+        assert (folder / 'scales.safetensors').is_file() == bool(scales)
+        x = torch.randn(2, 3, 32, 32)
+        assert relative(load_folder(folder)(x), model(x)) < 1e-2
 
 
 def test_scales(tmp_path):

@@ -2,7 +2,7 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -69,7 +69,7 @@ def prepare_folder(
         data_dir: Folder of images to measure the accuracy on, with a sample of the predictions; None to keep both.
         split: Name of the folder in it.
         dataset: Name of the images, for the card.
-        half: Write parameters as float16.
+        half: Write parameters as float16, also those of weights that the folder has.
         use_ema: Use the moving average of the weights in the checkpoint.
         device: Device to measure on.
         batch_size: Batch size of the throughput.
@@ -94,6 +94,9 @@ def prepare_folder(
             else:
                 classes = _previous_classes(folder, recipe)
             _write_trained(draft, variant, recipe, checkpoint, classes, half, use_ema)
+        elif half and (draft / WEIGHTS).is_file():
+            model, repo = load_folder(draft), read_folder(draft)
+            _write_model(draft, model, repo.model_args, half, repo.config.get('label_names'))
         if not (draft / CONFIG).is_file():
             raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')
         metrics = read_metrics(draft)
@@ -171,10 +174,20 @@ def _write_trained(
             f'{os.fspath(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
             '--use-ema.')
     load_checkpoint(model, checkpoint, use_ema)
-    _set_pool_size(model)
     (folder / SCALES).unlink(missing_ok=True)  # of the previous weights
+    _write_model(folder, model, model_args, half, classes)
+
+
+def _write_model(
+        folder: Path,
+        model: torch.nn.Module,
+        model_args: Mapping[str, Any],
+        half: bool,
+        label_names: Optional[Sequence[str]],
+) -> None:
+    _set_pool_size(model)
     scales = resolve_scales(model, getattr(model, 'scales_source', None))
-    write_folder(folder, model, model_args, scales=scales, half=half, label_names=classes)
+    write_folder(folder, model, model_args, scales=scales, half=half, label_names=label_names)
 
 
 @torch.no_grad()
