@@ -64,10 +64,10 @@ def test_folder(name):
     forms = {'unfolded': model, 'folded': timm.create_model(name, pretrained=True, reparameterized=True)}
     forms = {form: forms[form] for form in metrics['cost']['forms']}  # a converted model is folded as it is
     assert 'folded' in forms
-    assert {form: count_params(of) for form, of in forms.items()} == {
-        form: of['params'] for form, of in metrics['cost']['forms'].items()}
-    assert {form: round(count_macs(of).total / 1e9, 4) for form, of in forms.items()} == {
-        form: of['gmacs'] for form, of in metrics['cost']['forms'].items()}
+    assert {form: count_params(model) for form, model in forms.items()} == {
+        form: figures['params'] for form, figures in metrics['cost']['forms'].items()}
+    assert {form: round(count_macs(model).total / 1e9, 4) for form, model in forms.items()} == {
+        form: figures['gmacs'] for form, figures in metrics['cost']['forms'].items()}
     if model.pretrained_cfg['pool_size']:
         with torch.no_grad():
             features = model.eval().forward_features(torch.zeros(1, *model.pretrained_cfg['input_size']))

@@ -20,7 +20,7 @@ def test_composition():
     y = apply(outer, apply(inner, x))
     torch.testing.assert_close(apply(outer.after(inner), x), y)
     gamma = torch.randn(5)
-    torch.testing.assert_close(apply(outer.after(inner).scaled(gamma), x), y * gamma)
+    torch.testing.assert_close(apply(outer.after(inner).scale_outputs(gamma), x), y * gamma)
 
 
 def test_slices_add_up():

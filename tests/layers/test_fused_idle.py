@@ -530,14 +530,14 @@ def test_a_product_where_a_gpu_would_round(monkeypatch):
     exact = a.double() @ b.double()
     with Tf32():
         coarse, product = a @ b, fused_idle._product(a, b)
-    errors = [((of - exact).abs() / exact.abs().clamp(min=1e-30))[1:].max() for of in (coarse, product)]
+    errors = [((found - exact).abs() / exact.abs().clamp(min=1e-30))[1:].max() for found in (coarse, product)]
     assert errors[0] > 1e-4
     assert errors[1] < 1e-5
     monkeypatch.setattr(fused_idle, '_multiplies_in_tf32', lambda: False)  # one product is enough then
     with Tf32():
         assert torch.equal(fused_idle._product(a, b), coarse)
     grad = torch.cos(torch.arange(exact.numel(), dtype=torch.float32)).view_as(exact)
-    for ours, theirs in zip(*(torch.autograd.grad(of, (a, b), grad.to(of.dtype)) for of in (product, exact))):
+    for ours, theirs in zip(*(torch.autograd.grad(y, (a, b), grad.to(y.dtype)) for y in (product, exact))):
         assert relative(ours, theirs) < 1e-3
     big = torch.tensor([[0., -0., 1e-45, -3.4e38, float('inf')]])
     leading, rest = fused_idle._split_tf32(big)

@@ -34,7 +34,7 @@ def test_mean_of_neighbors(size, pool_size, channels_last):
     assert relative(y, torchs(x)) < 1e-14
     assert y.stride() == torchs(x).stride() or 1 in (*size, *y.shape)
     weight = torch.randn_like(y)
-    gradients = [torch.autograd.grad((of(x) * weight).sum(), x)[0] for of in (pool, torchs)]
+    gradients = [torch.autograd.grad((layer(x) * weight).sum(), x)[0] for layer in (pool, torchs)]
     assert relative(*gradients) < 1e-13
     for form in (torch.jit.script(pool), torch.jit.trace(pool, x), torch.fx.symbolic_trace(pool)):
         assert relative(form(x), y) < 1e-14

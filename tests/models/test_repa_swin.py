@@ -55,8 +55,8 @@ def test_fused_attention():
             module.fused_attn = fused
         outputs.append(model(x))
     assert not torch.equal(*outputs)
-    for of in (outputs[1], model.reparameterize()(x)):
-        assert relative(of, outputs[0]) < 1e-5
+    for output in (outputs[1], model.reparameterize()(x)):
+        assert relative(output, outputs[0]) < 1e-5
 
 
 @pytest.mark.parametrize('name', [

@@ -32,7 +32,7 @@ def test_sizes_and_teachers(name, millions, teacher):
 ])
 def test_create_model_from_a_teacher(name, args):
     width = {'repa_poolformer_s12': 'dims', 'repopt_vgg_a0': None, 'repopt_ghostnet_050': None}.get(name, 'embed_dim')
-    small, large = ({} if width is None else {width: of} for of in ((8, 16), (16, 32)))
+    small, large = ({} if width is None else {width: values} for values in ((8, 16), (16, 32)))
     if width == 'embed_dim':
         small, large = {width: 16}, {width: 32}
     if name == 'repopt_vgg_a0':

@@ -106,7 +106,7 @@ class AnnealedFfn(nn.Module):
             raise ValueError(f'{ffn.name} cannot be folded: it {reason}.')
         first, out = linear_of(ffn.first).weight, ffn.fc_out()
         if isinstance(self.ls, (LayerScale, LayerScale2d)):
-            out = out.scaled(self.ls.gamma)
+            out = out.scale_outputs(self.ls.gamma)
         active, idle = ((annealed.idle == i).nonzero().squeeze(1) for i in (False, True))
         unit = ffn.unit(annealed.act)
         new = ffn.replacement(self.active_features, unit, device='meta')
@@ -117,7 +117,7 @@ class AnnealedFfn(nn.Module):
             inner = self._after_norm(ffn.fc_in(idle))
             inner = Affine(*(v[-len(idle):] for v in inner))
             scale, shift = (intercept, 0 * intercept) if ffn.gated else (slope, intercept)
-            inner = inner.scaled(scale)
+            inner = inner.scale_outputs(scale)
             inner = Affine(inner.weight, inner.bias + shift)
             Affine(out.weight[:, idle], out.bias).after(inner).write_to(deploy.fc_idle, like=first)
         if deploy.has_active:

@@ -30,9 +30,11 @@ class Moments:
         self.square.addmm_(x.T, x)
 
     def mean(self) -> torch.Tensor:
+        """Mean of the columns."""
         return self.shift + self.total / self.count
 
     def covariance(self) -> torch.Tensor:
+        """Covariance matrix of the columns, normalized by the number of rows."""
         mean = self.total / self.count
         return self.square / self.count - mean[:, None] * mean
 

@@ -111,7 +111,7 @@ class LinearSum:
             if norm is not None:
                 term = term.before_norm(norm)
             if gain is not None:
-                term = term.scaled(gain.flatten())
+                term = term.scale_outputs(gain.flatten())
             rows, columns = (height - size[0]) // 2, (width - size[1]) // 2
             weight += F.pad(term.weight.reshape(out, inputs, *size), (columns, columns, rows, rows))
             bias += term.bias

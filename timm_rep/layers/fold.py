@@ -79,7 +79,7 @@ class Affine(NamedTuple):
         """``x -> self(inner(x))`` (RePaFormer, eq. 6 and 9)."""
         return Affine(self.weight @ inner.weight, self.bias + self.weight @ inner.bias)
 
-    def scaled(self, gamma: torch.Tensor) -> 'Affine':
+    def scale_outputs(self, gamma: torch.Tensor) -> 'Affine':
         """``x -> gamma * self(x)``, gamma of shape (out,): a layer scale."""
         gamma = _wide(gamma)
         return Affine(self.weight * gamma[:, None], self.bias * gamma)

@@ -284,7 +284,7 @@ class RePaMlp(nn.Module):
         fc_in = Affine.from_linear(self.fc1).after_norm(self.norm1)
         fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2)
         if isinstance(self.ls, (LayerScale, LayerScale2d)):
-            fc_out = fc_out.scaled(self.ls.gamma)
+            fc_out = fc_out.scale_outputs(self.ls.gamma)
 
         deploy = RePaMlpDeploy(
             self.fc1.weight.shape[1],
