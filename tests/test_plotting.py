@@ -77,7 +77,15 @@ def test_figures_3_and_5():
     assert texts == ['surroundings, std 0.0000', f'centre, std {torch.arange(20.).std():.4f}']
     for bars in axes.containers:
         width = bars[0].get_width()
-        assert sum(bar.get_height() for bar in bars) * width == pytest.approx(1)
+        assert sum(bar.get_height() for bar in bars) * width == pytest.approx(1, rel=1e-4)
+
+
+def test_an_outlier_does_not_hide_the_others():
+    kernel = torch.randn(16, 16, 3, 3, generator=torch.Generator().manual_seed(0))
+    kernel[0, 0, 1, 1] = 1000
+    axes, = plot_kernels({'b1': {'x': kernel}}, ['x']).axes
+    assert 2 < axes.get_xlim()[1] < 5
+    assert f'centre, std {kernel[..., 1, 1].std():.4f}' in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 def test_accuracy_by_epoch_and_by_time():

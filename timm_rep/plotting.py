@@ -1,5 +1,6 @@
 """Figures of the papers: scales, kernels, latency by part, and products of attention weights."""
 import itertools
+import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -126,7 +127,8 @@ def _is_kernel(value: torch.Tensor) -> bool:
 def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: Optional[Sequence[str]] = None):
     """Draw the distribution of the entries of a 3 x 3 kernel, centre and surroundings (RepOptimizers, figures 3, 5).
 
-    One column per checkpoint. The legends show the standard deviations (table 11).
+    One column per checkpoint, on one axis that spans 99.5% of the entries of the widest. The legends show the standard
+    deviations of all entries (table 11), which few outliers may determine.
 
     Args:
         state_dicts: State dicts by title.
@@ -148,12 +150,14 @@ def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: 
     columns = figure.subplots(1, len(state_dicts), squeeze=False, sharex=True)[0]
     centre = torch.zeros(9, dtype=torch.bool)
     centre[4] = True
-    for axes, (name, state_dict), layer in zip(columns, state_dicts.items(), layers):
-        entries = state_dict[layer].detach().float().cpu().flatten(2).flatten(0, 1)
+    kernels = [state_dict[layer].detach().float().cpu() for state_dict, layer in zip(state_dicts.values(), layers)]
+    limit = max(kernel.abs().flatten().kthvalue(math.ceil(.995 * kernel.numel()))[0].item() for kernel in kernels)
+    for axes, name, layer, kernel in zip(columns, state_dicts, layers, kernels):
+        entries = kernel.flatten(2).flatten(0, 1)
         parts = {'surroundings': entries[:, ~centre].flatten(), 'centre': entries[:, centre].flatten()}
         for (label, values), color in zip(parts.items(), _COLORS):
             axes.hist(
-                values.numpy(), bins=100, density=True, alpha=.6, color=color,
+                values.numpy(), bins=100, range=(-limit, limit) if limit else None, density=True, alpha=.6, color=color,
                 label=f'{label}, std {values.std():.4f}')
         axes.legend(frameon=False, fontsize=8, title=f'std {entries.std():.4f}', title_fontsize=8)
         tidy(axes, f'{name}\n{layer}', 'value', 'density')

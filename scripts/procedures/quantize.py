@@ -57,7 +57,7 @@ def quantize(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any
     if settings['backend'] is None:
         found = kernels(model)
         entries = {f'std of the {stage}': deviations(kernel) for stage, kernel in found.items()}
-        figure = plot_kernels({stage: {'kernel.weight': kernel} for stage, kernel in found.items()})
+        figure = plot_kernels({stage: {'3 x 3': kernel} for stage, kernel in found.items()}, ['3 x 3'] * len(found))
         return {'top-1': round(before, 2), **entries, 'picture': figure}
     if settings['qat_epochs']:
         with workspace.training_folder({**settings, 'model': settings['trained']['model']}) as folder:
