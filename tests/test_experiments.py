@@ -172,11 +172,17 @@ def test_repoptimizers(start, models_trained, tmp_path):
 def test_multi_branch(start, models_trained):
     """Rows differ in structure, optimizer and scales only; rows of an earlier run without settings are finished."""
     _, rows = start('multi-branch', '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])
-    branches, init, searched, plain, _, faster = (model for model, _ in models_trained)
-    assert [type(optimizer).__name__ for _, optimizer in models_trained[:4]] == ['SGD', 'RepSGD', 'RepSGD', 'SGD']
+    assert len(models_trained) == len(rows)
+    models = {row['row']: model for row, (model, _) in zip(rows, models_trained)}
+    assert [type(optimizer).__name__ for _, optimizer in models_trained] == [
+        'RepSGD' if row['row'].startswith(('init', 'searched')) else 'SGD' for row in rows]
+    branches, init, searched, plain, faster = (
+        models[name] for name in ('branches', 'init', 'searched', 'plain', 'plain, 10 times the lr'))
     assert not csla_layers(branches)
     assert {row['row'] for row in rows if 'search (top-1)' in row} == {'searched'}
-    assert len({row['MACs (M)'] for row in rows if row['row'] != 'branches'}) == 1 < len({r['MACs (M)'] for r in rows})
+    macs = [{row['MACs (M)'] for row in rows if row['row'].startswith('branches') == many} for many in (False, True)]
+    assert [len(each) for each in macs] == [1, 1]
+    assert macs[0] < macs[0] | macs[1]
     multipliers = [
         [layer.grad_mult.dense('squared') for layer in csla_layers(model).values()] for model in (init, searched)]
     assert all(not torch.equal(a, b) for a, b in zip(*multipliers))
