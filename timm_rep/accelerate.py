@@ -222,6 +222,9 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
 
             plot_accuracy(result.figures).savefig(draft / 'accuracy.png', dpi=120)
         (draft / 'README.md').write_text(_card(folder, result, command, data), encoding='utf-8')
+        drawn = (draft / 'accuracy.png').is_file()
+    if not drawn:
+        (folder / 'accuracy.png').unlink(missing_ok=True)  # of earlier figures
     (folder / STATE).unlink(missing_ok=True)
 
 

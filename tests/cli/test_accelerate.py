@@ -185,7 +185,10 @@ def test_the_machine_is_that_of_the_measurements(data, tmp_path, monkeypatch):
 
 def test_kept_ffns_and_budgets(data, tmp_path):
     output = tmp_path / 'fast'
+    output.mkdir()
+    (output / 'accuracy.png').write_bytes(b'of an earlier sweep')
     assert main(command(data, output, '--macs', '0.8', '--distil-epochs', '1')) == 0
+    assert not (output / 'accuracy.png').exists()
     report = json.loads((output / 'report.json').read_text())
     before, after = report['conversion']['macs']
     assert after <= .8 * before
