@@ -339,7 +339,7 @@ def test_stopped(start, load_script, monkeypatch, tmp_path):
 
 
 def test_rows_of_an_earlier_format(load_script):
-    """A row without settings is finished."""
+    """Committed rows are finished: those without settings, and those whose settings are of the data file."""
     module, experiment = load_script('experiments'), load_script('procedures/experiment')
     results = load_script('report')
     loaded = {name: experiment.load(name) for name in ('multi-branch', 'accelerate')}
@@ -350,7 +350,11 @@ def test_rows_of_an_earlier_format(load_script):
         monkey.setattr(results, 'read', lambda section, device, content=content: content)
         finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
         monkey.undo()
-        assert len(finished) == {'multi-branch': 8, 'accelerate': len(one.rows)}[name]
+        recorded = [{key: row.get(key) for key in (*one.rows[0].identity, 'seed')} for row in content['rows']]
+        assert [{**row.identity, 'seed': row.seed} for row in finished] == [
+            key for key in ({**row.identity, 'seed': row.seed} for row in one.rows) if key in recorded]
+        assert {'settings' in row for row in content['rows']} >= {False}
+        assert len(finished) >= 8
 
 
 def _add_rows(report, results, first):
