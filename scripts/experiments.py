@@ -43,10 +43,10 @@ def finish(experiment: Experiment, row: Row, workspace: Workspace) -> None:
     found = PROCEDURES[row.procedure][0](row.settings, workspace)
     figure = found.pop('picture', None)
     found = {**row.identity, 'seed': row.seed, **row.columns, **found, 'settings': digest(row.settings)}
-    keys = list(dict.fromkeys(key for row in experiment.rows for key in row.identity))
     path = results.add_row(
         experiment.name, experiment.document['what'], found, workspace.device,
-        {'settings': experiment.document.get('settings') or {}}, [*keys, 'seed'], lambda rows: summarize(rows, keys))
+        {'settings': experiment.document.get('settings') or {}}, [*experiment.keys, 'seed'],
+        lambda rows: summarize(rows, experiment.keys))
     if figure is not None:
         with replacing_files(path.parent) as temporary:
             figure.savefig(temporary / picture_name(experiment.name, row.name), dpi=110)

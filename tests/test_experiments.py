@@ -350,11 +350,9 @@ def test_rows_of_an_earlier_format(load_script):
         monkey.setattr(results, 'read', lambda section, device, content=content: content)
         finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
         monkey.undo()
-        recorded = [{key: row.get(key) for key in (*one.rows[0].identity, 'seed')} for row in content['rows']]
-        assert [{**row.identity, 'seed': row.seed} for row in finished] == [
-            key for key in ({**row.identity, 'seed': row.seed} for row in one.rows) if key in recorded]
-        assert {'settings' in row for row in content['rows']} >= {False}
-        assert len(finished) >= 8
+        assert any('settings' not in row for row in content['rows'])
+        left = [row.name for row in one.rows if row not in finished]
+        assert left == {'multi-branch': ['branches, 3 times the lr'], 'accelerate': []}[name]
 
 
 def _add_rows(report, results, first):

@@ -173,9 +173,9 @@ def accelerate(
         distil(result, original, images, distil_epochs, lr, checkpoint=checkpoint, resume=resume)
         models['distilled'] = result
     folded = {name: folded_copy(m) for name, m in models.items()}
-    result = folded['distilled' if distil_epochs else 'converted']
-    _check_folded(models['distilled' if distil_epochs else 'converted'], result, loader[0])
-    return Accelerated(result, report, measure(folded, images))
+    last = 'distilled' if distil_epochs else 'converted'
+    _check_folded(models[last], folded[last], loader[0])
+    return Accelerated(folded[last], report, measure(folded, images))
 
 
 @torch.inference_mode()
@@ -201,6 +201,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
         RuntimeError: The model loaded from the folder computes something else.
     """
     machine = device_name(next(result.model.parameters()).device)  # that of the measurements
+    swept = any(name.startswith('idle ratio') for name in result.figures)
     with replacing_files(folder) as draft:
         model = result.model.cpu()
         # timm before 1.0.31 does not record the arguments itself; num_classes is beside model_args, where transformers
@@ -217,13 +218,12 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
             figures=result.figures, conversion=result.report.as_dict(), command=command,
             machine=machine, versions=versions())
         (draft / 'report.json').write_text(json.dumps(data, indent=2) + '\n', encoding='utf-8')
-        if any(name.startswith('idle ratio') for name in result.figures):
+        if swept:
             from timm_rep.plotting import plot_accuracy  # matplotlib is an extra
 
             plot_accuracy(result.figures).savefig(draft / 'accuracy.png', dpi=120)
         (draft / 'README.md').write_text(_card(folder, result, command, data), encoding='utf-8')
-        drawn = (draft / 'accuracy.png').is_file()
-    if not drawn:
+    if not swept:
         (folder / 'accuracy.png').unlink(missing_ok=True)  # of earlier figures
     (folder / STATE).unlink(missing_ok=True)
 

@@ -10,7 +10,6 @@ divergence of the logits that a unit of it causes where the FFN alone is convert
 channels with new weights. Idle ratios are those of ``closed form``; MACs are relative to the original model.
 """
 import copy
-import math
 from functools import partial
 from typing import Any, Dict, Mapping
 from unittest import mock
@@ -22,7 +21,7 @@ from procedures.workspace import Images, Workspace
 
 import timm_rep
 from timm_rep.convert import find_pointwise_ffns, linearize, linearize_ffns, replace_module
-from timm_rep.layers import Affine, ChannelIdle
+from timm_rep.layers import Affine, ChannelIdle, active_channels
 from timm_rep.utils.profiling import count_macs
 from timm_rep.utils.training import distil, evaluate
 
@@ -82,9 +81,7 @@ def first_channels(model: nn.Module, loader, ratio: float) -> nn.Module:
 def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Module:
     """Variance-based pruning: the hidden channels of least variance are replaced by their mean, FFN after FFN."""
     for ffn in find_pointwise_ffns(model)[0]:
-        # as many channels more as the matrix of the idle channels of a RePa FFN costs
-        matrix = ffn.in_features * ffn.out_features // (ffn.in_features + ffn.out_features)
-        count = min(ffn.hidden_features, math.ceil(ffn.hidden_features * (1 - ratio)) + matrix)
+        count = linearize._affordable(ffn, active_channels(ffn.hidden_features, ratio))
         seen = []
         hook = ffn.last.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         for images, _ in loader:

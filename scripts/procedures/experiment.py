@@ -71,6 +71,11 @@ class Experiment(NamedTuple):
     document: Dict[str, Any]
     rows: List[Row]
 
+    @property
+    def keys(self) -> List[str]:
+        """The columns that tell rows from others, the seed aside."""
+        return list(dict.fromkeys(key for row in self.rows for key in row.identity))
+
 
 def names() -> List[str]:
     """Names of all experiments."""

@@ -91,7 +91,7 @@ def _section(experiment: Experiment, path: Path, results: Path) -> List[str]:
     """Heading, table and pictures of one file of results; the picture is drawn."""
     content = json.loads(path.read_text())
     rows = content['rows']
-    keys = list(dict.fromkeys(key for row in experiment.rows for key in row.identity))
+    keys = experiment.keys
     described = _descriptions(experiment)
     order = list(described)
     shown = sorted(summarize(rows, keys), key=lambda row: _index(order, tuple(row.get(key) for key in keys)))
@@ -122,11 +122,8 @@ def _index(order: Sequence[tuple], key: tuple) -> int:
 
 def _descriptions(experiment: Experiment) -> Dict[tuple, tuple]:
     """By the columns that identify a row, in the order of the data file: what it is, and the paper's figure."""
-    keys = list(dict.fromkeys(key for row in experiment.rows for key in row.identity))
-    found = {}
-    for row in experiment.rows:
-        found[tuple(row.identity.get(key) for key in keys)] = row.what, row.paper
-    return found
+    return {
+        tuple(row.identity.get(key) for key in experiment.keys): (row.what, row.paper) for row in experiment.rows}
 
 
 def _with_deviations(row: Mapping[str, Any]) -> Dict[str, Any]:

@@ -5,6 +5,7 @@ import timm
 import torch
 import torch.nn as nn
 from timm.layers import Attention
+from torch.torch_version import TorchVersion
 
 import timm_rep
 from timm_rep.convert.ffn import find_ffns
@@ -32,8 +33,10 @@ def test_count_macs_by_hand(device):
             self.fc = nn.Linear(dim, hidden)
 
         def forward(self, x):
-            # contiguous: torch 2.5 multiplies others, without a bias, by a product of batches like those of attention
-            return self.fc(self.attn(self.embed(x).flatten(2).transpose(1, 2).contiguous()))
+            x = self.embed(x).flatten(2).transpose(1, 2)
+            if TorchVersion(torch.__version__) < (2, 6):  # multiplies these, without a bias, as batches, like attention
+                x = x.contiguous()
+            return self.fc(self.attn(x))
 
     net = Net().to(device)
     net.attn.eval()

@@ -78,10 +78,15 @@ def _unfolded_names(model: nn.Module) -> FrozenSet[str]:
     return frozenset()
 
 
-def _describe(unfolded: FrozenSet[str], model: nn.Module, *hook_args) -> None:
-    """Let config.json say whether a model is folded, and which layers images enter."""
+def _describe_folded(unfolded: FrozenSet[str], model: nn.Module, *hook_args) -> None:
+    """Let config.json say that a model is folded, if it is."""
     if not unfolded <= {name for name, _ in (*model.named_parameters(), *model.named_buffers())}:
         model._model_args = {**getattr(model, '_model_args', {}), 'reparameterized': True}
+        _describe_input(model)
+
+
+def _describe_input(model: nn.Module) -> None:
+    """Let config.json say which layers images enter; timm reads it to load weights for other numbers of channels."""
     first_conv = _input_layers(model, model.pretrained_cfg.get('first_conv'))
     model.pretrained_cfg['first_conv'] = first_conv
     if hasattr(model, '_traits'):  # since timm 1.0.31
@@ -90,7 +95,7 @@ def _describe(unfolded: FrozenSet[str], model: nn.Module, *hook_args) -> None:
 
 def _reparameterize(model: nn.Module, unfolded: FrozenSet[str]) -> nn.Module:
     reparameterize(model)
-    _describe(unfolded, model)
+    _describe_folded(unfolded, model)
     return model
 
 
@@ -101,8 +106,8 @@ def make_foldable(model: nn.Module) -> None:
     timm's save_for_hf() reads the weights before the arguments.
     """
     unfolded = _unfolded_names(model)
-    _describe(unfolded, model)  # timm reads it to load weights for another number of input channels
-    model.register_state_dict_pre_hook(partial(_describe, unfolded))
+    _describe_input(model)
+    model.register_state_dict_pre_hook(partial(_describe_folded, unfolded))
     model.register_load_state_dict_pre_hook(check_loaded_structure)
     model.reparameterize = partial(_reparameterize, model, unfolded)
 
@@ -174,7 +179,7 @@ def create_from_base(
     # create_model() records these since timm 1.0.31
     model._model_args = {
         **getattr(model, '_model_args', {}), **{k: v for k, v in kwargs.items() if k not in _NOT_RECORDED}}
-    _describe(frozenset(), model)
+    _describe_input(model)
     if not features_only:
         return model
     own = {*inspect.signature(build).parameters, 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir', 'weights'}
