@@ -129,6 +129,13 @@ def test_arguments_are_checked_where_they_enter(capsys, argv, status, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_folder_is_no_name_of_a_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'fast').mkdir()
+    assert main(['verify', 'fast']) == 1
+    assert capsys.readouterr().err == "timm-rep: 'fast' is a folder: the model in it is named local-dir:fast.\n"
+
+
 def test_a_model_without_a_released_layout(tmp_path, capsys):
     torch.save({'fc.weight': torch.zeros(2, 2)}, tmp_path / 'c.pth')
     assert main(['convert', str(tmp_path / 'c.pth'), '--model', 'resnet18', '-o', str(tmp_path / 'resnet18.in1k')]) == 1

@@ -122,7 +122,9 @@ def test_junk_checkpoints(folder, capsys, name):
 def test_a_checkpoint_of_another_model(folder, capsys):
     torch.save(timm.create_model('repa_deit_tiny', **{**REPA[1], 'depth': 1}).state_dict(), 'other.pth')
     assert main(['card', str(folder), '--checkpoint', 'other.pth']) == 1
-    assert capsys.readouterr().err.startswith("timm-rep: 'other.pth' does not fit the model. ")
+    error = capsys.readouterr().err
+    assert error.startswith("timm-rep: 'other.pth' does not fit the model. ")
+    assert '\n\tMissing key(s)' in error
 
 
 # k is ten levels of ten references each: 10 ** 10 values

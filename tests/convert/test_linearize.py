@@ -160,6 +160,9 @@ def test_number_of_images():
 @pytest.mark.parametrize('loader, error, message', [
     ([], ValueError, 'no images'),
     ([torch.zeros(0, 3, 32, 32)], ValueError, 'no images'),
+    ('data', TypeError, "A loader is an iterable of batches .* got 'data'"),
+    (torch.zeros(8, 3, 32, 32), TypeError, r'A loader is .* got a tensor \(8, 3, 32, 32\)'),
+    (5, TypeError, 'A loader is .* got 5'),
     ([{'a': 1}], TypeError, 'batch'),
     ([['a', 1]], TypeError, 'batch'),
     ([torch.zeros(3, 32, 32)], ValueError, r'shape \(N, C, H, W\), got \(3, 32, 32\)'),

@@ -238,7 +238,10 @@ def _nan():
 REFUSED = [
     (deit, 'm', dict(format='onx'), ValueError, r"format is one of .*'pt2', 'aoti', got 'onx'"),
     (deit, 'm.onnx', dict(format='pt2'), ValueError, r"'pt2' is named \*\.pt2, got .*m\.onnx"),
-    (deit, 'm.safetensors', {}, ValueError, 'writes a folder, got the file'),
+    (deit, 'm', dict(format=['onnx']), ValueError, r"format is one of .* got \['onnx'\]"),
+    (deit, 'm.safetensors', {}, ValueError, r"writes a folder, got the file '.*': name a folder\.$"),
+    (deit, 'm.onnx', {}, ValueError, "writes a folder, got the file '.*': name a folder, or pass format='onnx'"),
+    (deit, 'm.pt2', {}, ValueError, "name a folder, or pass format='pt2' or format='aoti'"),
     (deit, '', {}, FileExistsError, 'holds files: name a new one'),
     (deit, 'folder.pt2', dict(format='pt2'), IsADirectoryError, 'is a folder: name a file'),
     (deit, 'text/m.pt2', dict(format='pt2'), OSError, 'cannot write to the output folder'),

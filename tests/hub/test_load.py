@@ -376,6 +376,7 @@ def test_every_place_is_in_the_error(hub, folder, monkeypatch):
     assert '401' in lines[2]
     assert 'Ackesnal/RePaViT' in lines[3]
     assert '401' in lines[3]
+    assert lines[4:] == ['  Other weights of repa_deit_tiny: repa_deit_tiny.cifar10.']
     with pytest.raises(RuntimeError) as e:
         timm.create_model('repa_mixer_b16', pretrained=True)  # not released
     assert 'repa_mixer_b16.in1k' in str(e.value)

@@ -95,8 +95,12 @@ def test_refusals():
         timm_rep.calibrate_batchnorm(model, [batches()[0], torch.full((2, 3, 32, 32), float('nan'))])
     with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module, got 'repa_deit_tiny'"):
         timm_rep.calibrate_batchnorm('repa_deit_tiny', batches())
-    with pytest.raises(TypeError, match=r"A batch is a tensor of images .* got 'd'"):
+    with pytest.raises(TypeError, match=r"A loader is an iterable of batches .* got 'data'"):
         timm_rep.calibrate_batchnorm(model, 'data')
+    with pytest.raises(TypeError, match=r'A loader is .* got a tensor \(4, 3, 32, 32\)'):
+        timm_rep.calibrate_batchnorm(model, torch.zeros(4, 3, 32, 32))
+    with pytest.raises(TypeError, match=r"A batch is a tensor of images .* got 'data'"):
+        timm_rep.calibrate_batchnorm(model, ['data'])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.training
     assert model.blocks[0].mlp.norm1.momentum == .1

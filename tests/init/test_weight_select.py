@@ -422,6 +422,11 @@ def test_bad_arguments(student, teacher, tmp_path):
         timm_rep.weight_select_init(timm.create_model('vit_tiny_patch16_224', device='meta', **STUDENT), teacher)
     with pytest.raises(ValueError, match='teacher is an empty list'):
         timm_rep.weight_select_init(student, [])
+    other = timm.create_model('resnet10t')
+    with pytest.raises(ValueError, match=r'30 of 32 tensors .* nothing was changed') as e:
+        timm_rep.weight_select_init(student, other)
+    assert len(str(e.value).splitlines()) == 22
+    assert str(e.value).splitlines()[-1] == '  and 10 more'
     with pytest.raises(FileNotFoundError, match='neither a file nor a timm model'):
         timm_rep.weight_select_init(student, tmp_path / 'nowhere.safetensors')
     with pytest.raises(ValueError, match=r"no pretrained weights for 'mixer_s32_224'"):

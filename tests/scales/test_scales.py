@@ -2,6 +2,7 @@ import argparse
 import json
 import os
 import pickle
+from functools import partial
 
 import pytest
 import timm
@@ -303,8 +304,9 @@ def test_a_model_of_your_own():
     model = nn.Sequential(CslaConv2d(csla), nn.ReLU(), nn.ModuleDict({'inner': CslaConv2d(csla)})['inner'])
     timm_rep.attach_grad_mults(model, {n: {b: torch.rand(4) for b in csla.scaled_branches} for n in ('0', '2')})
     assert RepSGD(model.parameters(), lr=.1)
-    with pytest.raises(ValueError, match='has no CSLA layers'):
-        timm_rep.scales.resolve_scales(nn.Linear(2, 2), 'ones')
+    for refused in (partial(timm_rep.scales.resolve_scales, scales='ones'), Scales.ones, Scales.initial):
+        with pytest.raises(ValueError, match='Linear has no CSLA layers'):
+            refused(nn.Linear(2, 2))
 
 
 def released_layout(model):

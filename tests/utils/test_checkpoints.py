@@ -1,10 +1,18 @@
 import argparse
+from functools import partial
 
 import pytest
 import torch
+import torch.nn as nn
 from safetensors.torch import load_file
 
-from timm_rep.utils.checkpoints import has_moving_average, write_checkpoint, write_safetensors
+from timm_rep.utils.checkpoints import (
+    has_moving_average,
+    load_checkpoint,
+    read_state_dict,
+    write_checkpoint,
+    write_safetensors,
+)
 
 
 @pytest.fixture
@@ -37,3 +45,34 @@ def test_moving_average(tmp_path):
     path.write_bytes(b'junk')
     with pytest.raises(RuntimeError, match=r"Cannot read '.*c\.pth\.tar'"):
         has_moving_average(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    for read in (read_state_dict, has_moving_average, partial(load_checkpoint, nn.Linear(2, 2))):
+        with pytest.raises(FileNotFoundError, match=r"No checkpoint at '.*c\.pth'"):
+            read(tmp_path / 'c.pth')
+
+
+def test_a_checkpoint_of_another_model_in_a_few_lines(tmp_path):
+    """Five names of each kind, and the number of the others."""
+    def message(model, state):
+        torch.save(state, tmp_path / 'c.pth')
+        with pytest.raises(RuntimeError) as e:
+            load_checkpoint(model, tmp_path / 'c.pth')
+        first, *lines = str(e.value).splitlines()
+        assert first.startswith(f"'{tmp_path / 'c.pth'}' does not fit the model.")
+        return lines
+
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(7)])
+    state = model.state_dict()
+    first = ', '.join(f'"{i}.weight"' for i in range(5))
+    assert message(model, {f'{name}s': x for name, x in state.items()}) == [
+        f'\tMissing key(s) in state_dict: {first} and 2 more. ',
+        f'\tUnexpected key(s) in state_dict: {first.replace("weight", "weights")} and 2 more. ']
+    assert message(model, {name: x for name, x in state.items() if name > '2'}) == [
+        '\tMissing key(s) in state_dict: "0.weight", "1.weight". ']
+    larger = {name: torch.zeros(3, 3) for name in state}
+    lines = message(model, larger)
+    assert [line.split(':')[0] for line in lines[:-1]] == [f'\tsize mismatch for {i}.weight' for i in range(5)]
+    assert lines[-1] == '\tand 2 more of another size'
+    assert len(message(model, {**state, **dict(list(larger.items())[:5])})) == 5

@@ -65,5 +65,5 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def _print_error(message: str) -> None:
     # names of layers and data sets come from files, and may hold terminal escapes
-    message = ''.join(c if c.isprintable() or c == '\n' else repr(c)[1:-1] for c in message)
+    message = ''.join(c if c.isprintable() or c in '\n\t' else repr(c)[1:-1] for c in message)
     print(f'timm-rep: {message}', file=sys.stderr)

@@ -1,10 +1,12 @@
 """Types of command-line arguments, and models created with them."""
 import argparse
+import os
 from typing import Any, Mapping
 
 import timm
 import torch
 import torch.nn as nn
+from timm.models import is_model
 from timm.utils import ParseKwargs
 
 from timm_rep.utils.files import argument_errors
@@ -68,8 +70,10 @@ def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs) -> nn.Mod
         kwargs: Other arguments of ``create_model``.
 
     Raises:
-        ValueError: The model cannot be created with ``model_kwargs``.
+        ValueError: The name is that of a folder; or the model cannot be created with ``model_kwargs``.
     """
+    if not is_model(name) and os.path.isdir(name):
+        raise ValueError(f'{name!r} is a folder: the model in it is named local-dir:{name}.')
     if not model_kwargs:
         return timm.create_model(name, **kwargs)
     with argument_errors(f'{name} with --model-kwargs {model_kwargs}'):

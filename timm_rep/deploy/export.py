@@ -16,7 +16,7 @@ from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.profiling import model_input_size
 from timm_rep.verify import Difference, check_finite, compare
 
-from .formats import Format, check_format
+from .formats import FORMATS, Format, check_format
 from .verification import read_verifications, write_verification
 
 __all__ = ['Exported', 'check_model', 'check_target', 'export']
@@ -54,7 +54,10 @@ def check_target(path: Union[str, os.PathLike], format: str) -> Format:
     target, path = check_format(format), Path(path)
     if not target.suffix:
         if path.suffix in ('.safetensors', '.onnx', '.pt2') or path.is_file():
-            raise ValueError(f'{format!r} writes a folder, got the file {str(path)!r}: name a folder.')
+            others = [f'format={name!r}' for name, other in FORMATS.items() if other.suffix == path.suffix != '']
+            raise ValueError(
+                f'{format!r} writes a folder, got the file {str(path)!r}: name a folder'
+                + (f', or pass {" or ".join(others)}.' if others else '.'))
         if path.is_dir() and any(path.iterdir()):
             raise FileExistsError(f'The folder {str(path)!r} holds files: name a new one.')
     elif path.suffix != target.suffix:

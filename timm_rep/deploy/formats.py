@@ -146,7 +146,7 @@ def check_format(format: str) -> Format:
         RuntimeError: torch is too old, or there is no C++ compiler.
         ValueError: There is no such format.
     """
-    if format not in FORMATS:
+    if not isinstance(format, str) or format not in FORMATS:
         raise ValueError(f'format is one of {", ".join(map(repr, FORMATS))}, got {format!r}.')
     missing = [name for name in FORMATS[format].packages if importlib.util.find_spec(name) is None]
     if missing:

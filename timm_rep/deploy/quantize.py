@@ -16,7 +16,7 @@ import torch.nn as nn
 
 from timm_rep.convert import folded_copy
 from timm_rep.utils.atomic import check_writable, replacing_files
-from timm_rep.utils.data import Images, batch_images, take_images
+from timm_rep.utils.data import Images, batch_images, batches_of, take_images
 from timm_rep.utils.training import distil, evaluate
 from timm_rep.verify import check_finite, compare
 
@@ -325,7 +325,7 @@ def _accuracy(model: nn.Module, loader: Optional[Iterable], size: Sequence[int])
         raise TypeError('validation_loader is read before and after, got an iterator, which ends: pass a loader.')
 
     def batches():
-        for batch in loader:
+        for batch in batches_of(loader):
             found = batch_images(batch).shape[1:]
             if found != size:
                 raise ValueError(

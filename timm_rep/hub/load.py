@@ -348,8 +348,12 @@ def find_weights(
         except OSError as e:
             out_of_reach = not _is_absent(e)
             reasons.append(f'{where}: {" ".join(str(e).split())}')
-    raise RuntimeError(
-        f'There are no weights of {name}:\n  ' + '\n  '.join(f'{i}. {reason}' for i, reason in enumerate(reasons, 1)))
+    published = [other for other in timm.list_pretrained(f'{variant}.*') if other != name]
+    raise RuntimeError('\n  '.join([
+        f'There are no weights of {name}:',
+        *(f'{i}. {reason}' for i, reason in enumerate(reasons, 1)),
+        *([f'Other weights of {variant}: {", ".join(published)}.'] if published else []),
+    ]))
 
 
 def _find_released(variant: str, idle_ratio: float, file: Optional[str], revision: Optional[str], cache_dir) -> str:

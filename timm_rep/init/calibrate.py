@@ -6,7 +6,7 @@ from typing import Any, Iterable, Optional, Sequence, Union
 import torch
 import torch.nn as nn
 
-from timm_rep.utils.data import batch_images
+from timm_rep.utils.data import batch_images, batches_of
 
 __all__ = ['calibrate_batchnorm']
 
@@ -65,7 +65,7 @@ def calibrate_batchnorm(
             norm.train()
             norm.reset_running_stats()
             norm.momentum = None  # average over all batches
-        for batch in islice(loader, batches):
+        for batch in islice(batches_of(loader), batches):
             images = batch_images(batch)
             model(images.to(device=like.device, dtype=like.dtype))
             count += 1

@@ -29,6 +29,9 @@ from .teachers import TeacherSource, open_teacher
 
 __all__ = ['ELEMENT_CHOICES', 'SelectionReport', 'TensorSelection', 'weight_select_init']
 
+# most tensors that a message about a teacher names
+_NAMED = 20
+
 ELEMENT_CHOICES = (*ELEMENT_SELECTIONS, 'uniform_heads')
 
 
@@ -133,7 +136,7 @@ def weight_select_init(
 
     Raises:
         ValueError: An argument is unknown, or (strict) tensors have no counterpart or too small a one: the message
-            lists them, and the student is unchanged.
+            names the first ones, and the student is unchanged.
         FileNotFoundError, RuntimeError, TypeError: The teacher does not exist, cannot be read, or is not a state dict.
             The student is unchanged, unless a file is damaged after it was opened.
     """
@@ -167,8 +170,9 @@ def weight_select_init(
     if strict and problems:
         raise ValueError(
             f'{len(problems)} of {len(selections)} tensors of the student have no counterpart in the teacher; nothing '
-            'was changed. strict=False leaves them at their own initialization.\n  '
-            + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems))
+            'was changed. strict=False leaves them at their own initialization, and returns the reasons of all.\n  '
+            + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems[:_NAMED])
+            + (f'\n  and {len(problems) - _NAMED} more' if len(problems) > _NAMED else ''))
 
     # each tensor is written before the next one is read: a teacher in a file needs the memory of one tensor
     for i, s in enumerate(selections):

@@ -33,21 +33,18 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
     """
     if scales is None or scales is False:
         return None
-    layers = csla_layers(model)
-    if not layers:
-        raise ValueError(
-            f'{type(model).__name__} has no CSLA layers: scales are for RepOpt models before reparameterize(), and for '
-            'models built with timm_rep.layers.Csla.')
+    initial = Scales.initial(model)  # refuses a model without CSLA layers
     if isinstance(scales, Mapping):
         scales = scales if isinstance(scales, Scales) else Scales(scales)
     elif scales in ('ones', 'init'):
-        scales = Scales.ones(model) if scales == 'ones' else Scales.initial(model)
+        scales = initial.ones_like() if scales == 'ones' else initial
     elif isinstance(scales, (str, os.PathLike)):
         scales = Scales.load(scales)
     else:
         raise ValueError(
             'scales are Scales, a mapping of vectors by branch by layer, a path, a Hub repository, the name of a model '
             f"with packaged scales, 'ones', 'init' or False, got {scales!r}.")
+    layers = csla_layers(model)
     problems: List[str] = [f'{name}: not a layer of the model' for name in scales if name not in layers]
     for name, layer in layers.items():
         try:

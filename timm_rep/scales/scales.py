@@ -116,12 +116,25 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
 
     @classmethod
     def initial(cls, model: nn.Module) -> 'Scales':
-        """The scales that a search of this model starts from, ``sqrt(2 / l)`` in RepOpt-VGG (appendix B)."""
-        return cls({name: layer.csla.initial_scales(device='cpu') for name, layer in csla_layers(model).items()})
+        """The scales that a search of this model starts from, ``sqrt(2 / l)`` in RepOpt-VGG (appendix B).
+
+        Raises:
+            ValueError: The model has no CSLA layers.
+        """
+        layers = csla_layers(model)
+        if not layers:
+            raise ValueError(
+                f'{type(model).__name__} has no CSLA layers: scales are for RepOpt models before reparameterize(), for '
+                'models of convert_to_repopt(), and for those built with timm_rep.layers.Csla.')
+        return cls({name: layer.csla.initial_scales(device='cpu') for name, layer in layers.items()})
 
     @classmethod
     def ones(cls, model: nn.Module) -> 'Scales':
-        """All ones for the layers of a model, the row `All 1` of table 4."""
+        """All ones for the layers of a model, the row `All 1` of table 4.
+
+        Raises:
+            ValueError: The model has no CSLA layers.
+        """
         return cls.initial(model).ones_like()
 
     def ones_like(self) -> 'Scales':

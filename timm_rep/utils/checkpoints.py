@@ -25,9 +25,14 @@ __all__ = [
     'write_training_state',
 ]
 
+# most keys of each kind that a message about a checkpoint names
+_NAMED = 5
+
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
+    if not os.path.exists(path):
+        raise FileNotFoundError(f'No checkpoint at {path!r}: there is no such file.')
     try:
         yield
     except Exception as e:  # torch and safetensors raise many types for damaged files
@@ -52,6 +57,7 @@ def read_state_dict(
         wrappers: Further keys of the state dict in the checkpoint, as for :func:`state_dict_of`.
 
     Raises:
+        FileNotFoundError: There is no such file.
         RuntimeError: The file cannot be read.
         TypeError: It does not hold a state dict.
     """
@@ -73,6 +79,7 @@ def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike], use_ema: bo
         use_ema: Prefer the moving average of the weights, if the checkpoint has one.
 
     Raises:
+        FileNotFoundError: There is no such file.
         RuntimeError: The file cannot be read, or does not fit the model.
         TypeError: It does not hold a state dict.
     """
@@ -80,13 +87,29 @@ def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike], use_ema: bo
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as e:
-        raise RuntimeError(f'{os.fspath(path)!r} does not fit the model. {e}') from e
+        raise RuntimeError(f'{os.fspath(path)!r} does not fit the model. {_shorten(str(e))}') from e
+
+
+def _shorten(message: str) -> str:
+    """An error of load_state_dict, whose lists name every key, with the first keys of each."""
+    lines = []
+    for line in message.splitlines():
+        names = re.findall('"[^"]*"', line)
+        if len(names) > _NAMED:
+            line = f'{line.partition(":")[0]}: {", ".join(names[:_NAMED])} and {len(names) - _NAMED} more. '
+        lines.append(line)
+    misshapen = [line for line in lines if line.startswith('\tsize mismatch')]
+    if len(misshapen) > _NAMED:
+        lines = [line for line in lines if line not in misshapen[_NAMED:]]
+        lines.append(f'\tand {len(misshapen) - _NAMED} more of another size')
+    return '\n'.join(lines)
 
 
 def has_moving_average(path: Union[str, os.PathLike]) -> bool:
     """Whether a checkpoint of timm's train.py holds a moving average of the weights.
 
     Raises:
+        FileNotFoundError: There is no such file.
         RuntimeError: The file cannot be read.
     """
     path = os.fspath(path)

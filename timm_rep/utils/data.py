@@ -1,6 +1,6 @@
 """Data sets, with errors where timm silently takes other images."""
 import os
-from typing import Any, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 from .profiling import model_input_size
 
 __all__ = [
-    'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'labelled_images', 'load_images', 'open_dataset',
-    'read_images', 'take_images',
+    'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'batches_of', 'labelled_images', 'load_images',
+    'open_dataset', 'read_images', 'take_images',
 ]
 
 # fields of a pretrained_cfg that say how images are preprocessed
@@ -123,6 +123,20 @@ def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Te
     return torch.stack([dataset[i][0] for i in range(0, len(dataset), step)][:count])
 
 
+def batches_of(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader.
+
+    Raises:
+        TypeError: It is a path, a tensor or something else that has no batches.
+    """
+    if isinstance(loader, (str, bytes, torch.Tensor)) or not hasattr(loader, '__iter__'):
+        found = f'a tensor {tuple(loader.shape)}' if isinstance(loader, torch.Tensor) else f'{loader!r:.100}'
+        raise TypeError(
+            'A loader is an iterable of batches of images (N, C, H, W), such as a DataLoader or a list of tensors, '
+            f'got {found}.')
+    return iter(loader)
+
+
 def batch_images(batch: Any) -> torch.Tensor:
     """The images (N, C, H, W) of a batch of a loader.
 
@@ -165,13 +179,13 @@ def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
         max_images: Largest number of images.
 
     Raises:
-        TypeError: A batch has no images.
+        TypeError: The loader has no batches, or a batch has no images.
         ValueError: max_images is less than 1, the loader has no images, or they are not of shape (N, C, H, W).
     """
     if max_images < 1:
         raise ValueError(f'max_images is a number of images, at least 1, got {max_images!r}.')
     batches: List[torch.Tensor] = []
-    for batch in loader:
+    for batch in batches_of(loader):
         images = batch_images(batch)[:max_images]
         if images.ndim != 4:
             raise ValueError(f'A batch has images of shape (N, C, H, W), got {tuple(images.shape)}.')

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from .checkpoints import read_training_state, write_training_state
-from .data import Images, labelled_images
+from .data import Images, batches_of, labelled_images
 
 __all__ = ['distil', 'evaluate', 'fit', 'world_size_and_rank']
 
@@ -197,7 +197,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> Tuple[
     """
     model.eval()
     outputs: List[Tuple[torch.Tensor, torch.Tensor]] = []
-    for images, targets in map(labelled_images, loader):
+    for images, targets in map(labelled_images, batches_of(loader)):
         logits = model(images.to(device))
         if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
             raise ValueError(f'{type(model).__name__} has no accuracy: its outputs are no logits (images, classes).')
