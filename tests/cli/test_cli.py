@@ -121,6 +121,9 @@ def test_run_shows_where_a_script_fails(tmp_path, capsys, monkeypatch):
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--epochs', 'x'], 2, "at least 1, got 'x'"),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '2147483648'], 2, '2 ** 31 - 1, got'),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '-1'], 2, '2 ** 31 - 1, got'),
+    (['accelerate', 'vit_tiny_patch16_224', '--data-dir', 'nowhere', '-o', 'x'], 2, "there is no folder 'nowhere'"),
+    (['quantize', 'repopt_vgg_a0', '--data-dir', 'nowhere', '-o', 'x'], 2, "there is no folder 'nowhere'"),
+    (['verify', 'repopt_vgg_a0', '--data-dir', 'nowhere'], 2, "there is no folder 'nowhere'"),
 ])
 def test_arguments_are_checked_where_they_enter(capsys, argv, status, message):
     with pytest.raises(SystemExit) as e:

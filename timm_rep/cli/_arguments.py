@@ -12,7 +12,7 @@ from timm.utils import ParseKwargs
 from timm_rep.utils.files import argument_errors
 
 __all__ = [
-    'ModelKwargs', 'add_images', 'add_model', 'create_from', 'create_model', 'default_device', 'device',
+    'ModelKwargs', 'add_images', 'add_model', 'create_from', 'create_model', 'default_device', 'device', 'folder',
     'names_weights', 'note_random_weights', 'positive_int', 'ratio', 'seed',
 ]
 
@@ -49,6 +49,13 @@ def seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2 ** 31:
         raise argparse.ArgumentTypeError(f'expected an integer from 0 to 2 ** 31 - 1, got {text!r}')
     return int(text)
+
+
+def folder(text: str) -> str:
+    """A folder that is there; checked before weights are downloaded."""
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f'there is no folder {text!r}')
+    return text
 
 
 def device(text: str) -> torch.device:
@@ -108,7 +115,8 @@ def note_random_weights(args: argparse.Namespace) -> None:
 
 def add_images(parser: argparse.ArgumentParser) -> None:
     """Add --data-dir and --split, a folder of images to compare on."""
-    parser.add_argument('--data-dir', metavar='DIR', help='also compare on images of DIR/SPLIT/CLASS/IMAGE')
+    parser.add_argument(
+        '--data-dir', type=folder, metavar='DIR', help='also compare on images of DIR/SPLIT/CLASS/IMAGE')
     parser.add_argument('--split', default='val', metavar='NAME', help='folder of --data-dir (%(default)s)')
 
 

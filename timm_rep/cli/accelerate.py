@@ -1,5 +1,5 @@
 """``timm-rep accelerate``: a faster model from a pretrained one."""
-from ._arguments import ModelKwargs, create_model, default_device, device, positive_int, ratio, seed
+from ._arguments import ModelKwargs, create_model, default_device, device, folder, positive_int, ratio, seed
 
 # idle ratios of --sweep
 _SWEEP = (0.25, 0.5, 0.75, 0.9, 1.)
@@ -10,7 +10,7 @@ def add_parser(commands) -> None:
         'accelerate', help='convert the FFNs of a pretrained model from unlabelled images; measure, distil, save')
     parser.add_argument('model', metavar='MODEL', help="timm model; pretrained, unless --checkpoint is given")
     parser.add_argument(
-        '--data-dir', required=True, metavar='DIR',
+        '--data-dir', type=folder, required=True, metavar='DIR',
         help='folder of images: DIR/train/IMAGE, or in folders by class, and DIR/val/CLASS/IMAGE for the accuracy')
     parser.add_argument('-o', '--output', required=True, metavar='DIR', help='folder to write')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of the model (default: pretrained weights)')

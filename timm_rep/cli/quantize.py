@@ -1,14 +1,15 @@
 """``timm-rep quantize``: an int8 model for inference on the CPU."""
 from timm_rep.deploy import BACKENDS, CALIBRATORS
 
-from ._arguments import add_model, create_from, note_random_weights, positive_int, seed
+from ._arguments import add_model, create_from, folder, note_random_weights, positive_int, seed
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('quantize', help='fold a model, quantize it to int8, measure the accuracy, save')
     add_model(parser)
     parser.add_argument(
-        '--data-dir', required=True, metavar='DIR', help='folder of images: DIR/train/CLASS/IMAGE, DIR/val/CLASS/IMAGE')
+        '--data-dir', type=folder, required=True, metavar='DIR',
+        help='folder of images: DIR/train/CLASS/IMAGE, DIR/val/CLASS/IMAGE')
     parser.add_argument('-o', '--output', required=True, metavar='DIR', help='folder to write')
     parser.add_argument('--backend', choices=BACKENDS, default='inductor', help='(default: %(default)s)')
     parser.add_argument('--per-tensor', action='store_true', help='one scale for a weight, not one for each channel')
