@@ -159,6 +159,9 @@ class _Parsed(Exception):
 
 
 def _check_model(name):
+    source, _, path = name.rpartition(':')
+    if source == 'local-dir':  # a folder named MODEL.TAG
+        name = Path(path).name.partition('.')[0]
     assert timm.is_model(name), f'{name!r} is not a model'
     if '.' in name:
         timm.get_pretrained_cfg(name, allow_unregistered=False)
@@ -246,7 +249,9 @@ def _check_command(command, monkeypatch):
 
 
 @pytest.mark.parametrize('document', DOCUMENTS)
-def test_commands(document, monkeypatch):
+def test_commands(document, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path('IMAGES').mkdir()
     for block in blocks(document, 'sh'):
         for line in block.strip().replace('\\\n', ' ').splitlines():
             for command in line.split('&&'):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.helpers import normal_scales, relative, save_model
 from tests.hub.published import REPA, REPOPT, trained
 from timm_rep.cli import main
+from timm_rep.deploy import load_quantized, read_report
 from timm_rep.hub import sha256
 from timm_rep.hub.folder import check_folder, load_folder, write_folder
 from timm_rep.hub.metrics import read_predictions
@@ -164,6 +165,43 @@ def test_what_is_measured_again(folder, checkpoint, images):
     assert after['dataset'] == 'Stripes'
     assert '## Accuracy' not in (folder / 'README.md').read_text()
     assert not (folder / 'predictions.csv').exists()
+    check_folder(folder)
+
+
+def test_int8(folder, checkpoint, images, monkeypatch, capsys):
+    """``quantize`` adds the int8 form to a folder, ``card`` measures it; it goes with the weights that it is of."""
+    pytest.importorskip('onnxruntime')
+    _, _, path = checkpoint
+    prepare_folder(folder, path)
+    assert main([
+        'quantize', f'local-dir:{folder}', '--data-dir', str(images), '--train-split', 'validation', '--val-split',
+        'validation', '--images', '8', '--backend', 'onnxruntime', '-o', str(folder)]) == 0
+    assert main(['card', str(folder), '--device', 'cpu']) == 0
+    check_folder(folder)
+    forms = json.loads((folder / 'metrics.json').read_text())['cost']['forms']
+    assert list(forms) == ['unfolded', 'folded', 'int8']
+    assert forms['int8']['params'] == forms['folded']['params']
+    assert forms['int8']['images_per_second'] > 0
+    report, card = read_report(folder), (folder / 'README.md').read_text()
+    assert '## Int8' in card
+    assert f'Top-1 accuracy on {report.accuracy.images} images: {report.accuracy.int8:.2f}%, in float32 ' in card
+    assert f"snapshot_download('timm-rep/{NAME}')" in card
+    assert '- `model.onnx`: ' in card
+    assert '| int8 | ' in card
+    x = torch.randn(2, 3, 32, 32)
+    int8, model = load_quantized(folder), load_folder(folder)
+    assert relative(int8(x), model(x).detach()) < .1
+
+    def measured(*args, **kwargs):
+        raise AssertionError('measured again')
+
+    with monkeypatch.context() as patch:
+        patch.setattr('timm_rep.hub.publish.measure_cost', measured)
+        prepare_folder(folder)
+    prepare_folder(folder, path, use_ema=True)
+    assert not {'quantization.json', 'model.onnx'} & {file.name for file in folder.iterdir()}
+    assert '## Int8' not in (folder / 'README.md').read_text()
+    assert list(json.loads((folder / 'metrics.json').read_text())['cost']['forms']) == ['unfolded', 'folded']
     check_folder(folder)
 
 

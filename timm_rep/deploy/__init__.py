@@ -1,13 +1,14 @@
 from .export import Exported, check_target, export
 from .formats import FORMATS, check_format, onnx_runner, write_onnx
 from .quantize import Quantized, check_quantization, load_quantized, quantize_ptq, quantize_qat
-from .report import BACKENDS, CALIBRATORS, REPORT, Accuracy, QuantizationReport, read_report
+from .report import BACKENDS, CALIBRATORS, MODELS, REPORT, Accuracy, QuantizationReport, quantized_files, read_report
 from .verification import VERIFICATION, read_verifications, write_verification
 
 __all__ = [
     'BACKENDS',
     'CALIBRATORS',
     'FORMATS',
+    'MODELS',
     'REPORT',
     'VERIFICATION',
     'Accuracy',
@@ -22,6 +23,7 @@ __all__ = [
     'onnx_runner',
     'quantize_ptq',
     'quantize_qat',
+    'quantized_files',
     'read_report',
     'read_verifications',
     'write_onnx',

@@ -133,7 +133,6 @@ class _Kernels(CustomGraphPass):
 
 class InductorProgram(Program):
     """An exported model with int8 layers, compiled by inductor for the first batch size, then for any."""
-    suffix = '.pt2'
 
     def __init__(self, graph: torch.fx.GraphModule, input_size: Sequence[int]):
         self.graph, self.input_size = graph, tuple(input_size)

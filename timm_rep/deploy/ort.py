@@ -26,7 +26,6 @@ _SCOPES = 'pkg.torch.onnx.name_scopes'  # torch's key of the modules that a node
 
 class OnnxProgram(Program):
     """An ONNX file in QDQ format, run by ONNX Runtime on as many threads as torch."""
-    suffix = '.onnx'
 
     def __init__(self, folder: tempfile.TemporaryDirectory):
         """

@@ -10,12 +10,7 @@ __all__ = ['Program']
 
 
 class Program(ABC):
-    """A quantized model, compiled by a backend; called as the model.
-
-    Attributes:
-        suffix: Suffix of its file.
-    """
-    suffix: str
+    """A quantized model, compiled by a backend; called as the model."""
 
     @abstractmethod
     def __call__(self, images: torch.Tensor) -> Any:

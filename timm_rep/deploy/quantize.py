@@ -22,7 +22,7 @@ from timm_rep.verify import check_finite, compare
 
 from .export import check_model
 from .program import Program
-from .report import BACKENDS, CALIBRATORS, REPORT, Accuracy, QuantizationReport, read_report, write_report
+from .report import BACKENDS, CALIBRATORS, MODELS, REPORT, Accuracy, QuantizationReport, read_report, write_report
 
 # modules of the backends, which import their packages, and their classes
 _PROGRAMS = {'inductor': ('inductor', 'InductorProgram'), 'onnxruntime': ('ort', 'OnnxProgram')}
@@ -87,7 +87,7 @@ class Quantized(nn.Module):
             OSError: They cannot be written.
         """
         with replacing_files(folder) as draft:
-            self.program.write(draft / f'model{self.program.suffix}')
+            self.program.write(draft / MODELS[self.report.backend])
             write_report(draft, self.report)
 
 
@@ -106,8 +106,7 @@ def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
     if not (folder / REPORT).is_file():
         raise FileNotFoundError(f'{str(folder)!r} holds no {REPORT}, expected a folder of a quantized model.')
     report = read_report(folder)
-    program = _program(report.backend)
-    return Quantized(program.read(folder / f'model{program.suffix}'), report)
+    return Quantized(_program(report.backend).read(folder / MODELS[report.backend]), report)
 
 
 def quantize_ptq(

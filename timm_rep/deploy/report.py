@@ -10,11 +10,16 @@ import torch
 from timm_rep.utils.files import COUNT, MAPPING, NUMBER, STRING, Kind, check_fields, list_of, one_of, read_json
 from timm_rep.utils.profiling import device_name, versions
 
-__all__ = ['BACKENDS', 'CALIBRATORS', 'REPORT', 'Accuracy', 'QuantizationReport', 'read_report', 'write_report']
+__all__ = [
+    'BACKENDS', 'CALIBRATORS', 'MODELS', 'REPORT', 'Accuracy', 'QuantizationReport', 'quantized_files', 'read_report',
+    'write_report',
+]
 
 REPORT = 'quantization.json'
 # packages that a backend needs beside torch; the calibrators are torchao's
 BACKENDS = {'inductor': ('torchao',), 'onnxruntime': ('onnx', 'onnxscript', 'onnxruntime', 'torchao')}
+# file of the quantized model, beside that of its report
+MODELS = {'inductor': 'model.pt2', 'onnxruntime': 'model.onnx'}
 CALIBRATORS = ('minmax', 'entropy', 'percentile')
 
 _BOOL = Kind('true or false', lambda value: isinstance(value, bool))
@@ -81,6 +86,15 @@ class QuantizationReport:
                 f'top-1 accuracy: {before:.2f}% before, {after:.2f}% after ({after - before:+.2f}), '
                 f'{self.accuracy.images} images')
         return '\n'.join(lines)
+
+
+def quantized_files(folder: Path) -> List[Path]:
+    """The files of the quantized model in a folder, none if there is none.
+
+    Raises:
+        RuntimeError: The report cannot be read.
+    """
+    return [folder / REPORT, folder / MODELS[read_report(folder).backend]] if (folder / REPORT).is_file() else []
 
 
 def write_report(folder: Path, report: QuantizationReport) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Mapping, Tuple, Union
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from timm_rep.deploy import MODELS, REPORT, quantized_files, read_report
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.files import COUNT, MAPPING, check_fields, read_text
 
@@ -51,6 +52,8 @@ _FILES = {
     TRAIN: "recipe for `--config` of timm's `train.py`",
     METRICS: 'figures of this card, with machine, versions and dates',
     PREDICTIONS: 'predictions for a sample of the validation images',
+    REPORT: 'how the int8 form was quantized, and what runs in int8',
+    **dict.fromkeys(MODELS.values(), 'the int8 form, folded'),
     CONFIG: "configuration in timm's format, with the sha256 of the other files",
 }
 
@@ -84,6 +87,7 @@ def card_text(folder: Union[str, os.PathLike]) -> str:
         _description(variant, config, metrics),
         _accuracy(metrics),
         _cost(metrics),
+        _int8(folder, f'{variant}.{tag}'),
         _cited(metrics),
         _usage(f'{variant}.{tag}', config),
         f'## Files\n\n{files}',
@@ -158,13 +162,35 @@ def _cost(metrics: Mapping[str, Any]) -> str:
         f'| {form} | {figures["params"] / 1e6:.2f} M | {figures["gmacs"]:.3g} G | {figures["images_per_second"]:g} |'
         for form, figures in cost['forms'].items()
     ]
-    throughput = [figures['images_per_second'] for figures in cost['forms'].values()]
-    ratio = f' Speedup by folding: {throughput[-1] / throughput[0]:.2f}.' if len(throughput) > 1 else ''
+    throughput = {form: figures['images_per_second'] for form, figures in cost['forms'].items()}
+    speedup = throughput['folded'] / throughput.get('unfolded', throughput['folded'])
+    ratio = f' Speedup by folding: {speedup:.2f}.' if 'unfolded' in throughput else ''
     return (
         '## Size and speed\n\n'
         f'Measured on {cost["machine"]}, batch size {cost["batch_size"]}, {cost["dtype"]}, torch '
         f'{cost["versions"]["torch"]} ({cost["date"]}).{ratio}\n\n'
         '| form | parameters | multiply-accumulates | images per second |\n|---|---|---|---|\n' + '\n'.join(rows))
+
+
+def _int8(folder: Path, name: str) -> str:
+    files = quantized_files(folder)
+    if not files:
+        return ''
+    report, megabytes = read_report(folder), sum(path.stat().st_size for path in files) / 1e6
+    runtime = {'inductor': 'torch on x86', 'onnxruntime': 'ONNX Runtime'}[report.backend]
+    accuracy = (
+        f' Top-1 accuracy on {report.accuracy.images} images: {report.accuracy.int8:.2f}%, in float32 '
+        f'{report.accuracy.float:.2f}%.' if report.accuracy else '')
+    return f'''## Int8
+
+The folded model with int8 weights and activations, for {runtime} on a CPU, {megabytes:.1f} MB.{accuracy}
+
+```python
+import timm_rep
+from huggingface_hub import snapshot_download
+
+int8 = timm_rep.deploy.load_quantized(snapshot_download('{organization()}/{name}'))     # or a folder like this one
+```'''
 
 
 def _cited(metrics: Mapping[str, Any]) -> str:

@@ -128,13 +128,20 @@ def measure_accuracy(
     return metrics, sample
 
 
-def measure_cost(model: nn.Module, device: torch.device, batch_size: int = 8) -> Dict[str, Any]:
-    """Measure parameters, multiply-accumulates and throughput of a model, unfolded and folded.
+def measure_cost(
+        model: nn.Module,
+        device: torch.device,
+        batch_size: int = 8,
+        int8: Optional[nn.Module] = None,
+) -> Dict[str, Any]:
+    """Measure parameters, multiply-accumulates and throughput of a model, unfolded, folded and in int8.
 
     Args:
         model: Model in eval mode, in its training structure or folded.
         device: Device to measure on.
         batch_size: Images per batch.
+        int8: The quantized model, which runs on the CPU; its numbers of parameters and multiply-accumulates are those
+            of the folded one.
 
     Returns:
         Figures for metrics.json.
@@ -145,14 +152,17 @@ def measure_cost(model: nn.Module, device: torch.device, batch_size: int = 8) ->
     else:
         forms = {'unfolded': model, 'folded': reparameterize_model(model)}
     images = torch.randn(batch_size, *model_input_size(model), device=device)
+    counted = {**forms, 'int8': forms['folded']}
+    if int8 is not None:
+        forms['int8'] = int8
     with torch.inference_mode():
         throughput = measure_throughput(forms, images)
     return dict(
         forms={
             name: dict(
-                params=count_params(form), gmacs=round(count_macs(form).total / 1e9, 4),
+                params=count_params(counted[name]), gmacs=round(count_macs(counted[name]).total / 1e9, 4),
                 images_per_second=round(throughput[name], 1))
-            for name, form in forms.items()
+            for name in forms
         },
         batch_size=batch_size, img_size=list(images.shape[-2:]), dtype=str(images.dtype).removeprefix('torch.'),
         machine=device_name(device), date=date.today().isoformat(), versions=versions())

@@ -13,6 +13,7 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 from timm.layers import get_spatial_dim
 
+from timm_rep.deploy import load_quantized, quantized_files
 from timm_rep.scales import resolve_scales
 from timm_rep.utils.atomic import replacing_folder
 from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint
@@ -58,7 +59,8 @@ def prepare_folder(
 ) -> None:
     """Bring a folder up to date: weights from a checkpoint, measured figures, model card, hashes.
 
-    Figures stay as long as their weights do. Whatever is raised, the folder is as it was.
+    Figures stay as long as their weights do, and so does the int8 form that ``timm-rep quantize -o FOLDER`` added; its
+    speed is measured on a CPU only. Whatever is raised, the folder is as it was.
 
     Args:
         folder: Folder named MODEL.TAG, for instance ``hub/repa_deit_tiny.cifar10``.
@@ -108,8 +110,10 @@ def prepare_folder(
                 accuracy, predictions = measure_accuracy(model, data_dir, split, device)
                 metrics['accuracy'] = {**accuracy, **weights}
                 write_predictions(draft / PREDICTIONS, predictions)
-            if measure or 'cost' not in metrics:
-                metrics['cost'] = {**measure_cost(model, device, batch_size), **weights}
+            measured, on_cpu = metrics.get('cost', {}).get('forms', {}), device.type == 'cpu'
+            int8 = load_quantized(draft) if on_cpu and quantized_files(draft) else None
+            if measure or not measured or (on_cpu and ('int8' in measured) != (int8 is not None)):
+                metrics['cost'] = {**measure_cost(model, device, batch_size, int8), **weights}
         elif data_dir is not None:
             raise FileNotFoundError(f'There is no {WEIGHTS} to measure: give a checkpoint.')
         if 'accuracy' not in metrics:
@@ -174,7 +178,8 @@ def _write_trained(
             f'{os.fspath(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
             '--use-ema.')
     load_checkpoint(model, checkpoint, use_ema)
-    (folder / SCALES).unlink(missing_ok=True)  # of the previous weights
+    for path in (folder / SCALES, *quantized_files(folder)):  # of the previous weights
+        path.unlink(missing_ok=True)
     _write_model(folder, model, model_args, half, classes)
 
 
