@@ -264,6 +264,20 @@ def test_arguments_that_no_model_has(folder):
             timm.create_model(name, pretrained=pretrained)
 
 
+def test_unknown_arguments(folder):
+    """One that is given is a TypeError, as for any model of timm, one of config.json names that file."""
+    publish(folder / NAME)
+    for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
+        with pytest.raises(TypeError, match=r"^\S+ got an unexpected keyword argument 'nothing'$"):
+            timm.create_model(name, pretrained=pretrained, nothing=1)
+    path = folder / NAME / 'config.json'
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, 'model_args': {**config['model_args'], 'nothing': 1}}))
+    for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
+        with pytest.raises((ValueError, RuntimeError), match=r'repa_deit_tiny\.mine.*nothing'):
+            timm.create_model(name, pretrained=pretrained)
+
+
 def test_damaged_configs(folder, tmp_path):
     publish(folder / NAME)
     path = folder / NAME / 'config.json'

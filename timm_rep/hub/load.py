@@ -86,6 +86,7 @@ def build_model(
         ValueError: As :func:`timm_rep.weight_select_init`; the weights are of another idle ratio; or the published
             arguments, with those given, cannot be used.
         RuntimeError: The weights do not fit the model.
+        TypeError: An argument given is unknown.
     """
     if weights is None or weights.path is None:
         build = cls if weights is None else functools.partial(_create, cls, weights)
@@ -106,8 +107,14 @@ def build_model(
 
 
 def _create(cls: Type[nn.Module], weights: Weights, **model_args) -> nn.Module:
-    with argument_errors(f'The model_args of {weights.source} (with the arguments given)'):
-        return cls(**model_args)
+    try:
+        with argument_errors(f'The model_args of {weights.source} (with the arguments given)'):
+            return cls(**model_args)
+    except ValueError as e:
+        given = [name for name in model_args if name not in weights.model_args]
+        if isinstance(e.__cause__, TypeError) and any(repr(name) in str(e.__cause__) for name in given):
+            raise e.__cause__ from None  # an unknown argument that was given, for any model of timm a TypeError
+        raise
 
 
 def _create_with_weights(
