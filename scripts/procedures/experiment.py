@@ -136,7 +136,9 @@ def _expanded(rows: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
     for name, row in rows.items():
         each = (row or {}).get('each') or {}
         for values in itertools.product(*each.values()):
-            found[', '.join([name, *map(str, values)])] = {**(row or {}), **dict(zip(each, values))}
+            chosen = dict(zip(each, values))
+            words = (str(v) if not isinstance(v, bool) else k if v else f'not {k}' for k, v in chosen.items())
+            found[', '.join([name, *words])] = {**(row or {}), **chosen}
     return found
 
 
