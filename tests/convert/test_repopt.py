@@ -213,6 +213,21 @@ def test_frozen_blocks_stay_frozen():
     assert {name for name, grad in grads.items() if not grad} == {n for n in grads if n.startswith('stages.0.')}
 
 
+@pytest.mark.parametrize('family', ['byobnet, RepVGG', 'byobnet, MobileOne', 'fastvit', 'repvit'])
+@torch.no_grad()
+def test_synchronized_norms_stay_synchronized(family):
+    model, plain, x = build(family), build(family), images(2, 64)
+    group = object()
+    model = timm.layers.convert_sync_batchnorm(model, process_group=group)
+    timm_rep.convert_to_repopt(plain)
+    timm_rep.convert_to_repopt(model)
+    assert relative(model(x), plain(x)) < 1e-6
+    layers = [model.get_submodule(name.removesuffix('.0')) for name in csla_layers(model)]
+    assert all(isinstance(norm, nn.SyncBatchNorm) and norm.process_group is group for _, norm in layers)
+    assert not any(isinstance(m, nn.SyncBatchNorm) for m in plain.modules())
+    assert relative(reparameterize_model(model)(x), plain(x)) < 1e-5
+
+
 @pytest.mark.parametrize('family,change', [
     ('byobnet, RepVGG', lambda model: model.stages[1][1].conv_1x1.conv.weight.data[0].fill_(torch.nan)),
     ('byobnet, RepVGG', lambda model: model.stages[1][1].conv_kxk.bn.running_var[0].fill_(-1)),

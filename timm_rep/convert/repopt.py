@@ -97,6 +97,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
             f'Cannot convert {type(model).__name__}, nothing was changed: it has no block that is a sum of linear '
             f'branches{f" ({reasons})" if reasons else ""}. Folded blocks have none any more.')
     layers, cslas = [], _declarations(sums)
+    synchronized = next((m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)), None)
     kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if structure == 'target' and not reparameterized else None
     for i, (linear_sum, csla) in enumerate(zip(sums, cslas)):
         weight = linear_sum.convs[0].weight
@@ -108,6 +109,8 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         norms = [term.norm for term in linear_sum.terms if term.norm is not None]
         if linear_sum.norm is None and norms:
             layer[1].eps, layer[1].momentum = norms[0].eps, norms[0].momentum
+        if linear_sum.norm is None and synchronized is not None:
+            layer[1] = nn.SyncBatchNorm.convert_sync_batchnorm(layer[1], synchronized.process_group)
         if kernels:
             _take_function(layer, linear_sum, kernels[i])
         for part, old in zip(layer, (linear_sum.convs, norms)):  # the BatchNorm behind may be the block's own
