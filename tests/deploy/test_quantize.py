@@ -3,6 +3,7 @@ import copy
 import json
 import os
 import sys
+import warnings
 import zipfile
 
 import pytest
@@ -155,6 +156,19 @@ def test_saved_and_loaded(quantized, tmp_path):
     assert loaded.report == quantized.report
     x = images(4, seed=4)
     torch.testing.assert_close(loaded.program.graph(x), quantized(x))  # before it is compiled
+
+
+@pytest.mark.parametrize('bits', [7, 8])
+def test_a_program_of_a_cpu_with_vnni(model, calibration, tmp_path, monkeypatch, bits):
+    monkeypatch.setattr(torch.cpu, '_is_vnni_supported', lambda: bits == 8)
+    timm_rep.quantize_ptq(model, calibration).save(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        load_quantized(tmp_path)
+        monkeypatch.setattr(torch.cpu, '_is_vnni_supported', lambda: False)
+        load_quantized(tmp_path)
+    found = [str(w.message) for w in caught if 'quantized on a CPU with VNNI' in str(w.message)]
+    assert len(found) == (bits == 8)
 
 
 def test_pickled_values_are_refused(quantized, tmp_path):

@@ -1,6 +1,7 @@
 """Int8 on the CPU by torchao's export-based quantization and inductor. Imported only with torchao installed."""
 import json
 import re
+import warnings
 import zipfile
 from operator import attrgetter
 from pathlib import Path
@@ -189,8 +190,17 @@ class InductorProgram(Program):
             graph = program.module()
         except Exception as e:  # torch raises many types for damaged files
             raise RuntimeError(f'Cannot read {str(path)!r} as an exported program: {type(e).__name__}: {e}') from e
+        if not torch.cpu._is_vnni_supported() and _input_levels(graph) > 127:
+            warnings.warn(
+                f'{str(path)!r} was quantized on a CPU with VNNI, with inputs of 8 bits, whose sums saturate on this '
+                'one: quantize the model here.', stacklevel=3)
         images = next(node for node in graph.graph.nodes if node.op == 'placeholder')
         return cls(graph, images.meta['val'].shape[1:])
+
+
+def _input_levels(graph: torch.fx.GraphModule) -> int:
+    """The largest integer that an activation is rounded to."""
+    return max((node.args[4] for node in graph.graph.nodes if '.quantize_per_tensor' in str(node.target)), default=0)
 
 
 def _weight_scale(graph: torch.fx.GraphModule, layer: torch.fx.Node) -> Optional[torch.Tensor]:

@@ -128,7 +128,8 @@ def quantize_ptq(
     Quantize on a machine like the one that is to run the model. x86 CPUs without VNNI or AMX add pairs of products in
     16 bits, which saturate: there 'inductor' rounds inputs to 7 bits (torchao's ``reduce_range``), and 'onnxruntime'
     runs slower kernels (its session option ``session.x64quantprecision``, for you to set where you load the file
-    yourself). A program of 'inductor' that was quantized on a CPU with VNNI loses accuracy on one without.
+    yourself). A program of 'inductor' that was quantized on a CPU with VNNI loses accuracy on one without;
+    :func:`load_quantized` warns of it.
 
     Args:
         model: Model in eval mode, in float32 on the CPU: of this package, of timm, or a network that has one inside.
