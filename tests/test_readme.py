@@ -278,7 +278,7 @@ def test_readme_on_the_package_index():
     text = read('README.md')
     assert len(text.splitlines()) <= 220
     links = re.findall(r'\]\((?!https://)(.*?)\)', text)
-    assert len(links) == 7
+    assert len(links) == 8
     assert all((ROOT / link).is_file() for link in links)
     assert (ROOT / 'docs/demo.png').stat().st_size < 150_000
     for command in ("pip install -e '.[demo]' && timm-rep demo", "pip install -e '.[test]' && pytest"):
@@ -356,7 +356,7 @@ def _training(section, columns, ours, theirs):
 
 
 def test_headline_speeds():
-    rows, = tables('README.md', 'Speed')
+    rows, = tables('README.md', 'Results')[:1]
     epyc, xeon = _inference()
     paper = {row['model']: str(row['paper']) for row in _rows('repa-infer', 'amd-epyc')}
     repa = _training('repa-train', ['matrix'], 'matrix', 'released')
@@ -374,6 +374,36 @@ def test_headline_speeds():
         *speeds, memory = repa[model,] if model.startswith('repa') else repopt[model, '160']
         assert numbers[:2] == speeds
         assert f'({memory} of its memory)' in what
+
+
+def _experiment(section):
+    """The rows of an experiment on its page, as mappings from the columns to the cells."""
+    text = re.search(rf'(?ms)^## {section}\n(.*?)(?=^## |\Z)', read('scripts/results/experiments.md'))
+    head, _, *rows = (
+        [cell.strip() for cell in line.strip('|').split('|')] for line in text[1].splitlines() if line.startswith('|'))
+    return [dict(zip(head, row)) for row in rows]
+
+
+def test_accuracies_in_the_readme():
+    """The cells of ours are those of experiments.md."""
+    _, rows = tables('README.md', 'Results')
+    top1 = {row['row']: row['top-1'] for row in _experiment('multi-branch')}
+    change = {row['row']: f"{float(row['change'] or 0):.2f}" for row in _experiment('quantization-a0')}
+    digits = {
+        row['row']: f"{float(row['accuracy']):.2f} ± {float(row['deviation']):.2f}"
+        for row in _experiment('weight-selection-digits')}
+    fasternet, = (
+        row['top-1 change'] for row in _experiment('accelerate')
+        if (row['method'], row['MACs'], row['epochs']) == ('closed form', '0.56', '0'))
+    ptq, qat = ([
+        change[name.format(net)] for net in ('repopt', 'repvgg')
+    ] for name in ('int8, {}, inductor, per_channel, minmax', 'int8, QAT, {}'))
+    assert [ours for *_, ours in rows] == [
+        fasternet,
+        f'{", ".join(ptq)} ({", ".join(qat)})',
+        f"{top1['init']}, {top1['branches']} ({top1['init, 10 times the lr']}, {top1['branches, 10 times the lr']})",
+        f"{digits['uniform']}, {digits['random']}",
+    ]
 
 
 def test_speeds_in_the_results():
