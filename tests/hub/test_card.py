@@ -170,7 +170,8 @@ def test_what_is_measured_again(folder, checkpoint, images):
 
 def test_int8(folder, checkpoint, images, monkeypatch, capsys):
     """``quantize`` adds the int8 form to a folder, ``card`` measures it; it goes with the weights that it is of."""
-    pytest.importorskip('onnxruntime')
+    for package in ('onnxruntime', 'torchao'):
+        pytest.importorskip(package)
     _, _, path = checkpoint
     prepare_folder(folder, path)
     assert main([

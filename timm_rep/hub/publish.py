@@ -111,8 +111,9 @@ def prepare_folder(
                 metrics['accuracy'] = {**accuracy, **weights}
                 write_predictions(draft / PREDICTIONS, predictions)
             measured, on_cpu = metrics.get('cost', {}).get('forms', {}), device.type == 'cpu'
-            int8 = load_quantized(draft) if on_cpu and quantized_files(draft) else None
-            if measure or not measured or (on_cpu and ('int8' in measured) != (int8 is not None)):
+            has_int8 = on_cpu and bool(quantized_files(draft))
+            if measure or not measured or (on_cpu and ('int8' in measured) != has_int8):
+                int8 = load_quantized(draft) if has_int8 else None
                 metrics['cost'] = {**measure_cost(model, device, batch_size, int8), **weights}
         elif data_dir is not None:
             raise FileNotFoundError(f'There is no {WEIGHTS} to measure: give a checkpoint.')
