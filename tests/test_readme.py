@@ -80,7 +80,7 @@ def run_blocks(document, folder):
         (folder / 'hub').symlink_to(ROOT / 'hub')
         published = folder / 'published'
         published.mkdir()
-        (published / 'repa_deit_tiny.cifar10').symlink_to(ROOT / 'hub' / 'repa_deit_tiny.cifar10')
+        (published / 'repa_lvvit_s.cifar10').symlink_to(ROOT / 'hub' / 'repa_lvvit_s.cifar10')
         patch.setenv('TIMM_REP_HUB', str(published))
         patch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
         entry_points = timm.models._registry._model_entrypoints
@@ -97,7 +97,7 @@ def run_blocks(document, folder):
         for code in blocks(document, 'python'):
             if 'from transformers import' in code:  # run in test_transformers.py
                 continue
-            if 'quantize_ptq' in code and not _HAS_TORCHAO:
+            if 'quantize' in code and not _HAS_TORCHAO:
                 continue
             exec(compile(code, document, 'exec'), names)
             states.append((code, dict(names)))

@@ -657,9 +657,9 @@ def test_gpu_training(script, load_script, tmp_path, monkeypatch, capsys, images
     """Stopped after every epoch, a training ends with the same weights; the recipe is saved with its changes."""
     module = load_script('gpu/train')
     monkeypatch.setattr(module, 'HUB', tmp_path / 'hub')
-    folder = tmp_path / 'hub' / 'repa_deit_tiny.test'
+    folder = tmp_path / 'hub' / 'repa_lvvit_s.test'
     folder.mkdir(parents=True)
-    recipe = yaml.safe_load((ROOT / 'hub' / 'repa_deit_tiny.cifar10' / 'train.yaml').read_text())
+    recipe = yaml.safe_load((ROOT / 'hub' / 'repa_lvvit_s.cifar10' / 'train.yaml').read_text())
     recipe['model_kwargs'] |= dict(embed_dim=24, depth=2)
     (folder / 'train.yaml').write_text(yaml.safe_dump(dict(recipe, num_classes=4)))
     args = [
@@ -671,7 +671,7 @@ def test_gpu_training(script, load_script, tmp_path, monkeypatch, capsys, images
         monkeypatch.setattr(module, 'time', SimpleNamespace(monotonic=itertools.count().__next__))
         status = script('gpu/train', '--output', tmp_path / 'often', *args, '--minutes', 1.5 / 60)
         assert status == (75 if left else 0)
-    assert 'left: repa_deit_tiny.test; run this again' in capsys.readouterr().out
+    assert f'left: {folder.name}; run this again' in capsys.readouterr().out
     assert script('gpu/train', '--output', tmp_path / 'often', *args) == 0
     assert capsys.readouterr().out.endswith('%\nnothing is left\n')
     states = [torch.load(tmp_path / run / folder.name / 'last.pth', weights_only=True) for run in ('once', 'often')]

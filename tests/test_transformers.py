@@ -14,7 +14,7 @@ from timm_rep.layers import csla_layers
 
 pytestmark = pytest.mark.clients
 
-NAMES = ['repa_deit_tiny.cifar10', 'repopt_vgg_a0.cifar10']
+NAMES = ['repa_lvvit_s.cifar10', 'repopt_vgg_a0.cifar10']
 
 
 @pytest.fixture

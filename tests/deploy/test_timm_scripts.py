@@ -30,7 +30,7 @@ def timm_script(name, *args):
     return run([sys.executable, '-m', 'timm_rep.cli', 'run', Path(_CHECKOUT) / name, *args], cwd=_CHECKOUT)
 
 
-@pytest.mark.parametrize('name', ['repa_deit_tiny.cifar10', 'repopt_vgg_a0.cifar10'])
+@pytest.mark.parametrize('name', ['repa_lvvit_s.cifar10', 'repopt_vgg_a0.cifar10'])
 def test_onnx_scripts(name, images, tmp_path):
     path = tmp_path / 'model.onnx'
     timm_script('onnx_export.py', path, '--model', name, '--reparam', '--check-forward', '--img-size', 32, '-b', 2)

@@ -11,6 +11,7 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 from tests.helpers import relative
+from timm_rep.deploy import load_quantized
 from timm_rep.hub import WEIGHTS
 from timm_rep.hub.card import CARD, card_text
 from timm_rep.hub.folder import check_folder
@@ -48,8 +49,9 @@ def images():
 
 
 def test_there_is_one_of_each():
-    assert any(name.startswith('repopt_vgg') for name in FOLDERS)
-    assert any(name.startswith('repa_') for name in FOLDERS)
+    kinds = {name.partition('_')[0] for name in FOLDERS if '_any' not in name}
+    assert kinds == {'repa', 'repopt'}
+    assert {'repa_any.cifar10', 'repopt_any.cifar10'} <= set(FOLDERS)
 
 
 @pytest.mark.parametrize('name', FOLDERS)
@@ -61,9 +63,10 @@ def test_folder(name):
     metrics = read_metrics(HUB / name)
     assert {'dataset', 'accuracy', 'cost'} <= metrics.keys()
     model = timm.create_model(name, pretrained=True)
-    forms = {'unfolded': model, 'folded': timm.create_model(name, pretrained=True, reparameterized=True)}
+    folded = timm.create_model(name, pretrained=True, reparameterized=True)
+    forms = {'unfolded': model, 'folded': folded, 'int8': folded}
     forms = {form: forms[form] for form in metrics['cost']['forms']}  # a converted model is folded as it is
-    assert 'folded' in forms
+    assert {'folded', 'int8'} <= forms.keys()
     assert {form: count_params(model) for form, model in forms.items()} == {
         form: figures['params'] for form, figures in metrics['cost']['forms'].items()}
     assert {form: round(count_macs(model).total / 1e9, 4) for form, model in forms.items()} == {
@@ -76,24 +79,47 @@ def test_folder(name):
         assert (HUB / name / 'scales.safetensors').is_file()
 
 
+def predictions(model, images, name):
+    """Logits of the images of the recorded predictions, and the accuracy on them in percent."""
+    transform = create_transform(**resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()))
+    recorded = read_predictions(HUB / name / PREDICTIONS)
+    batches = torch.stack([transform(images[file]) for file, _, _ in recorded]).split(100)
+    with torch.inference_mode():
+        logits = torch.cat([model(batch) for batch in batches])
+    right = sum(p == target for p, (_, target, _) in zip(logits.argmax(1).tolist(), recorded))
+    return batches[0], logits, 100 * right / len(recorded)
+
+
+def within_three_deviations(accuracy, expected, count):
+    return abs(accuracy - expected) < 3 * (expected * (100 - expected) / count) ** .5
+
+
+@pytest.mark.parametrize('name', FOLDERS)
+def test_int8_form(images, name):
+    for package in ('onnxruntime', 'torchao'):
+        pytest.importorskip(package)
+    int8 = load_quantized(HUB / name)
+    _, logits, accuracy = predictions(int8, images, name)
+    measured, top1 = int8.report.accuracy, read_metrics(HUB / name)['accuracy']['top1']
+    assert measured.float == top1
+    assert abs(measured.int8 - top1) < 1
+    assert within_three_deviations(accuracy, measured.int8, len(logits))
+
+
 @pytest.mark.parametrize('name', FOLDERS)
 def test_predictions(images, name):
     """The recorded predictions, folded or not, and as many of them right as the card says of all images."""
     model = timm.create_model(name, pretrained=True).eval()
-    transform = create_transform(**resolve_data_config(model=model))
     recorded = read_predictions(HUB / name / PREDICTIONS)
-    batches = torch.stack([transform(images[file]) for file, _, _ in recorded]).split(100)
+    first, logits, accuracy = predictions(model, images, name)
     folded = timm.create_model(name, pretrained=True, reparameterized=True).eval()
     with torch.inference_mode():
-        logits = torch.cat([model(batch) for batch in batches])
-        assert relative(folded(batches[0]), logits[:100]) < 1e-4
+        assert relative(folded(first), logits[:100]) < 1e-4
     predicted = logits.argmax(1).tolist()
     # two logits may be almost equal, and other processors round differently
     same = sum(p == r for p, (_, _, r) in zip(predicted, recorded))
     assert same >= len(recorded) - max(1, len(recorded) // 200)
-    accuracy = 100 * sum(p == target for p, (_, target, _) in zip(predicted, recorded)) / len(recorded)
     card = read_metrics(HUB / name)['accuracy']
-    deviation = (card['top1'] * (100 - card['top1']) / len(recorded)) ** .5
-    assert abs(accuracy - card['top1']) < 3 * deviation
+    assert within_three_deviations(accuracy, card['top1'], len(recorded))
     assert f'| {card["top1"]:.2f}% |' in (HUB / name / CARD).read_text()
     assert (HUB / name / METRICS).is_file()

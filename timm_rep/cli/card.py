@@ -4,7 +4,7 @@ from ._arguments import default_device, device, positive_int
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('card', help='prepare a folder for publishing: weights, figures, card, hashes')
-    parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_deit_tiny.cifar10')
+    parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_lvvit_s.cifar10')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of a training run (default: keep the weights)')
     parser.add_argument(
         '--recipe', metavar='FILE', help="file for train.py --config (default: train.yaml of the folder)")

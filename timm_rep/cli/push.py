@@ -3,7 +3,7 @@
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('push', help='publish a folder on the Hub, in one commit')
-    parser.add_argument('folder', metavar='DIR', help='folder of timm-rep card, e.g. hub/repa_deit_tiny.cifar10')
+    parser.add_argument('folder', metavar='DIR', help='folder of timm-rep card, e.g. hub/repa_lvvit_s.cifar10')
     parser.add_argument('--org', metavar='NAME', help='user or organization (default: TIMM_REP_ORG, or timm-rep)')
     parser.add_argument('--revision', default='main', metavar='NAME', help='branch to commit to (default: %(default)s)')
     parser.add_argument('--private', action='store_true', help='create the repository as private')

@@ -95,7 +95,7 @@ def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
     """Load what :meth:`Quantized.save` wrote.
 
     Nothing is unpickled: a file with pickled values is refused. A graph is a program all the same, so load only files
-    from sources that you trust.
+    from sources that you trust. Warns of a program that was quantized on a CPU with VNNI, if this one has none.
 
     Raises:
         ModuleNotFoundError: The backend needs a package that is not installed.

@@ -48,7 +48,7 @@ _FAMILIES = {
 }
 _FILES = {
     WEIGHTS: 'weights',
-    SCALES: 'searched scales of the training, the argument `scales` of `timm.create_model`',
+    SCALES: 'scales of the training, the argument `scales` of `timm.create_model`',
     TRAIN: "recipe for `--config` of timm's `train.py`",
     METRICS: 'figures of this card, with machine, versions and dates',
     PREDICTIONS: 'predictions for a sample of the validation images',
@@ -186,7 +186,7 @@ def _int8(folder: Path, name: str) -> str:
 The folded model with int8 weights and activations, for {runtime} on a CPU, {megabytes:.1f} MB.{accuracy}
 
 ```python
-import timm_rep
+import timm_rep   # pip install 'timm-rep[deploy]'
 from huggingface_hub import snapshot_download
 
 int8 = timm_rep.deploy.load_quantized(snapshot_download('{organization()}/{name}'))     # or a folder like this one

@@ -23,7 +23,7 @@ __all__ = ['check_folder', 'convert_released', 'load_folder', 'split_name', 'wri
 
 
 def split_name(folder: PathLike) -> Tuple[str, str]:
-    """Split the name of a folder, ``repa_deit_tiny.cifar10``, into model and tag.
+    """Split the name of a folder, ``repa_lvvit_s.cifar10``, into model and tag.
 
     Raises:
         ValueError: It has no tag, or there is no such model.
@@ -31,7 +31,7 @@ def split_name(folder: PathLike) -> Tuple[str, str]:
     variant, _, tag = Path(folder).resolve().name.partition('.')
     if not tag or not timm.is_model(variant):
         raise ValueError(
-            f'The folder of a published model is named MODEL.TAG, as in repa_deit_tiny.cifar10, got {str(folder)!r}'
+            f'The folder of a published model is named MODEL.TAG, as in repa_lvvit_s.cifar10, got {str(folder)!r}'
             + (f': there is no model {variant!r}.' if tag else '.'))
     return variant, tag
 

@@ -63,7 +63,7 @@ def prepare_folder(
     speed is measured on a CPU only. Whatever is raised, the folder is as it was.
 
     Args:
-        folder: Folder named MODEL.TAG, for instance ``hub/repa_deit_tiny.cifar10``.
+        folder: Folder named MODEL.TAG, for instance ``hub/repa_lvvit_s.cifar10``.
         checkpoint: Checkpoint of a training run with the recipe; None to keep the weights of the folder.
         recipe: File for ``train.py --config``; None for train.yaml of the folder. The model is created with its
             model_kwargs, num_classes, in_chans and img_size, and its pretrained_cfg gets input_size, mean, std,
@@ -165,6 +165,9 @@ def _write_trained(
     model_args = dict(settings.get('model_kwargs') or {})
     model_args.update({name: settings[name] for name in ('in_chans', 'global_pool') if settings.get(name) is not None})
     overlay = {key: settings[key] for key in _DATA if settings.get(key) is not None}
+    name = '.'.join(split_name(folder))
+    if name in timm.list_pretrained(f'{variant}.*'):
+        overlay['license'] = timm.get_pretrained_cfg(name).license  # without a tag it is that of other weights
     size = settings.get('img_size')
     if size is not None:
         overlay.setdefault('input_size', [settings.get('in_chans', 3), size, size])

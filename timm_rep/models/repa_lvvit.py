@@ -228,7 +228,12 @@ def _cfg(url: str = '', **kwargs):
 default_cfgs = generate_default_cfgs({
     'lvvit_s.untrained': _cfg(),
     'lvvit_m.untrained': _cfg(crop_pct=1.),
-    'repa_lvvit_s.untrained': _cfg(),
+    'repa_lvvit_s.cifar10': _cfg(
+        hf_hub_id='timm-rep/repa_lvvit_s.cifar10',
+        num_classes=10, input_size=(3, 32, 32), crop_pct=1.,
+        mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
+    # '*', so that it is the default
+    'repa_lvvit_s.untrained*': _cfg(),
     'repa_lvvit_m.untrained': _cfg(crop_pct=1.),
 })
 

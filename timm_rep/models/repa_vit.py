@@ -104,10 +104,6 @@ def _cfg(url: str = '', **kwargs):
 default_cfgs = generate_default_cfgs({
     # in1k: the authors', https://huggingface.co/Ackesnal/RePaViT
     'repa_deit_tiny.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_tiny.in1k'),
-    'repa_deit_tiny.cifar10': _cfg(
-        hf_hub_id='timm-rep/repa_deit_tiny.cifar10',
-        num_classes=10, input_size=(3, 32, 32), crop_pct=1.,
-        mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
     'repa_deit_small.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_small.in1k'),
     'repa_deit_base.in1k': _cfg(hf_hub_id='timm-rep/repa_deit_base.in1k'),
     'repa_vit_small.untrained': _cfg(),
