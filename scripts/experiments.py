@@ -8,6 +8,7 @@
 ``list``: the experiments, which are the data files scripts/experiments/NAME.yaml. ``run``: go on with an experiment; a
 training that was stopped continues after its last epoch, finished rows are skipped, and several processes may run the
 same experiment. ``--scale cpu`` is for two cores (two processes with OMP_NUM_THREADS=1), ``--scale gpu`` for one GPU.
+Settings with ``amp`` train in bfloat16, on CPUs without AVX512-BF16 in float32, which is ten times as fast there.
 Results are written to scripts/results/<machine>/NAME.json, row by row. ``report``: write scripts/results/experiments.md
 and pictures from the results.
 """
@@ -103,12 +104,14 @@ def main() -> int:
     if args.command == 'report':
         print(write_page(results.RESULTS))
         return 0
+    device = args.device or torch.device('cuda' if args.scale == 'gpu' else 'cpu')
+    if device.type == 'cpu' and not torch.cpu._is_avx512_bf16_supported():
+        args.set.setdefault('amp', False)
     try:
         experiment = load(args.name, args.scale, args.set)
         rows = chosen(experiment, args.rows, args.seeds)
         workspace = Workspace(
-            args.output, args.data_dir, args.device or torch.device('cuda' if args.scale == 'gpu' else 'cpu'),
-            args.val_split, time.monotonic() + 60 * args.minutes, wait=False)
+            args.output, args.data_dir, device, args.val_split, time.monotonic() + 60 * args.minutes, wait=False)
         left = run(experiment, rows, workspace)
     except (FileNotFoundError, ValueError) as e:
         parser.error(str(e))

@@ -64,7 +64,7 @@ class Experiment(NamedTuple):
     """
     Attributes:
         name: Name of the data file.
-        document: Its content, with the changes of the size.
+        document: Its content, with the changes of the size and of the settings.
         rows: Its rows, by seed.
     """
     name: str
@@ -121,7 +121,7 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
                 row_name, seed, procedure, settings, identity, row.get('columns') or {}, row.get('what'),
                 row.get('paper')))
     rows.sort(key=lambda row: document['seeds'].index(row.seed) if row.seed in document['seeds'] else -1)
-    return Experiment(name, document, rows)
+    return Experiment(name, merged(document, {'settings': changes or {}}), rows)
 
 
 def _check_keys(mapping: Mapping[str, Any], known, where: str) -> None:

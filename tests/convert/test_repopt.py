@@ -358,6 +358,10 @@ def test_pretrained_weights_of_the_base(tmp_path):
         pretrained_cfg_overlay=dict(file=str(tmp_path / 'base.pth')), **args).eval()
     x = images(2, 64)
     assert relative(model(x), base.eval()(x)) < 1e-5
+    licence = base.pretrained_cfg['license']  # that of the weights, and so not that of a model with others
+    assert licence
+    assert model.pretrained_cfg['license'] == licence
+    assert 'license' not in timm.create_model('repopt_any', base='fastvit_t8', **args).pretrained_cfg
     assert csla_layers(model)
     assert not any(isinstance(m, CslaBlock) for m in model.modules())
     other = build('repghost')

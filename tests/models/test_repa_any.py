@@ -56,6 +56,21 @@ def test_it_is_what_the_conversion_makes(args, tmp_path):
     assert not any('head' in k for k in features.state_dict())
 
 
+@pytest.mark.parametrize('base,args', [
+    ('beit_base_patch16_224', {}),
+    ('eva02_tiny_patch14_224', dict(swiglu_mlp=True)),
+    ('naflexvit_base_patch16_gap', dict(fix_init=True)),
+])
+def test_weights_initialized_anew(base, args):
+    """timm's init_weights() divides the weight of the i-th FFN's last layer by sqrt(2 i)."""
+    args = dict(args, img_size=32, patch_size=16) if 'naflex' not in base else args
+    model = timm.create_model('repa_any', base=base, embed_dim=48, depth=8, num_heads=3, num_classes=5, **args)
+    torch.manual_seed(0)
+    model.init_weights()
+    spread = [block.mlp.fc_out.weight.std().item() for block in model.blocks]
+    assert spread[0] / spread[-1] == pytest.approx(8 ** .5, rel=.1)
+
+
 def test_one_ratio_for_each_ffn():
     ratios = [.5, None, 1., 0.]
     model = timm.create_model('repa_any', idle_ratio=ratios, device='meta', **VIT)

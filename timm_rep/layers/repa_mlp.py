@@ -315,6 +315,7 @@ class RePaMlpDeploy(nn.Module):
     structures_in = staticmethod(_structures_in)
     has_active: Final[bool]
     has_idle: Final[bool]
+    __jit_unused_properties__ = ('fc2',)
 
     def __init__(
             self,
@@ -358,6 +359,11 @@ class RePaMlpDeploy(nn.Module):
             self.fc_out = linear_layer(active_features, out_features, bias=not self.has_idle, **dd)
         if self.has_idle:
             self.fc_idle = linear_layer(in_features, out_features, **dd)
+
+    @property
+    def fc2(self) -> nn.Module:
+        """The last layer, under timm's name: ``init_weights()`` of its BEiT, Eva and NaFlexViT scales its weight."""
+        return self.fc_out if self.has_active else self.fc_idle
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.has_active:

@@ -20,6 +20,9 @@ __all__ = ['base_cfg', 'create_from_base', 'make_foldable']
 _NOT_RECORDED = (
     'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_model_args', 'cache_dir', 'weights', 'weight_select',
     'device', 'dtype')
+# fields of a pretrained_cfg: where its weights are, and what they are
+_SOURCE = ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'custom_load')
+_DESCRIPTION = ('license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
 
 
 def _check_base(base: str, example: str) -> None:
@@ -40,11 +43,15 @@ def base_cfg(
         variant: str,
         base: str,
         pretrained_cfg: Union[str, Dict[str, Any], PretrainedCfg, None] = None,
+        has_base_weights: bool = False,
 ) -> Dict[str, Any]:
-    """The pretrained_cfg of the base without its weights, completed by a given one."""
+    """The pretrained_cfg of the base without its weights, completed by a given one.
+
+    What describes the weights of the base, such as their licence, is kept for a model that starts from them.
+    """
     cfg = get_pretrained_cfg(base)
     cfg = cfg.to_dict() if cfg is not None else {}
-    for name in ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'custom_load'):
+    for name in _SOURCE if has_base_weights else _SOURCE + _DESCRIPTION:
         cfg.pop(name, None)
     if isinstance(pretrained_cfg, PretrainedCfg):
         pretrained_cfg = dataclasses.asdict(pretrained_cfg)
@@ -165,14 +172,15 @@ def create_from_base(
         ValueError: base is no model of timm, or an argument of the conversion is invalid.
         RuntimeError: The weights cannot be found or do not fit.
     """
-    if pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg'):
+    has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
+    if has_base_weights:
         overlay = kwargs.pop('pretrained_cfg_overlay', None)
         build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay, **start_from_base)
         pretrained = False
     kwargs = resolve_pretrained(build, variant, pretrained, kwargs)
     base = kwargs.setdefault('base', default_base)
     _check_base(base, default_base)
-    kwargs['pretrained_cfg'] = base_cfg(variant, base, kwargs.get('pretrained_cfg'))
+    kwargs['pretrained_cfg'] = base_cfg(variant, base, kwargs.get('pretrained_cfg'), has_base_weights)
     features_only = kwargs.pop('features_only', False)
     feature_args = {name: kwargs.pop(name) for name in ('out_indices', 'feature_cls') if name in kwargs}
     model = build_model(build, variant, pretrained, **kwargs)

@@ -92,7 +92,7 @@ def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Mod
 
 default_cfgs = generate_default_cfgs({
     'repa_any.cifar10': dict(
-        base_cfg('repa_any', 'fasternet_t0'), hf_hub_id='timm-rep/repa_any.cifar10',
+        base_cfg('repa_any', 'fasternet_t0'), hf_hub_id='timm-rep/repa_any.cifar10', license='apache-2.0',
         num_classes=10, input_size=(3, 32, 32), pool_size=(2, 2), crop_pct=1.,
         mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
     # last, and '*', so that it is the default

@@ -56,10 +56,6 @@ class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
                     module.eps = 1e-5
         use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
 
-    def fix_init_weight(self) -> None:
-        if not self.reparameterized:  # the deploy structure has no fc2, and its weights are loaded
-            super().fix_init_weight()
-
 
 register_released_keys(RePaVisionTransformer, [(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.')])
 
