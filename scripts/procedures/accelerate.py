@@ -81,7 +81,7 @@ def first_channels(model: nn.Module, loader, ratio: float) -> nn.Module:
 def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Module:
     """Variance-based pruning: the hidden channels of least variance are replaced by their mean, FFN after FFN."""
     for ffn in find_pointwise_ffns(model)[0]:
-        count = linearize._affordable(ffn, active_channels(ffn.hidden_features, ratio))
+        count = ffn.pruned_features(active_channels(ffn.hidden_features, ratio))
         seen = []
         hook = ffn.last.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         for images, _ in loader:

@@ -243,7 +243,7 @@ def _counts_for_budget(
         loss = problem.elimination().loss.cpu()
         if ffn.hidden_norm is None:
             pruned = problem.elimination(linear_path=False).loss.cpu()
-            dropped = [ffn.hidden_features - _affordable(ffn, a) for a in range(ffn.hidden_features, -1, -1)]
+            dropped = [ffn.hidden_features - ffn.pruned_features(a) for a in range(ffn.hidden_features, -1, -1)]
             loss = torch.minimum(loss, pruned[dropped])
         losses.append(loss)
         weights.append(_budget_weight(recorder, ffn, problem, active, calls[ffn.name], ridge, outputs))
@@ -263,15 +263,10 @@ class _Fit(NamedTuple):
     error: float
 
 
-def _affordable(ffn: PointwiseFfn, active_features: int) -> int:
-    """Active channels of two matrices with the multiply-accumulates of three."""
-    return min(ffn.hidden_features, active_features + ffn.in_features * ffn.out_features // ffn.channel_macs)
-
-
 def _fit(problem: LeastSquares, ffn: PointwiseFfn, active_features: int) -> _Fit:
     """The better fit of three matrices, and of two with as many multiply-accumulates."""
     fits = []
-    for linear_path, count in ((False, _affordable(ffn, active_features)), (True, active_features)):
+    for linear_path, count in ((False, ffn.pruned_features(active_features)), (True, active_features)):
         if not linear_path and (ffn.hidden_norm is not None or active_features == ffn.hidden_features):
             continue
         active = torch.arange(count, device=problem.mean.device)

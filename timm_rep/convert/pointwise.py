@@ -231,6 +231,10 @@ class PointwiseFfn:
         """Multiply-accumulates of a hidden channel, for a token."""
         return self.in_features * (2 if self.gated else 1) + self.out_features
 
+    def pruned_features(self, active_features: int) -> int:
+        """Hidden channels of two matrices with the multiply-accumulates of three with so many active channels."""
+        return min(self.hidden_features, active_features + self.in_features * self.out_features // self.channel_macs)
+
     def obstacle(self) -> Optional[str]:
         """Why the module, which may have changed, is not a pointwise FFN; None if it is."""
         return _obstacle(self.module, self._names)
