@@ -388,6 +388,7 @@ def test_accuracies_in_the_readme():
     """The cells of ours are those of experiments.md."""
     _, rows = tables('README.md', 'Results')
     top1 = {row['row']: row['top-1'] for row in _experiment('multi-branch')}
+    vgg = {row['row']: row['top-1'] for row in _experiment('repoptimizers')}
     change = {row['row']: f"{float(row['change'] or 0):.2f}" for row in _experiment('quantization-a0')}
     digits = {
         row['row']: f"{float(row['accuracy']):.2f} ± {float(row['deviation']):.2f}"
@@ -401,9 +402,21 @@ def test_accuracies_in_the_readme():
     assert [ours for *_, ours in rows] == [
         fasternet,
         f'{", ".join(ptq)} ({", ".join(qat)})',
+        f"{vgg['repsgd']}, {vgg['sgd']}",
         f"{top1['init']}, {top1['branches']} ({top1['init, 10 times the lr']}, {top1['branches, 10 times the lr']})",
         f"{digits['uniform']}, {digits['random']}",
     ]
+
+
+def test_repoptimizers_in_the_results():
+    top1 = {row['row']: row['top-1'] for row in _experiment('repoptimizers')}
+    paper = {row['row']: row["the paper's"] for row in _experiment('repoptimizers')}
+    rows, checked = tables('scripts/results/README.md', 'RepOptimizers and plain optimizers')
+    names = 'repsgd', 'init', 'ones', 'mean', 'no-init', 'no-gradients', 'sgd', 'rmsprop', 'adamw', 'repadamw', 'repvgg'
+    assert [row[1:] for row in rows] == [[paper[name], top1[name]] for name in names]
+    changes = 'a third of the lr', '3 times the epochs', '22 layers'
+    assert [row[1:] for row in checked] == [
+        [f"{float(top1[f'{row}, {change}']):.2f}" for row in ('repsgd', 'sgd')] for change in changes]
 
 
 def test_speeds_in_the_results():
