@@ -8,7 +8,7 @@
 ``list``: the experiments, which are the data files scripts/experiments/NAME.yaml. ``run``: go on with an experiment; a
 training that was stopped continues after its last epoch, finished rows are skipped, and several processes may run the
 same experiment. ``--scale cpu`` is for two cores (two processes with OMP_NUM_THREADS=1), ``--scale gpu`` for one GPU.
-Settings with ``amp`` train in bfloat16, on CPUs without AVX512-BF16 in float32, which is ten times as fast there.
+Settings with ``amp`` train in bfloat16, on CPUs without AVX512-BF16 in float32, which is faster there.
 Results are written to scripts/results/<machine>/NAME.json, row by row. ``report``: write scripts/results/experiments.md
 and pictures from the results.
 """

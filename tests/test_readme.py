@@ -417,6 +417,14 @@ def test_repoptimizers_in_the_results():
     changes = 'a third of the lr', '3 times the epochs', '22 layers'
     assert [row[1:] for row in checked] == [
         [f"{float(top1[f'{row}, {change}']):.2f}" for row in ('repsgd', 'sgd')] for change in changes]
+    text = ' '.join(read('scripts/results/README.md').split())
+    path = RESULTS / 'amd-epyc-1-thread' / 'repoptimizers.json'
+    found = {row['row']: row for row in json.loads(path.read_text())['rows'] if row['seed'] == 0}
+    searched, plain = found['repsgd']['search (top-1)'], found['sgd']['top-1']
+    assert f'reaches {searched:.2f} with its one seed, for which SGD has {plain:.2f}' in text
+    early = [found[f'{name}, 22 layers']['curve'][1] for name in ('repsgd', 'sgd')]
+    assert '{:.2f} against {:.2f} after two epochs'.format(*early) in text
+    assert f"SGD at three times it ({top1['sgd, 3 times the lr']}, three seeds)" in text
 
 
 def test_speeds_in_the_results():
@@ -430,6 +438,8 @@ def test_speeds_in_the_results():
         for row in models for name in [row['model']]]]
     fused = [xeon[f'repa_swin_{size}', 'eager, TIMM_FUSED_ATTN=2'] for size in ('tiny', 'small', 'base')]
     assert '{}, {} and {} for Swin-T, S and B'.format(*fused) in text
+    forms = [row['ms']['three linears'] / row['ms']['one wide GEMM'] for row in _rows('deploy-ffn', 'amd-epyc')]
+    assert f'takes {min(forms):.2f} to {max(forms):.2f} times as long as one wide GEMM' in text
     less = {row['model']: row['arithmetic'] for row in _rows('parts', 'amd-epyc')}
     names = 'repa_deit_base', 'repa_vit_huge', 'repa_lvvit_s', 'repa_lvvit_m'
     assert '{} times less for DeiT-Base, {} for ViT-Huge, {} and {} for LV-ViT-S and M'.format(

@@ -232,7 +232,7 @@ class PointwiseFfn:
         return self.in_features * (2 if self.gated else 1) + self.out_features
 
     def pruned_features(self, active_features: int) -> int:
-        """Hidden channels of two matrices with the multiply-accumulates of three with so many active channels."""
+        """Number of hidden channels of two matrices that cost as much as three with ``active_features``."""
         return min(self.hidden_features, active_features + self.in_features * self.out_features // self.channel_macs)
 
     def obstacle(self) -> Optional[str]:
