@@ -125,6 +125,34 @@ def test_data_files(load_script, name):
                 assert row.settings['trained']['seed'] == row.seed
 
 
+def test_like(load_script, monkeypatch, tmp_path):
+    """An experiment like another one shares its settings, trainings and sizes, not its rows; its own come last."""
+    module = load_script('procedures/experiment')
+    monkeypatch.setattr(module, 'EXPERIMENTS', tmp_path)
+    files = {
+        'x': dict(
+            what='X.', claim='C.', procedure='train', seeds=[3, 4],
+            settings={'model': 'vit_tiny_patch16_224', 'lr': 1., 'model_args': {'depth': 2, 'num_heads': 2}},
+            trainings={'big': {'epochs': 9}}, rows={'a': {}, 'b': {}}, picture={'rows': ['a']},
+            cpu={'settings': {'epochs': 5}, 'rows': {'a': {'lr': 7.}}}, gpu={'settings': {'epochs': 50, 'lr': 2.}}),
+        'y': dict(
+            what='Y.', like='x', settings={'model_args': {'depth': 3}}, rows={'a': {'teacher': 'big'}},
+            cpu={'settings': {'batch_size': 4}}),
+        'z': dict(what='Z.', like='y', seeds=[0], rows={'c': {'lr': 3.}}),
+    }
+    for name, content in files.items():
+        (tmp_path / f'{name}.yaml').write_text(yaml.safe_dump(content))
+    rows = module.load('y').rows
+    assert [(row.name, row.seed) for row in rows] == [('a', 3), ('a', 4)]
+    expected = dict(lr=1., epochs=5, batch_size=4, model_args={'depth': 3, 'num_heads': 2})
+    assert {k: rows[0].settings[k] for k in expected} == expected
+    assert rows[0].settings['teacher']['epochs'] == 9
+    assert not {'claim', 'picture'} & module.load('y').document.keys()
+    row, = module.load('z', 'gpu').rows
+    assert (row.seed, row.settings['lr'], row.settings['epochs'], row.settings['batch_size']) == (0, 3., 50, 128)
+    assert row.settings['model_args'] == expected['model_args']
+
+
 def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     """A wrong data file or command is named in one line."""
     module = load_script('procedures/experiment')
@@ -140,6 +168,7 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     assert "x.yaml has 'row'" in message({'row': {}})
     assert "row 'a' has 'opd', expected" in message({'rows': {'a': {'opd': 'sgd'}}})
     assert "row 'a' has no 'model'" in message({'settings': {}})
+    assert "there is no experiment 'y': expected one of x" in message({'like': 'y'})
     assert 'procedure is one of train, search, accelerate, quantize' in message({'procedure': 'trains'})
     assert "there is no experiment 'y': expected one of x" in message({}, 'y')
     assert "x has no row 'b', expected some of a" in message({}, 'x', '--rows', 'b')
@@ -148,26 +177,26 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
 
 
 def test_repoptimizers(start, models_trained, tmp_path):
-    """Each row of table 4 starts from and trains with what its name says; the search is done once."""
-    status, rows = start('repoptimizers', '--seeds', 0, settings=[VGG])
-    names = [
-        'sgd', 'sgd, 3 times the lr', 'sgd, a third of the lr', 'rmsprop', 'adamw', 'repvgg', 'repsgd',
-        'repsgd, a third of the lr', 'no-init', 'no-gradients', 'ones', 'init', 'mean', 'sgd, 22 layers',
-        'repsgd, 22 layers', 'sgd, 3 times the epochs', 'repsgd, 3 times the epochs', 'repadamw']
-    assert status == 0
-    assert [row['row'] for row in rows] == names
-    # at this size, the others are the trainings of sgd, repsgd and init
-    names = [name for name in names if not name.endswith(('22 layers', '3 times the epochs'))]
-    assert all(len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in rows)
+    """Rows start from and train with what their names say; the experiments share their search and two trainings."""
+    optimizers = ['sgd', 'rmsprop', 'adamw', 'repvgg', 'repsgd', 'repadamw']
+    ablation = ['sgd', 'repsgd', 'no-init', 'no-gradients', 'ones', 'init', 'mean']
+    found = []
+    for name, names in ('repoptimizers', optimizers), ('repoptimizers-ablation', ablation):
+        status, rows = start(name, '--seeds', 0, settings=[VGG])
+        assert status == 0
+        assert [row['row'] for row in rows] == names
+        found += rows
+    assert all(len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in found)
+    names = list(dict.fromkeys(optimizers + ablation))
     seen = dict(zip(names, models_trained))
     assert len(models_trained) == len(names)
     path, = tmp_path.glob('out/*/scales.safetensors')
-    found = Scales.load(path)
+    searched = Scales.load(path)
     expected = {
-        'sgd': (None, 'SGD'), 'rmsprop': (None, 'RMSprop'), 'adamw': (None, 'AdamW'), 'repsgd': (found, 'RepSGD'),
-        'no-init': (found, 'RepSGD'), 'no-gradients': (found, 'SGD'), 'ones': (Scales.ones, 'RepSGD'),
-        'init': (Scales.initial, 'RepSGD'), 'mean': (found.mean_over_channels(), 'RepSGD'),
-        'repadamw': (found, 'RepAdamW')}
+        'sgd': (None, 'SGD'), 'rmsprop': (None, 'RMSprop'), 'adamw': (None, 'AdamW'), 'repsgd': (searched, 'RepSGD'),
+        'no-init': (searched, 'RepSGD'), 'no-gradients': (searched, 'SGD'), 'ones': (Scales.ones, 'RepSGD'),
+        'init': (Scales.initial, 'RepSGD'), 'mean': (searched.mean_over_channels(), 'RepSGD'),
+        'repadamw': (searched, 'RepAdamW')}
     for row, (scales, optimizer_name) in expected.items():
         model, optimizer = seen[row]
         assert type(optimizer).__name__ == optimizer_name
@@ -182,14 +211,17 @@ def test_repoptimizers(start, models_trained, tmp_path):
         diagonal = conv.weight[:, :, 1, 1].diagonal()
         assert (diagonal.mean() > .5) == (row not in ('sgd', 'rmsprop', 'adamw', 'no-init'))
     assert same_weights(seen['repsgd'][0], seen['no-gradients'][0])
-    assert seen['sgd, 3 times the lr'][1].defaults['lr'] == pytest.approx(3 * seen['sgd'][1].defaults['lr'])
-    folded = {row['row']: row.get('MACs folded (M)', row['MACs (M)']) for row in rows}
+    folded = {row['row']: row.get('MACs folded (M)', row['MACs (M)']) for row in found}
     assert folded['repvgg'] == folded['repsgd']  # the same network once folded
 
 
 @pytest.mark.parametrize('scale', ['cpu', 'gpu'])
-def test_multiples_in_repoptimizers(load_script, scale):
-    rows = {row.name: row.settings for row in load_script('procedures/experiment').load('repoptimizers', scale).rows}
+def test_repoptimizers_settings(load_script, scale):
+    """Multiples of the learning rate and of the epochs are what their names say, at both sizes."""
+    load = load_script('procedures/experiment').load
+    rows = {
+        row.name: row.settings for name in ('repoptimizers', 'repoptimizers-settings')
+        for row in load(name, scale).rows}
     for name in 'sgd', 'repsgd':
         lr, epochs = rows[name]['lr'], rows[name]['epochs']
         assert rows[f'{name}, a third of the lr']['lr'] == pytest.approx(lr / 3, rel=.011)  # of two digits

@@ -409,8 +409,9 @@ def test_accuracies_in_the_readme():
 
 
 def test_repoptimizers_in_the_results():
-    top1 = {row['row']: row['top-1'] for row in _experiment('repoptimizers')}
-    paper = {row['row']: row["the paper's"] for row in _experiment('repoptimizers')}
+    shown = [row for part in ('', '-ablation', '-settings') for row in _experiment(f'repoptimizers{part}')]
+    top1 = {row['row']: row['top-1'] for row in shown}
+    paper = {row['row']: row.get("the paper's") for row in shown}
     rows, checked = tables('scripts/results/README.md', 'RepOptimizers and plain optimizers')
     names = 'repsgd', 'init', 'ones', 'mean', 'no-init', 'no-gradients', 'sgd', 'rmsprop', 'adamw', 'repadamw', 'repvgg'
     assert [row[1:] for row in rows] == [[paper[name], top1[name]] for name in names]
@@ -418,8 +419,9 @@ def test_repoptimizers_in_the_results():
     assert [row[1:] for row in checked] == [
         [f"{float(top1[f'{row}, {change}']):.2f}" for row in ('repsgd', 'sgd')] for change in changes]
     text = ' '.join(read('scripts/results/README.md').split())
-    path = RESULTS / 'amd-epyc-1-thread' / 'repoptimizers.json'
-    found = {row['row']: row for row in json.loads(path.read_text())['rows'] if row['seed'] == 0}
+    found = {
+        row['row']: row for path in (RESULTS / 'amd-epyc-1-thread').glob('repoptimizers*.json')
+        for row in json.loads(path.read_text())['rows'] if row['seed'] == 0}
     searched, plain = found['repsgd']['search (top-1)'], found['sgd']['top-1']
     assert f'reaches {searched:.2f} with its one seed, for which SGD has {plain:.2f}' in text
     early = [found[f'{name}, 22 layers']['curve'][1] for name in ('repsgd', 'sgd')]

@@ -96,8 +96,9 @@ JOBS: Dict[str, Job] = {
         GPU / 'train.py', 'train', full=['--epochs', '100', '--amp'],
         toy=['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1']),
     **{name: experiment(name) for name in (
-        'repoptimizers', 'repa', 'weight-selection', 'accelerate', 'multi-branch', 'transfer', 'quantization',
-        'quantization-a0', 'packaged-scales', 'repa-student', 'weight-selection-digits')},
+        'repoptimizers', 'repa', 'weight-selection', 'repa-widths', 'repoptimizers-ablation', 'accelerate',
+        'multi-branch', 'transfer', 'quantization', 'quantization-a0', 'packaged-scales', 'repa-student',
+        'repoptimizers-settings', 'weight-selection-digits')},
 }
 
 

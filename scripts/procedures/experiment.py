@@ -4,6 +4,8 @@ A data file, ``scripts/experiments/NAME.yaml``, has
 
     what:       what it shows
     claim:      what the paper says, with its own figures; or null
+    like:       an experiment whose procedure, seeds, settings and trainings, those of both sizes included, are also
+                those of this one, with the changes that follow
     procedure:  of the rows that name none: train, search, accelerate, quantize
     seeds:      of the rows that name none
     settings:   those that all rows and trainings share; each procedure takes its own, and has defaults for the others
@@ -32,7 +34,8 @@ PROCEDURES = {
     'accelerate': (accelerate.accelerate, accelerate.DEFAULTS),
     'quantize': (quantize.quantize, quantize.DEFAULTS),
 }
-_KEYS = ('what', 'claim', 'procedure', 'seeds', 'settings', 'trainings', 'rows', 'picture', 'cpu', 'gpu')
+_KEYS = ('what', 'claim', 'like', 'procedure', 'seeds', 'settings', 'trainings', 'rows', 'picture', 'cpu', 'gpu')
+_SHARED = ('procedure', 'seeds', 'settings', 'trainings')  # with an experiment that is like this one
 _ROW_KEYS = ('what', 'paper', 'columns', 'procedure', 'seeds', 'each')
 # settings that may name a training
 _REFERENCES = ('scales', 'teacher', 'trained')
@@ -101,15 +104,11 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
         FileNotFoundError: There is no such experiment.
         ValueError: A key, a setting or a procedure is unknown, or a setting is missing.
     """
-    path = EXPERIMENTS / f'{name}.yaml'
-    if not path.is_file():
-        raise FileNotFoundError(f'there is no experiment {name!r}: expected one of {", ".join(names())}')
-    document = yaml.safe_load(path.read_text())
-    _check_keys(document, _KEYS, path.name)
+    document = _read(name)
     document = merged(document, document.get(scale) or {})
     rows = []
     for row_name, row in _expanded(document['rows']).items():
-        where = f'{path.name}: row {row_name!r}'
+        where = f'{name}.yaml: row {row_name!r}'
         procedure = row.get('procedure', document.get('procedure', 'train'))
         for seed in row.get('seeds', document['seeds']):
             own = {k: v for k, v in row.items() if k not in _ROW_KEYS}
@@ -122,6 +121,22 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
                 row.get('paper')))
     rows.sort(key=lambda row: document['seeds'].index(row.seed) if row.seed in document['seeds'] else -1)
     return Experiment(name, merged(document, {'settings': changes or {}}), rows)
+
+
+def _read(name: str) -> Dict[str, Any]:
+    """The data file of an experiment, with what it shares with another one."""
+    path = EXPERIMENTS / f'{name}.yaml'
+    if not path.is_file():
+        raise FileNotFoundError(f'there is no experiment {name!r}: expected one of {", ".join(names())}')
+    document = yaml.safe_load(path.read_text())
+    _check_keys(document, _KEYS, path.name)
+    if 'like' in document:
+        other = _read(document.pop('like'))
+        shared = {k: v for k, v in other.items() if k in _SHARED}
+        for scale in 'cpu', 'gpu':
+            shared[scale] = {k: v for k, v in (other.get(scale) or {}).items() if k in _SHARED}
+        document = merged(shared, document)
+    return document
 
 
 def _check_keys(mapping: Mapping[str, Any], known, where: str) -> None:
