@@ -16,41 +16,57 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import List
+from typing import List, Tuple
 
 import report as results
+import timm
 import torch
 from procedures.experiment import PROCEDURES, Experiment, Row, load, names
 from procedures.page import picture_name, summarize, write_page
 from procedures.workspace import OutOfTime, Workspace, digest
-from timm.utils import ParseKwargs
 
-from timm_rep.utils.atomic import replacing_files
+from timm_rep.cli._arguments import ModelKwargs
+from timm_rep.cli._arguments import device as usable_device
+from timm_rep.utils.atomic import check_writable, replacing_files
 
 UNFINISHED = 75  # exit status if rows are left (EX_TEMPFAIL)
 
 
 def is_finished(experiment: Experiment, row: Row, device: torch.device) -> bool:
-    """Whether the file of results has a row, of these settings if it says of which it is."""
+    """Whether the file of results has a row."""
     content = results.read(experiment.name, device) or {'rows': []}
-    wanted, settings = {**row.identity, 'seed': row.seed}, digest(row.settings)
-    return any(
-        all(found.get(k) == v for k, v in wanted.items()) and found.get('settings', settings) == settings
-        for found in content['rows'])
+    wanted = {**row.identity, 'seed': row.seed, 'settings': digest(row.settings)}
+    return any(all(found.get(k) == v for k, v in wanted.items()) for found in content['rows'])
+
+
+def check_results(experiment: Experiment, device: torch.device) -> None:
+    """
+    Raises:
+        ValueError: The file of results has rows of other settings, which new ones would be mixed with.
+    """
+    content = results.read(experiment.name, device) or {'rows': []}
+    known = {digest(row.settings) for row in experiment.rows}
+    other = sum(row.get('settings') not in known for row in content['rows'])
+    if other:
+        raise ValueError(
+            f'{results.result_file(experiment.name, device)} has {other} rows of other settings: move it away, or name '
+            'another folder of results in the environment variable TIMM_REP_RESULTS.')
 
 
 def finish(experiment: Experiment, row: Row, workspace: Workspace) -> None:
     """Compute a row and add it to the file of results."""
-    found = PROCEDURES[row.procedure][0](row.settings, workspace)
+    found = PROCEDURES[row.procedure](row.settings, workspace)
     figure = found.pop('picture', None)
+    if figure is not None:  # first: a finished row is not computed again
+        folder = results.result_file(experiment.name, workspace.device).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing_files(folder) as temporary:
+            figure.savefig(temporary / picture_name(experiment.name, row.name), dpi=110)
     found = {**row.identity, 'seed': row.seed, **row.columns, **found, 'settings': digest(row.settings)}
-    path = results.add_row(
+    results.add_row(
         experiment.name, experiment.document['what'], found, workspace.device,
         {'settings': experiment.document.get('settings') or {}}, [*experiment.keys, 'seed'],
         lambda rows: summarize(rows, experiment.keys))
-    if figure is not None:
-        with replacing_files(path.parent) as temporary:
-            figure.savefig(temporary / picture_name(experiment.name, row.name), dpi=110)
     results.print_table([{k: v for k, v in found.items() if k != 'settings'}])
     sys.stdout.flush()
 
@@ -74,7 +90,7 @@ def run(experiment: Experiment, rows: List[Row], workspace: Workspace) -> int:
             workspace.wait = len(left) == before
     except OutOfTime:
         pass
-    return len(left)
+    return sum(not is_finished(experiment, row, workspace.device) for row in left)
 
 
 def main() -> int:
@@ -91,32 +107,58 @@ def main() -> int:
                         help='folder of the trainings, shared by all experiments (%(default)s)')
     runner.add_argument('--rows', nargs='+', metavar='ROW', help='(all)')
     runner.add_argument('--seeds', nargs='+', type=int, metavar='N', help='(those of the data file)')
-    runner.add_argument('--device', type=torch.device, help='(cuda at --scale gpu, otherwise cpu)')
+    runner.add_argument('--device', type=usable_device, help='(cuda at --scale gpu, otherwise cpu)')
     runner.add_argument('--minutes', type=float, default=float('inf'), help='time limit of this run (none)')
-    runner.add_argument('--set', nargs='+', action=ParseKwargs, default={}, metavar='K=V',
+    runner.add_argument('--set', nargs='+', action=ModelKwargs, default={}, metavar='K=V',
                         help='settings of all rows and trainings, instead of those of the data file')
     args = parser.parse_args()
-    if args.command == 'list':
-        for name in names():
-            experiment = load(name)
-            print(f'{name}: {" ".join(experiment.document["what"].split())} ({len(experiment.rows)} rows with seeds)')
-        return 0
-    if args.command == 'report':
-        print(write_page(results.RESULTS))
-        return 0
-    device = args.device or torch.device('cuda' if args.scale == 'gpu' else 'cpu')
-    if device.type == 'cpu' and not torch.cpu._is_avx512_bf16_supported():
-        args.set.setdefault('amp', False)
     try:
-        experiment = load(args.name, args.scale, args.set)
-        rows = chosen(experiment, args.rows, args.seeds)
-        workspace = Workspace(
-            args.output, args.data_dir, device, args.val_split, time.monotonic() + 60 * args.minutes, wait=False)
-        left = run(experiment, rows, workspace)
-    except (FileNotFoundError, ValueError) as e:
+        if args.command == 'list':
+            for name in names():
+                experiment = load(name)
+                what = ' '.join(experiment.document['what'].split())
+                print(f'{name}: {what} ({len(experiment.rows)} rows with seeds)')
+            return 0
+        if args.command == 'report':
+            print(write_page(results.RESULTS))
+            return 0
+        experiment, rows, workspace = prepared(args)
+    except (argparse.ArgumentTypeError, OSError, ValueError) as e:
         parser.error(str(e))
+    left = run(experiment, rows, workspace)
     print(f'{left} of {len(rows)} rows are left; run this again' if left else 'nothing is left')
     return UNFINISHED if left else 0
+
+
+def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace]:
+    """What a run needs, checked before anything is written.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no GPU.
+        OSError: There is no such experiment, or the output folder cannot be written.
+        ValueError: The data file, a setting, a row or a seed is wrong, there are no such images, or the file of results
+            is of other settings.
+    """
+    device = args.device or usable_device('cuda' if args.scale == 'gpu' else 'cpu')
+    if device.type == 'cpu' and not torch.cpu._is_avx512_bf16_supported():
+        args.set.setdefault('amp', False)
+    experiment = load(args.name, args.scale, args.set)
+    rows = chosen(experiment, args.rows, args.seeds)
+    check_results(experiment, device)
+    workspace = Workspace(
+        args.output, args.data_dir, device, args.val_split, time.monotonic() + 60 * args.minutes, wait=False)
+    trainings = [row.settings.get('trained') or row.settings for row in rows]
+    unknown = [settings['model'] for settings in trainings if not timm.is_model(settings['model'])]
+    if unknown:
+        raise ValueError(f'{unknown[0]!r} is not a model.')
+    checked = []
+    for settings in trainings:
+        images = {key: settings[key] for key in ('data', 'img_size', 'num_classes')}
+        if images not in checked:
+            workspace.check_images(settings)
+            checked.append(images)
+    check_writable(args.output)
+    return experiment, rows, workspace
 
 
 def chosen(experiment: Experiment, rows, seeds) -> List[Row]:
@@ -129,9 +171,14 @@ def chosen(experiment: Experiment, rows, seeds) -> List[Row]:
     unknown = [name for name in rows or () if name not in known]
     if unknown:
         raise ValueError(f'{experiment.name} has no row {unknown[0]!r}, expected some of {", ".join(known)}.')
-    found = [row for row in experiment.rows if row.name in (rows or known) and row.seed in (seeds or [row.seed])]
-    if not found:
-        raise ValueError(f'{experiment.name} has no row with a seed of {seeds}.')
+    found = [row for row in experiment.rows if row.name in (rows or known)]
+    expected = list(dict.fromkeys(row.seed for row in found))
+    unknown = [seed for seed in seeds or () if seed not in expected]
+    if unknown:
+        raise ValueError(
+            f'{experiment.name} has no such row with the seed {unknown[0]}, expected some of '
+            f'{", ".join(map(str, expected))}.')
+    found = [row for row in found if row.seed in (seeds or expected)]
     return found
 
 

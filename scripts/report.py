@@ -17,16 +17,17 @@ from timm_rep.utils.profiling import device_name, versions
 # environment variables of timm and of this package that change what is measured
 _SWITCHES = ('TIMM_FUSED_ATTN', 'TIMM_REP_FUSED_IDLE')
 
-__all__ = ['add_row', 'print_table', 'read', 'report', 'rows_measured', 'save']
+__all__ = ['add_row', 'print_table', 'read', 'report', 'result_file', 'rows_measured', 'save']
 
 
-def _path(section: str, device: torch.device) -> Path:
+def result_file(section: str, device: torch.device) -> Path:
+    """The file of a section, for the machine of a device."""
     return RESULTS / re.sub(r'[^a-z0-9]+', '-', device_name(device).lower()).strip('-') / f'{section}.json'
 
 
 def read(section: str, device: torch.device) -> Optional[Dict[str, Any]]:
     """Content of the file of a section, None if there is no such file."""
-    path = _path(section, device)
+    path = result_file(section, device)
     return json.loads(path.read_text()) if path.is_file() else None
 
 
@@ -62,7 +63,7 @@ def save(
     Returns:
         Path of the file.
     """
-    path = _path(section, device)
+    path = result_file(section, device)
     commands = [_command()]
     with locking_folder(path.parent):
         old = read(section, device)
@@ -102,7 +103,7 @@ def add_row(
     Returns:
         Path of the file.
     """
-    path = _path(section, device)
+    path = result_file(section, device)
     with locking_folder(path.parent):
         old = read(section, device) or {'rows': [], 'commands': []}
         rows = {tuple(each.get(k) for k in keys): each for each in [*old['rows'], row]}

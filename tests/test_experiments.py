@@ -169,16 +169,60 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     assert "row 'a' has 'opd', expected" in message({'rows': {'a': {'opd': 'sgd'}}})
     assert "row 'a' has no 'model'" in message({'settings': {}})
     assert "there is no experiment 'y': expected one of x" in message({'like': 'y'})
-    assert 'procedure is one of train, search, accelerate, quantize' in message({'procedure': 'trains'})
+    assert "has the procedure 'trains', expected one of train, accelerate, quantize" in message({'procedure': 'trains'})
+    other = {'trainings': {'vit': {'procedure': 'quantize'}}, 'rows': {'a': {'teacher': 'vit'}}}
+    assert "training 'vit' has the procedure 'quantize', expected 'train' or 'search'" in message(other)
+    other['trainings'] = {'deit': {}}
+    assert "row 'a' has no training 'vit', expected one of deit" in message(other)
+    assert "row 'a' has 'seed', expected 'seeds'" in message({'rows': {'a': {'seed': 9}}})
+    assert 'x.yaml has no \'seeds\'' in message({'seeds': []})
+    assert "x.yaml: picture has 'z', expected rows, x, y" in message({'picture': {'z': 'lr'}})
+    assert "x.yaml: gpu has 'setting'" in message({'gpu': {'setting': {}}})
+    accelerated = {'procedure': 'accelerate', 'trainings': {'vit': {}}, 'settings': {'model': 'm', 'trained': 'vit'}}
+    assert 'two rows closed form, 0.75, 0, None, 0 with these' in message({**accelerated, 'rows': {'a': {}, 'b': {}}})
     assert "there is no experiment 'y': expected one of x" in message({}, 'y')
     assert "x has no row 'b', expected some of a" in message({}, 'x', '--rows', 'b')
-    assert 'x has no row with a seed of [7]' in message({}, 'x', '--seeds', '7')
+    assert 'x has no such row with the seed 7, expected some of 0' in message({}, 'x', '--seeds', '0', '7')
+    assert 'choose among 0 with --seeds' in message({}, 'x', '--set', 'seed=5')
+    assert "'foo' is not a model" in message({}, 'x', '--set', 'model=foo')
+    assert "argument --set: expected NAME=VALUE, got 'epochs'" in message({}, 'x', '--set', 'epochs')
+    assert "cannot use the device 'foo'" in message({}, 'x', '--device', 'foo')
+    if not torch.cuda.is_available():
+        assert "cannot use the device 'cuda'" in message({}, 'x', '--scale', 'gpu')
     assert 'Cannot open the split' in message({})
+    message({})
+    (tmp_path / 'x.yaml').write_text('what: [')
+    with pytest.raises(SystemExit):
+        script('experiments', 'list')
+    assert 'x.yaml is not valid YAML' in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / 'out').exists()
+
+
+def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
+    """Too many classes, an output folder that cannot be written, results of other settings."""
+    def error(*args, **kwargs):
+        with pytest.raises(SystemExit):
+            start('repoptimizers', '--seeds', 0, '--rows', 'sgd', *args, **kwargs)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert f"{str(images)!r} has 4 classes, the experiment 3: " in error(settings=[VGG, 'num_classes=3'])
+    assert not (tmp_path / 'out').exists()
+    (tmp_path / 'file').write_text('')
+    assert 'cannot write to the output folder' in error(settings=[VGG], output='file')
+    _, rows = start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG])
+    assert 'repoptimizers.json has 1 rows of other settings' in error(settings=[VGG, 'lr=7'])
+    assert start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG]) == (0, rows)
+
+
+def test_arguments_of_small_models():
+    for name in 'mobileone_small', 'repvgg_small':
+        with pytest.raises(TypeError, match="has no argument 'widhts'"):
+            timm.create_model(name, widhts=[8, 16])
 
 
 def test_repoptimizers(start, models_trained, tmp_path):
     """Rows start from and train with what their names say; the experiments share their search and two trainings."""
-    optimizers = ['sgd', 'rmsprop', 'adamw', 'repvgg', 'repsgd', 'repadamw']
+    optimizers = ['sgd', 'rmsprop', 'adamw', 'repvgg', "repvgg, timm's start", 'repsgd', 'repadamw']
     ablation = ['sgd', 'repsgd', 'no-init', 'no-gradients', 'ones', 'init', 'mean']
     found = []
     for name, names in ('repoptimizers', optimizers), ('repoptimizers-ablation', ablation):
@@ -211,6 +255,11 @@ def test_repoptimizers(start, models_trained, tmp_path):
         diagonal = conv.weight[:, :, 1, 1].diagonal()
         assert (diagonal.mean() > .5) == (row not in ('sgd', 'rmsprop', 'adamw', 'no-init'))
     assert same_weights(seen['repsgd'][0], seen['no-gradients'][0])
+    released, timms = (
+        torch.stack([module.weight.mean() for module in seen[name][0].modules()
+                     if isinstance(module, torch.nn.BatchNorm2d)]) for name in ('repvgg', "repvgg, timm's start"))
+    assert (released == 1).all()
+    assert timms.mean() < .2
     folded = {row['row']: row.get('MACs folded (M)', row['MACs (M)']) for row in found}
     assert folded['repvgg'] == folded['repsgd']  # the same network once folded
 
@@ -222,11 +271,14 @@ def test_repoptimizers_settings(load_script, scale):
     rows = {
         row.name: row.settings for name in ('repoptimizers', 'repoptimizers-settings')
         for row in load(name, scale).rows}
+    deeper = {name for name in rows if 'layers' in name}
+    assert deeper == ({'sgd, 22 layers', 'init, 22 layers'} if scale == 'cpu' else set())
+    for name in deeper:
+        assert 1 + sum(rows[name]['model_args']['depths']) == 22 > 1 + sum(rows['sgd']['model_args']['depths'])
     for name in 'sgd', 'repsgd':
         lr, epochs = rows[name]['lr'], rows[name]['epochs']
         assert rows[f'{name}, a third of the lr']['lr'] == pytest.approx(lr / 3, rel=.011)  # of two digits
         assert rows[f'{name}, 3 times the epochs']['epochs'] == 3 * epochs
-        assert 1 + sum(rows[f'{name}, 22 layers']['model_args']['depths']) == 22
     assert rows['sgd, 3 times the lr']['lr'] == pytest.approx(3 * rows['sgd']['lr'])
 
 
@@ -278,13 +330,13 @@ def test_accelerate(start, load_script):
               if not method.startswith('budget')]
     budgets = [f'budget, {method}, 0.5' for method in module.METHODS if method.startswith('budget')]
     distilled = [f'distilled, {method}' for method in ('closed form', module.ANNEALED, module.SCRATCH)]
-    _, rows = start('accelerate', '--seeds', 0, '--rows', *ratios, *budgets, settings=[size, 'images=40'], epochs=None)
+    small = [size, 'images=40', 'batch_size=5']
+    _, rows = start('accelerate', '--seeds', 0, '--rows', *ratios, *budgets, settings=small, epochs=None)
     macs = {(row['method'], row['idle_ratio']): row['MACs'] for row in rows}
     for ratio in (.5, 1.):
         assert len({round(macs[method, ratio], 2) for method in module.METHODS if not method.startswith('bud')}) == 1
     assert all(.9 * macs['closed form', .5] < macs[method, .5] <= macs['closed form', .5]
                for method in module.METHODS if method.startswith('budget'))
-    small = [size, 'images=40', 'batch_size=5']
     _, rows = start('accelerate', '--seeds', 0, '--rows', *distilled, settings=small, epochs=None)
     assert [row['method'] for row in rows[-3:]] == ['closed form', module.ANNEALED, module.SCRATCH]
     assert len({round(row['MACs'], 2) for row in rows[-3:]}) == 1
@@ -355,8 +407,6 @@ def test_classes(load_script, images, tmp_path):
     assert workspace.loader(settings, False, workspace.device).targets.tolist() == [1, 1, 0, 0]
     brightness = loader.images[:, 4:-4, 4:-4].float().mean((1, 2, 3))
     assert brightness[:3].max() < brightness[3:].min()  # the fixture's images of class 3 are brighter
-    with pytest.raises(ValueError, match='has more classes than the 3'):
-        workspace.loader({**settings, 'classes': None, 'num_classes': 3}, True, workspace.device)
     digits = workspace.loader(
         {**settings, 'data': 'digits', 'classes': None, 'num_classes': 10, 'img_size': 32}, False, workspace.device)
     assert digits.images.shape == (360, 40, 40, 3)
@@ -366,7 +416,7 @@ def test_classes(load_script, images, tmp_path):
     assert [len(x) for x, _ in calibration] == [4, 1]
 
 
-def test_stopped(start, load_script, monkeypatch, tmp_path):
+def test_stopped(start, load_script, monkeypatch, tmp_path, capsys):
     """Killed after every epoch, a training ends with the same weights; finished rows are skipped."""
     train = load_script('procedures/train')
     args = ['repoptimizers', '--seeds', 1, '--rows', 'repsgd']
@@ -394,25 +444,105 @@ def test_stopped(start, load_script, monkeypatch, tmp_path):
     shutil.rmtree(tmp_path / 'again')  # nothing of it is needed
     assert start(*args, settings=[VGG], epochs=3, output='again')[0] == 0
     assert not list(tmp_path.glob('again/*/last.pth'))
-    status, rows = start(*args, settings=[VGG], epochs=2, output='again')  # other settings
-    assert len(rows[0]['curve']) == 2
-    assert start(*args, '--minutes', 0, settings=[VGG], epochs=3, output='new') == (75, rows)
+    status, rows = start(*args, '--minutes', 0, settings=[VGG], epochs=3, output='new')
+    assert (status, rows) == (0, again)  # nothing is left
+    args[-1] = 'sgd'
+    assert start(*args, 'repsgd', '--minutes', 0, settings=[VGG], epochs=3, output='new') == (75, again)
+    assert '1 of 2 rows are left' in capsys.readouterr().out
 
 
-def test_rows_of_an_earlier_format(load_script):
-    """Committed rows are finished: those without settings, and those whose settings are of the data file."""
+def test_stopped_search(start, load_script, monkeypatch, tmp_path):
+    """Killed at the beginning of every second epoch, a search ends with the same scales."""
+    workspace = load_script('procedures/workspace')
+    args = ['repoptimizers', '--seeds', 0, '--rows', 'repsgd']
+    start(*args, settings=[VGG], epochs=3)
+    load_script('report').RESULTS.rename(tmp_path / 'once')
+    begin, epochs = workspace.Timed.__iter__, []
+
+    def killed(self):
+        epochs.append(self)
+        if len(epochs) % 2 == 0:
+            raise KeyboardInterrupt
+        return begin(self)
+
+    monkeypatch.setattr(workspace.Timed, '__iter__', killed)
+    for _ in range(5):  # the second and third epoch of the search, and all of the training
+        with pytest.raises(KeyboardInterrupt):
+            start(*args, settings=[VGG], epochs=3, output='again')
+    assert start(*args, settings=[VGG], epochs=3, output='again')[0] == 0
+    first, second = (Scales.load(next(tmp_path.glob(f'{out}/*/scales.safetensors'))) for out in ('out', 'again'))
+    assert all(torch.equal(first[layer][branch], second[layer][branch]) for layer in first for branch in first[layer])
+    assert 'minutes' in first.metadata
+    assert 'minutes' not in second.metadata  # those of the last part alone would be wrong
+
+
+def test_trainings_of_other_images(start, images, tmp_path):
+    """A finished training on other folders of images, or measured on another split, is not taken."""
+    args = ['repoptimizers', '--seeds', 0, '--rows', 'sgd']
+    start(*args, settings=[VGG], epochs=1)
+    for name, *data in ('moved', '--data-dir', tmp_path / 'copy'), ('split', '--val-split', 'train'):
+        (tmp_path / 'results').rename(tmp_path / name)
+        if name == 'moved':
+            shutil.copytree(images, tmp_path / 'copy')
+        before = len(list(tmp_path.glob('out/*/last.pth')))
+        assert start(*args, *data, settings=[VGG], epochs=1)[0] == 0
+        assert len(list(tmp_path.glob('out/*/last.pth'))) == before + 1
+
+
+def test_calibration_of_a_start(load_script, images, tmp_path, monkeypatch):
+    """The start from a plain teacher depends on the seed alone, not on whether this process trained the teacher."""
+    train, workspace = load_script('procedures/train'), load_script('procedures/workspace')
+    common = dict(
+        train.DEFAULTS, num_classes=4, epochs=1, warmup_epochs=0, batch_size=8, train_images=16, opt='adamw', lr=1e-3)
+    vit = dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2)
+    teacher = dict(common, model='vit_tiny_patch16_224', model_args=vit)
+    student = dict(
+        common, model='repa_deit_tiny', model_args=dict(vit, pre_norm=False), seed=1,
+        start={'teacher': teacher, 'calibrate': 12})
+    starts, fit = [], train.fit
+
+    def spied(model, *args, **kwargs):
+        starts.append(copy.deepcopy(model))
+        return fit(model, *args, **kwargs)
+
+    monkeypatch.setattr(train, 'fit', spied)
+    space = workspace.Workspace(tmp_path / 'out', str(images), torch.device('cpu'), 'validation')
+    train.trained(student, space)
+    next((tmp_path / 'out').glob('repa_deit_tiny-*/last.pth')).unlink()
+    train.trained(student, space)
+    _, first, second = starts
+    assert same_weights(first.state_dict(), second.state_dict())
+    assert first.blocks[0].mlp.norm1.running_mean.abs().min() > 0
+
+
+def test_picture_of_a_stopped_row(load_script, monkeypatch, tmp_path):
+    """A picture is written before its row, so that a kill between them loses neither."""
+    module, experiment = load_script('experiments'), load_script('procedures/experiment')
+    one = experiment.load('quantization-a0')
+    row = one.rows[0]
+    figure = load_script('procedures/page').plot_means({'a': {0.: [1.]}}, 'x', 'y')
+    monkeypatch.setitem(module.PROCEDURES, 'quantize', lambda *args: {'top-1': 1., 'picture': figure})
+    monkeypatch.setattr(figure, 'savefig', lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+    workspace = load_script('procedures/workspace').Workspace(tmp_path, '', torch.device('cpu'))
+    with pytest.raises(KeyboardInterrupt):
+        module.finish(one, row, workspace)
+    assert not module.is_finished(one, row, workspace.device)
+    monkeypatch.undo()
+
+
+def test_committed_rows(load_script, monkeypatch):
+    """Committed results are of the data files, which count them as finished."""
     module, experiment = load_script('experiments'), load_script('procedures/experiment')
     results = load_script('report')
-    loaded = {name: experiment.load(name) for name in ('multi-branch', 'accelerate')}
-    path, = (SCRIPTS / 'results').glob('*/accelerate.json')
-    for name, one in loaded.items():
-        content = json.loads(path.with_name(f'{name}.json').read_text())
-        monkey = pytest.MonkeyPatch()
-        monkey.setattr(results, 'read', lambda section, device, content=content: content)
-        finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
-        monkey.undo()
-        assert any('settings' not in row for row in content['rows'])
-        assert finished == one.rows
+    for path in (SCRIPTS / 'results').glob('*/*.json'):
+        if path.stem in NAMES and path.stem != 'weight-selection-digits':  # of an earlier script
+            content = json.loads(path.read_text())
+            monkeypatch.setattr(results, 'read', lambda section, device, content=content: content)
+            changes = {'amp': False} if content.get('settings', {}).get('amp') is False else {}
+            one = experiment.load(path.stem, 'cpu', changes)
+            finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
+            assert len(finished) == len(content['rows'])
+            module.check_results(one, torch.device('cpu'))
 
 
 def _add_rows(report, results, first):

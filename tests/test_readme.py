@@ -413,18 +413,20 @@ def test_repoptimizers_in_the_results():
     top1 = {row['row']: row['top-1'] for row in shown}
     paper = {row['row']: row.get("the paper's") for row in shown}
     rows, checked = tables('scripts/results/README.md', 'RepOptimizers and plain optimizers')
-    names = 'repsgd', 'init', 'ones', 'mean', 'no-init', 'no-gradients', 'sgd', 'rmsprop', 'adamw', 'repadamw', 'repvgg'
+    names = (
+        'repsgd', 'init', 'ones', 'mean', 'no-init', 'no-gradients', 'sgd', 'rmsprop', 'adamw', 'repadamw',
+        "repvgg, timm's start")
     assert [row[1:] for row in rows] == [[paper[name], top1[name]] for name in names]
-    changes = 'a third of the lr', '3 times the epochs', '22 layers'
-    assert [row[1:] for row in checked] == [
-        [f"{float(top1[f'{row}, {change}']):.2f}" for row in ('repsgd', 'sgd')] for change in changes]
+    changes = [(f'repsgd, {change}', f'sgd, {change}') for change in ('a third of the lr', '3 times the epochs')]
+    changes.append(('init, 22 layers', 'sgd, 22 layers'))
+    assert [row[1:] for row in checked] == [[f'{float(top1[name]):.2f}' for name in pair] for pair in changes]
     text = ' '.join(read('scripts/results/README.md').split())
     found = {
         row['row']: row for path in (RESULTS / 'amd-epyc-1-thread').glob('repoptimizers*.json')
         for row in json.loads(path.read_text())['rows'] if row['seed'] == 0}
     searched, plain = found['repsgd']['search (top-1)'], found['sgd']['top-1']
     assert f'reaches {searched:.2f} with its one seed, for which SGD has {plain:.2f}' in text
-    early = [found[f'{name}, 22 layers']['curve'][1] for name in ('repsgd', 'sgd')]
+    early = [found[f'{name}, 22 layers']['curve'][1] for name in ('init', 'sgd')]
     assert '{:.2f} against {:.2f} after two epochs'.format(*early) in text
     assert f"SGD at three times it ({top1['sgd, 3 times the lr']}, three seeds)" in text
 

@@ -98,7 +98,7 @@ JOBS: Dict[str, Job] = {
     **{name: experiment(name) for name in (
         'repoptimizers', 'repa', 'weight-selection', 'repa-widths', 'repoptimizers-ablation', 'accelerate',
         'multi-branch', 'transfer', 'quantization', 'quantization-a0', 'packaged-scales', 'repa-student',
-        'repoptimizers-settings', 'weight-selection-digits')},
+        'repoptimizers-settings', 'repa-settings', 'weight-selection-digits')},
 }
 
 

@@ -1,13 +1,9 @@
 """Procedure ``accelerate``: a pretrained model after converting its FFNs, and after a short distillation.
 
-``closed form``: ``convert_to_repa`` with calibration images. At the same multiply-accumulates: ``first channels``, the
-first channels of each FFN stay active and the others lose their activation, with recalibrated BatchNorms; ``VBP``,
-variance-based pruning of hidden channels with a mean shift; ``VBP, refitted``, the same with the second layer fitted by
-least squares; ``budget, ...``: the closed form with an idle ratio for each FFN, minimizing a sum over the FFNs of the
-lost variance (``absolute``), its share of the output's variance (``relative``), or the lost variance times the
-divergence of the logits that a unit of it causes where the FFN alone is converted (``divergence``, the rule of
-``macs=``). Only with distillation: ``annealed``, over the first half of the steps; ``RePa from scratch``, first
-channels with new weights. Idle ratios are those of ``closed form``; MACs are relative to the original model.
+The methods are described in ``scripts/experiments/accelerate.yaml``. The rules of ``budget, ...`` minimize a sum over
+the FFNs of the lost variance (``absolute``), its share of the output's variance (``relative``), or the lost variance
+times the divergence of the logits that a unit of it causes where the FFN alone is converted (``divergence``, the rule
+of ``macs=``).
 """
 import copy
 from functools import partial
@@ -92,7 +88,7 @@ def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Mod
         mean = features.mean(0)
         features -= mean
         kept = features.var(0).argsort(descending=True)[:count].sort().values
-        gone = torch.ones(len(mean), dtype=torch.bool)
+        gone = torch.ones_like(mean, dtype=torch.bool)
         gone[kept] = False
         weight, bias = ffn.fc_out()
         bias = bias + weight[:, gone] @ mean[gone]

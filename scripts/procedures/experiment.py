@@ -6,11 +6,11 @@ A data file, ``scripts/experiments/NAME.yaml``, has
     claim:      what the paper says, with its own figures; or null
     like:       an experiment whose procedure, seeds, settings and trainings, those of both sizes included, are also
                 those of this one, with the changes that follow
-    procedure:  of the rows that name none: train, search, accelerate, quantize
+    procedure:  of the rows that name none: train, accelerate, quantize
     seeds:      of the rows that name none
     settings:   those that all rows and trainings share; each procedure takes its own, and has defaults for the others
     trainings:  trainings that rows name in a setting, such as the teacher of weight selection: done once and kept. They
-                have the seed of the row, unless they name one
+                have the seed of the row, unless they name one; their procedure is train, unless they name search
     rows:       by name, what differs from ``settings``; besides ``what``, ``paper`` (the paper's figure), ``columns``
                 (further columns of its results), ``procedure``, ``seeds``, and ``each``: lists of values by setting,
                 for a row of each combination
@@ -27,17 +27,16 @@ from procedures import accelerate, quantize, train
 __all__ = ['EXPERIMENTS', 'PROCEDURES', 'Experiment', 'Row', 'load', 'names']
 
 EXPERIMENTS = Path(__file__).parents[1] / 'experiments'
-# function of settings and workspace that returns a row, and the settings that it takes
-PROCEDURES = {
-    'train': (train.train, train.DEFAULTS),
-    'search': (train.search, train.SEARCH),
-    'accelerate': (accelerate.accelerate, accelerate.DEFAULTS),
-    'quantize': (quantize.quantize, quantize.DEFAULTS),
-}
+# functions of settings and workspace that return a row
+PROCEDURES = {'train': train.train, 'accelerate': accelerate.accelerate, 'quantize': quantize.quantize}
+# the settings that a procedure takes, and the trainings of ``trainings``
+_SETTINGS = {
+    'train': train.DEFAULTS, 'search': train.SEARCH, 'accelerate': accelerate.DEFAULTS, 'quantize': quantize.DEFAULTS}
 _KEYS = ('what', 'claim', 'like', 'procedure', 'seeds', 'settings', 'trainings', 'rows', 'picture', 'cpu', 'gpu')
 _SHARED = ('procedure', 'seeds', 'settings', 'trainings')  # with an experiment that is like this one
 _ROW_KEYS = ('what', 'paper', 'columns', 'procedure', 'seeds', 'each')
-# settings that may name a training
+_PICTURE_KEYS = ('rows', 'x', 'y', 'by', 'where')
+# settings that name a training; ``scales`` may
 _REFERENCES = ('scales', 'teacher', 'trained')
 
 
@@ -102,16 +101,26 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
 
     Raises:
         FileNotFoundError: There is no such experiment.
-        ValueError: A key, a setting or a procedure is unknown, or a setting is missing.
+        ValueError: The file is not valid YAML; a key, a setting, a procedure or a training is unknown, or missing; or
+            a row has a seed of its own, whose row it would not be.
     """
     document = _read(name)
     document = merged(document, document.get(scale) or {})
+    missing = [key for key in ('what', 'seeds', 'rows') if not document.get(key)]
+    if missing:
+        raise ValueError(f'{name}.yaml has no {missing[0]!r}.')
+    if 'seed' in (changes or {}):
+        raise ValueError(f'seed is of a row, choose among {", ".join(map(str, document["seeds"]))} with --seeds.')
     rows = []
     for row_name, row in _expanded(document['rows']).items():
         where = f'{name}.yaml: row {row_name!r}'
         procedure = row.get('procedure', document.get('procedure', 'train'))
         for seed in row.get('seeds', document['seeds']):
             own = {k: v for k, v in row.items() if k not in _ROW_KEYS}
+            if 'seed' in own or procedure not in PROCEDURES:
+                wrong = "'seed', expected 'seeds'" if 'seed' in own else (
+                    f'the procedure {procedure!r}, expected one of {", ".join(PROCEDURES)}')
+                raise ValueError(f'{where} has {wrong}.')
             settings = _resolved(procedure, own, seed, document, changes or {}, where)
             identity = {'row': row_name}
             if procedure == 'accelerate':
@@ -119,6 +128,10 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
             rows.append(Row(
                 row_name, seed, procedure, settings, identity, row.get('columns') or {}, row.get('what'),
                 row.get('paper')))
+    identities = [(*row.identity.values(), row.seed) for row in rows]
+    twice = [identity for identity in identities if identities.count(identity) > 1]
+    if twice:
+        raise ValueError(f'{name}.yaml has two rows {", ".join(map(str, twice[0]))} with these settings.')
     rows.sort(key=lambda row: document['seeds'].index(row.seed) if row.seed in document['seeds'] else -1)
     return Experiment(name, merged(document, {'settings': changes or {}}), rows)
 
@@ -128,13 +141,20 @@ def _read(name: str) -> Dict[str, Any]:
     path = EXPERIMENTS / f'{name}.yaml'
     if not path.is_file():
         raise FileNotFoundError(f'there is no experiment {name!r}: expected one of {", ".join(names())}')
-    document = yaml.safe_load(path.read_text())
+    try:
+        document = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as e:
+        raise ValueError(f'{path.name} is not valid YAML: {" ".join(str(e).split())}') from e
     _check_keys(document, _KEYS, path.name)
+    _check_keys(document.get('picture') or {}, _PICTURE_KEYS, f'{path.name}: picture')
+    for scale in 'cpu', 'gpu':
+        _check_keys(document.get(scale) or {}, _KEYS, f'{path.name}: {scale}')
     if 'like' in document:
         other = _read(document.pop('like'))
         shared = {k: v for k, v in other.items() if k in _SHARED}
-        for scale in 'cpu', 'gpu':
-            shared[scale] = {k: v for k, v in (other.get(scale) or {}).items() if k in _SHARED}
+        for scale in 'cpu', 'gpu':  # of the other experiment's size first, then for both sizes of this one
+            size = {k: v for k, v in (other.get(scale) or {}).items() if k in _SHARED}
+            shared[scale] = merged(size, {k: document[k] for k in _SHARED if k in document})
         document = merged(shared, document)
     return document
 
@@ -166,12 +186,10 @@ def _resolved(
         where: str,
 ) -> Dict[str, Any]:
     """The complete settings of a procedure, those of the trainings that it names in their places."""
-    if procedure not in PROCEDURES:
-        raise ValueError(f'{where}: procedure is one of {", ".join(PROCEDURES)}, got {procedure!r}.')
-    defaults = PROCEDURES[procedure][1]
+    defaults = _SETTINGS[procedure]
     common = document.get('settings') or {}
     _check_keys(own, defaults, where)
-    _check_keys({**common, **changes}, {k for _, known in PROCEDURES.values() for k in known}, where)
+    _check_keys({**common, **changes}, {k for known in _SETTINGS.values() for k in known}, where)
     settings = merged(defaults, {k: v for k, v in common.items() if k in defaults})
     settings = merged(settings, {'seed': seed, **own})
     settings = merged(settings, {k: v for k, v in changes.items() if k in defaults})
@@ -179,16 +197,21 @@ def _resolved(
     if missing:
         raise ValueError(f'{where} has no {missing[0]!r}.')
 
+    trainings = document.get('trainings') or {}
+
     def with_trainings(settings: Dict[str, Any]) -> Dict[str, Any]:
         settings = dict(settings)
         for key, value in settings.items():
             if isinstance(value, Mapping):
                 settings[key] = with_trainings(value)
-            elif key in _REFERENCES and value in (document.get('trainings') or {}):
-                training = dict(document['trainings'][value])
-                settings[key] = _resolved(
-                    training.pop('procedure', 'train'), training, settings.get('seed', seed), document, changes,
-                    f'{where}, training {value!r}')
+            elif key in _REFERENCES and value in trainings:
+                training = dict(trainings[value])
+                kind, place = training.pop('procedure', 'train'), f'{where}, training {value!r}'
+                if kind not in ('train', 'search'):
+                    raise ValueError(f"{place} has the procedure {kind!r}, expected 'train' or 'search'.")
+                settings[key] = _resolved(kind, training, settings.get('seed', seed), document, changes, place)
+            elif key in ('teacher', 'trained') and value is not None:
+                raise ValueError(f'{where} has no training {value!r}, expected one of {", ".join(trainings)}.')
         return settings
 
     return with_trainings(settings)

@@ -1,5 +1,5 @@
 """Small multi-branch networks for 32 x 32 pixels, of timm's own classes; importing this registers them with timm."""
-from typing import Optional, Sequence, Union
+from typing import Any, Mapping, Optional, Sequence, Union
 
 import torch.nn as nn
 from timm.models import register_model
@@ -31,6 +31,7 @@ def mobileone_small(
         structure: 'target', or 'search' for Hyper-Search.
         scales: Scales of the plain network; None for timm's branches, unless it is searched.
     """
+    _check_arguments('mobileone_small', kwargs)
     before, stages = widths[0], []
     for i, (width, depth) in enumerate(zip(widths, depths)):
         sums = dict(num_conv_branches=branches)
@@ -60,10 +61,16 @@ def repvgg_small(
         widths: Sequence[int] = (48, 96, 192, 1280),
         stem_width: int = 48,
         strides: Sequence[int] = (2, 2, 2, 2, 2),
-        scales: Optional[bool] = None,
+        norm_weight: Optional[float] = None,
         **kwargs,
 ) -> nn.Module:
-    """timm's RepVGG with the arguments of RepOpt-VGG: depths, widths and strides, the first of them of the stem."""
+    """timm's RepVGG with the arguments of RepOpt-VGG: depths, widths and strides, the first of them of the stem.
+
+    Args, beside those:
+        norm_weight: Initial weight of the BatchNorms, with biases of 0: 1 as in the RepVGG of its authors. None for
+            timm's random ones, weights of 0.1 ± 0.1 and biases of 0 ± 0.1.
+    """
+    _check_arguments('repvgg_small', kwargs)
     blocks = tuple(
         ByoBlockCfg(type='rep', d=depth, c=width, s=stride)
         for depth, width, stride in zip(depths, widths, strides[1:]))
@@ -72,4 +79,19 @@ def repvgg_small(
     if strides[0] != 2:  # the stride of all stems of timm
         model.stem = RepVggBlock(3, stem_width, stride=strides[0], layers=LayerFn())
         model.stem.init_weights()
+    if norm_weight is not None:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.constant_(module.weight, norm_weight)
+                nn.init.zeros_(module.bias)
     return model
+
+
+def _check_arguments(name: str, kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        TypeError: There are other arguments than those that create_model adds.
+    """
+    unknown = kwargs.keys() - {'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir'}
+    if unknown:
+        raise TypeError(f'{name} has no argument {", ".join(map(repr, sorted(unknown)))}.')

@@ -1,4 +1,4 @@
-"""Procedures ``train`` and ``search``: a training from a start that the settings name, and Hyper-Search."""
+"""Procedure ``train``, a training from a start that the settings name, and the trainings of all procedures."""
 import copy
 import time
 from typing import Any, Dict, List, Mapping, NamedTuple
@@ -18,7 +18,7 @@ from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.profiling import count_macs, count_params
 from timm_rep.utils.training import evaluate, fit
 
-__all__ = ['DEFAULTS', 'SEARCH', 'build', 'search', 'searched', 'train', 'trained']
+__all__ = ['DEFAULTS', 'SEARCH', 'build', 'searched', 'train', 'trained']
 
 _DATA = dict(data='folders', img_size=32, num_classes=10, classes=None, train_images=None)
 # settings of a search, and their values if the data file has none
@@ -34,7 +34,7 @@ DEFAULTS = dict(
     clip_grad=None,
     scales=None,            # argument of create_model, or a search
     average_scales=False,   # over the channels
-    start=None,             # 'mimetic', or {teacher: a training, arguments of weight_select_init, calibrate: true}
+    start=None,             # 'mimetic', or {teacher: a training, arguments of weight_select_init, calibrate: images}
     teacher=None,           # a training to distil from, instead of the labels
 )
 
@@ -69,7 +69,7 @@ def searched(settings: Mapping[str, Any], workspace: Workspace) -> Scales:
             images = Images(workspace, settings, workspace.device)
             begun, resumed = _clock(workspace.device), (folder / 'search.pth').exists()
             scales = hyper_search(
-                settings['model'], _Timed(images.training(), workspace), images.validation(),
+                settings['model'], images.training(), images.validation(),
                 **{k: settings[k] for k in (
                     'epochs', 'lr', 'warmup_epochs', 'weight_decay', 'smoothing', 'channels_last', 'seed')},
                 device=workspace.device, amp_dtype=_amp_dtype(settings), checkpoint=folder / 'search.pth', resume=True,
@@ -80,26 +80,8 @@ def searched(settings: Mapping[str, Any], workspace: Workspace) -> Scales:
         return Scales.load(path)
 
 
-class _Timed:
-    """A loader that ends the run at the beginning of an epoch after the deadline."""
-
-    def __init__(self, loader, workspace: Workspace):
-        self.loader, self.sampler, self.workspace = loader, loader.sampler, workspace
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self):
-        self.workspace.check_time()
-        return iter(self.loader)
-
-
-def search(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any]:
-    """A row of a search: the accuracy of the network that was searched, and its minutes if it was not stopped."""
-    return _figures(searched(settings, workspace))
-
-
 def _figures(scales: Scales) -> Dict[str, float]:
+    """Columns of a search: the accuracy of the network that was searched, and its minutes if it was not stopped."""
     names = {'top-1': 'accuracy', 'minutes': 'minutes'}
     return {name: float(scales.metadata[key]) for name, key in names.items() if key in scales.metadata}
 
@@ -124,10 +106,10 @@ def _start(model: nn.Module, settings: Mapping[str, Any], workspace: Workspace, 
         mimetic_init_(model)
     elif settings['start'] is not None:
         args = dict(settings['start'])
-        calibrate = args.pop('calibrate', False)
+        count = args.pop('calibrate', 0)
         weight_select_init(model, trained(args.pop('teacher'), workspace).model, seed=settings['seed'], **args)
-        if calibrate:
-            calibrate_batchnorm(model, images.training(), identity_norms=['*.mlp.norm2'])
+        if count:
+            calibrate_batchnorm(model, images.calibration(count), identity_norms=['*.mlp.norm2'])
 
 
 def trained(settings: Mapping[str, Any], workspace: Workspace) -> Trained:

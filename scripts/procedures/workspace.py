@@ -2,6 +2,7 @@
 import copy
 import hashlib
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +14,16 @@ import torch.nn.functional as F
 from timm_rep.demo.training import load_split
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.utils.atomic import locking_folder
+from timm_rep.utils.profiling import device_name
 
-__all__ = ['Images', 'OutOfTime', 'Workspace', 'digest']
+__all__ = ['Images', 'OutOfTime', 'Workspace', 'digest', 'num_classes']
 
 
 class OutOfTime(Exception):
     """The time limit of this run has passed; what was done is kept."""
 
 
-def digest(settings: Mapping[str, Any]) -> str:
+def digest(settings: Any) -> str:
     """A short name for the settings of a training, those of the trainings that it needs included."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
@@ -30,7 +32,8 @@ def digest(settings: Mapping[str, Any]) -> str:
 class Workspace:
     """
     Attributes:
-        output: Folder of the trainings, each in a folder by its settings, so that experiments share them.
+        output: Folder of the trainings, each in a folder by its settings, images and machine, so that experiments
+            share them.
         data_dir: Folders of images by split and class.
         device: Device to train on.
         val_split: Name of the folder with the images to measure the accuracy on.
@@ -47,7 +50,8 @@ class Workspace:
 
     def training_folder(self, settings: Mapping[str, Any]):
         """Context manager that gives the folder of a training, which no other process uses meanwhile."""
-        return locking_folder(self.output / f'{settings.get("model", "model")}-{digest(settings)}', self.wait)
+        key = [settings, os.path.realpath(self.data_dir), self.val_split, device_name(self.device)]
+        return locking_folder(self.output / f'{settings.get("model", "model")}-{digest(key)}', self.wait)
 
     def check_time(self) -> None:
         """
@@ -61,8 +65,7 @@ class Workspace:
         """Batches of a split, which is read once.
 
         Raises:
-            FileNotFoundError: There is no folder of images.
-            ValueError: There are other classes than the settings say.
+            ValueError: There are no images.
         """
         count = settings['train_images'] if is_training else None
         key = (settings['data'], settings['img_size'], str(settings['classes']), count, is_training, device)
@@ -75,10 +78,22 @@ class Workspace:
                 dataset, settings['batch_size'], is_training, device, flip=settings['data'] != 'digits')
         loader = copy.copy(self._loaders[key])
         loader.batch_size = min(settings['batch_size'], len(loader.targets))
-        if loader.targets.max() >= num_classes(settings):
-            raise ValueError(
-                f'{self.data_dir!r} has more classes than the {num_classes(settings)} of the experiment.')
         return loader
+
+    def check_images(self, settings: Mapping[str, Any]) -> None:
+        """Check the folders of images of a training, before anything is written.
+
+        Raises:
+            ValueError: There are none, or more classes than the settings say.
+        """
+        if settings['data'] == 'digits':
+            return
+        for is_training in (True, False):
+            found = len(self._folders({**settings, 'classes': None}, is_training).reader.class_to_idx)
+            if found > settings['num_classes']:
+                raise ValueError(
+                    f'{self.data_dir!r} has {found} classes, the experiment {settings["num_classes"]}: name other '
+                    f'folders, or --set num_classes={found}.')
 
     def _folders(self, settings: Mapping[str, Any], is_training: bool):
         split = 'train' if is_training else self.val_split
@@ -112,6 +127,20 @@ def _digits(settings: Mapping[str, Any], is_training: bool) -> List[Tuple[torch.
     return [(image.expand(3, -1, -1), int(target)) for image, target in zip(pixels, part.targets)]
 
 
+class Timed:
+    """A loader that ends the run at the beginning of an epoch after the deadline."""
+
+    def __init__(self, loader: DeviceLoader, workspace: Workspace):
+        self.loader, self.sampler, self.workspace = loader, loader.sampler, workspace
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self):
+        self.workspace.check_time()
+        return iter(self.loader)
+
+
 class Images:
     """The images of a training, with the methods of :class:`timm_rep.utils.data.Images`: decoded once, small."""
 
@@ -122,13 +151,13 @@ class Images:
             settings: Settings of the training.
             device: Device of the batches.
         """
-        self.device, self.seed = device, settings['seed']
+        self.device, self.seed, self._workspace = device, settings['seed'], workspace
         self._train = workspace.loader(settings, True, device)
         self._val = workspace.loader(settings, False, device)
 
-    def training(self) -> DeviceLoader:
-        """Loader of the training split, with random crops and flips."""
-        return self._train
+    def training(self) -> 'Timed':
+        """Loader of the training split, with random crops and flips, until the deadline."""
+        return Timed(self._train, self._workspace)
 
     def validation(self) -> DeviceLoader:
         """Loader of the validation split."""
