@@ -222,16 +222,18 @@ def test_arguments_of_small_models():
 
 def test_repoptimizers(start, models_trained, tmp_path):
     """Rows start from and train with what their names say; the experiments share their search and two trainings."""
-    optimizers = ['sgd', 'rmsprop', 'adamw', 'repvgg', "repvgg, timm's start", 'repsgd', 'repadamw']
+    optimizers = ['sgd', 'rmsprop', 'adamw', 'repvgg', 'repsgd', 'repadamw']
     ablation = ['sgd', 'repsgd', 'no-init', 'no-gradients', 'ones', 'init', 'mean']
+    timm_start = ["repvgg, timm's start"]
     found = []
-    for name, names in ('repoptimizers', optimizers), ('repoptimizers-ablation', ablation):
-        status, rows = start(name, '--seeds', 0, settings=[VGG])
+    for name, names in (
+            ('repoptimizers', optimizers), ('repoptimizers-ablation', ablation), ('repoptimizers-settings', timm_start)):
+        status, rows = start(name, '--seeds', 0, '--rows', *names, settings=[VGG])
         assert status == 0
         assert [row['row'] for row in rows] == names
         found += rows
     assert all(len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in found)
-    names = list(dict.fromkeys(optimizers + ablation))
+    names = list(dict.fromkeys(optimizers + ablation + timm_start))
     seen = dict(zip(names, models_trained))
     assert len(models_trained) == len(names)
     path, = tmp_path.glob('out/*/scales.safetensors')
@@ -306,8 +308,10 @@ def test_multi_branch(start, models_trained):
 def test_weight_selection(start, models_trained):
     """Every row starts as its name says; the teacher is trained once, and shared by other experiments."""
     small = ["model_args={'img_size': 32, 'patch_size': 16}"]
-    _, rows = start('weight-selection', '--seeds', 0, settings=small, epochs=1)
-    names = [row['row'] for row in rows]
+    names = []
+    for part in '', '-layers', '-distillation':
+        _, rows = start(f'weight-selection{part}', '--seeds', 0, settings=small, epochs=1)
+        names += [row['row'] for row in rows if row['row'] not in names]
     assert len(models_trained) == len(names) + 1  # after the model of the first row that needs it is built
     before = len(models_trained)
     start('repa-student', '--seeds', 0, settings=small, epochs=1)
@@ -391,9 +395,9 @@ def test_quantization(start, tmp_path):
 def test_strides_and_other_data(start, load_script, tmp_path):
     """Scales of a search with other strides or of other images fit the network that is trained."""
     pytest.importorskip('sklearn')
-    rows = ['strides 1 2 1 2 1', 'digits to CIFAR-10']
-    _, found = start('transfer', '--seeds', 0, '--rows', *rows, settings=[VGG])
-    assert {row['row'] for row in found} == {*rows}
+    for name, row in ('strides', 'strides 1 2 1 2 1'), ('transfer', 'digits to CIFAR-10'):
+        _, found = start(name, '--seeds', 0, '--rows', row, settings=[VGG])
+        assert [each['row'] for each in found] == [row]
 
 
 def test_classes(load_script, images, tmp_path):

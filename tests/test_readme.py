@@ -411,7 +411,7 @@ def test_accuracies_in_the_readme():
 def test_repoptimizers_in_the_results():
     shown = [row for part in ('', '-ablation', '-settings') for row in _experiment(f'repoptimizers{part}')]
     top1 = {row['row']: row['top-1'] for row in shown}
-    paper = {row['row']: row.get("the paper's") for row in shown}
+    paper = {row['row']: row.get("the paper's", '') for row in shown}
     rows, checked = tables('scripts/results/README.md', 'RepOptimizers and plain optimizers')
     names = (
         'repsgd', 'init', 'ones', 'mean', 'no-init', 'no-gradients', 'sgd', 'rmsprop', 'adamw', 'repadamw',
