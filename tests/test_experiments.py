@@ -224,16 +224,16 @@ def test_repoptimizers(start, models_trained, tmp_path):
     """Rows start from and train with what their names say; the experiments share their search and two trainings."""
     optimizers = ['sgd', 'rmsprop', 'adamw', 'repvgg', 'repsgd', 'repadamw']
     ablation = ['sgd', 'repsgd', 'no-init', 'no-gradients', 'ones', 'init', 'mean']
-    timm_start = ["repvgg, timm's start"]
+    other = ["repvgg, timm's start"]
     found = []
     for name, names in (
-            ('repoptimizers', optimizers), ('repoptimizers-ablation', ablation), ('repoptimizers-settings', timm_start)):
+            ('repoptimizers', optimizers), ('repoptimizers-ablation', ablation), ('repoptimizers-settings', other)):
         status, rows = start(name, '--seeds', 0, '--rows', *names, settings=[VGG])
         assert status == 0
         assert [row['row'] for row in rows] == names
         found += rows
     assert all(len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in found)
-    names = list(dict.fromkeys(optimizers + ablation + timm_start))
+    names = list(dict.fromkeys(optimizers + ablation + other))
     seen = dict(zip(names, models_trained))
     assert len(models_trained) == len(names)
     path, = tmp_path.glob('out/*/scales.safetensors')
@@ -573,8 +573,8 @@ def test_rows_of_two_processes(load_script, tmp_path):
 def test_the_same_command_twice(images, tmp_path):
     """Two processes share the rows of an experiment and do every training once."""
     command = [
-        sys.executable, str(SCRIPTS / 'experiments.py'), 'run', 'repoptimizers', '--rows', 'repsgd', 'sgd', 'init',
-        'mean', '--seeds', '0', '1', '--data-dir', str(images), '--val-split', 'validation',
+        sys.executable, str(SCRIPTS / 'experiments.py'), 'run', 'repoptimizers-ablation', '--rows', 'repsgd', 'sgd',
+        'init', 'mean', '--seeds', '0', '1', '--data-dir', str(images), '--val-split', 'validation',
         '--output', str(tmp_path / 'out'), '--set', *TOY, VGG, 'epochs=2']
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'TIMM_REP_RESULTS': str(tmp_path / 'results')}
     processes = [
@@ -582,7 +582,7 @@ def test_the_same_command_twice(images, tmp_path):
         for _ in range(2)]
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    rows = json.loads(next(tmp_path.glob('results/*/repoptimizers.json')).read_text())['rows']
+    rows = json.loads(next(tmp_path.glob('results/*/repoptimizers-ablation.json')).read_text())['rows']
     assert len(rows) == len({(row['row'], row['seed']) for row in rows}) == 8
     assert sum(output.count('curve') for output in outputs) == 8
     assert 'nothing is left' in run(command, env=env)

@@ -390,9 +390,7 @@ def test_accuracies_in_the_readme():
     top1 = {row['row']: row['top-1'] for row in _experiment('multi-branch')}
     vgg = {row['row']: row['top-1'] for row in _experiment('repoptimizers')}
     change = {row['row']: f"{float(row['change'] or 0):.2f}" for row in _experiment('quantization-a0')}
-    digits = {
-        row['row']: f"{float(row['accuracy']):.2f} ± {float(row['deviation']):.2f}"
-        for row in _experiment('weight-selection-digits')}
+    selected = _top1('weight-selection')
     fasternet, = (
         row['top-1 change'] for row in _experiment('accelerate')
         if (row['method'], row['MACs'], row['epochs']) == ('closed form', '0.56', '0'))
@@ -404,7 +402,7 @@ def test_accuracies_in_the_readme():
         f'{", ".join(ptq)} ({", ".join(qat)})',
         f"{vgg['repsgd']}, {vgg['sgd']}",
         f"{top1['init']}, {top1['branches']} ({top1['init, 10 times the lr']}, {top1['branches, 10 times the lr']})",
-        f"{digits['uniform']}, {digits['random']}",
+        f"{selected['uniform']}, {selected['random']}",
     ]
 
 
@@ -415,7 +413,7 @@ def test_repoptimizers_in_the_results():
     rows, checked = tables('scripts/results/README.md', 'RepOptimizers and plain optimizers')
     names = (
         'repsgd', 'init', 'ones', 'mean', 'no-init', 'no-gradients', 'sgd', 'rmsprop', 'adamw', 'repadamw',
-        "repvgg, timm's start")
+        'repvgg')
     assert [row[1:] for row in rows] == [[paper[name], top1[name]] for name in names]
     changes = [(f'repsgd, {change}', f'sgd, {change}') for change in ('a third of the lr', '3 times the epochs')]
     changes.append(('init, 22 layers', 'sgd, 22 layers'))
@@ -429,6 +427,50 @@ def test_repoptimizers_in_the_results():
     early = [found[f'{name}, 22 layers']['curve'][1] for name in ('init', 'sgd')]
     assert '{:.2f} against {:.2f} after two epochs'.format(*early) in text
     assert f"SGD at three times it ({top1['sgd, 3 times the lr']}, three seeds)" in text
+    timms = top1["repvgg, timm's start"]
+    assert f"timm's start with weights of 0.1 ± 0.1, and end at {timms}" in text
+
+
+def _top1(*sections):
+    """By row, the accuracies of experiments, as cells."""
+    return {row['row']: row['top-1'] for section in sections for row in _experiment(section)}
+
+
+def test_repa_in_the_results():
+    ratios, widths, checked = tables('scripts/results/README.md', 'Idle ratios and widths')
+    top1 = _top1('repa')
+    names = ['vanilla', *(f'RePa {ratio}%' for ratio in range(0, 101, 25))]
+    assert [row[3] for row in ratios] == [top1[name] for name in names]
+    top1 = _top1('repa-widths')
+    assert widths == [[width, top1[f'{width} vanilla'], top1[f'{width} RePa']] for width in ('32', '64', '128')]
+    found = {
+        row['row']: f'{row["top-1"]:.2f}' for name in ('repa', 'repa-settings')
+        for row in json.loads((RESULTS / 'amd-epyc-1-thread' / f'{name}.json').read_text())['rows'] if row['seed'] == 0}
+    assert [row[1:] for row in checked] == [
+        [found['vanilla, pre-norm'], found['RePa 75%']], [found['vanilla'], found['RePa 75%, no pre-norm']],
+        *([found[f'{name}, {lr} the lr'] for name in ('vanilla', 'RePa 75%')] for lr in ('a third of', '3 times'))]
+    text = ' '.join(read('scripts/results/README.md').split())
+    assert f"a RePaFormer without that LayerNorm reaches {found['RePa 0%, no pre-norm']}." in text
+
+
+def test_weight_selection_in_the_results():
+    document, names = 'scripts/results/README.md', ('random', 'mimetic', 'uniform', 'consecutive', 'random-consistent',
+                                                    'random-inconsistent', 'uniform-heads', 'l1', 'magnitude')
+    sections = [f'weight-selection{part}' for part in ('', '-layers', '-distillation')]
+    top1 = _top1(*sections)
+    paper = {row['row']: row.get("the paper's", '') for section in sections[::-1] for row in _experiment(section)}
+    names += ('uniform-layers', 'mid-layers', 'last-layers', 'distilled', 'distilled-uniform')
+    rows, = tables(document, 'Weight selection')
+    assert [row[1:] for row in rows] == [[paper[name], top1[name]] for name in names]
+    mean = {name: float(cell.split()[0]) for name, cell in top1.items()}
+    text = ' '.join(read(document).split())
+    pairs = [('uniform', 'random'), ('uniform', 'mimetic'), ('uniform', 'random-inconsistent'), ('uniform', 'l1'),
+             ('uniform', 'magnitude'), ('distilled', 'random'), ('distilled-uniform', 'uniform')]
+    assert (
+        'Weight selection is worth {} points over random initialization and {} over mimetic; elements that differ from '
+        'layer to layer lose {} of them; L1 pruning and magnitudes, which choose the elements of each tensor apart, '
+        'lose {} and {}. Distillation alone is worth {} points, on top of weight selection {}.'
+    ).format(*(f'{mean[a] - mean[b]:.1f}' for a, b in pairs)) in text
 
 
 def test_speeds_in_the_results():
