@@ -33,7 +33,7 @@ UNFINISHED = 75  # exit status if rows are left (EX_TEMPFAIL)
 
 
 def is_finished(experiment: Experiment, row: Row, device: torch.device) -> bool:
-    """Whether the file of results has a row."""
+    """Whether the file of results has a row, of its settings."""
     content = results.read(experiment.name, device) or {'rows': []}
     wanted = {**row.identity, 'seed': row.seed, 'settings': digest(row.settings)}
     return any(all(found.get(k) == v for k, v in wanted.items()) for found in content['rows'])
@@ -178,8 +178,7 @@ def chosen(experiment: Experiment, rows, seeds) -> List[Row]:
         raise ValueError(
             f'{experiment.name} has no such row with the seed {unknown[0]}, expected some of '
             f'{", ".join(map(str, expected))}.')
-    found = [row for row in found if row.seed in (seeds or expected)]
-    return found
+    return [row for row in found if row.seed in (seeds or expected)]
 
 
 if __name__ == '__main__':

@@ -531,7 +531,6 @@ def test_picture_of_a_stopped_row(load_script, monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         module.finish(one, row, workspace)
     assert not module.is_finished(one, row, workspace.device)
-    monkeypatch.undo()
 
 
 def test_committed_rows(load_script, monkeypatch):

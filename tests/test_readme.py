@@ -384,11 +384,15 @@ def _experiment(section):
     return [dict(zip(head, row)) for row in rows]
 
 
+def _top1(*sections):
+    """By row, the accuracies of experiments, as cells."""
+    return {row['row']: row['top-1'] for section in sections for row in _experiment(section)}
+
+
 def test_accuracies_in_the_readme():
     """The cells of ours are those of experiments.md."""
     _, rows = tables('README.md', 'Results')
-    top1 = {row['row']: row['top-1'] for row in _experiment('multi-branch')}
-    vgg = {row['row']: row['top-1'] for row in _experiment('repoptimizers')}
+    top1, vgg = _top1('multi-branch'), _top1('repoptimizers')
     change = {row['row']: f"{float(row['change'] or 0):.2f}" for row in _experiment('quantization-a0')}
     selected = _top1('weight-selection')
     fasternet, = (
@@ -407,9 +411,9 @@ def test_accuracies_in_the_readme():
 
 
 def test_repoptimizers_in_the_results():
-    shown = [row for part in ('', '-ablation', '-settings') for row in _experiment(f'repoptimizers{part}')]
-    top1 = {row['row']: row['top-1'] for row in shown}
-    paper = {row['row']: row.get("the paper's", '') for row in shown}
+    sections = [f'repoptimizers{part}' for part in ('', '-ablation', '-settings')]
+    top1 = _top1(*sections)
+    paper = {row['row']: row.get("the paper's", '') for section in sections for row in _experiment(section)}
     rows, checked = tables('scripts/results/README.md', 'RepOptimizers and plain optimizers')
     names = (
         'repsgd', 'init', 'ones', 'mean', 'no-init', 'no-gradients', 'sgd', 'rmsprop', 'adamw', 'repadamw',
@@ -431,11 +435,6 @@ def test_repoptimizers_in_the_results():
     assert f"timm's start with weights of 0.1 ± 0.1, and end at {timms}" in text
 
 
-def _top1(*sections):
-    """By row, the accuracies of experiments, as cells."""
-    return {row['row']: row['top-1'] for section in sections for row in _experiment(section)}
-
-
 def test_repa_in_the_results():
     ratios, widths, checked = tables('scripts/results/README.md', 'Idle ratios and widths')
     top1 = _top1('repa')
@@ -454,12 +453,13 @@ def test_repa_in_the_results():
 
 
 def test_weight_selection_in_the_results():
-    document, names = 'scripts/results/README.md', ('random', 'mimetic', 'uniform', 'consecutive', 'random-consistent',
-                                                    'random-inconsistent', 'uniform-heads', 'l1', 'magnitude')
+    document = 'scripts/results/README.md'
+    names = (
+        'random', 'mimetic', 'uniform', 'consecutive', 'random-consistent', 'random-inconsistent', 'uniform-heads',
+        'l1', 'magnitude', 'uniform-layers', 'mid-layers', 'last-layers', 'distilled', 'distilled-uniform')
     sections = [f'weight-selection{part}' for part in ('', '-layers', '-distillation')]
     top1 = _top1(*sections)
     paper = {row['row']: row.get("the paper's", '') for section in sections[::-1] for row in _experiment(section)}
-    names += ('uniform-layers', 'mid-layers', 'last-layers', 'distilled', 'distilled-uniform')
     rows, = tables(document, 'Weight selection')
     assert [row[1:] for row in rows] == [[paper[name], top1[name]] for name in names]
     mean = {name: float(cell.split()[0]) for name, cell in top1.items()}

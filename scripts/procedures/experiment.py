@@ -115,12 +115,12 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
     for row_name, row in _expanded(document['rows']).items():
         where = f'{name}.yaml: row {row_name!r}'
         procedure = row.get('procedure', document.get('procedure', 'train'))
+        own = {k: v for k, v in row.items() if k not in _ROW_KEYS}
+        if 'seed' in own:
+            raise ValueError(f"{where} has 'seed', expected 'seeds'.")
+        if procedure not in PROCEDURES:
+            raise ValueError(f'{where} has the procedure {procedure!r}, expected one of {", ".join(PROCEDURES)}.')
         for seed in row.get('seeds', document['seeds']):
-            own = {k: v for k, v in row.items() if k not in _ROW_KEYS}
-            if 'seed' in own or procedure not in PROCEDURES:
-                wrong = "'seed', expected 'seeds'" if 'seed' in own else (
-                    f'the procedure {procedure!r}, expected one of {", ".join(PROCEDURES)}')
-                raise ValueError(f'{where} has {wrong}.')
             settings = _resolved(procedure, own, seed, document, changes or {}, where)
             identity = {'row': row_name}
             if procedure == 'accelerate':

@@ -155,7 +155,7 @@ class Images:
         self._train = workspace.loader(settings, True, device)
         self._val = workspace.loader(settings, False, device)
 
-    def training(self) -> 'Timed':
+    def training(self) -> Timed:
         """Loader of the training split, with random crops and flips, until the deadline."""
         return Timed(self._train, self._workspace)
 
