@@ -192,13 +192,16 @@ def test_feature_extractor():
 
 
 @needs_recorded_args  # before, timm took weights of augreg for a NumPy archive
-def test_pretrained_weights_are_those_of_the_base(tmp_path):
+def test_pretrained_weights_are_those_of_the_base(tmp_path, monkeypatch):
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
     original = plain(dict(VIT, num_classes=1000))
     torch.save(original.state_dict(), tmp_path / 'base.pth')
     model = annealed(
         VIT, pretrained=True, num_classes=1000, pretrained_cfg_overlay=dict(file=str(tmp_path / 'base.pth'))).eval()
     x = images(2, 32)
     assert torch.equal(model(x), original(x))
+    with pytest.raises(RuntimeError, match='There are no weights of repa_any'):  # an annealing has to be trained
+        annealed(VIT, pretrained=True, num_classes=1000, reparameterized=True)
     save_model(model, tmp_path / 'folder')
     (tmp_path / 'base.pth').unlink()
     loaded = timm.create_model(f'local-dir:{tmp_path / "folder"}', pretrained=True).eval()

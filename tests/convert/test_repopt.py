@@ -213,6 +213,31 @@ def test_frozen_blocks_stay_frozen():
     assert {name for name, grad in grads.items() if not grad} == {n for n in grads if n.startswith('stages.0.')}
 
 
+def test_the_own_norm_of_a_block_stays_trainable():
+    model = build('repvit')
+    blocks = [m for m in model.modules() if type(m).__name__ == 'RepVggDw']
+    for block in blocks:
+        block.conv.requires_grad_(False)
+        block.conv1.requires_grad_(False)
+    norms = [block.bn for block in blocks]
+    timm_rep.convert_to_repopt(model)
+    assert all(p.requires_grad for norm in norms for p in norm.parameters())
+    assert not any(layer.weight.requires_grad for layer in csla_layers(model).values())
+
+
+@pytest.mark.parametrize('family', ['byobnet, RepVGG', 'byobnet, MobileOne'])
+def test_stochastic_depth_over_the_branches(family):
+    model = build(family)
+    block = model.stages[1][1]
+    block.drop_path = timm.layers.DropPath(.25)
+    before = repr(model)
+    with pytest.raises(ValueError, match=r'stages\.1\.1 drops its branches at a rate of 0\.25.*drop_path_rate=0'):
+        timm_rep.convert_to_repopt(model)
+    assert repr(model) == before
+    block.drop_path.drop_prob = 0.
+    timm_rep.convert_to_repopt(model)
+
+
 @pytest.mark.parametrize('family', ['byobnet, RepVGG', 'byobnet, MobileOne', 'fastvit', 'repvit'])
 @torch.no_grad()
 def test_synchronized_norms_stay_synchronized(family):
@@ -252,9 +277,10 @@ def test_compiled_models_are_refused():
         timm_rep.convert_to_repopt(model)
 
 
+@pytest.mark.parametrize('family', ['fastvit', 'repvit'])  # the latter keeps the block's own BatchNorms
 @pytest.mark.parametrize('scales', [{'stem': {'conv3x3': torch.ones(16)}}, 'nowhere.safetensors', 3])
-def test_scales_that_do_not_fit_leave_the_model_as_it_was(scales):
-    model, x = build('fastvit'), images(2, 64)
+def test_scales_that_do_not_fit_leave_the_model_as_it_was(family, scales):
+    model, x = build(family), images(2, 64)
     before, keys, modules = model(x), list(model.state_dict()), list(model.modules())
     with pytest.raises((ValueError, FileNotFoundError)):
         timm_rep.convert_to_repopt(model, scales)
@@ -347,7 +373,8 @@ def test_scales_of_the_registered_architecture(tmp_path):
         timm.create_model('repopt_any', base='repopt_vgg_a0')
 
 
-def test_pretrained_weights_of_the_base(tmp_path):
+def test_pretrained_weights_of_the_base(tmp_path, monkeypatch):
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
     torch.manual_seed(0)
     args = dict(FASTVIT, num_classes=1000)
     base = timm.create_model('fastvit_t8', **args)
@@ -358,6 +385,16 @@ def test_pretrained_weights_of_the_base(tmp_path):
         pretrained_cfg_overlay=dict(file=str(tmp_path / 'base.pth')), **args).eval()
     x = images(2, 64)
     assert relative(model(x), base.eval()(x)) < 1e-5
+    args.update(base='fastvit_t8', pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / 'base.pth')))
+    folded = timm.create_model('repopt_any', reparameterized=True, **args).eval()
+    assert not csla_layers(folded)
+    assert folded.state_dict().keys() == reparameterize_model(base).state_dict().keys()
+    assert folded._model_args['reparameterized']
+    assert relative(folded(x), base(x)) < 1e-5
+    del args['pretrained_cfg_overlay']
+    with pytest.raises(RuntimeError, match='There are no weights of repopt_any'):  # for new branches
+        timm.create_model('repopt_any', structure='search', **args)
+    args = dict(FASTVIT, num_classes=1000)
     licence = base.pretrained_cfg['license']  # that of the weights, and so not that of a model with others
     assert licence
     assert model.pretrained_cfg['license'] == licence

@@ -57,6 +57,12 @@ class LinearSum:
         return [term.conv for term in self.terms if term.conv is not None]
 
     @property
+    def drop_rate(self) -> float:
+        """Rate of the stochastic depth that drops all branches of a sample at once."""
+        drop_path = getattr(self.module, 'drop_path', None) if 'drop_path' in self.replaced else None
+        return getattr(drop_path, 'drop_prob', 0.)
+
+    @property
     def has_identity(self) -> bool:
         """Whether a branch is the identity, with or without a BatchNorm."""
         return len(self.convs) < len(self.terms)

@@ -12,7 +12,7 @@ import torch.nn as nn
 from timm.utils import reparameterize_model
 
 from timm_rep.layers import Affine, Csla, RepOptConv, RepOptConvDeploy, csla_layers
-from timm_rep.scales import ScalesLike, resolve_scales, stage_of
+from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage_of
 
 from .linear_sums import LinearSum, find_linear_sums
 from .reparameterize import check_loaded_structure, check_unconverted, reparameterize
@@ -86,8 +86,8 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         The report.
 
     Raises:
-        ValueError: The model has no such block, or is wrapped or converted already; or the weights are not finite. The
-            model is unchanged.
+        ValueError: The model has no such block, or one with stochastic depth over its branches, or is wrapped or
+            converted already; or the weights are not finite. The model is unchanged.
     """
     check_unconverted(model)
     sums, kept = find_linear_sums(model)
@@ -96,6 +96,12 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         raise ValueError(
             f'Cannot convert {type(model).__name__}, nothing was changed: it has no block that is a sum of linear '
             f'branches{f" ({reasons})" if reasons else ""}. Folded blocks have none any more.')
+    dropping = next((linear_sum for linear_sum in sums if linear_sum.drop_rate), None)
+    if dropping is not None:
+        raise ValueError(
+            f'Cannot convert {type(model).__name__}, nothing was changed: {dropping.name} drops its branches at a '
+            f'rate of {dropping.drop_rate:g}, but a single convolution has none to drop. Create the model with '
+            'drop_path_rate=0.')
     layers, cslas = [], _declarations(sums)
     synchronized = next((m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)), None)
     kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if structure == 'target' and not reparameterized else None
@@ -113,7 +119,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
             layer[1] = nn.SyncBatchNorm.convert_sync_batchnorm(layer[1], synchronized.process_group)
         if kernels:
             _take_function(layer, linear_sum, kernels[i])
-        for part, old in zip(layer, (linear_sum.convs, norms)):  # the BatchNorm behind may be the block's own
+        for part, old in zip(layer, (linear_sum.convs, norms if linear_sum.norm is None else [])):
             if old and not any(p.requires_grad for m in old for p in m.parameters()):
                 part.requires_grad_(False)
         layers.append(layer.train(linear_sum.module.training))
@@ -150,7 +156,7 @@ def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> 
         nn.init.constant_(norm.weight, (1 + norm.eps) ** .5)  # running_var is 1
         norm.bias.copy_(bias)
     else:
-        norm.running_mean.sub_(bias)
+        norm.running_mean = (norm.running_mean - bias).to(norm.running_mean)  # a new tensor: errors are undone
 
 
 def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
@@ -179,16 +185,18 @@ def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
     """
     resolved = resolve_scales(model, scales)
     layers = csla_layers(model)
-    if resolved is None:
-        others = {layer.structure for layer in layers.values()} - {'target'}
-        if others:
-            raise ValueError(
-                f"structure={others.pop()!r} needs scales, got False: pass Scales, 'ones' or 'init', or use "
-                "structure='target' for a plain network.")
-        return
-    for name, layer in layers.items():
+    others = {name: layer for name, layer in layers.items() if layer.structure != 'target'}
+    if others and resolved is None:
+        raise ValueError(
+            f"structure={next(iter(others.values())).structure!r} needs scales, got False: pass Scales, 'ones' or "
+            "'init', or use structure='target' for a plain network.")
+    for name, layer in others.items():
         layer.set_scales(resolved[name])
-        if reinit and layer.structure == 'target':
+    targets = {name: layer for name, layer in layers.items() if name not in others}
+    if targets:
+        attach_grad_mults(model, resolved)
+    if reinit and resolved is not None:
+        for name, layer in targets.items():
             layer.reset_kernel(resolved[name])
 
 
@@ -211,19 +219,22 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
     Raises:
         TypeError: model is not a module.
         FileNotFoundError: There is no such file of scales.
-        ValueError: The model has no such block, or is wrapped or converted already; or the scales do not fit. The model
-            is unchanged.
+        ValueError: The model has no such block, or one with stochastic depth over its branches, or is wrapped or
+            converted already; or the scales do not fit. The model is unchanged.
     """
-    before = [(m, dict(m.__dict__), dict(m._modules)) for m in model.modules()] if isinstance(model, nn.Module) else []
+    before = [
+        (m, dict(m.__dict__), dict(m._modules), dict(m._buffers)) for m in model.modules()
+    ] if isinstance(model, nn.Module) else []
     try:
         report = use_repopt_convs(model)
         set_scales(model, scales, reinit=False)
     except BaseException:
-        for module, attributes, children in before:
+        for module, attributes, children, buffers in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             module._modules.clear()
             module._modules.update(children)
+            module._buffers.update(buffers)
         raise
     model.register_load_state_dict_pre_hook(check_loaded_structure)
     model.reparameterize = partial(reparameterize, model)

@@ -165,7 +165,7 @@ def create_from_base(
         default_base: Name of the base without the argument ``base``.
         pretrained: Whether to load weights, those of the converted model if pretrained_cfg says where they are.
         start_from_base: Arguments of ``build`` with which the converted model starts from the weights of its base,
-            where those are to be loaded; None if it cannot.
+            where those are to be loaded, with ``reparameterized=True`` folded afterwards; None if it cannot.
         kwargs: Arguments of ``create_model``.
 
     Raises:
@@ -173,6 +173,7 @@ def create_from_base(
         RuntimeError: The weights cannot be found or do not fit.
     """
     has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
+    folded_after = has_base_weights and kwargs.pop('reparameterized', False)
     if has_base_weights:
         overlay = kwargs.pop('pretrained_cfg_overlay', None)
         build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay, **start_from_base)
@@ -188,6 +189,8 @@ def create_from_base(
     model._model_args = {
         **getattr(model, '_model_args', {}), **{k: v for k, v in kwargs.items() if k not in _NOT_RECORDED}}
     _describe_input(model)
+    if folded_after:
+        model.reparameterize()
     if not features_only:
         return model
     own = {*inspect.signature(build).parameters, 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir', 'weights'}

@@ -69,8 +69,8 @@ class RepOptMixin(ReparameterizeMixin):
             FileNotFoundError: There is no such file of scales.
             ValueError: The scales do not fit, or a search or CSLA structure gets none.
         """
-        self.scales_source = scales if isinstance(scales, str) else None
         set_scales(self, scales, reinit)
+        self.scales_source = scales if isinstance(scales, str) else None
 
     @property
     def _model_args(self) -> Dict[str, Any]:

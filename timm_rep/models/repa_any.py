@@ -86,7 +86,7 @@ def use_linearized_ffns(
 
 
 def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    start_from_base = {} if kwargs.get('anneal_steps') else None
+    start_from_base = {} if kwargs.get('anneal_steps') and not kwargs.get('reparameterized') else None
     return create_from_base(_build, variant, _DEFAULT_BASE, pretrained, start_from_base, **kwargs)
 
 

@@ -60,7 +60,9 @@ def _record_scales(structure: str, model: nn.Module, *hook_args) -> None:
 
 
 def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    return create_from_base(_build, variant, _DEFAULT_BASE, pretrained, dict(reinit=False), **kwargs)
+    # branches that are trained or have constant scales start anew
+    start_from_base = dict(reinit=False) if kwargs.get('structure', 'target') == 'target' else None
+    return create_from_base(_build, variant, _DEFAULT_BASE, pretrained, start_from_base, **kwargs)
 
 
 default_cfgs = generate_default_cfgs({
@@ -78,7 +80,7 @@ default_cfgs = generate_default_cfgs({
 def repopt_any(pretrained=False, **kwargs) -> nn.Module:
     """Any multi-branch network of timm as a plain one: ``create_model('repopt_any', base='mobileone_s0')``.
 
-    With ``pretrained=True`` it starts from the published weights of the base, folded.
+    With ``pretrained=True``, the target structure starts from the published weights of the base, folded.
 
     Args, beside those of the base:
         base: Name of a model of timm with blocks that are sums of linear branches, without tag.
