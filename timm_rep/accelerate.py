@@ -141,6 +141,8 @@ def accelerate(
 ) -> Accelerated:
     """Convert a copy of a pretrained model from data, distil it if asked to, and measure both.
 
+    A distillation seeds the generators of torch, NumPy and Python.
+
     Args:
         model: timm model, left as it is.
         images: Images to calibrate, distil and measure with.
@@ -156,7 +158,7 @@ def accelerate(
     Raises:
         ValueError: As :func:`timm_rep.convert.linearize_ffns` and :func:`distil`.
     """
-    original = model.eval().to(images.device)
+    original = copy.deepcopy(model).eval().to(images.device)
     loader = list(images.calibration(calibration_images))  # decoded once for all ratios
 
     def convert(**kwargs) -> Tuple[nn.Module, ConversionReport]:
@@ -165,16 +167,14 @@ def accelerate(
         return as_repa_any(converted, original, report, images.config).to(images.device), report
 
     result, report = convert(**(dict(macs=macs) if macs is not None else dict(idle_ratio=idle_ratio)))
-    models = {'original': original, 'converted': result}
+    folded = {'original': folded_copy(original), 'converted': folded_copy(result)}
     for ratio in sweep:
-        models[f'idle ratio {ratio:g}'] = convert(idle_ratio=ratio)[0]
+        folded[f'idle ratio {ratio:g}'] = folded_copy(convert(idle_ratio=ratio)[0])
     if distil_epochs:
-        result = copy.deepcopy(result)
         distil(result, original, images, distil_epochs, lr, checkpoint=checkpoint, resume=resume)
-        models['distilled'] = result
-    folded = {name: folded_copy(m) for name, m in models.items()}
+        folded['distilled'] = folded_copy(result)
     last = 'distilled' if distil_epochs else 'converted'
-    _check_folded(models[last], folded[last], loader[0])
+    _check_folded(result, folded[last], loader[0])
     return Accelerated(folded[last], report, measure(folded, images))
 
 
@@ -203,7 +203,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     machine = device_name(next(result.model.parameters()).device)  # that of the measurements
     swept = any(name.startswith('idle ratio') for name in result.figures)
     with replacing_files(folder) as draft:
-        model = result.model.cpu()
+        model = copy.deepcopy(result.model).cpu()
         # timm before 1.0.31 does not record the arguments itself; num_classes is beside model_args, where transformers
         # looks for it
         args = {name: value for name, value in model._model_args.items() if name != 'num_classes'}

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 import timm_rep
-from tests.helpers import relative
-from timm_rep.accelerate import STATE, as_repa_any, measure
+from tests.helpers import relative, same_weights
+from timm_rep.accelerate import STATE, accelerate, as_repa_any, measure
 from timm_rep.cli import main
 from timm_rep.utils.data import Images
 from timm_rep.utils.training import distil
@@ -87,6 +87,13 @@ def test_a_folder_to_load(data, tmp_path, capsys):
         'timm-rep', *command(data, output, '--idle-ratio', '0.6', '--sweep', '--mean', '.4', '.5', '.6')])
     assert recorded in card
     assert json.loads((output / 'report.json').read_text())['command'] == recorded
+
+
+def test_the_original_stays_as_it_is(data):
+    model = original(data).train()
+    accelerate(model, Images(model, str(data)), calibration_images=16)
+    assert all(m.training for m in model.modules())
+    assert same_weights(model, original(data))
 
 
 def test_distillation_comes_closer_and_resumes(data, tmp_path):

@@ -2,6 +2,7 @@
 import copy
 import importlib.util
 import json
+import multiprocessing
 import sys
 from functools import partial
 
@@ -165,6 +166,21 @@ def test_several_files_in_a_folder(tmp_path):
     with pytest.raises(RuntimeError, match=r'verify\.json.*has to be a mapping'):
         timm_rep.export(model, tmp_path / 'c.pt2', 'pt2', input_size=(3, 8, 8))
     assert not (tmp_path / 'c.pt2').exists()
+
+
+def test_two_exports_at_once(tmp_path):
+    """verify.json has both files."""
+    models = {name: nn.Conv2d(3, 3, 1) for name in ('a.pt2', 'b.pt2', 'c.pt2')}
+    context = multiprocessing.get_context('fork')
+    processes = [
+        context.Process(target=timm_rep.export, args=(model, tmp_path / name, 'pt2'), kwargs=dict(input_size=(3, 8, 8)))
+        for name, model in models.items()]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert json.loads((tmp_path / VERIFICATION).read_text()).keys() == models.keys()
 
 
 @pytest.mark.parametrize('format', [

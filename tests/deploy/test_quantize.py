@@ -125,6 +125,27 @@ def test_layer_that_is_called_twice_runs_in_int8(backend):
     assert 1e-4 < quantized.report.relative_rms < 0.03
 
 
+def test_calibration_in_small_batches(monkeypatch):
+    """However large those of the loader are: ONNX Runtime holds all activations of one at once."""
+    ort = pytest.importorskip('onnxruntime')
+    torch.manual_seed(0)
+    model, batches, seen = randomize_(Shared()), [images(13, seed=1), images(4, seed=2)], []
+    real = ort.InferenceSession.run
+
+    def run(session, names, feeds):
+        seen.append((len(names or ()), len(*feeds.values())))
+        return real(session, names, feeds)
+
+    monkeypatch.setattr(ort.InferenceSession, 'run', run)
+    whole = timm_rep.quantize_ptq(model, batches, 'onnxruntime')
+    sizes = [size for names, size in seen if names > 2]
+    assert max(sizes) <= 8
+    assert sum(sizes) == 17
+    single = timm_rep.quantize_ptq(model, [x for batch in batches for x in batch.split(1)], 'onnxruntime')
+    for y, expected in zip(whole(batches[0]), single(batches[0]), strict=True):
+        assert torch.equal(y, expected)
+
+
 @pytest.mark.slow
 def test_any_batch_size_in_any_mode(quantized):
     x = images(5, seed=3)

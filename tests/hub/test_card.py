@@ -11,13 +11,12 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.helpers import normal_scales, relative, save_model
+from tests.helpers import normal_scales, read_predictions, relative, save_model
 from tests.hub.published import REPA, REPOPT, trained
 from timm_rep.cli import main
 from timm_rep.deploy import load_quantized, read_report
 from timm_rep.hub import sha256
 from timm_rep.hub.folder import check_folder, load_folder, write_folder
-from timm_rep.hub.metrics import read_predictions
 from timm_rep.hub.publish import prepare_folder, write_folded
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import count_params

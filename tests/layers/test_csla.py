@@ -263,3 +263,8 @@ def test_refusals():
         GradMult((8, 8, 3, 3), [])
     with pytest.raises(ValueError, match=r'\(8, 8, 3, 3\).*\(8, 8, 1, 1\)'):
         set_grad_mult(torch.zeros(8, 8, 1, 1), csla.grad_mult(random_scales(csla)))
+
+
+def test_initial_scale_as_an_integer():
+    block = SearchBlock(Csla(4, 4, branches=(ConvBranch(3),), initial_scale=2))
+    assert block.scales['conv3x3'].tolist() == [2.] * 4

@@ -115,6 +115,14 @@ def test_a_failed_replacement_leaves_the_old_folder(folder):
     assert contents(folder) == OLD
     assert os.listdir(folder.parent) == ['folder']
 
+    def read():
+        with replacing_folder(folder) as draft:
+            (draft / 'missing').read_text()
+
+    with pytest.raises(FileNotFoundError) as error:  # it names the folder, not the copy
+        read()
+    assert str(error.value).endswith(f"'{folder / 'missing'}'")
+
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs processes that can be killed')
 def test_killed(folder, monkeypatch):

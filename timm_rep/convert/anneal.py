@@ -219,7 +219,7 @@ def _take_plain_weights(
         prefix: str,
         *args,
 ) -> None:
-    """Rename the entries of a plain model's state dict and add the state of an annealing before its first step.
+    """Rename the entries of a plain model's state dict and add the model's own state of the annealing.
 
     A load_state_dict pre-hook. ``plain_names`` has the names in the annealed model, with those of the plain one, None
     for what that has not.
@@ -239,5 +239,5 @@ def _take_plain_weights(
                 for name, affine in affine_names(layer.norm).items() if f'{layer_name}.norm.{name}' in taken})
     for old in plain_names.values():
         state_dict.pop(f'{prefix}{old}', None)
-    fresh = {name: own[name] for name, old in plain_names.items() if old is None}
-    state_dict.update({prefix + name: value for name, value in {**fresh, **taken}.items()})
+    kept = {name: own[name] for name, old in plain_names.items() if old is None}
+    state_dict.update({prefix + name: value for name, value in {**kept, **taken}.items()})

@@ -44,7 +44,7 @@ def convert_to_repa(
             anneal_steps also one for each FFN.
         idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
             calibration or anneal_steps.
-        bn_momentum: Momentum of the BatchNorms.
+        bn_momentum: Momentum of the BatchNorms, which calibration does not add.
         bn_eps: Epsilon of the BatchNorms.
         calibration: Batches of images, a few hundred, preprocessed as for the model.
         anneal_steps: Number of training steps over which the model changes; 0 to change it at once.

@@ -12,7 +12,7 @@ from timm.utils import unwrap_model
 
 from timm_rep.convert import folded_copy
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, foldable_layers
-from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.atomic import check_writable, locking_folder, replacing_files
 from timm_rep.utils.profiling import model_input_size
 from timm_rep.verify import Difference, check_finite, compare
 
@@ -129,14 +129,15 @@ def export(
         raise ValueError(f'tolerance is a relative error of at least 0, got {tolerance!r}.')
     batches = _batches(model, images, input_size)
     file = path if target.suffix else path / 'model.safetensors'
-    others = read_verifications(file.parent)
 
     original = copy.deepcopy(model).cpu().eval()
     example = batches['random'][:2]
     check_finite(original, example)
     deployed = folded_copy(original) if reparameterize else original
     check_writable(file.parent)
-    with replacing_files(file.parent) as draft:
+    # the lock is for verify.json, which has an entry for each file of the folder
+    with locking_folder(file.parent), replacing_files(file.parent) as draft:
+        others = read_verifications(file.parent)
         try:
             target.write(deployed, example, draft / file.name)
             exported = target.read(draft / file.name)

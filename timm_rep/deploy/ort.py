@@ -1,5 +1,6 @@
 """Int8 on the CPU by ONNX Runtime's static quantization. Imported only with its packages installed."""
 import ast
+import itertools
 import shutil
 import tempfile
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = ['OnnxProgram']
 # with the operators that have int8 kernels, activations that the quantization of a convolution's output replaces
 _OPERATORS = ('Conv', 'Gemm', 'MatMul')
 _ACTIVATIONS = ('Relu', 'Clip')
+_IMAGES = 8  # whose activations are all in memory at once, to calibrate
 _SCOPES = 'pkg.torch.onnx.name_scopes'  # torch's key of the modules that a node is in, from the outermost
 
 
@@ -157,7 +159,7 @@ def _ranges(
             str(Path(folder) / 'model.onnx'), options, providers=['CPUExecutionProvider'])
         observers = {name: observer() for name in tensors}
         computed = [name for name in tensors if name not in inputs]
-        for images in batches:
+        for images in itertools.chain.from_iterable(batch.split(_IMAGES) for batch in batches):
             values = session.run(computed, {name: images.numpy() for name in inputs})
             for name, value in zip(computed, values):
                 observers[name](torch.from_numpy(value))

@@ -31,7 +31,6 @@ __all__ = [
     'measure_accuracy',
     'measure_cost',
     'read_metrics',
-    'read_predictions',
     'write_metrics',
     'write_predictions',
 ]
@@ -172,11 +171,3 @@ def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
     """Write predictions as comma separated values, one image per line."""
     lines = ['file,class,predicted', *(f'{file},{target},{predicted}' for file, target, predicted in predictions)]
     path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
-
-
-def read_predictions(path: Path) -> Optional[List[Prediction]]:
-    """Read the file of write_predictions(); None if there is none."""
-    if not path.is_file():
-        return None
-    lines = (line.rsplit(',', 2) for line in path.read_text(encoding='utf-8').splitlines()[1:])
-    return [(file, int(target), int(predicted)) for file, target, predicted in lines]

@@ -178,7 +178,7 @@ class Csla:
     def initial_scales(self, device=None, dtype=None) -> Dict[str, torch.Tensor]:
         """The scales at the start of Hyper-Search: ``initial_scale`` for every channel of each conv branch."""
         return {
-            name: torch.full((self.out_channels,), self.initial_scale, device=device, dtype=dtype)
+            name: torch.full((self.out_channels,), float(self.initial_scale), device=device, dtype=dtype)
             for name in self.scaled_branches
         }
 

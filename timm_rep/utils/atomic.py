@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Iterator, Union
+from typing import Any, Iterator, Union
 
 try:
     import fcntl
@@ -107,13 +107,19 @@ def replacing_folder(folder: Union[str, os.PathLike]) -> Iterator[Path]:
             try:
                 yield draft
             except Exception as e:  # its message is to name the folder, not the draft, which is about to be removed
-                e.args = tuple(
-                    arg.replace(os.fspath(draft), os.fspath(folder)) if isinstance(arg, str) else arg for arg in e.args)
+                e.args = tuple(_renamed(arg, draft, folder) for arg in e.args)
+                for name in 'filename', 'filename2':  # of an OSError, which are not in args
+                    if getattr(e, name, None) is not None:
+                        setattr(e, name, _renamed(getattr(e, name), draft, folder))
                 raise
             _set_modes(draft)
             _exchange(draft, folder)
     finally:
         _unlock(lock)
+
+
+def _renamed(arg: Any, draft: Path, folder: Path) -> Any:
+    return arg.replace(os.fspath(draft), os.fspath(folder)) if isinstance(arg, str) else arg
 
 
 def _restore(folder: Path, prefix: str) -> None:

@@ -119,8 +119,8 @@ def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Te
     dataset = ImageFolder(root, split)
     dataset.transform = create_transform(
         **resolve_data_config({'input_size': model_input_size(model)}, model=model))
-    step = max(1, len(dataset) // count)
-    return torch.stack([dataset[i][0] for i in range(0, len(dataset), step)][:count])
+    count = min(count, len(dataset))
+    return torch.stack([dataset[i * len(dataset) // count][0] for i in range(count)])
 
 
 def batches_of(loader: Iterable[Any]) -> Iterator[Any]:

@@ -139,11 +139,12 @@ def distil(
 ) -> None:
     """Train a model on the outputs of another one, without labels; in place.
 
-    AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs.
+    AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs. The generators
+    of torch, NumPy and Python are seeded.
 
     Args:
         model: Converted or quantized model.
-        teacher: Original model.
+        teacher: Original model; it is moved to the device of the images, in eval mode.
         images: Images to train on.
         epochs: Number of epochs.
         lr: Learning rate of the first step.
