@@ -21,7 +21,7 @@ from timm_rep.utils.profiling import (
     versions,
 )
 from timm_rep.utils.training import distil, evaluate
-from timm_rep.verify import compare
+from timm_rep.verify import check_finite, compare
 
 __all__ = ['Accelerated', 'accelerate', 'as_repa_any', 'measure', 'table', 'write_model']
 
@@ -156,9 +156,12 @@ def accelerate(
         resume: Continue the distillation from that file.
 
     Raises:
-        ValueError: As :func:`timm_rep.convert.linearize_ffns` and :func:`distil`.
+        ValueError: As :func:`timm_rep.convert.linearize_ffns` and :func:`distil`; or the model does not take images of
+            this size.
     """
     original = copy.deepcopy(model).eval().to(images.device)
+    with torch.inference_mode():
+        check_finite(original, torch.zeros(1, *images.config['input_size'], device=images.device))
     loader = list(images.calibration(calibration_images))  # decoded once for all ratios
 
     def convert(**kwargs) -> Tuple[nn.Module, ConversionReport]:

@@ -222,9 +222,15 @@ def check_finite(model: nn.Module, x: torch.Tensor) -> None:
         x: Images (N, channels, height, width).
 
     Raises:
-        ValueError: The outputs are not finite; the message names the first module in whose outputs this is the case.
+        ValueError: The outputs are not finite; the message names the first module in whose outputs this is the case. Or
+            the model does not take images of this size.
     """
-    if _flat(model(x)).isfinite().all():
+    try:
+        outputs = model(x)
+    except (AssertionError, RuntimeError) as e:
+        reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
+        raise ValueError(f'{type(model).__name__} cannot compute images of {tuple(x.shape[1:])}: {reason}') from e
+    if _flat(outputs).isfinite().all():
         return
     for name, y in _record(model, [name for name, _ in model.named_modules() if name], x).items():
         if not y.isfinite().all():

@@ -250,6 +250,8 @@ def test_training_images_need_no_labels(data, tmp_path):
     (['--train-split', 'empty'], 'Found 0 images in subfolders of'),
     (['--checkpoint', '{tmp}/none.pth'], 'none.pth'),
     (['--images', '3'], 'needs at least'),
+    (['--img-size', '48'], 'VisionTransformer cannot compute images of (3, 48, 48): Input height (48)'),
+    (['--resume'], '--resume continues a distillation: pass its --distil-epochs'),
 ])
 def test_refused_before_anything_is_written(data, tmp_path, capsys, change, message):
     for c in '01':
@@ -261,7 +263,8 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys, change, mess
     assert main([*command(data, tmp_path / 'out'), *(c.format(tmp=tmp_path) for c in change)]) == 1
     captured = capsys.readouterr()
     assert message in captured.err
-    assert not list((tmp_path / 'out').glob('*'))
+    assert captured.err.count('\n') == 1
+    assert not (tmp_path / 'out').exists()
 
 
 def test_other_wrong_calls(data, tmp_path, capsys):
@@ -270,7 +273,9 @@ def test_other_wrong_calls(data, tmp_path, capsys):
     (out / STATE).write_text('')
     assert main(command(data, out, '--distil-epochs', '1')) == 1
     assert '--resume continues it' in capsys.readouterr().err
-    for more in (['--idle-ratio', '1.5'], ['--macs', 'x'], ['--idle-ratio', '.5', '--macs', '.5'], ['--seed', '-1']):
+    for more in (
+            ['--idle-ratio', '1.5'], ['--macs', 'x'], ['--idle-ratio', '.5', '--macs', '.5'], ['--seed', '-1'],
+            ['--distil-epochs', '-1'], ['--interpolation', 'foo'], ['--crop-pct', '0']):
         with pytest.raises(SystemExit):
             main(command(data, out, *more))
 

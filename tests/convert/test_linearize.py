@@ -5,6 +5,7 @@ import pickle
 import re
 import warnings
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -193,6 +194,25 @@ def test_refused_loaders(loader, error, message):
 def test_refused_arguments(kwargs, message):
     with Unchanged(model := vit()), pytest.raises(ValueError, match=message):
         linearize_ffns(model, [images(16, 32)], **kwargs)
+
+
+def test_kinds_of_ratios():
+    """A number of NumPy; None for an FFN that stays."""
+    models = [vit() for _ in range(2)]
+    for model, ratio in zip(models, (.5, np.float32(.5))):
+        linearize_ffns(model, [images(16, 32)], ratio)
+    assert same_weights(*models)
+    report = linearize_ffns(model := vit(), [images(16, 32)], [None, .5])
+    assert [ffn.name for ffn in report.ffns] == ['blocks.1.mlp']
+    assert report.kept == {'blocks.0.mlp': 'has no idle ratio'}
+    assert same_weights(model.blocks[0], vit().blocks[0])
+    with pytest.raises(ValueError, match='None for all FFNs'):
+        linearize_ffns(vit(), [images(16, 32)], [None, None])
+
+
+def test_a_model_without_weights():
+    with torch.device('meta'), pytest.raises(ValueError, match='is on the meta device and has no weights'):
+        linearize_ffns(vit(), [torch.zeros(16, 3, 32, 32, device='cpu')])
 
 
 @pytest.mark.parametrize('layer', ['norm2', 'mlp.fc1', 'mlp.fc2'])

@@ -76,6 +76,29 @@ def test_swin_and_pvt():
     assert names['stages.2.norm.weight'] == 'stages.2.norm.weight'
 
 
+@pytest.mark.parametrize('ours,theirs,lacking', [
+    ({}, dict(init_values=1e-5), set()),
+    (dict(init_values=1e-5), {}, {'ls1.gamma', 'ls2.gamma'}),
+    (dict(qkv_bias=False), {}, set()),
+    ({}, dict(qkv_bias=False), {'attn.qkv.bias'}),
+])
+def test_blocks_of_similar_kinds(ours, theirs, lacking):
+    """Blocks with a layer scale or a bias more or less have the other tensors in common, at any depth."""
+    for depth in (4, 12):
+        teacher = shapes('vit_small_patch16_224', depth=depth, **theirs)
+        names = map_names(shapes('vit_tiny_patch16_224', depth=4, **ours), teacher, 'last')
+        assert {name for name, other in names.items() if other is None} == {
+            f'blocks.{i}.{name}' for i in range(4) for name in lacking}
+        found = {name: other for name, other in names.items() if other is not None}
+        assert blocks(found, 'blocks.') == list(range(depth - 4, depth))
+    # a ResNet's two kinds of blocks have no biases, those of a teacher have
+    with_biases = {
+        name: (64,) if name.endswith('conv1.bias') else shape
+        for name, shape in shapes('resnet34').items() for name in (name, name.replace('conv1.weight', 'conv1.bias'))}
+    expected = map_names(shapes('resnet18'), shapes('resnet34'))
+    assert map_names(shapes('resnet18'), with_biases) == expected
+
+
 def test_what_the_teacher_lacks():
     """A deeper student has blocks without counterpart, and so are tensors of other names."""
     names = map_names(shapes('vit_base_patch16_224'), shapes('vit_tiny_patch16_224', depth=9))

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import timm_rep
+from tests.helpers import needs_recorded_args, save_model
 from timm_rep.init import evenly_spaced, open_teacher
 from timm_rep.init.matching import COMPONENTS, component_of
 from timm_rep.init.weight_select import ELEMENT_CHOICES
@@ -146,7 +147,8 @@ def test_what_has_no_counterpart(student):
     assert all(s.problem == (not s.name.startswith('head.')) for s in report.own)
 
 
-@pytest.mark.parametrize('form', ['module', 'state dict', 'safetensors', 'pth', 'path object'])
+@pytest.mark.parametrize('form', [
+    'module', 'state dict', 'safetensors', 'pth', 'path object', pytest.param('local-dir', marks=needs_recorded_args)])
 def test_sources(student, teacher, tmp_path, form):
     expected = vit(**STUDENT)
     timm_rep.weight_select_init(expected, teacher)
@@ -156,6 +158,11 @@ def test_sources(student, teacher, tmp_path, form):
     elif form == 'safetensors':
         source = str(tmp_path / 't.safetensors')
         save_file(teacher.state_dict(), source)
+    elif form == 'local-dir':
+        save_model(teacher, tmp_path / 'folder')
+        source = f'local-dir:{tmp_path / "folder"}'
+        with pytest.raises(ValueError, match='is a folder: the model in it is named local-dir:'):
+            timm_rep.weight_select_init(student, tmp_path / 'folder')
     elif form != 'module':
         source = tmp_path / 't.pth'
         torch.save({'state_dict': teacher.state_dict(), 'epoch': 3}, source)

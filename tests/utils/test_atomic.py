@@ -171,7 +171,9 @@ def test_one_process_at_a_time(folder):
 
 
 def test_check_writable(tmp_path):
-    assert check_writable(tmp_path / 'new' / 'folder').is_dir()
+    assert check_writable(tmp_path / 'new' / 'folder') == tmp_path / 'new' / 'folder'
+    assert not list(tmp_path.iterdir())  # it only checks
+    assert check_writable(tmp_path).is_dir()
     (tmp_path / 'file').write_text('')
     with pytest.raises(OSError, match=r"cannot write to the output folder '.*file'"):
         check_writable(tmp_path / 'file')

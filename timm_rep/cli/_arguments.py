@@ -12,8 +12,8 @@ from timm.utils import ParseKwargs
 from timm_rep.utils.files import argument_errors
 
 __all__ = [
-    'ModelKwargs', 'add_images', 'add_model', 'create_from', 'create_model', 'default_device', 'device', 'folder',
-    'names_weights', 'note_random_weights', 'positive_int', 'ratio', 'seed',
+    'ModelKwargs', 'add_images', 'add_model', 'count', 'create_from', 'create_model', 'default_device', 'device',
+    'folder', 'names_weights', 'note_random_weights', 'positive_int', 'ratio', 'seed', 'share',
 ]
 
 
@@ -33,6 +33,13 @@ def positive_int(text: str) -> int:
     return value
 
 
+def count(text: str) -> int:
+    """An integer of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'expected an integer of at least 0, got {text!r}')
+    return int(text)
+
+
 def ratio(text: str) -> float:
     """A number from 0 to 1."""
     try:
@@ -42,6 +49,13 @@ def ratio(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f'expected a number from 0 to 1, got {text!r}')
     return value
+
+
+def share(text: str) -> float:
+    """A number above 0, up to 1."""
+    if not ratio(text):
+        raise argparse.ArgumentTypeError(f'expected a number above 0, up to 1, got {text!r}')
+    return float(text)
 
 
 def seed(text: str) -> int:

@@ -1,8 +1,21 @@
 """``timm-rep accelerate``: a faster model from a pretrained one."""
-from ._arguments import ModelKwargs, create_model, default_device, device, folder, positive_int, ratio, seed
+from ._arguments import (
+    ModelKwargs,
+    count,
+    create_model,
+    default_device,
+    device,
+    folder,
+    positive_int,
+    ratio,
+    seed,
+    share,
+)
 
 # idle ratios of --sweep
 _SWEEP = (0.25, 0.5, 0.75, 0.9, 1.)
+# those that timm knows
+_INTERPOLATIONS = ('nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos')
 
 
 def add_parser(commands) -> None:
@@ -17,11 +30,11 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
         help='arguments of the model, e.g. num_classes=10 img_size=32')
-    share = parser.add_mutually_exclusive_group()
-    share.add_argument(
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
         '--idle-ratio', type=ratio, default=0.75, metavar='R',
         help='share of the hidden channels that become linear, 0 to 1 (default: %(default)s)')
-    share.add_argument(
+    size.add_argument(
         '--macs', type=ratio, metavar='R',
         help='share of the multiply-accumulates to keep, instead of --idle-ratio; chooses a ratio for each FFN')
     parser.add_argument(
@@ -29,7 +42,7 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--images', type=positive_int, default=512, metavar='N', help='calibration images (default: %(default)s)')
     parser.add_argument(
-        '--distil-epochs', type=int, default=0, metavar='N', help='epochs of distillation from MODEL (default: none)')
+        '--distil-epochs', type=count, default=0, metavar='N', help='epochs of distillation from MODEL (default: none)')
     parser.add_argument('--lr', type=float, default=1e-4, help='learning rate of the distillation (%(default)s)')
     parser.add_argument('--resume', action='store_true', help='continue an interrupted distillation')
     parser.add_argument(
@@ -40,10 +53,11 @@ def add_parser(commands) -> None:
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's)")
     parser.add_argument('--mean', type=float, nargs=3, metavar='X', help="mean of the channels (the model's)")
     parser.add_argument('--std', type=float, nargs=3, metavar='X', help="deviation of the channels (the model's)")
-    parser.add_argument('--interpolation', metavar='NAME', help="interpolation of the images (the model's)")
-    parser.add_argument('--crop-pct', type=float, metavar='X', help="share of the image that is kept (the model's)")
+    parser.add_argument('--interpolation', choices=_INTERPOLATIONS, help="of the images (the model's)")
+    parser.add_argument('--crop-pct', type=share, metavar='X', help="share of the image that is kept (the model's)")
     parser.add_argument('--batch-size', type=positive_int, default=64, metavar='N', help='(default: %(default)s)')
-    parser.add_argument('--workers', type=int, default=0, metavar='N', help='processes that load images (%(default)s)')
+    parser.add_argument(
+        '--workers', type=count, default=0, metavar='N', help='processes that load images (%(default)s)')
     parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
     parser.add_argument('--device', type=device, help='(the GPU if there is one, otherwise the CPU)')
     parser.set_defaults(run=run)
@@ -56,6 +70,8 @@ def run(args) -> int:
     from timm_rep.utils.checkpoints import load_checkpoint
     from timm_rep.utils.data import Images
 
+    if args.resume and not args.distil_epochs:
+        raise ValueError('--resume continues a distillation: pass its --distil-epochs.')
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
     if not hasattr(model, '_model_args'):  # timm records them since 1.0.31
         model._model_args = dict(args.model_kwargs)

@@ -4,7 +4,7 @@
 """
 from pathlib import Path
 
-from ._arguments import ModelKwargs, default_device, positive_int, seed
+from ._arguments import ModelKwargs, count, default_device, positive_int, seed
 
 
 def add_parser(commands) -> None:
@@ -24,7 +24,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--num-classes', type=positive_int, help='classes, if the data set does not tell')
     parser.add_argument('--img-size', type=positive_int, default=32, help='pixels (%(default)s)')
     parser.add_argument('--epochs', type=positive_int, default=240, help='(%(default)s)')
-    parser.add_argument('--warmup-epochs', type=int, default=5, help='(%(default)s)')
+    parser.add_argument('--warmup-epochs', type=count, default=5, help='(%(default)s)')
     parser.add_argument('--batch-size', type=positive_int, default=256, help='for each process (%(default)s)')
     parser.add_argument('--lr', type=float, default=0.1, help='(%(default)s)')
     parser.add_argument('--weight-decay', type=float, default=4e-5, help='(%(default)s)')
@@ -34,7 +34,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--channels-last', action='store_true', help='train in channels-last memory')
     parser.add_argument(
         '--preload', action='store_true', help='hold all images on the device and augment them there')
-    parser.add_argument('-j', '--workers', type=int, default=2, help='processes that load images (%(default)s)')
+    parser.add_argument('-j', '--workers', type=count, default=2, help='processes that load images (%(default)s)')
     parser.add_argument(
         '--checkpoint-epochs', type=positive_int, default=1, metavar='N',
         help='epochs between two checkpoints (%(default)s)')

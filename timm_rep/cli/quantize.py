@@ -1,7 +1,7 @@
 """``timm-rep quantize``: an int8 model for inference on the CPU."""
 from timm_rep.deploy import BACKENDS, CALIBRATORS
 
-from ._arguments import add_model, create_from, folder, note_random_weights, positive_int, seed
+from ._arguments import add_model, count, create_from, folder, note_random_weights, positive_int, seed
 
 
 def add_parser(commands) -> None:
@@ -28,7 +28,8 @@ def add_parser(commands) -> None:
     parser.add_argument('--train-split', default='train', metavar='NAME', help='folder to calibrate on (%(default)s)')
     parser.add_argument('--val-split', default='val', metavar='NAME', help='folder for the accuracy (%(default)s)')
     parser.add_argument('--batch-size', type=positive_int, default=64, metavar='N', help='(default: %(default)s)')
-    parser.add_argument('--workers', type=int, default=0, metavar='N', help='processes that load images (%(default)s)')
+    parser.add_argument(
+        '--workers', type=count, default=0, metavar='N', help='processes that load images (%(default)s)')
     parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
     parser.set_defaults(run=run, interrupt_hint='--resume continues the training.')
 

@@ -48,7 +48,7 @@ def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, s
 def linearize_ffns(
         model: nn.Module,
         loader: Iterable[Any],
-        idle_ratio: Union[float, Sequence[float]] = 0.75,
+        idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,
         max_images: int = 512,
         ridge: float = 1e-4,
         progress: bool = False,
@@ -67,7 +67,8 @@ def linearize_ffns(
         model: timm model, in any mode, which is left as it is.
         loader: Batches of images (N, C, H, W), preprocessed as for the model; of a tuple or list the first item is
             used, of a dict the tensor of images. Labels are not used.
-        idle_ratio: Share of the hidden channels that become linear, from 0 to 1; or one for each FFN.
+        idle_ratio: Share of the hidden channels that become linear, from 0 to 1; or one for each FFN, None for those
+            that stay as they are.
         max_images: Number of images to use.
         ridge: Damping of the least-squares problems, relative to the variance of every variable.
         progress: Whether to show a progress bar.
@@ -80,20 +81,26 @@ def linearize_ffns(
 
     Raises:
         TypeError: model is not a module, or a batch has no tensor of images.
-        ValueError: The model has no FFN that can be converted, or is wrapped or converted already; idle_ratio, ridge or
-            max_images is out of range; macs cannot be reached; there are too few images; or features or weights are
-            not finite. The model is unchanged.
+        ValueError: The model has no FFN that can be converted, no weights, or is wrapped or converted already;
+            idle_ratio, ridge or max_images is out of range; macs cannot be reached; there are too few images; or
+            features or weights are not finite. The model is unchanged.
         OverflowError: A fitted weight does not fit the dtype of the model, which is unchanged.
     """
     ffns, kept = check_convertible(model)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(f'{type(model).__name__} is on the meta device and has no weights: load them first.')
     if macs is not None and (idle_ratio != 0.75 or not 0 < macs < 1):
         raise ValueError(
             'macs is a fraction of the multiply-accumulates of the model, above 0 and below 1, and takes the place of '
             f'idle_ratio: got macs={macs!r} and idle_ratio={idle_ratio!r}.')
     if not ridge > 0:
         raise ValueError(f'ridge must be positive, got {ridge!r}.')
-    counts = {
-        ffn.name: active_channels(ffn.hidden_features, ratio) for ffn, ratio in zip(ffns, ratios_of(ffns, idle_ratio))}
+    ratios = dict(zip((ffn.name for ffn in ffns), ratios_of(ffns, idle_ratio)))
+    ffns = [ffn for ffn in ffns if ratios[ffn.name] is not None]
+    if not ffns:
+        raise ValueError('idle_ratio is None for all FFNs: nothing is to be converted.')
+    kept = {**kept, **{name: 'has no idle ratio' for name, ratio in ratios.items() if ratio is None}}
+    counts = {ffn.name: active_channels(ffn.hidden_features, ratios[ffn.name]) for ffn in ffns}
     recorder = Recorder(model, take_images(loader, max_images))
     modes = {m: m.training for m in model.modules()}
     replaced: List[Tuple[nn.Module, nn.Module]] = []

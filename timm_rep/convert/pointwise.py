@@ -5,6 +5,7 @@ The table of this file names the parts of every FFN class of timm. The form of t
 import copy
 import re
 from functools import partial
+from numbers import Real
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -358,7 +359,7 @@ def ratios_of(
     Raises:
         ValueError: There are several ratios, but not one for each FFN.
     """
-    ratios = [idle_ratio] * len(ffns) if isinstance(idle_ratio, (int, float)) else list(idle_ratio)
+    ratios = [idle_ratio] * len(ffns) if isinstance(idle_ratio, Real) else list(idle_ratio)
     if len(ratios) != len(ffns):
         raise ValueError(
             f'idle_ratio is one number or one for each of the {len(ffns)} pointwise FFNs, got {len(ratios)}: '

@@ -15,7 +15,7 @@ __all__ = ['convert_to_repa']
 
 def convert_to_repa(
         model: nn.Module,
-        idle_ratio: Union[float, Sequence[float]] = 0.75,
+        idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,
         idle_schedule: str = 'constant',
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
@@ -41,7 +41,7 @@ def convert_to_repa(
     Args:
         model: timm model, not wrapped.
         idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; with calibration or
-            anneal_steps also one for each FFN.
+            anneal_steps also one for each FFN, None for those that stay as they are.
         idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
             calibration or anneal_steps.
         bn_momentum: Momentum of the BatchNorms, which calibration does not add.

@@ -22,6 +22,7 @@ LAYER_SELECTIONS = ('first', 'uniform', 'mid', 'last')
 COMPONENTS = ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other')
 
 Shape = Tuple[int, ...]
+_Groups = List[Tuple[frozenset, List[str]]]  # kinds and numbers of blocks
 
 # the first match gives the component
 _PATTERNS = (
@@ -146,7 +147,7 @@ def _children(shapes: Mapping[str, Shape]) -> Dict[str, Dict[str, Shape]]:
     return children
 
 
-def _group_blocks(blocks: Mapping[str, Mapping[str, Shape]]) -> List[Tuple[frozenset, List[str]]]:
+def _group_blocks(blocks: Mapping[str, Mapping[str, Shape]]) -> _Groups:
     """Numbers of blocks in groups of equal names and shapes, each with its kind: the names and numbers of axes.
 
     The first block of a stage that changes stride or width is a group of its own.
@@ -160,6 +161,22 @@ def _group_blocks(blocks: Mapping[str, Mapping[str, Shape]]) -> List[Tuple[froze
     ]
 
 
+def _match_kinds(student: _Groups, teacher: _Groups) -> Dict[frozenset, frozenset]:
+    """The kind of the teacher's blocks for each of the student's: the same, or else the most similar of the others.
+
+    Blocks of similar kinds have, for example, layer scales or biases in one of the two models only.
+    """
+    kinds, left = (list(dict.fromkeys(kind for kind, _ in groups)) for groups in (student, teacher))
+    found = {kind: kind for kind in kinds if kind in left}
+    left = [kind for kind in left if kind not in found]
+    for kind in kinds:
+        similar = [other for other in left if kind & other] if kind not in found else []
+        if similar:
+            found[kind] = min(similar, key=lambda other: len(kind ^ other))
+            left.remove(found[kind])
+    return found
+
+
 def _match_blocks(
         student: Mapping[str, Mapping[str, Shape]],
         teacher: Mapping[str, Mapping[str, Shape]],
@@ -170,9 +187,9 @@ def _match_blocks(
         return {number: number for number in student}
     groups, teacher_groups = _group_blocks(student), _group_blocks(teacher)
     numbers: Dict[str, str] = {}
-    for kind in dict.fromkeys(kind for kind, _ in groups):
+    for kind, teacher_kind in _match_kinds(groups, teacher_groups).items():
         ours = [members for other, members in groups if other == kind]
-        theirs = [members for other, members in teacher_groups if other == kind]
+        theirs = [members for other, members in teacher_groups if other == teacher_kind]
         if len(ours) != len(theirs):
             # only one of the two changes the width in its first block: match the first, and the others
             flat = [sorted(chain.from_iterable(members), key=int) for members in (ours, theirs)]
@@ -210,7 +227,8 @@ def map_names(
     Names are equal except for the numbers of blocks. Where the two models have different numbers of blocks, in each
     stage of a hierarchical model separately, the teacher's blocks are chosen by ``layer_selection``. Blocks that differ
     from their neighbours, such as the first of a ResNet's stage with its stride, are chosen among the teacher's blocks
-    of that kind. Between a RePaFormer and a plain model the norms and layer scales of the FFNs are mapped too.
+    of that kind, or of the most similar one. Between a RePaFormer and a plain model the norms and layer scales of the
+    FFNs are mapped too.
 
     Args:
         student: Shapes of the student's tensors by name.

@@ -68,6 +68,8 @@ _CLIP = [
 ]
 # prefixes of wrappers: DDP, DINO's multi-crop wrapper, torch.compile
 _PREFIXES = ('module.', 'backbone.', '_orig_mod.')
+# schemes of the names of models that timm does not register
+_SOURCES = ('local-dir:', 'hf-hub:', 'hf_hub:')
 # keys of the state dict in a checkpoint, in order of preference: DINO, timm's moving average, timm, MAE
 _WRAPPERS = ('teacher', 'state_dict_ema', 'model_ema', 'state_dict', 'model')
 
@@ -89,7 +91,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
     """Open a teacher. Of a ``.safetensors`` file, local or in the Hub's cache, only names and shapes are read.
 
     Args:
-        source: A model, a state dict, the path of a checkpoint, or the name of a timm model with pretrained weights.
+        source: A model, a state dict, the path of a checkpoint, or the name of a timm model with pretrained weights, as
+            for ``create_model`` ('local-dir:' and 'hf-hub:' included).
             Checkpoints of DINO, MAE and CLIP (its vision tower) are supported; if a checkpoint has a moving average of
             the weights, it is used.
 
@@ -97,7 +100,7 @@ def open_teacher(source: TeacherSource) -> Teacher:
         FileNotFoundError: There is no such file and no such model.
         RuntimeError: The file cannot be read.
         TypeError: The file or mapping does not hold a state dict.
-        ValueError: timm has no pretrained weights for the model.
+        ValueError: timm has no pretrained weights for the model, or the path is that of a folder.
     """
     if isinstance(source, nn.Module):
         source = unwrap_model(source)
@@ -109,6 +112,10 @@ def open_teacher(source: TeacherSource) -> Teacher:
         if path.endswith('.safetensors'):
             return _with_timm_names(_from_safetensors(path))
         return _with_timm_names(_from_state_dict(read_state_dict(path, wrappers=_WRAPPERS)))
+    if path.startswith(_SOURCES):
+        return open_teacher(timm.create_model(path, pretrained=True))
+    if os.path.isdir(path):
+        raise ValueError(f'The teacher {path!r} is a folder: the model in it is named local-dir:{path}.')
     if not timm.is_model(path):
         raise FileNotFoundError(f'The teacher {path!r} is neither a file nor a timm model.')
     if not timm.get_pretrained_cfg(path).has_weights:

@@ -5,6 +5,7 @@
 import math
 import sys
 from functools import partial
+from numbers import Real
 from typing import Any, List, Mapping, Optional, Tuple, Type
 
 import torch
@@ -27,10 +28,10 @@ def active_channels(channels: int, idle_ratio: float) -> int:
     Raises:
         ValueError: The ratio is not a number in [0, 1].
     """
-    if not isinstance(idle_ratio, (int, float)) or not 0. <= idle_ratio <= 1.:
+    if not isinstance(idle_ratio, Real) or not 0. <= idle_ratio <= 1.:
         raise ValueError(
             f'idle_ratio is the share of hidden channels that skip the activation, from 0 to 1, got {idle_ratio!r}.')
-    return math.ceil(channels * (1 - idle_ratio))
+    return math.ceil(channels * (1 - float(idle_ratio)))
 
 
 def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'constant') -> List[float]:

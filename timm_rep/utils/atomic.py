@@ -21,18 +21,23 @@ _AT_FDCWD = -100  # fcntl.h
 
 
 def check_writable(folder: Union[str, os.PathLike]) -> Path:
-    """Create a folder if it does not exist, and check that files can be written there, before any long work.
+    """Check that a folder exists or can be created, and that files can be written there, before any long work.
 
     Raises:
         OSError: They cannot; the message names the folder and why.
     """
     folder = Path(folder)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as e:
         raise OSError(f'cannot write to the output folder {str(folder)!r}: {e.strerror or e}') from e
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # not created, or used by another process meanwhile
+                path.rmdir()
     return folder
 
 
