@@ -3,7 +3,7 @@ import timm
 
 from timm_rep.cli import main
 
-pytest.importorskip('matplotlib', reason='matplotlib draws the picture')
+plt = pytest.importorskip('matplotlib.pyplot', reason='matplotlib draws the picture')
 
 
 def test_profile(tmp_path, capsys, monkeypatch):
@@ -34,9 +34,30 @@ def test_profile(tmp_path, capsys, monkeypatch):
     assert all('100%)' in ' '.join(line) for line in lines if line[:1] == ['all'])
 
 
+@pytest.mark.parametrize('name', ['repa_lvvit_s', 'vit_tiny_patch16_224'])
+def test_arguments_of_both_models(name, tmp_path, monkeypatch):
+    """The compared models have the same size."""
+    profiled = []
+    monkeypatch.setattr('timm_rep.latency.profile_latency', lambda models, images, **kwargs: profiled.append(
+        (models, images.shape)) or {key: dict.fromkeys(('FFNs', 'head'), 1.) for key in models})
+    monkeypatch.setattr('timm_rep.plotting.plot_latency', lambda profiles: plt.figure())
+    assert main([
+        'profile', name, '--model-kwargs', 'depth=2', 'embed_dim=48', 'num_heads=4', 'img_size=32', 'patch_size=8',
+        'idle_ratio=0.5', 'in_chans=1', '-o', str(tmp_path / 'p.png')]) == 0
+    (models, shape), = profiled
+    assert shape == (1, 1, 32, 32)
+    for model in models.values():
+        assert (len(model.blocks), model.embed_dim) == (2, 48)
+    act = models['RePa'].blocks[0].mlp.act
+    assert 2 * act.active_channels == act.channels
+
+
 @pytest.mark.parametrize('args,message', [
     (['repa_deit_tinny'], "There is no model 'repa_deit_tinny'"),
     (['resnet18'], 'Cannot convert ResNet'),
+    (['repa_lvvit_s.cifar10'], "'repa_lvvit_s.cifar10' names weights, on which times do not depend"),
+    (['local-dir:fast'], "'local-dir:fast' names weights"),
+    (['repa_deit_tiny', '--model-kwargs', 'dept=2'], "unexpected keyword argument 'dept'"),
     (['repa_deit_tiny', '-o', 'x.txt'], "a .png, .svg or .pdf file to write, got 'x.txt'"),
 ])
 def test_refusals(args, message, capsys, tmp_path, monkeypatch):

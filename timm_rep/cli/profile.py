@@ -16,7 +16,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's own)")
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
-        help='arguments of the RePa models, e.g. idle_ratio=0.5')
+        help='arguments of the models, those of RePaFormers only for these, e.g. depth=6 idle_ratio=0.5')
     parser.add_argument(
         '--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32', help='dtype (%(default)s)')
     parser.add_argument('--channels-last', action='store_true', help='use channels-last memory')
@@ -59,29 +59,40 @@ def _build(name: str, args):
     from timm_rep.convert import convert_to_repa
     from timm_rep.paper import VANILLA
 
+    architecture, _, tag = name.partition('.')
+    if ':' in name or (tag and architecture in VANILLA):
+        raise ValueError(
+            f'{name!r} names weights, on which times do not depend: profile takes the architecture without tag, as '
+            'in repa_deit_tiny, and its --model-kwargs.')
     if not timm.is_model(name):
         raise ValueError(f'There is no model {name!r}.')
-    size = _size_args(name, args)
+    both, own = _split(args.model_kwargs)
+    size = {'img_size': args.img_size} if args.img_size and timm.get_pretrained_cfg(name).fixed_input_size else {}
     if name in VANILLA:
         vanilla_name, vanilla_args = VANILLA[name]
-        vanilla = timm.create_model(vanilla_name, **vanilla_args, **size)
-        repa = create_model(name, args.model_kwargs, **size)
+        vanilla = create_model(vanilla_name, {**vanilla_args, **both}, **size)
+        repa = create_model(name, {**both, **own}, **size)
     else:
-        vanilla = timm.create_model(name, **size)
-        repa = convert_to_repa(timm.create_model(name, **size), **args.model_kwargs)
+        vanilla = create_model(name, both, **size)
+        repa = convert_to_repa(create_model(name, both, **size), **own)
     dtype = getattr(torch, args.dtype)
     return vanilla.to(args.device, dtype).eval(), repa.to(args.device, dtype).eval()
 
 
-def _size_args(name: str, args):
-    import timm
+def _split(model_kwargs):
+    """The arguments of both models, and those that only a RePaFormer has."""
+    import inspect
 
-    fixed = timm.get_pretrained_cfg(name).fixed_input_size
-    return {'img_size': args.img_size} if args.img_size and fixed else {}
+    from timm_rep.convert import convert_to_repa
+
+    only = {*inspect.signature(convert_to_repa).parameters, 'fold_token_mixer'}
+    return tuple({k: v for k, v in model_kwargs.items() if (k in only) == own} for own in (False, True))
 
 
 def _input_size(model, args):
-    channels, *size = model.pretrained_cfg['input_size']
+    from timm_rep.utils.profiling import model_input_size
+
+    channels, *size = model_input_size(model)
     return (channels, *([args.img_size] * 2 if args.img_size else size))
 
 
