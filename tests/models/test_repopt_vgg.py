@@ -465,14 +465,8 @@ def train(model, optimizer, steps, seed=0):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize('kwargs', [dict(), SE], ids=['plain', 'se'])
-@pytest.mark.parametrize('rep,plain,args,tolerance', [
-    (RepSGD, torch.optim.SGD, dict(lr=.01), 1e-10),
-    (RepSGD, torch.optim.SGD, dict(lr=.02, momentum=.9, weight_decay=1e-3, nesterov=True), 1e-10),
-    (RepAdamW, torch.optim.AdamW, dict(lr=1e-3, weight_decay=.05, eps=1e-16), 1e-6),
-], ids=['sgd', 'nesterov', 'adamw'])
-def test_csla_is_gr_end_to_end(kwargs, rep, plain, args, tolerance):
-    """The proposition, on a RepOpt-VGG of six blocks and a stem, negative scales among them."""
+def csla_and_target(**kwargs):
+    """The two structures in float64 with the same scales, negative ones among them, and the same function."""
     scales = random_scales(tiny())
     csla = tiny(structure='csla', scales=scales, dtype=torch.float64, **kwargs)
     target = tiny(scales=scales, dtype=torch.float64, **kwargs)
@@ -482,14 +476,37 @@ def test_csla_is_gr_end_to_end(kwargs, rep, plain, args, tolerance):
             ours[name].weight.copy_(block.equivalent_kernel())
         rest = {k: v for k, v in csla.state_dict().items() if '.conv.' not in k}
         assert not target.load_state_dict(rest, strict=False).unexpected_keys
+    return csla, target
+
+
+@pytest.mark.parametrize('kwargs', [dict(), SE], ids=['plain', 'se'])
+@pytest.mark.parametrize('rep,plain,args,tolerance', [
+    (RepSGD, torch.optim.SGD, dict(lr=.01), 1e-10),
+    (RepSGD, torch.optim.SGD, dict(lr=.02, momentum=.9, weight_decay=1e-3, nesterov=True), 1e-10),
+    (RepAdamW, torch.optim.AdamW, dict(lr=1e-3, weight_decay=.05, eps=1e-16), 1e-6),
+], ids=['sgd', 'nesterov', 'adamw'])
+def test_csla_is_gr_end_to_end(kwargs, rep, plain, args, tolerance):
+    """The proposition, on a RepOpt-VGG of six blocks and a stem."""
+    csla, target = csla_and_target(**kwargs)
     steps = 20
     a = train(csla, plain([p for p in csla.parameters() if p.requires_grad], **args), steps)
     b = train(target, rep(target.parameters(), **args), steps)
     # rounding grows from step to step through the ReLUs and the normalization: what counts is the kernels' agreement
     assert relative(b[:10], a[:10]) < tolerance
     assert relative(b, a) < tolerance
+    ours = csla_layers(target)
     for name, block in csla_layers(csla).items():
         assert relative(ours[name].weight, block.equivalent_kernel()) < tolerance
+
+
+@pytest.mark.parametrize('excluded', [True, False])
+def test_weight_decay_by_timms_factory(excluded):
+    """It excludes vectors, and so the identity branches, unless it is told not to."""
+    outputs = [
+        train(model, create_optimizer_v2(
+            model, opt=opt, lr=.02, momentum=.9, weight_decay=1e-2, filter_bias_and_bn=excluded), 5)
+        for model, opt in zip(csla_and_target(), ('sgd', 'repsgd'))]
+    assert (relative(*outputs) < 1e-10) != excluded
 
 
 @pytest.mark.parametrize('rule', ['sgd', 'adamw'])

@@ -111,9 +111,9 @@ def _folder_runner(path: Path) -> Runner:
         return timm.create_model(f'local-dir:{path.parent}', pretrained=True).eval()
     except RuntimeError as e:
         raise ValueError(
-            'timm.create_model builds another structure. Of converted models it knows repa_any and repopt_any: create one '
-            'with base= this model and the arguments of the conversion, let it load_state_dict() this one, and export '
-            'that; or choose another format') from e
+            'timm.create_model builds another structure. Of converted models it knows repa_any and repopt_any: create '
+            'one with base= this model and the arguments of the conversion, let it load_state_dict() this one, and '
+            'export that; or choose another format') from e
 
 
 class Format(NamedTuple):

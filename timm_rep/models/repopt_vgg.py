@@ -193,7 +193,9 @@ class RepOptVgg(RepOptMixin, ByobNet):
             stem_width: Number of channels of the stem.
             in_chans: Number of image channels.
             structure: 'target', a plain network; 'search', the network that Hyper-Search trains, every convolution a
-                sum of branches with trainable scales; 'csla', the same with constant scales.
+                sum of branches with trainable scales; 'csla', the same with constant scales. The latter trains as the
+                target structure does, with weight decay if its identity branches, which are vectors, have it: timm's
+                create_optimizer_v2 excludes vectors unless it gets filter_bias_and_bn=False.
             scales: Constants of the branches: Scales, a path, a Hub repository, 'ones', a model with searched
                 scales in this package, or 'init', the values that a search starts from. They determine the GradMults
                 and initial kernels of the target structure, and the scales of the others. False (or None): no scales,
