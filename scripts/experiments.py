@@ -28,6 +28,7 @@ from procedures.workspace import OutOfTime, Workspace, digest
 from timm_rep.cli._arguments import ModelKwargs
 from timm_rep.cli._arguments import device as usable_device
 from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.profiling import versions
 
 UNFINISHED = 75  # exit status if rows are left (EX_TEMPFAIL)
 
@@ -42,15 +43,17 @@ def is_finished(experiment: Experiment, row: Row, device: torch.device) -> bool:
 def check_results(experiment: Experiment, device: torch.device) -> None:
     """
     Raises:
-        ValueError: The file of results has rows of other settings, which new ones would be mixed with.
+        ValueError: The file of results has rows of other settings or versions, which new ones would be mixed with.
     """
-    content = results.read(experiment.name, device) or {'rows': []}
+    content = results.read(experiment.name, device) or {'rows': [], 'versions': versions()}
     known = {digest(row.settings) for row in experiment.rows}
     other = sum(row.get('settings') not in known for row in content['rows'])
-    if other:
+    others = [f'{other} rows of other settings'] if other else []
+    others += [f'rows of {k} {v}' for k, v in content['versions'].items() if v != versions()[k]]
+    if others:
         raise ValueError(
-            f'{results.result_file(experiment.name, device)} has {other} rows of other settings: move it away, or name '
-            'another folder of results in the environment variable TIMM_REP_RESULTS.')
+            f'{results.result_file(experiment.name, device)} has {others[0]}: move it away, or name another folder of '
+            'results in the environment variable TIMM_REP_RESULTS.')
 
 
 def finish(experiment: Experiment, row: Row, workspace: Workspace) -> None:

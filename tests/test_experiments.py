@@ -199,7 +199,7 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
 
 
 def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
-    """Too many classes, an output folder that cannot be written, results of other settings."""
+    """Too many classes, an output folder that cannot be written, results of other settings or versions."""
     def error(*args, **kwargs):
         with pytest.raises(SystemExit):
             start('repoptimizers', '--seeds', 0, '--rows', 'sgd', *args, **kwargs)
@@ -212,6 +212,10 @@ def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
     _, rows = start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG])
     assert 'repoptimizers.json has 1 rows of other settings' in error(settings=[VGG, 'lr=7'])
     assert start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG]) == (0, rows)
+    path, = (tmp_path / 'results').glob('*/repoptimizers.json')
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, 'versions': {**content['versions'], 'torch': '2.4.0'}}))
+    assert 'repoptimizers.json has rows of torch 2.4.0: move it away' in error(settings=[VGG])
 
 
 def test_arguments_of_small_models():
@@ -385,6 +389,9 @@ def test_quantization(start, tmp_path):
     assert [row['row'] for row in found] == rows
     assert all(row['layers in int8'] == 7 and not row['in float'] for row in found[2:])
     assert 'std of the branches added' not in found[0]
+    assert all(row['largest entry'] >= max(
+        row[key]['overall'] for key in row if key.startswith('std') and not key.endswith('3 x 3 kernel'))
+        for row in found[:2])
     added = found[1]['std of the branches added']
     assert found[1]['std of the BatchNorm folded'] != added
     assert added['surrounding'] == found[1]['std of the BatchNorm folded']['surrounding']
@@ -522,7 +529,7 @@ def test_calibration_of_a_start(load_script, images, tmp_path, monkeypatch):
 def test_picture_of_a_stopped_row(load_script, monkeypatch, tmp_path):
     """A picture is written before its row, so that a kill between them loses neither."""
     module, experiment = load_script('experiments'), load_script('procedures/experiment')
-    one = experiment.load('quantization-a0')
+    one = experiment.load('quantization')
     row = one.rows[0]
     figure = load_script('procedures/page').plot_means({'a': {0.: [1.]}}, 'x', 'y')
     monkeypatch.setitem(module.PROCEDURES, 'quantize', lambda *args: {'top-1': 1., 'picture': figure})
@@ -541,6 +548,7 @@ def test_committed_rows(load_script, monkeypatch):
         if path.stem in NAMES and path.stem != 'weight-selection-digits':  # of an earlier script
             content = json.loads(path.read_text())
             monkeypatch.setattr(results, 'read', lambda section, device, content=content: content)
+            monkeypatch.setattr(module, 'versions', lambda content=content: content['versions'])
             changes = {'amp': False} if content.get('settings', {}).get('amp') is False else {}
             one = experiment.load(path.stem, 'cpu', changes)
             finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]

@@ -392,18 +392,17 @@ def _top1(*sections):
 def test_accuracies_in_the_readme():
     """The cells of ours are those of experiments.md."""
     _, rows = tables('README.md', 'Results')
-    top1, vgg = _top1('multi-branch'), _top1('repoptimizers')
-    change = {row['row']: f"{float(row['change'] or 0):.2f}" for row in _experiment('quantization-a0')}
+    top1, vgg = _top1('multi-branch', 'multi-branch-settings'), _top1('repoptimizers')
+    change = {row['row']: row['change'] for row in _experiment('quantization') if row['change']}
+    vit = _top1('repa')
     selected = _top1('weight-selection')
     fasternet, = (
         row['top-1 change'] for row in _experiment('accelerate')
         if (row['method'], row['MACs'], row['epochs']) == ('closed form', '0.56', '0'))
-    ptq, qat = ([
-        change[name.format(net)] for net in ('repopt', 'repvgg')
-    ] for name in ('int8, {}, inductor, per_channel, minmax', 'int8, QAT, {}'))
     assert [ours for *_, ours in rows] == [
         fasternet,
-        f'{", ".join(ptq)} ({", ".join(qat)})',
+        f"{change['repopt, tensor']}, {change['repvgg, tensor']}, {change['timm, tensor']}",
+        f"{vit['vanilla']}, {vit['RePa 75%']} ({vit['RePa 100%']})",
         f"{vgg['repsgd']}, {vgg['sgd']}",
         f"{top1['init']}, {top1['branches']} ({top1['init, 10 times the lr']}, {top1['branches, 10 times the lr']})",
         f"{selected['uniform']}, {selected['random']}",
@@ -436,20 +435,41 @@ def test_repoptimizers_in_the_results():
 
 
 def test_repa_in_the_results():
-    ratios, widths, checked = tables('scripts/results/README.md', 'Idle ratios and widths')
+    ratios, widths, normed = tables('scripts/results/README.md', 'Idle ratios and widths')
     top1 = _top1('repa')
     names = ['vanilla', *(f'RePa {ratio}%' for ratio in range(0, 101, 25))]
     assert [row[3] for row in ratios] == [top1[name] for name in names]
-    top1 = _top1('repa-widths')
-    assert widths == [[width, top1[f'{width} vanilla'], top1[f'{width} RePa']] for width in ('32', '64', '128')]
-    found = {
-        row['row']: f'{row["top-1"]:.2f}' for name in ('repa', 'repa-settings')
-        for row in json.loads((RESULTS / 'amd-epyc-1-thread' / f'{name}.json').read_text())['rows'] if row['seed'] == 0}
-    assert [row[1:] for row in checked] == [
-        [found['vanilla, pre-norm'], found['RePa 75%']], [found['vanilla'], found['RePa 75%, no pre-norm']],
-        *([found[f'{name}, {lr} the lr'] for name in ('vanilla', 'RePa 75%')] for lr in ('a third of', '3 times'))]
+    wide, settings = _top1('repa-widths'), _top1('repa-settings')
+    assert widths == [[width, wide[f'{width} vanilla'], wide[f'{width} RePa']] for width in ('32', '64', '128')]
+    chosen = 'vanilla', 'RePa 0%', 'RePa 75%'
+    assert [row[1:] for row in normed] == [
+        [top1[name] for name in chosen], [settings[f'{name}, pre-norm'] for name in chosen]]
     text = ' '.join(read('scripts/results/README.md').split())
-    assert f"a RePaFormer without that LayerNorm reaches {found['RePa 0%, no pre-norm']}." in text
+    mean = {name: float(cell.split()[0]) for name, cell in {**top1, **wide}.items()}
+    assert 'by less: {:.1f} points at 75%, and {:.1f} at 100%'.format(
+        *(mean['vanilla'] - mean[f'RePa {ratio}%'] for ratio in (75, 100))) in text
+    assert 'grows with the width here: {:.1f}, {:.1f} and {:.1f} points'.format(
+        *(mean[f'{width} vanilla'] - mean[f'{width} RePa'] for width in (32, 64, 128))) in text
+    by_row = {}
+    for row in json.loads((RESULTS / 'amd-epyc-1-thread' / 'repa.json').read_text())['rows']:
+        by_row.setdefault(row['row'], {})[row['seed']] = row['top-1']
+    assert all(min(seeds, key=seeds.get) == 1 for seeds in by_row.values())
+
+
+def test_int8_in_the_results():
+    """The accuracies in int8 and the deviations of kernels."""
+    *_, accuracies, kernels = tables('scripts/results/README.md', 'Int8 and ONNX Runtime')
+    found = {row['row']: row for row in _experiment('quantization')}
+    assert [row[1:] for row in accuracies] == [[
+        found[f'{net}, float32']['top-1'], found[f'{net}, channel']['change'], found[f'{net}, tensor']['change'],
+        found[f'{net}, float32']['largest entry'], found[f'{net}, qat']['change'],
+    ] for net in ('repopt', 'repvgg', 'timm')]
+    stages = [
+        ('repopt', 'BatchNorm folded'), ('repvgg', 'BatchNorm folded'), ('repvgg', 'branches added'),
+        ('timm', 'branches added')]
+    assert [row[1:] for row in kernels] == [
+        [f'{float(part.split()[-1]):.3f}' for part in found[f'{net}, float32'][f'std of the {stage}'].split(',')]
+        for net, stage in stages]
 
 
 def test_weight_selection_in_the_results():

@@ -97,8 +97,8 @@ JOBS: Dict[str, Job] = {
         toy=['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1']),
     **{name: experiment(name) for name in (
         'repoptimizers', 'repa', 'weight-selection', 'repa-widths', 'repoptimizers-ablation', 'accelerate',
-        'multi-branch', 'transfer', 'strides', 'quantization', 'quantization-a0', 'packaged-scales',
-        'weight-selection-layers', 'weight-selection-distillation', 'repa-student', 'repoptimizers-settings',
+        'multi-branch', 'transfer', 'strides', 'quantization', 'packaged-scales', 'weight-selection-layers',
+        'weight-selection-distillation', 'repa-student', 'repoptimizers-settings', 'multi-branch-settings',
         'repa-settings', 'weight-selection-digits')},
 }
 

@@ -48,6 +48,12 @@ def deviations(kernel: torch.Tensor) -> Dict[str, float]:
     return {part: round(values.std().item(), 5) for part, values in parts.items()}
 
 
+def largest_entry(model: nn.Module) -> float:
+    """The largest absolute entry of the folded kernels, which sets the step of int8."""
+    folded = reparameterize_model(model)
+    return max(m.weight.abs().max().item() for m in folded.modules() if isinstance(m, nn.Conv2d))
+
+
 def quantize(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any]:
     """A row of a quantization: accuracy in int8 and its change from float32; without a backend, entries of kernels."""
     cpu = torch.device('cpu')  # where int8 runs
@@ -58,7 +64,8 @@ def quantize(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any
         found = kernels(model)
         entries = {f'std of the {stage}': deviations(kernel) for stage, kernel in found.items()}
         figure = plot_kernels({stage: {'3 x 3': kernel} for stage, kernel in found.items()}, ['3 x 3'] * len(found))
-        return {'top-1': round(before, 2), **entries, 'picture': figure}
+        return {
+            'top-1': round(before, 2), 'largest entry': round(largest_entry(model), 2), **entries, 'picture': figure}
     if settings['qat_epochs']:
         with workspace.training_folder({**settings, 'model': settings['trained']['model']}) as folder:
             quantized = quantize_qat(
