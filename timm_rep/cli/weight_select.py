@@ -51,8 +51,10 @@ def run(args) -> int:
         raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
     if not timm.is_model(args.student):
         raise ValueError(f'There is no model {args.student!r}.')
-    check_writable(output.parent)
     classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
+    if classes and 'num_classes' in args.model_kwargs:
+        raise ValueError('num_classes is given twice, as --num-classes and in --model-kwargs.')
+    check_writable(output.parent)
     torch.manual_seed(args.seed)
     student = create_model(args.student, args.model_kwargs, **classes)
     report = weight_select_init(

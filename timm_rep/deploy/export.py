@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Dict, Optional, Tuple, Union
+from typing import Dict, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -125,6 +125,10 @@ def export(
     if not target.suffix and not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture'):
         raise ValueError(
             f'{type(model).__name__} is no model of timm, which the format {format!r} is for: name another format.')
+    if not target.suffix and not hasattr(model, 'num_classes'):
+        raise ValueError(
+            f'{type(model).__name__} is made by features_only, which config.json cannot say: export the whole model, '
+            'or name another format.')
     if not tolerance >= 0:
         raise ValueError(f'tolerance is a relative error of at least 0, got {tolerance!r}.')
     batches = _batches(model, images, input_size)
@@ -181,7 +185,8 @@ def _batches(
         if images is None and getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass input_size.')
         input_size = model_input_size(model) if images is None else images.shape[1:]
-    if len(input_size) != 3 or not all(isinstance(n, int) and n > 0 for n in input_size):
+    sizes = input_size if isinstance(input_size, Sequence) else ()
+    if len(sizes) != 3 or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ValueError(f'input_size is (channels, height, width), got {input_size!r}.')
     if images is not None and tuple(images.shape[1:]) != tuple(input_size):
         raise ValueError(f'images are of size {tuple(images.shape[1:])}, input_size is {tuple(input_size)}.')
