@@ -40,10 +40,13 @@ def convert_to_repa(
     statistics change the function, so the model has to be trained. Blocks keep their shortcuts, and a layer scale that
     is a parameter of the block (BEiT, CaiT, ConvNeXt, EVA). Create optimizers after the conversion.
 
+    timm's save_for_hf() and ``timm_rep.export(model, 'folder')`` write the result as a ``repa_any``, folded or not, if
+    the model was created with ``timm.create_model`` of timm 1.0.31 or newer.
+
     Args:
         model: timm model, not wrapped.
-        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; with calibration or
-            anneal_steps also one for each FFN, None for those that stay as they are.
+        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; or one for each FFN,
+            with calibration or anneal_steps None for those that stay as they are.
         idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
             calibration or anneal_steps.
         bn_momentum: Momentum of the BatchNorms, which calibration does not add.

@@ -210,6 +210,8 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
     iFormer) becomes one convolution with a GradMult and one BatchNorm behind it; everything else stays timm's. The
     function in eval mode stays the same. Train it with ``RepSGD`` or ``RepAdamW`` (``--opt repsgd``), which are to be
     created after the conversion; ``model.reparameterize()`` then folds it into timm's own folded model.
+    timm's save_for_hf() and ``timm_rep.export(model, 'folder')`` write the result as a ``repopt_any``, folded or not,
+    if the model was created with ``timm.create_model`` of timm 1.0.31 or newer.
 
     Args:
         model: timm model with its multi-branch blocks, not wrapped.

@@ -107,8 +107,8 @@ def repa_any(pretrained=False, **kwargs) -> nn.Module:
 
     Args, beside those of the base:
         base: Name of a model of timm, without tag.
-        idle_ratio: Share of the hidden channels that are idle, from 0 to 1; with ``norm='keep'`` also one for each
-            pointwise FFN, None for those that stay as they are.
+        idle_ratio: Share of the hidden channels that are idle, from 0 to 1; or one for each FFN, with ``norm='keep'``
+            each pointwise one, None for those that stay as they are.
         norm: 'keep' for the structure of ``timm_rep.convert_to_repa(model, calibration=loader)``: three matrices for
             each FFN, norms and shortcuts as they are. 'batch' for the structure of the paper, to train:
             ``timm_rep.convert_to_repa(model)``, which folds.
