@@ -298,3 +298,22 @@ def test_a_model_without_ffns(data, tmp_path, capsys):
         '--data-dir', str(data), '-o', str(tmp_path / 'out')]) == 1
     assert 'Cannot convert ResNet, nothing was changed: it has no pointwise FFN' in capsys.readouterr().err
     assert not (tmp_path / 'out').exists()
+
+
+def test_models_whose_architecture_is_unknown(data):
+    model = original(data)
+    images = Images(model, str(data))
+    del model._model_args  # before timm 1.0.31
+    assert accelerate(model, images, calibration_images=16).model._model_args['base'] == 'vit_tiny_patch16_224'
+    assert not hasattr(model, '_model_args')
+    model.pretrained_cfg['architecture'] = 'my_vit'
+    with pytest.raises(ValueError, match='VisionTransformer is no model of timm'):
+        accelerate(model, images, calibration_images=16)
+
+
+def test_models_frozen_for_inference_are_distilled(data):
+    model = original(data).requires_grad_(False)
+    images = Images(model, str(data), batch_size=24)
+    result = accelerate(model, images, calibration_images=64, distil_epochs=1)
+    assert list(result.figures) == ['original', 'converted', 'distilled']
+    assert not any(p.requires_grad for p in model.parameters())
