@@ -9,8 +9,7 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
-from timm_rep.convert import ConversionReport, find_pointwise_ffns, folded_copy, linearize_ffns
-from timm_rep.layers import active_channels
+from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy, recorded_base
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.data import PREPROCESSING, Images, batch_images
 from timm_rep.utils.profiling import (
@@ -23,10 +22,8 @@ from timm_rep.utils.profiling import (
 from timm_rep.utils.training import distil, evaluate
 from timm_rep.verify import check_finite, compare
 
-__all__ = ['Accelerated', 'accelerate', 'as_repa_any', 'measure', 'table', 'write_model']
+__all__ = ['Accelerated', 'accelerate', 'measure', 'table', 'write_model']
 
-# arguments of create_model that are not those of the architecture
-_NO_ARCHITECTURE = ('num_classes', 'features_only', 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir')
 # state of an unfinished distillation in the folder of the result
 STATE = 'distillation.pth'
 
@@ -66,52 +63,6 @@ def measure(
         for name, rate in rates.items():
             figures[name]['images_per_second'][str(batch_size)] = round(rate, 1)
     return figures
-
-
-def as_repa_any(
-        model: nn.Module,
-        original: nn.Module,
-        report: ConversionReport,
-        data_config: Mapping[str, Any],
-) -> nn.Module:
-    """A converted model as the registered architecture ``repa_any``, which config.json and the Hub know.
-
-    Args:
-        model: Model that :func:`timm_rep.convert.linearize_ffns` converted.
-        original: The same model before the conversion, with the arguments it was created with in ``_model_args``, where
-            timm records them since 1.0.31.
-        report: The report of the conversion.
-        data_config: Preprocessing of the images, for its pretrained_cfg.
-
-    Returns:
-        A new model with the weights of ``model``.
-    """
-    converted = {ffn.name: ffn for ffn in report.ffns}
-    found = [(ffn, converted.get(ffn.name)) for ffn in find_pointwise_ffns(original)[0]]
-    ratios = [new and _ratio(new.active_features, ffn.hidden_features) for ffn, new in found]
-    paths = [new is None or new.linear_path for _, new in found]
-    args = {k: v for k, v in getattr(original, '_model_args', {}).items() if k not in _NO_ARCHITECTURE}
-    result = timm.create_model(
-        'repa_any',
-        base=original.pretrained_cfg['architecture'],
-        idle_ratio=ratios[0] if len(set(ratios)) == 1 else ratios,
-        linear_path=paths[0] if len(set(paths)) == 1 else paths,
-        num_classes=original.num_classes,
-        **args,
-    )
-    result.load_state_dict(model.state_dict())
-    result.pretrained_cfg.update({
-        name: original.pretrained_cfg[name] for name in ('label_names', 'license') if name in original.pretrained_cfg})
-    result.pretrained_cfg.update({name: data_config[name] for name in PREPROCESSING})
-    return result.eval()
-
-
-def _ratio(active: int, hidden: int) -> float:
-    """An idle ratio of few digits that gives this number of active channels."""
-    digits = range(1, 17)
-    return next(
-        ratio for ratio in [*(round(1 - active / hidden, n) for n in digits), 1 - (active - 0.5) / hidden]
-        if active_channels(hidden, ratio) == active)
 
 
 class Accelerated(NamedTuple):
@@ -156,18 +107,26 @@ def accelerate(
         resume: Continue the distillation from that file.
 
     Raises:
-        ValueError: As :func:`timm_rep.convert.linearize_ffns` and :func:`distil`; or the model does not take images of
-            this size.
+        ValueError: As :func:`timm_rep.convert.linearize_ffns` and :func:`distil`; the model is none of timm; or it does
+            not take images of this size.
     """
     original = copy.deepcopy(model).eval().to(images.device)
+    if not hasattr(original, '_model_args'):  # timm records them since 1.0.31; write_model() checks them
+        original._model_args = {}
+    if recorded_base(original) is None:
+        raise ValueError(f'{type(model).__name__} is no model of timm: create it with timm.create_model().')
     with torch.inference_mode():
         check_finite(original, torch.zeros(1, *images.config['input_size'], device=images.device))
     loader = list(images.calibration(calibration_images))  # decoded once for all ratios
 
     def convert(**kwargs) -> Tuple[nn.Module, ConversionReport]:
         converted = copy.deepcopy(original)
-        report = linearize_ffns(converted, loader, max_images=calibration_images, progress=True, **kwargs)
-        return as_repa_any(converted, original, report, images.config).to(images.device), report
+        report = convert_to_repa(
+            converted, calibration=loader, max_images=calibration_images, progress=True, **kwargs)
+        converted.pretrained_cfg.update({name: images.config[name] for name in PREPROCESSING})
+        if not any(p.requires_grad for p in converted.parameters()):  # frozen for inference
+            converted.requires_grad_()
+        return converted, report
 
     result, report = convert(**(dict(macs=macs) if macs is not None else dict(idle_ratio=idle_ratio)))
     folded = {'original': folded_copy(original), 'converted': folded_copy(result)}
@@ -207,10 +166,8 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     swept = any(name.startswith('idle ratio') for name in result.figures)
     with replacing_files(folder) as draft:
         model = copy.deepcopy(result.model).cpu()
-        # timm before 1.0.31 does not record the arguments itself; num_classes is beside model_args, where transformers
-        # looks for it
-        args = {name: value for name, value in model._model_args.items() if name != 'num_classes'}
-        save_for_hf(model, str(draft), model_args=args, safe_serialization=True)
+        # timm before 1.0.31 does not record the arguments itself
+        save_for_hf(model, str(draft), model_args=model._model_args, safe_serialization=True)
         loaded = timm.create_model(f'local-dir:{draft}', pretrained=True).eval()
         images = torch.randn(2, *model.pretrained_cfg['input_size'])
         with torch.inference_mode():

@@ -1,4 +1,5 @@
 """``timm-rep accelerate``: a pretrained model in, a folder with a faster one out."""
+import copy
 import json
 import shlex
 
@@ -9,7 +10,7 @@ from PIL import Image
 
 import timm_rep
 from tests.helpers import relative, same_weights
-from timm_rep.accelerate import STATE, accelerate, as_repa_any, measure
+from timm_rep.accelerate import STATE, accelerate, measure
 from timm_rep.cli import main
 from timm_rep.utils.data import Images
 from timm_rep.utils.training import distil
@@ -101,12 +102,12 @@ def test_distillation_comes_closer_and_resumes(data, tmp_path):
     teacher = original(data)
     images = Images(teacher, str(data), batch_size=24)
     converted = original(data)
-    report = timm_rep.convert_to_repa(converted, idle_ratio=1., calibration=images.calibration(64))
+    timm_rep.convert_to_repa(converted, idle_ratio=1., calibration=images.calibration(64))
     with torch.no_grad():  # an untrained model is hardly changed by the conversion
         converted.head.weight += torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
 
     def start():
-        return as_repa_any(converted, teacher, report, images.config)
+        return copy.deepcopy(converted)
 
     def divergence(model):
         with torch.no_grad():
@@ -297,3 +298,22 @@ def test_a_model_without_ffns(data, tmp_path, capsys):
         '--data-dir', str(data), '-o', str(tmp_path / 'out')]) == 1
     assert 'Cannot convert ResNet, nothing was changed: it has no pointwise FFN' in capsys.readouterr().err
     assert not (tmp_path / 'out').exists()
+
+
+def test_models_whose_architecture_is_unknown(data):
+    model = original(data)
+    images = Images(model, str(data))
+    del model._model_args  # before timm 1.0.31
+    assert accelerate(model, images, calibration_images=16).model._model_args['base'] == 'vit_tiny_patch16_224'
+    assert not hasattr(model, '_model_args')
+    model.pretrained_cfg['architecture'] = 'my_vit'
+    with pytest.raises(ValueError, match='VisionTransformer is no model of timm'):
+        accelerate(model, images, calibration_images=16)
+
+
+def test_models_frozen_for_inference_are_distilled(data):
+    model = original(data).requires_grad_(False)
+    images = Images(model, str(data), batch_size=24)
+    result = accelerate(model, images, calibration_images=64, distil_epochs=1)
+    assert list(result.figures) == ['original', 'converted', 'distilled']
+    assert not any(p.requires_grad for p in model.parameters())

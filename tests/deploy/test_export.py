@@ -16,6 +16,7 @@ from tests.convert.multi_branch import FAMILIES as MULTI_BRANCH
 from tests.deploy.models import MODELS, VIT, build
 from tests.helpers import images, needs_recorded_args, needs_torch_2_6, randomize_, relative, same_weights, tiny
 from timm_rep.cli import main
+from timm_rep.convert import use_repa_ffns
 from timm_rep.deploy import VERIFICATION, onnx_runner
 from timm_rep.layers import RePaMlp, is_reparameterized
 
@@ -251,6 +252,12 @@ def _nan():
     return model
 
 
+def _changed_otherwise():
+    model = timm.create_model('deit3_small_patch16_224', **VIT)
+    use_repa_ffns(model)
+    return model
+
+
 REFUSED = [
     (deit, 'm', dict(format='onx'), ValueError, r"format is one of .*'pt2', 'aoti', got 'onx'"),
     (deit, 'm.onnx', dict(format='pt2'), ValueError, r"'pt2' is named \*\.pt2, got .*m\.onnx"),
@@ -285,8 +292,7 @@ REFUSED = [
     (Branching, 'm.pt2', dict(format='pt2', input_size=(3, 8, 8)), RuntimeError,
      r"Branching cannot be exported as 'pt2': \w+: \w+"),
     (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Conv2d is no model of timm'),
-    (lambda: timm_rep.convert_to_repa(timm.create_model('deit3_small_patch16_224', **VIT)), 'm', {}, RuntimeError,
-     'builds another structure'),
+    (_changed_otherwise, 'm', {}, RuntimeError, 'builds another structure'),
 ]
 
 

@@ -4,6 +4,7 @@ from .least_squares import eliminate
 from .linear_sums import find_linear_sums
 from .linearize import check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_module
+from .record import make_foldable, record_scales, recorded_base
 from .repa import convert_to_repa
 from .reparameterize import ReparameterizeMixin, folded_copy, reparameterize
 from .repopt import RepOptReport, convert_to_repopt, set_scales, use_repopt_convs
@@ -28,7 +29,10 @@ __all__ = [
     'find_pointwise_ffns',
     'folded_copy',
     'linearize_ffns',
+    'make_foldable',
     'ratios_of',
+    'record_scales',
+    'recorded_base',
     'reparameterize',
     'replace_module',
     'set_scales',

@@ -2,13 +2,13 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equation 3.
 """
-from typing import Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d, Mlp
 from timm.models.metaformer import Scale
 
-from timm_rep.layers import RePaMlp, RePaMlpDeploy, idle_ratios
+from timm_rep.layers import RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 
 __all__ = [
     'Ffn',
@@ -218,9 +218,26 @@ def _repa_mlp_deploy(ffn: Ffn, idle_ratio: float) -> RePaMlpDeploy:
     ).train(mlp.training)
 
 
+def _ratios(ffns: Sequence[Ffn], idle_ratio: Union[float, Sequence[float]], idle_schedule: str) -> List[float]:
+    """The idle ratio of every FFN.
+
+    Raises:
+        ValueError: One is out of range, or there are several, but not one for each FFN.
+    """
+    if not isinstance(idle_ratio, (list, tuple)):
+        return idle_ratios(len(ffns), idle_ratio, idle_schedule)
+    if idle_schedule != 'constant' or len(idle_ratio) != len(ffns):
+        raise ValueError(
+            f"idle_ratio is one number or, with idle_schedule='constant', one for each of the {len(ffns)} FFNs, got "
+            f'{len(idle_ratio)} and idle_schedule={idle_schedule!r}.')
+    for ratio in idle_ratio:
+        active_channels(1, ratio)
+    return list(idle_ratio)
+
+
 def use_repa_ffns(
         model: nn.Module,
-        idle_ratio: float = 0.75,
+        idle_ratio: Union[float, Sequence[float]] = 0.75,
         idle_schedule: str = 'constant',
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
@@ -233,8 +250,9 @@ def use_repa_ffns(
 
     Args:
         model: Model whose FFNs are all ``timm.layers.Mlp``.
-        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
-        idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`.
+        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; or one for each FFN.
+        idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
+            several ratios.
         bn_momentum: Momentum of the BatchNorms.
         bn_eps: Epsilon of the BatchNorms.
         reparameterized: Use the deploy structure, with new weights, for checkpoints of a folded model.
@@ -244,7 +262,7 @@ def use_repa_ffns(
             The model is unchanged.
     """
     ffns = find_supported_ffns(model)
-    ratios = idle_ratios(len(ffns), idle_ratio, idle_schedule)
+    ratios = _ratios(ffns, idle_ratio, idle_schedule)
     check_batch_norm(bn_momentum, bn_eps)
     for ffn, ratio in zip(ffns, ratios):
         mlp = _repa_mlp_deploy(ffn, ratio) if reparameterized else _repa_mlp(ffn, ratio, bn_momentum, bn_eps)

@@ -1,13 +1,15 @@
 """A RePaFormer of any timm model: the ways to convert it, as one function."""
-from functools import partial
-from typing import Any, Iterable, Optional, Sequence, Union
+from typing import Any, Dict, Iterable, Optional, Sequence, Union
 
 import torch.nn as nn
 
+from timm_rep.layers import active_channels
+
 from .anneal import anneal_ffns
 from .ffn import use_repa_ffns
-from .linearize import linearize_ffns
-from .reparameterize import check_loaded_structure, check_unconverted, reparameterize
+from .linearize import check_convertible, linearize_ffns
+from .record import make_foldable, record_conversion
+from .reparameterize import check_unconverted
 from .report import ConversionReport
 
 __all__ = ['convert_to_repa']
@@ -38,10 +40,13 @@ def convert_to_repa(
     statistics change the function, so the model has to be trained. Blocks keep their shortcuts, and a layer scale that
     is a parameter of the block (BEiT, CaiT, ConvNeXt, EVA). Create optimizers after the conversion.
 
+    timm's save_for_hf() and ``timm_rep.export(model, 'folder')`` write the result as a ``repa_any``, folded or not, if
+    the model was created with ``timm.create_model`` of timm 1.0.31 or newer.
+
     Args:
         model: timm model, not wrapped.
-        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; with calibration or
-            anneal_steps also one for each FFN, None for those that stay as they are.
+        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; or one for each FFN,
+            with calibration or anneal_steps None for those that stay as they are.
         idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
             calibration or anneal_steps.
         bn_momentum: Momentum of the BatchNorms, which calibration does not add.
@@ -63,16 +68,42 @@ def convert_to_repa(
         raise ValueError('Convert either with calibration images or over anneal_steps of a training.')
     if idle_schedule != 'constant' and (calibration is not None or anneal_steps):
         raise ValueError(f"With calibration or anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
+    result = model
+    args = dict(idle_ratio=idle_ratio, bn_momentum=bn_momentum, bn_eps=bn_eps)
     if calibration is not None:
-        return linearize_ffns(model, calibration, idle_ratio, **kwargs)
-    if anneal_steps:
-        anneal_ffns(model, anneal_steps, idle_ratio, bn_momentum=bn_momentum, bn_eps=bn_eps, **kwargs)
+        names = [ffn.name for ffn in check_convertible(model)[0]]
+        result = linearize_ffns(model, calibration, idle_ratio, **kwargs)
+        args = _linearized_args(names, result)
+    elif anneal_steps:
+        args.update(anneal_steps=anneal_steps, **kwargs)
+        anneal_ffns(model, **args)
     elif kwargs:
         raise TypeError(f'{", ".join(kwargs)}: only with calibration or anneal_steps.')
     else:
         check_unconverted(model)
-        use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps)
-    model.register_load_state_dict_pre_hook(check_loaded_structure)
-    # an attribute of the instance, since timm's class has no such method; a partial is copied and pickled with it
-    model.reparameterize = partial(reparameterize, model)
-    return model
+        args.update(idle_schedule=idle_schedule)
+        use_repa_ffns(model, **args)
+        args.update(norm='batch')
+    record_conversion(model, 'repa_any', **args)
+    make_foldable(model)
+    return result
+
+
+def _linearized_args(names: Sequence[str], report: ConversionReport) -> Dict[str, Any]:
+    """The arguments of ``repa_any`` for what a conversion from data made of the pointwise FFNs of these names."""
+    converted = {ffn.name: ffn for ffn in report.ffns}
+    found = [converted.get(name) for name in names]
+    ratios = [ffn and _ratio(ffn.active_features, ffn.hidden_features) for ffn in found]
+    paths = [ffn is None or ffn.linear_path for ffn in found]
+    return dict(
+        idle_ratio=ratios[0] if len(set(ratios)) == 1 else ratios,
+        linear_path=paths[0] if len(set(paths)) == 1 else paths,
+    )
+
+
+def _ratio(active: int, hidden: int) -> float:
+    """An idle ratio of few digits that gives this number of active channels."""
+    digits = range(1, 17)
+    return next(
+        ratio for ratio in [*(round(1 - active / hidden, n) for n in digits), 1 - (active - 0.5) / hidden]
+        if active_channels(hidden, ratio) == active)

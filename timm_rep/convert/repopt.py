@@ -4,7 +4,6 @@
 """
 import dataclasses
 from collections import Counter
-from functools import partial
 from typing import Any, Dict, List, Tuple
 
 import torch
@@ -15,7 +14,8 @@ from timm_rep.layers import Affine, Csla, RepOptConv, RepOptConvDeploy, csla_lay
 from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage_of
 
 from .linear_sums import LinearSum, find_linear_sums
-from .reparameterize import check_loaded_structure, check_unconverted, reparameterize
+from .record import make_foldable, record_conversion, record_scales
+from .reparameterize import check_unconverted
 
 __all__ = [
     'ConvertedSum',
@@ -174,6 +174,8 @@ def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
 def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
     """Attach GradMults to the target operators of a model, or set the scales of its search or CSLA layers.
 
+    ``model.scales_source`` becomes their origin if it is a string, None otherwise.
+
     Args:
         model: Model with CSLA layers.
         scales: As for :func:`timm_rep.attach_grad_mults`; False for none.
@@ -198,6 +200,7 @@ def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
     if reinit and resolved is not None:
         for name, layer in targets.items():
             layer.reset_kernel(resolved[name])
+    model.scales_source = scales if isinstance(scales, str) else None
 
 
 def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptReport:
@@ -207,6 +210,8 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
     iFormer) becomes one convolution with a GradMult and one BatchNorm behind it; everything else stays timm's. The
     function in eval mode stays the same. Train it with ``RepSGD`` or ``RepAdamW`` (``--opt repsgd``), which are to be
     created after the conversion; ``model.reparameterize()`` then folds it into timm's own folded model.
+    timm's save_for_hf() and ``timm_rep.export(model, 'folder')`` write the result as a ``repopt_any``, folded or not,
+    if the model was created with ``timm.create_model`` of timm 1.0.31 or newer.
 
     Args:
         model: timm model with its multi-branch blocks, not wrapped.
@@ -236,6 +241,7 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
             module._modules.update(children)
             module._buffers.update(buffers)
         raise
-    model.register_load_state_dict_pre_hook(check_loaded_structure)
-    model.reparameterize = partial(reparameterize, model)
+    record_conversion(model, 'repopt_any')
+    record_scales(model)
+    make_foldable(model)
     return report

@@ -111,9 +111,9 @@ def _folder_runner(path: Path) -> Runner:
         return timm.create_model(f'local-dir:{path.parent}', pretrained=True).eval()
     except RuntimeError as e:
         raise ValueError(
-            'timm.create_model builds another structure. Of converted models it knows repa_any and repopt_any: create '
-            'one with base= this model and the arguments of the conversion, let it load_state_dict() this one, and '
-            'export that; or choose another format') from e
+            'timm.create_model builds another structure. It knows models of timm whose arguments timm recorded (since '
+            '1.0.31, in create_model) and what timm_rep.convert_to_repa and convert_to_repopt make of them, not those '
+            'changed otherwise or folded before the conversion: choose another format') from e
 
 
 class Format(NamedTuple):

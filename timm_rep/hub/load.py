@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 )
 from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, resolve_pretrained_cfg
 
+from timm_rep.convert.record import FACTORY_ARGS
 from timm_rep.init import weight_select_init
 from timm_rep.scales import packaged_scales
 from timm_rep.utils.checkpoints import read_state_dict
@@ -37,11 +38,6 @@ _CFG = (
     'input_size', 'test_input_size', 'min_input_size', 'fixed_input_size', 'interpolation', 'crop_pct', 'test_crop_pct',
     'crop_mode', 'mean', 'std', 'num_classes', 'label_names', 'label_descriptions', 'pool_size', 'test_pool_size',
     'first_conv', 'classifier', 'tag', 'license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
-# arguments that are not those of a constructor, some of which name files
-_FACTORY_ARGS = {
-    *inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters,
-    'device', 'dtype', 'features_only', 'out_indices', 'weight_select', 'weights',
-}
 
 
 class Weights(NamedTuple):
@@ -259,7 +255,7 @@ def _model_args(cls: Type[nn.Module], repo: ModelRepository) -> Dict[str, Any]:
     args = dict(repo.model_args)
     others = args.keys() - (_parameters(cls).keys() - {'self', 'args', 'kwargs', 'device', 'dtype'})
     if not isinstance(cls, type):  # it passes arguments on to a model of timm, whose constructor reads no files
-        others &= _FACTORY_ARGS
+        others &= FACTORY_ARGS
     if args.get('scales') is False:
         args['scales'] = None
     if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):

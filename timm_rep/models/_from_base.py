@@ -2,26 +2,20 @@
 import dataclasses
 import inspect
 from functools import partial
-from typing import Any, Callable, Dict, FrozenSet, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Union
 
 import timm
 import torch.nn as nn
-from timm.models import PretrainedCfg, get_pretrained_cfg, is_model
+from timm.models import PretrainedCfg, get_pretrained_cfg
 
-from timm_rep.convert import reparameterize
-from timm_rep.convert.reparameterize import check_loaded_structure
+from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.layers import advance_annealing
 
-__all__ = ['base_cfg', 'create_from_base', 'make_foldable']
+__all__ = ['base_cfg', 'create_from_base']
 
 
-# arguments of create_model that do not describe the architecture
-_NOT_RECORDED = (
-    'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_model_args', 'cache_dir', 'weights', 'weight_select',
-    'device', 'dtype')
-# fields of a pretrained_cfg: where its weights are, and what they are
-_SOURCE = ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'custom_load')
+# fields of a pretrained_cfg: what its weights are
 _DESCRIPTION = ('license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
 
 
@@ -31,9 +25,7 @@ def _check_base(base: str, example: str) -> None:
     Raises:
         ValueError: base is no name, has a tag, or is a model of another package.
     """
-    known = isinstance(base, str) and '.' not in base and is_model(base)
-    entry = timm.models.model_entrypoint(base) if known else None
-    if entry is None or not entry.__module__.startswith('timm.models.'):
+    if not is_timm_model(base):
         raise ValueError(
             f'base is the name of a model of timm without tag, such as {example!r}; got {base!r}, see '
             'timm.list_models().')
@@ -51,72 +43,12 @@ def base_cfg(
     """
     cfg = get_pretrained_cfg(base)
     cfg = cfg.to_dict() if cfg is not None else {}
-    for name in _SOURCE if has_base_weights else _SOURCE + _DESCRIPTION:
+    for name in WEIGHT_SOURCE if has_base_weights else WEIGHT_SOURCE + _DESCRIPTION:
         cfg.pop(name, None)
     if isinstance(pretrained_cfg, PretrainedCfg):
         pretrained_cfg = dataclasses.asdict(pretrained_cfg)
     given = {} if pretrained_cfg is None or isinstance(pretrained_cfg, str) else pretrained_cfg
     return {**cfg, **{k: v for k, v in given.items() if v is not None}, 'architecture': variant}
-
-
-def _input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
-    """The layers that images enter: those of the given names, or the convolutions in their places.
-
-    None where the convolution has no weight of its own, as in the structures of Hyper-Search.
-    """
-    modules, found = dict(model.named_modules()), []
-    for name in (names,) if isinstance(names, str) else names or ():
-        place = name
-        while place not in modules:
-            place = place.rpartition('.')[0]
-        convs = [
-            path for path, m in modules[place].named_modules(prefix=place)
-            if isinstance(m, nn.Conv2d) and m.in_channels == getattr(model, 'in_chans', m.in_channels)]
-        found += [name] if place == name else convs[:1]
-    found = tuple(dict.fromkeys(found))
-    return found if len(found) > 1 else next(iter(found), None)
-
-
-def _unfolded_names(model: nn.Module) -> FrozenSet[str]:
-    """Names of the parameters and buffers of the first layer that ``reparameterize()`` folds."""
-    for name, layer in model.named_modules():
-        if name and any(hasattr(layer, method) for method in ('fuse', 'reparameterize', 'switch_to_deploy')):
-            return frozenset(f'{name}.{key}' for key in layer.state_dict())
-    return frozenset()
-
-
-def _describe_folded(unfolded: FrozenSet[str], model: nn.Module, *hook_args) -> None:
-    """Let config.json say that a model is folded, if it is."""
-    if not unfolded <= {name for name, _ in (*model.named_parameters(), *model.named_buffers())}:
-        model._model_args = {**getattr(model, '_model_args', {}), 'reparameterized': True}
-        _describe_input(model)
-
-
-def _describe_input(model: nn.Module) -> None:
-    """Let config.json say which layers images enter; timm reads it to load weights for other numbers of channels."""
-    first_conv = _input_layers(model, model.pretrained_cfg.get('first_conv'))
-    model.pretrained_cfg['first_conv'] = first_conv
-    if hasattr(model, '_traits'):  # since timm 1.0.31
-        model._traits = {**model._traits, 'first_conv': first_conv}
-
-
-def _reparameterize(model: nn.Module, unfolded: FrozenSet[str]) -> nn.Module:
-    reparameterize(model)
-    _describe_folded(unfolded, model)
-    return model
-
-
-def make_foldable(model: nn.Module) -> None:
-    """Add ``reparameterize()`` to a converted model, refuse checkpoints of others, and keep config.json up to date.
-
-    The latter in a state_dict pre-hook: ``timm.utils.reparameterize_model`` folds a model without calling it, and
-    timm's save_for_hf() reads the weights before the arguments.
-    """
-    unfolded = _unfolded_names(model)
-    _describe_input(model)
-    model.register_state_dict_pre_hook(partial(_describe_folded, unfolded))
-    model.register_load_state_dict_pre_hook(check_loaded_structure)
-    model.reparameterize = partial(_reparameterize, model, unfolded)
 
 
 def _take_layers(target: nn.Module, layers: Dict[str, nn.Module], name: str = '') -> None:
@@ -187,8 +119,8 @@ def create_from_base(
     model = build_model(build, variant, pretrained, **kwargs)
     # create_model() records these since timm 1.0.31
     model._model_args = {
-        **getattr(model, '_model_args', {}), **{k: v for k, v in kwargs.items() if k not in _NOT_RECORDED}}
-    _describe_input(model)
+        **getattr(model, '_model_args', {}), **{k: v for k, v in kwargs.items() if k not in FACTORY_ARGS}}
+    describe_input(model)
     if folded_after:
         model.reparameterize()
     if not features_only:

@@ -2,7 +2,7 @@
 import logging
 from typing import Any, Dict, Mapping, Optional, Union
 
-from timm_rep.convert import ReparameterizeMixin, set_scales
+from timm_rep.convert import ReparameterizeMixin
 from timm_rep.scales import ScalesLike, packaged_scales, recorded_scales
 
 __all__ = ['RepOptMixin', 'check_structure', 'choose_scales']
@@ -61,16 +61,6 @@ class RepOptMixin(ReparameterizeMixin):
         scales_source: Origin of the attached scales if it was a string: 'ones', 'init', a path, a name; None otherwise.
     """
     scales_source: Optional[str] = None
-
-    def _set_scales(self, scales: Union[ScalesLike, bool, None], reinit: bool) -> None:
-        """Set the scales of a search or CSLA structure, or the GradMults and initial kernels of a target structure.
-
-        Raises:
-            FileNotFoundError: There is no such file of scales.
-            ValueError: The scales do not fit, or a search or CSLA structure gets none.
-        """
-        set_scales(self, scales, reinit)
-        self.scales_source = scales if isinstance(scales, str) else None
 
     @property
     def _model_args(self) -> Dict[str, Any]:

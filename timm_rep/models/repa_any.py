@@ -13,13 +13,14 @@ from timm.utils import reparameterize_model
 from timm_rep.convert import (
     anneal_ffns,
     find_pointwise_ffns,
+    make_foldable,
     ratios_of,
     replace_module,
     use_repa_ffns,
 )
 from timm_rep.layers import active_channels
 
-from ._from_base import base_cfg, create_from_base, make_foldable
+from ._from_base import base_cfg, create_from_base
 
 __all__ = []
 
@@ -41,7 +42,7 @@ def _build(
 ) -> nn.Module:
     """The timm model ``base`` with converted FFNs; see :func:`repa_any`."""
     model = timm.create_model(base, **kwargs)
-    model._model_args = {}  # those of the base; create_model adds all
+    model._model_args = dict(base=base)  # create_model adds the others
     if anneal_steps and not reparameterized:
         if idle_schedule != 'constant':
             raise ValueError(f"With anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
@@ -106,8 +107,8 @@ def repa_any(pretrained=False, **kwargs) -> nn.Module:
 
     Args, beside those of the base:
         base: Name of a model of timm, without tag.
-        idle_ratio: Share of the hidden channels that are idle, from 0 to 1; with ``norm='keep'`` also one for each
-            pointwise FFN, None for those that stay as they are.
+        idle_ratio: Share of the hidden channels that are idle, from 0 to 1; or one for each FFN, with ``norm='keep'``
+            each pointwise one, None for those that stay as they are.
         norm: 'keep' for the structure of ``timm_rep.convert_to_repa(model, calibration=loader)``: three matrices for
             each FFN, norms and shortcuts as they are. 'batch' for the structure of the paper, to train:
             ``timm_rep.convert_to_repa(model)``, which folds.

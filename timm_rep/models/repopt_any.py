@@ -2,18 +2,17 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242
 """
-from functools import partial
 from typing import Union
 
 import timm
 import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
 
-from timm_rep.convert import set_scales, use_repopt_convs
-from timm_rep.layers import RepOptConv, csla_layers
-from timm_rep.scales import ScalesLike, recorded_scales
+from timm_rep.convert import make_foldable, record_scales, set_scales, use_repopt_convs
+from timm_rep.layers import RepOptConv
+from timm_rep.scales import ScalesLike
 
-from ._from_base import base_cfg, create_from_base, make_foldable
+from ._from_base import base_cfg, create_from_base
 from ._repopt import check_structure
 
 __all__ = []
@@ -34,29 +33,17 @@ def _build(
     if isinstance(scales, str) and scales == 'default':  # as for the other RepOpt models
         scales = 'init'
     model = timm.create_model(base, **kwargs)
+    model._model_args = dict(base=base)  # create_model adds the others
     use_repopt_convs(model, structure, reparameterized)
-    model.scales_source = None
     if not reparameterized:
         if reinit:
             for layer in [m for m in model.modules() if isinstance(m, RepOptConv)]:
                 for part in layer:
                     part.reset_parameters()
         set_scales(model, scales, reinit)
-        model.scales_source = scales if isinstance(scales, str) else None
-        model.register_state_dict_pre_hook(partial(_record_scales, structure))
+        record_scales(model, structure)
     make_foldable(model)
     return model
-
-
-def _record_scales(structure: str, model: nn.Module, *hook_args) -> None:
-    """Let config.json name the attached scales, not the argument that create_model records, which may be a file.
-
-    A state_dict pre-hook: timm's save_for_hf() reads the weights before the arguments.
-    """
-    args = {name: value for name, value in getattr(model, '_model_args', {}).items() if name != 'scales'}
-    if csla_layers(model):
-        args['scales'] = recorded_scales(model.scales_source, structure)
-    model._model_args = args
 
 
 def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:

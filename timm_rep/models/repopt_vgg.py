@@ -13,6 +13,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models._manipulate import named_apply
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
+from timm_rep.convert import set_scales
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch, build_csla_layer, fold_norm
@@ -255,7 +256,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
         for info in self.feature_info:
             info['reduction'] = info['reduction'] * strides[0] // 2
         if not reparameterized:
-            self._set_scales(scales, reinit)
+            set_scales(self, scales, reinit)
 
 
 def _check_architecture(

@@ -1,0 +1,156 @@
+"""What config.json says about a converted model: its architecture and arguments, and whether it is folded.
+
+timm's save_for_hf() reads them from ``_model_args``, ``pretrained_cfg`` and ``_traits`` of the model.
+"""
+import inspect
+from functools import partial
+from typing import Any, FrozenSet, Optional, Sequence, Tuple, Union
+
+import timm
+import torch.nn as nn
+from timm.models import build_model_with_cfg, is_model, model_entrypoint
+
+from timm_rep.layers import csla_layers
+from timm_rep.scales import recorded_scales
+
+from .reparameterize import check_loaded_structure, reparameterize
+
+__all__ = [
+    'FACTORY_ARGS',
+    'WEIGHT_SOURCE',
+    'describe_input',
+    'is_timm_model',
+    'make_foldable',
+    'record_conversion',
+    'record_scales',
+    'recorded_base',
+]
+
+# arguments of create_model that are not those of a constructor, some of which name files
+FACTORY_ARGS = {
+    *inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters,
+    'device', 'dtype', 'features_only', 'out_indices', 'weight_select', 'weights',
+}
+# fields of a pretrained_cfg: where its weights are
+WEIGHT_SOURCE = ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'custom_load')
+
+
+def is_timm_model(name: Any) -> bool:
+    """Whether this is the name of a model of timm itself, without tag."""
+    known = isinstance(name, str) and '.' not in name and is_model(name)
+    return known and model_entrypoint(name).__module__.startswith('timm.models.')
+
+
+def recorded_base(model: nn.Module) -> Optional[str]:
+    """Name of the model of timm that this is; None if it, or the arguments it was created with, are unknown."""
+    name = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
+    return name if hasattr(model, '_model_args') and is_timm_model(name) else None
+
+
+def record_conversion(model: nn.Module, architecture: str, **args) -> None:
+    """Let config.json say that a model is a registered architecture with ``base=`` what it was before the conversion.
+
+    What describes the weights, such as their licence, is kept, and what locates them is not. A model that is none of
+    timm's, or whose arguments timm did not record (before 1.0.31), stays as it is.
+
+    Args:
+        model: Converted model.
+        architecture: 'repa_any' or 'repopt_any'.
+        args: Arguments of the architecture, beside those of the base.
+    """
+    base = recorded_base(model)
+    if base is None:
+        return
+    # timm writes the current number of classes
+    base_args = {k: v for k, v in model._model_args.items() if k not in FACTORY_ARGS and k != 'num_classes'}
+    model._model_args = {**base_args, 'base': base, **args}
+    cfg = {name: value for name, value in model.pretrained_cfg.items() if name not in WEIGHT_SOURCE}
+    model.pretrained_cfg = model.default_cfg = {**cfg, 'architecture': architecture}
+
+
+def _is_recorded(model: nn.Module) -> bool:
+    return 'base' in getattr(model, '_model_args', {})
+
+
+def record_scales(model: nn.Module, structure: str = 'target') -> None:
+    """Let config.json name the attached scales, not the argument that create_model records, which may be a file.
+
+    Args:
+        model: Model with CSLA layers.
+        structure: 'target', 'search' or 'csla'.
+    """
+    _describe_scales(structure, model)
+    # timm's save_for_hf() reads the weights before the arguments
+    model.register_state_dict_pre_hook(partial(_describe_scales, structure))
+
+
+def _describe_scales(structure: str, model: nn.Module, *hook_args) -> None:
+    if not _is_recorded(model):
+        return
+    args = {name: value for name, value in model._model_args.items() if name != 'scales'}
+    if csla_layers(model):
+        args['scales'] = recorded_scales(model.scales_source, structure)
+    model._model_args = args
+
+
+def _input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
+    """The layers that images enter: those of the given names, or the convolutions in their places.
+
+    None where the convolution has no weight of its own, as in the structures of Hyper-Search.
+    """
+    modules, found = dict(model.named_modules()), []
+    for name in (names,) if isinstance(names, str) else names or ():
+        place = name
+        while place not in modules:
+            place = place.rpartition('.')[0]
+        convs = [
+            path for path, m in modules[place].named_modules(prefix=place)
+            if isinstance(m, nn.Conv2d) and m.in_channels == getattr(model, 'in_chans', m.in_channels)]
+        found += [name] if place == name else convs[:1]
+    found = tuple(dict.fromkeys(found))
+    return found if len(found) > 1 else next(iter(found), None)
+
+
+def describe_input(model: nn.Module) -> None:
+    """Let config.json say which layers images enter; timm reads it to load weights for other numbers of channels."""
+    first_conv = _input_layers(model, model.pretrained_cfg.get('first_conv'))
+    model.pretrained_cfg['first_conv'] = first_conv
+    if hasattr(model, '_traits'):  # since timm 1.0.31
+        model._traits = {**model._traits, 'first_conv': first_conv}
+
+
+def _unfolded_names(model: nn.Module) -> FrozenSet[str]:
+    """Names of the parameters and buffers of the first layer that ``reparameterize()`` folds."""
+    for name, layer in model.named_modules():
+        if name and any(hasattr(layer, method) for method in ('fuse', 'reparameterize', 'switch_to_deploy')):
+            return frozenset(f'{name}.{key}' for key in layer.state_dict())
+    return frozenset()
+
+
+def _describe_folded(unfolded: FrozenSet[str], model: nn.Module, *hook_args) -> None:
+    """Let config.json say that a model is folded, if it is."""
+    if _is_recorded(model) and not unfolded <= {
+            name for name, _ in (*model.named_parameters(), *model.named_buffers())}:
+        model._model_args = {**model._model_args, 'reparameterized': True}
+        describe_input(model)
+
+
+def _reparameterize(model: nn.Module, unfolded: FrozenSet[str]) -> nn.Module:
+    reparameterize(model)
+    _describe_folded(unfolded, model)
+    return model
+
+
+def make_foldable(model: nn.Module) -> None:
+    """Add ``reparameterize()`` to a converted model, refuse checkpoints of others, and keep config.json up to date.
+
+    The latter in a state_dict pre-hook: ``timm.utils.reparameterize_model`` folds a model without calling it, and
+    timm's save_for_hf() reads the weights before the arguments.
+    """
+    unfolded = _unfolded_names(model)
+    if _is_recorded(model):
+        describe_input(model)
+    model.register_state_dict_pre_hook(partial(_describe_folded, unfolded))
+    model.register_load_state_dict_pre_hook(check_loaded_structure)
+    # an attribute of the instance, since timm's class has no such method; a partial is copied and pickled with it
+    model.reparameterize = partial(_reparameterize, model, unfolded)
