@@ -152,6 +152,11 @@ def test_number_of_images():
     for max_images in (0, -1):
         with Unchanged(model := vit()), pytest.raises(ValueError, match='max_images'):
             linearize_ffns(model, [x], max_images=max_images)
+    # the number that suffices for all FFNs, not for the first
+    model = timm.create_model('convnext_atto', depths=(1, 1, 1, 1), dims=(16, 24, 32, 40), num_classes=5)
+    message = r'stages\.2\.blocks\.0\.mlp has 160 .*sees 4 tokens.* at least 41 images, got 1'
+    with pytest.raises(ValueError, match=message):
+        linearize_ffns(model, [x[:1]])
 
 
 @pytest.mark.parametrize('loader, error, message', [

@@ -164,18 +164,18 @@ def _survey(
         if tokens[name] == calls[name]:
             kept[name] = 'sees one token of each image, so that converting it saves next to nothing'
             continue
-        ffn = by_name[name]
-        needed = ffn.in_features + ffn.hidden_features + 1
-        if tokens[name] * images < needed:
-            raise ValueError(
-                f'{name} has {needed - 1} input and hidden channels and sees {tokens[name]} tokens of each image: '
-                f'its conversion needs at least {math.ceil(needed / tokens[name])} images, got {images}. '
-                'Nothing was changed.')
-        ordered.append(ffn)
+        ordered.append(by_name[name])
     if not ordered:
         raise ValueError(
             'No FFN can be converted, nothing was changed: '
             + ', '.join(f'{name} {reason}' for name, reason in list(kept.items())[:3]) + '.')
+    channels = {ffn.name: ffn.in_features + ffn.hidden_features for ffn in ordered}
+    needed = {name: math.ceil((n + 1) / tokens[name]) for name, n in channels.items()}
+    name = max(needed, key=needed.get)
+    if images < needed[name]:
+        raise ValueError(
+            f'{name} has {channels[name]} input and hidden channels and sees {tokens[name]} tokens of each image: its '
+            f'conversion needs at least {needed[name]} images, got {images}. Nothing was changed.')
     return ordered, tokens, calls
 
 
