@@ -290,7 +290,9 @@ def test_repoptimizers_settings(load_script, scale):
 
 def test_multi_branch(start, models_trained):
     """Rows differ in structure, optimizer and scales only; rows of an earlier run without settings are finished."""
-    _, rows = start('multi-branch', '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])
+    rows = []
+    for name in 'multi-branch', 'multi-branch-settings':
+        rows += start(name, '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])[1]
     assert len(models_trained) == len(rows)
     models = {row['row']: model for row, (model, _) in zip(rows, models_trained)}
     assert [type(optimizer).__name__ for _, optimizer in models_trained] == [

@@ -80,12 +80,12 @@ def test_refusals(released_vgg, released_scales, tmp_path, capsys):
     ]:
         assert main(['convert', *map(str, args)]) == 1
         assert message in capsys.readouterr().err
-    assert not list(folder.iterdir())
+    assert not folder.exists()
     assert not (tmp_path / 'somewhere').exists()
     other = tmp_path / 'repopt_vgg_a1.in1k'
     assert main(['convert', str(path), '--model', 'repopt_vgg_a0', '-o', str(other), *arguments(REPOPT[1])]) == 1
     assert 'is named repopt_vgg_a0.TAG' in capsys.readouterr().err
-    assert not list(other.iterdir())
+    assert not other.exists()
 
 
 def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeypatch):
