@@ -25,7 +25,7 @@ DEFAULTS = dict(
 )
 
 
-def kernels(model: nn.Module) -> Dict[str, torch.Tensor]:
+def kernels(model: nn.Module, folded: nn.Module) -> Dict[str, torch.Tensor]:
     """The 3 x 3 kernel that table 11 looks at, by what was done to it: the BatchNorm folded, branches added."""
     name = kernel_layer(model.state_dict()).removesuffix('.weight')
     conv = model.get_submodule(name)
@@ -33,9 +33,9 @@ def kernels(model: nn.Module) -> Dict[str, torch.Tensor]:
     norm = model.get_submodule(f'{parent}.bn')
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()
     stages = {'3 x 3 kernel': conv.weight, 'BatchNorm folded': conv.weight * scale[:, None, None, None]}
-    folded = reparameterize_model(model).state_dict()
     block = '.'.join(name.split('.')[:3])
-    branches = next(value for key, value in folded.items() if key.startswith(f'{block}.') and value.ndim == 4)
+    branches = next(
+        value for key, value in folded.state_dict().items() if key.startswith(f'{block}.') and value.ndim == 4)
     if not torch.allclose(branches, stages['BatchNorm folded'], rtol=1e-3, atol=1e-5):
         stages['branches added'] = branches
     return {stage: kernel.detach() for stage, kernel in stages.items()}
@@ -48,9 +48,8 @@ def deviations(kernel: torch.Tensor) -> Dict[str, float]:
     return {part: round(values.std().item(), 5) for part, values in parts.items()}
 
 
-def largest_entry(model: nn.Module) -> float:
+def largest_entry(folded: nn.Module) -> float:
     """The largest absolute entry of the folded kernels, which sets the step of int8."""
-    folded = reparameterize_model(model)
     return max(m.weight.abs().max().item() for m in folded.modules() if isinstance(m, nn.Conv2d))
 
 
@@ -61,11 +60,12 @@ def quantize(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any
     images = Images(workspace, {**settings['trained'], 'seed': settings['seed']}, cpu)
     before = evaluate(model, images.validation(), cpu)[1]
     if settings['backend'] is None:
-        found = kernels(model)
+        folded = reparameterize_model(model)
+        found = kernels(model, folded)
         entries = {f'std of the {stage}': deviations(kernel) for stage, kernel in found.items()}
         figure = plot_kernels({stage: {'3 x 3': kernel} for stage, kernel in found.items()}, ['3 x 3'] * len(found))
         return {
-            'top-1': round(before, 2), 'largest entry': round(largest_entry(model), 2), **entries, 'picture': figure}
+            'top-1': round(before, 2), 'largest entry': round(largest_entry(folded), 2), **entries, 'picture': figure}
     if settings['qat_epochs']:
         with workspace.training_folder({**settings, 'model': settings['trained']['model']}) as folder:
             quantized = quantize_qat(

@@ -53,9 +53,10 @@ def ratio(text: str) -> float:
 
 def share(text: str) -> float:
     """A number above 0, up to 1."""
-    if not ratio(text):
+    value = ratio(text)
+    if not value:
         raise argparse.ArgumentTypeError(f'expected a number above 0, up to 1, got {text!r}')
-    return float(text)
+    return value
 
 
 def seed(text: str) -> int:
