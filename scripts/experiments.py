@@ -15,6 +15,7 @@ and pictures from the results.
 import argparse
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import List, Tuple
 
@@ -40,20 +41,25 @@ def is_finished(experiment: Experiment, row: Row, device: torch.device) -> bool:
     return any(all(found.get(k) == v for k, v in wanted.items()) for found in content['rows'])
 
 
-def check_results(experiment: Experiment, device: torch.device) -> None:
+def check_results(experiment: Experiment, workspace: Workspace) -> None:
     """
     Raises:
-        ValueError: The file of results has rows of other settings or versions, which new ones would be mixed with.
+        ValueError: The file of results has rows of other settings, versions or images, which new ones would be mixed
+            with.
     """
-    content = results.read(experiment.name, device) or {'rows': [], 'versions': versions()}
+    content = results.read(experiment.name, workspace.device)
+    if content is None:
+        return
     known = {digest(row.settings) for row in experiment.rows}
     other = sum(row.get('settings') not in known for row in content['rows'])
     others = [f'{other} rows of other settings'] if other else []
     others += [f'rows of {k} {v}' for k, v in content['versions'].items() if v != versions()[k]]
+    if content.get('images') != workspace.images:
+        others.append(f'rows of other images, {content.get("images")}, than these, {workspace.images}')
     if others:
         raise ValueError(
-            f'{results.result_file(experiment.name, device)} has {others[0]}: move it away, or name another folder of '
-            'results in the environment variable TIMM_REP_RESULTS.')
+            f'{results.result_file(experiment.name, workspace.device)} has {others[0]}: move it away, or name another '
+            'folder of results in the environment variable TIMM_REP_RESULTS.')
 
 
 def finish(experiment: Experiment, row: Row, workspace: Workspace) -> None:
@@ -68,15 +74,19 @@ def finish(experiment: Experiment, row: Row, workspace: Workspace) -> None:
     found = {**row.identity, 'seed': row.seed, **row.columns, **found, 'settings': digest(row.settings)}
     results.add_row(
         experiment.name, experiment.document['what'], found, workspace.device,
-        {'settings': experiment.document.get('settings') or {}}, [*experiment.keys, 'seed'],
+        {'settings': experiment.document.get('settings') or {}, 'images': workspace.images}, [*experiment.keys, 'seed'],
         lambda rows: summarize(rows, experiment.keys))
     results.print_table([{k: v for k, v in found.items() if k != 'settings'}])
     sys.stdout.flush()
 
 
-def run(experiment: Experiment, rows: List[Row], workspace: Workspace) -> int:
-    """Finish rows; those that another process is busy with come last. Returns how many are left after the deadline."""
-    left = list(rows)
+def run(experiment: Experiment, rows: List[Row], workspace: Workspace) -> Tuple[int, List[Row]]:
+    """Finish rows; those that another process is busy with come last.
+
+    Returns:
+        How many are left after the deadline, and those that failed, whose errors are printed.
+    """
+    left, failed = list(rows), []
     try:
         while left:
             before = len(left)
@@ -88,12 +98,17 @@ def run(experiment: Experiment, rows: List[Row], workspace: Workspace) -> int:
                             finish(experiment, row, workspace)
                 except BlockingIOError:
                     continue
+                except OutOfTime:
+                    raise
+                except Exception:  # the other rows do not depend on it
+                    traceback.print_exc()
+                    failed.append(row)
                 left.remove(row)
                 workspace.wait = False
             workspace.wait = len(left) == before
     except OutOfTime:
         pass
-    return sum(not is_finished(experiment, row, workspace.device) for row in left)
+    return sum(not is_finished(experiment, row, workspace.device) for row in left), failed
 
 
 def main() -> int:
@@ -128,9 +143,11 @@ def main() -> int:
         experiment, rows, workspace = prepared(args)
     except (argparse.ArgumentTypeError, OSError, ValueError) as e:
         parser.error(str(e))
-    left = run(experiment, rows, workspace)
+    left, failed = run(experiment, rows, workspace)
     print(f'{left} of {len(rows)} rows are left; run this again' if left else 'nothing is left')
-    return UNFINISHED if left else 0
+    for row in failed:
+        print(f'failed: {row.name}, seed {row.seed}', file=sys.stderr)
+    return UNFINISHED if left else 1 if failed else 0
 
 
 def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace]:
@@ -147,7 +164,6 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
         args.set.setdefault('amp', False)
     experiment = load(args.name, args.scale, args.set)
     rows = chosen(experiment, args.rows, args.seeds)
-    check_results(experiment, device)
     workspace = Workspace(
         args.output, args.data_dir, device, args.val_split, time.monotonic() + 60 * args.minutes, wait=False)
     trainings = [row.settings.get('trained') or row.settings for row in rows]
@@ -160,6 +176,7 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
         if images not in checked:
             workspace.check_images(settings)
             checked.append(images)
+    check_results(experiment, workspace)
     check_writable(args.output)
     return experiment, rows, workspace
 

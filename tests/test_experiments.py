@@ -199,7 +199,7 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
 
 
 def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
-    """Too many classes, an output folder that cannot be written, results of other settings or versions."""
+    """Too many classes, an output folder that cannot be written, results of other settings, versions or images."""
     def error(*args, **kwargs):
         with pytest.raises(SystemExit):
             start('repoptimizers', '--seeds', 0, '--rows', 'sgd', *args, **kwargs)
@@ -216,6 +216,30 @@ def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, 'versions': {**content['versions'], 'torch': '2.4.0'}}))
     assert 'repoptimizers.json has rows of torch 2.4.0: move it away' in error(settings=[VGG])
+    path.write_text(json.dumps({**content, 'images': {'train': 50, 'val': 10}}))
+    assert "has rows of other images, {'train': 50, 'val': 10}, than these, {'train': 20, 'validation': 8}" in error(
+        settings=[VGG])
+
+
+def test_a_row_that_fails(start, load_script, images, monkeypatch, capsys):
+    """The other rows do not depend on it; the next run tries it again."""
+    module, args = load_script('procedures/train'), ('repoptimizers', '--seeds', 0, '--rows', 'sgd', 'adamw')
+    create = module.create_optimizer_v2
+
+    def failing(model, opt, **kwargs):
+        if opt == 'sgd':
+            raise RuntimeError('no such kernel')
+        return create(model, opt=opt, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, 'create_optimizer_v2', failing)
+        status, rows = start(*args, settings=[VGG], epochs=1)
+    assert (status, [row['row'] for row in rows]) == (1, ['adamw'])
+    message = capsys.readouterr().err
+    assert 'RuntimeError: no such kernel' in message
+    assert message.splitlines()[-1] == 'failed: sgd, seed 0'
+    status, rows = start(*args, settings=[VGG], epochs=1)
+    assert (status, [row['row'] for row in rows]) == (0, ['adamw', 'sgd'])
 
 
 def test_arguments_of_small_models():
@@ -489,14 +513,16 @@ def test_stopped_search(start, load_script, monkeypatch, tmp_path):
     assert 'minutes' not in second.metadata  # those of the last part alone would be wrong
 
 
-def test_trainings_of_other_images(start, images, tmp_path):
-    """A finished training on other folders of images, or measured on another split, is not taken."""
+def test_trainings_of_other_images(start, load_script, images, tmp_path, monkeypatch):
+    """A finished training on other folders of images, measured on another split, or by another torch, is not taken."""
     args = ['repoptimizers', '--seeds', 0, '--rows', 'sgd']
     start(*args, settings=[VGG], epochs=1)
-    for name, *data in ('moved', '--data-dir', tmp_path / 'copy'), ('split', '--val-split', 'train'):
+    for name, *data in ('moved', '--data-dir', tmp_path / 'copy'), ('split', '--val-split', 'train'), ('torch',):
         (tmp_path / 'results').rename(tmp_path / name)
         if name == 'moved':
             shutil.copytree(images, tmp_path / 'copy')
+        if name == 'torch':
+            monkeypatch.setattr(load_script('procedures/workspace'), 'versions', lambda: {'torch': '2.4.0'})
         before = len(list(tmp_path.glob('out/*/last.pth')))
         assert start(*args, *data, settings=[VGG], epochs=1)[0] == 0
         assert len(list(tmp_path.glob('out/*/last.pth'))) == before + 1
@@ -546,8 +572,9 @@ def test_committed_rows(load_script, monkeypatch):
     """Committed results are of the data files, which count them as finished."""
     module, experiment = load_script('experiments'), load_script('procedures/experiment')
     results = load_script('report')
+    workspace = module.Workspace(None, None, torch.device('cpu'))
     for path in (SCRIPTS / 'results').glob('*/*.json'):
-        if path.stem in NAMES and path.stem != 'weight-selection-digits':  # of an earlier script
+        if path.stem in NAMES and path.stem not in ('accelerate', 'weight-selection-digits'):  # of earlier scripts
             content = json.loads(path.read_text())
             monkeypatch.setattr(results, 'read', lambda section, device, content=content: content)
             monkeypatch.setattr(module, 'versions', lambda content=content: content['versions'])
@@ -555,7 +582,8 @@ def test_committed_rows(load_script, monkeypatch):
             one = experiment.load(path.stem, 'cpu', changes)
             finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
             assert len(finished) == len(content['rows'])
-            module.check_results(one, torch.device('cpu'))
+            workspace.images = {'train': 50000, 'val': 10000}
+            module.check_results(one, workspace)
 
 
 def _add_rows(report, results, first):

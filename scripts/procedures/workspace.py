@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from timm_rep.demo.training import load_split
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.utils.atomic import locking_folder
-from timm_rep.utils.profiling import device_name
+from timm_rep.utils.profiling import device_name, versions
 
 __all__ = ['Images', 'OutOfTime', 'Workspace', 'digest', 'num_classes']
 
@@ -32,13 +32,14 @@ def digest(settings: Any) -> str:
 class Workspace:
     """
     Attributes:
-        output: Folder of the trainings, each in a folder by its settings, images and machine, so that experiments
-            share them.
+        output: Folder of the trainings, each in a folder by its settings, images, machine and versions, so that
+            experiments share them.
         data_dir: Folders of images by split and class.
         device: Device to train on.
         val_split: Name of the folder with the images to measure the accuracy on.
         deadline: Time in seconds, of ``time.monotonic()``, after which no epoch begins.
         wait: Wait for a training that another process is busy with, instead of raising BlockingIOError.
+        images: Number of images in each split that :meth:`check_images` has seen.
     """
     output: Path
     data_dir: str
@@ -46,11 +47,12 @@ class Workspace:
     val_split: str = 'val'
     deadline: float = float('inf')
     wait: bool = True
+    images: Dict[str, int] = field(default_factory=dict)
     _loaders: Dict[Tuple, DeviceLoader] = field(default_factory=dict)
 
     def training_folder(self, settings: Mapping[str, Any]):
         """Context manager that gives the folder of a training, which no other process uses meanwhile."""
-        key = [settings, os.path.realpath(self.data_dir), self.val_split, device_name(self.device)]
+        key = [settings, os.path.realpath(self.data_dir), self.val_split, device_name(self.device), versions()]
         return locking_folder(self.output / f'{settings.get("model", "model")}-{digest(key)}', self.wait)
 
     def check_time(self) -> None:
@@ -89,7 +91,9 @@ class Workspace:
         if settings['data'] == 'digits':
             return
         for is_training in (True, False):
-            found = len(self._folders({**settings, 'classes': None}, is_training).reader.class_to_idx)
+            dataset = self._folders({**settings, 'classes': None}, is_training)
+            self.images['train' if is_training else self.val_split] = len(dataset)
+            found = len(dataset.reader.class_to_idx)
             if found > settings['num_classes']:
                 raise ValueError(
                     f'{self.data_dir!r} has {found} classes, the experiment {settings["num_classes"]}: name other '
