@@ -102,6 +102,11 @@ def test_fused_projections_are_selected_apart(element):
         assert set(part.flatten().tolist()) <= expected
     if indices[0] is not None:
         assert torch.equal(selected, torch.cat([q, k, v])[indices[0]])
+    narrow, positions = select_elements(torch.cat([q, k, v]), (12, 4), element, parts=3)
+    if element in CONSISTENT:
+        assert torch.equal(narrow, torch.cat([q, k, v])[positions[0]][:, positions[1]])
+    else:  # the projections have columns of their own
+        assert positions[1] is None
     if element in CONSISTENT:
         rows = indices[0].view(3, 4) - torch.tensor([[0], [8], [16]])
         assert (rows == rows[0]).all()

@@ -1,4 +1,5 @@
 import copy
+import re
 import weakref
 
 import pytest
@@ -110,6 +111,29 @@ def test_component_of():
         classifier = [model.pretrained_cfg['classifier']]
         assert components.keys() <= model.state_dict().keys()
         assert {n: component_of(n, classifier) for n in components} == components
+
+
+@pytest.mark.parametrize('element', ['uniform', 'uniform_heads'])
+def test_one_head(element):
+    """A table for one head has as many axes as that of two."""
+    args = dict(img_size=56, depths=(1, 1), num_classes=5)
+    student, teacher = (
+        timm.create_model('swin_tiny_patch4_window7_224', embed_dim=12 * n, num_heads=(n, 2 * n), **args)
+        for n in (1, 2))
+    teacher.layers[0].blocks[0].attn.relative_position_bias_table.data.normal_()
+    timm_rep.weight_select_init(student, teacher, element_selection=element)
+    ours, theirs = (model.layers[0].blocks[0].attn.relative_position_bias_table for model in (student, teacher))
+    assert torch.equal(ours, theirs[:, :1])
+
+
+def test_report_of_fused_projections(student, teacher):
+    """No columns are named where those of query, key and value differ."""
+    report = timm_rep.weight_select_init(student, teacher, element_selection='l1')
+    line, = (str(s) for s in report.selections if s.name == 'blocks.0.attn.qkv.weight')
+    assert re.search(r': \[\d.*\] x \[\.\.\.\]$', line)
+    report = timm_rep.weight_select_init(student, teacher, element_selection='magnitude')
+    line, = (str(s) for s in report.selections if s.name == 'blocks.0.attn.qkv.weight')
+    assert line.endswith(': [...] x [...]')
 
 
 def test_head(student, teacher):

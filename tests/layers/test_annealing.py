@@ -3,10 +3,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from timm.layers import GroupNorm1, LayerNorm, LayerNorm2d
+from timm.models.metaformer import StarReLU
 
+from tests.helpers import in_processes, relative
 from timm_rep.layers import Affine, AnnealedActivation, AnnealedNorm, advance_annealing
 
 
@@ -139,6 +142,39 @@ def test_half_precision(dtype):
         advance_annealing(reference)
         expected = reference(x.double())
     assert (y.double() - expected).abs().max() < 20 * torch.finfo(dtype).eps
+
+
+def test_activation_with_another_dtype():
+    """The scale of StarReLU makes float32 of what autocast gives it."""
+    layer = AnnealedActivation(StarReLU(), 12, 6, 3).train()
+    x = batch(0, dtype=torch.float32)
+    for _ in range(3):
+        advance_annealing(layer)
+        y = layer(x.bfloat16())
+    line = layer.line()[0] * x + layer.line()[1]
+    expected = torch.where(layer.idle, line, layer.act(x))
+    assert y.dtype == torch.float32
+    assert relative(y, expected) < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def see_one_batch(path):
+    """Save the state of an annealed activation after the batch of a process."""
+    layer = AnnealedActivation(nn.GELU(), 12, 6, 4).double().train()
+    advance_annealing(layer)
+    layer(batch(dist.get_rank()) * (1 + 3 * dist.get_rank()) + dist.get_rank())
+    torch.save(layer.state_dict(), f'{path}.{dist.get_rank()}')
+
+
+def test_processes_share_their_batches(tmp_path):
+    """Two processes have the channels and lines of one that sees both batches, with buffers that nobody broadcasts."""
+    in_processes(2, see_one_batch, tmp_path / 'state')
+    layer = AnnealedActivation(nn.GELU(), 12, 6, 4).double().train()
+    advance_annealing(layer)
+    layer(torch.cat([batch(0), batch(1) * 4 + 1]))
+    for rank in range(2):
+        state = torch.load(tmp_path / f'state.{rank}', weights_only=True)
+        assert torch.equal(state['idle'], layer.idle)
+        assert (state['moments'] - layer.moments).abs().max() < 1e-12 * layer.moments.abs().max()
 
 
 @pytest.mark.parametrize('norm,use_conv', [

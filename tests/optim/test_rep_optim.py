@@ -417,6 +417,11 @@ def test_a_refused_gradient_changes_nothing(rep, plain):
     if rep is RepSGD:  # as torch.optim.SGD
         optimizer.step()
         assert not torch.equal(embedding.weight, before)
+        params[1].grad = params[1].grad.to_dense()
+        optimizer = rep([*params, embedding.weight], lr=.1, fused=True)
+        with pytest.raises(RuntimeError, match='with fused=True needs dense gradients, got a sparse one'):
+            optimizer.step()
+        assert all(torch.equal(p, torch.ones_like(p)) for p in params)
     else:
         with pytest.raises(RuntimeError, match='sparse'):
             optimizer.step()
@@ -473,6 +478,11 @@ class TestMultiplierStaysAttached:
         """O(channels), made once for each device and dtype."""
         mult = csla(64).grad_mult(scales(64))
         assert mult.table('squared', torch.device('cpu')).numel() == 10 * 64
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert mult.table('absolute', torch.device('cpu')).dtype == torch.float32
+        finally:
+            torch.set_default_dtype(torch.float32)
         vectors = mult.vectors('squared', torch.device('cpu'), torch.float32)
         assert sum(v.numel() for _, v, _ in vectors) == 3 * 64
         assert mult.vectors('squared', torch.device('cpu'), torch.float32) is vectors

@@ -40,8 +40,8 @@ def index_axes(tensor: torch.Tensor, indices: Indices) -> torch.Tensor:
 
 
 def _random(length: int, count: int, key: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    return torch.randperm(length, generator=generator)[:count].sort().values
+    generator = torch.Generator('cpu').manual_seed(zlib.crc32(key.encode()))
+    return torch.randperm(length, generator=generator, device='cpu')[:count].sort().values
 
 
 def _positions(
@@ -60,6 +60,11 @@ def _positions(
         return _random(length, count, f'{seed} {key} {dim}')
     norms = tensor.float().abs().movedim(dim, 0).reshape(length, -1).sum(dim=1)
     return norms.topk(count).indices.sort().values
+
+
+def _common(positions: Sequence[Optional[torch.Tensor]]) -> Optional[torch.Tensor]:
+    first = positions[0]
+    return first if first is not None and all(torch.equal(first, other) for other in positions) else None
 
 
 def select_elements(
@@ -92,7 +97,8 @@ def select_elements(
             except by 'uniform', which treats them as one axis as the released code does.
 
     Returns:
-        The selected tensor, and the positions along each axis: None where the axis is kept whole, and for 'magnitude'.
+        The selected tensor, and the positions along each axis: None where the axis is kept whole, for 'magnitude', and
+        where they differ between the projections of a fused tensor.
 
     Raises:
         ValueError: The shapes do not allow it, or ``element_selection`` is unknown.
@@ -106,10 +112,10 @@ def select_elements(
         selected, indices = zip(*(
             select_elements(part, (shape[0] // parts, *shape[1:]), element_selection, seed, f'{key} {i}')
             for i, part in enumerate(tensor.chunk(parts))))
-        rows = [of_part[0] for of_part in indices]
-        if rows[0] is not None:
-            rows = [torch.cat([positions + i * tensor.shape[0] // parts for i, positions in enumerate(rows)])]
-        return torch.cat(selected), [rows[0], *indices[0][1:]]
+        rows, *others = zip(*indices)
+        first = None if rows[0] is None else torch.cat(
+            [positions + i * tensor.shape[0] // parts for i, positions in enumerate(rows)])
+        return torch.cat(selected), [first, *(_common(of_parts) for of_parts in others)]
     if element_selection == 'magnitude':
         kept = tensor.float().abs().flatten().topk(torch.Size(shape).numel()).indices.sort().values
         return tensor.flatten()[kept].reshape(shape), [None] * len(shape)

@@ -77,7 +77,12 @@ def without_ones(shape: Shape) -> Shape:
 
 
 def with_ones_of(shape: Shape, like: Shape) -> Shape:
-    """A shape with the leading and trailing ones of another instead of its own."""
+    """A shape with the leading and trailing ones of another instead of its own.
+
+    A shape of as many axes stays, where an axis of length 1 is one of them, as the heads of a table with one head.
+    """
+    if len(shape) == len(like) and len(without_ones(shape)) != len(without_ones(like)):
+        return shape
     inner = [i for i, length in enumerate(like) if length != 1] or [len(like), len(like) - 1]
     return (1,) * inner[0] + without_ones(shape) + (1,) * (len(like) - 1 - inner[-1])
 

@@ -88,7 +88,7 @@ def _factors(
         rank: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """Factors L and R (rank, channels): L^T R is the closest matrix of this rank to alpha Z + beta I."""
-    z = torch.randn(channels, channels, generator=generator) / channels ** .5
-    u, s, vh = torch.linalg.svd(alpha * z + beta * torch.eye(channels))
+    z = torch.randn(channels, channels, generator=generator, device='cpu') / channels ** .5
+    u, s, vh = torch.linalg.svd(alpha * z + beta * torch.eye(channels, device='cpu'))
     root = s[:rank].sqrt()
     return (u[:, :rank] * root).T, vh[:rank] * root[:, None]

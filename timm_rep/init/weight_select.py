@@ -23,7 +23,6 @@ from .matching import (
     matches,
     select_blocks,
     with_ones_of,
-    without_ones,
 )
 from .teachers import TeacherSource, open_teacher
 
@@ -46,7 +45,8 @@ class TensorSelection(NamedTuple):
         teacher_shape: Shape in the teacher.
         reason: Why the tensor keeps its own initialization, '' if it does not.
         problem: Whether the tensor should have had a counterpart.
-        indices: Positions selected along each axis, None where the axis is kept whole or interpolated.
+        indices: Positions selected along each axis, None where the axis is kept whole or interpolated, or where there is
+            no one selection: by magnitude, and where the projections of a fused tensor have different ones.
     """
     name: str
     component: str
@@ -60,7 +60,10 @@ class TensorSelection(NamedTuple):
     def __str__(self) -> str:
         if self.teacher_name is None:
             return f'{self.name} {self.shape}: its own initialization, {self.reason}'
-        axes = [':' if positions is None else _shortened(positions.tolist()) for positions in self.indices or ()]
+        lengths = with_ones_of(self.teacher_shape, self.shape)
+        axes = [
+            _shortened(positions.tolist()) if positions is not None else ':' if length == before else '[...]'
+            for positions, length, before in zip(self.indices or (), self.shape, lengths)]
         selected = 'all of it' if set(axes) <= {':'} else ' x '.join(axes)
         return f'{self.name} {self.shape} <- {self.teacher_name} {self.teacher_shape}: {selected}'
 
@@ -247,15 +250,15 @@ def _choose_tensors(
 def _why_impossible(
         name: str, teacher_name: str, student: ModelLayout, teacher: ModelLayout, heads: Optional[str],
 ) -> str:
-    shape, teacher_shape = student.shapes[name], teacher.shapes[teacher_name]
-    reason = ''
-    if len(without_ones(shape)) != len(without_ones(teacher_shape)):
+    shape, reason = student.shapes[name], ''
+    teacher_shape = with_ones_of(teacher.shapes[teacher_name], shape)
+    if len(shape) != len(teacher_shape):
         reason = 'with another number of axes'
     elif heads is not None:
-        reason = head_aware_indices(name, teacher_name, with_ones_of(teacher_shape, shape), student, teacher, heads)[1]
-    elif any(a > b for a, b in zip(without_ones(shape), without_ones(teacher_shape))):
+        reason = head_aware_indices(name, teacher_name, teacher_shape, student, teacher, heads)[1]
+    elif any(a > b for a, b in zip(shape, teacher_shape)):
         reason = 'smaller'
-    return reason and f'{teacher_name} of the teacher is {teacher_shape}, {reason}'
+    return reason and f'{teacher_name} of the teacher is {teacher.shapes[teacher_name]}, {reason}'
 
 
 def _copy_or_create(source: TeacherSource) -> nn.Module:

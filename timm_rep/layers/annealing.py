@@ -7,7 +7,9 @@ import math
 from typing import Tuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from timm.utils import reduce_tensor
 
 from .fold import Affine, batch_norm_scale_shift
 
@@ -73,13 +75,21 @@ def advance_annealing(model: nn.Module, *args) -> None:
         torch._foreach_add_(steps, 1)
 
 
+def _over_processes(mean: torch.Tensor) -> torch.Tensor:
+    """The mean over the processes of the default group, if there is one."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return mean
+    return reduce_tensor(mean, dist.get_world_size())
+
+
 class AnnealedActivation(_Annealed):
     """An activation whose idle channels change into their least-squares lines: ``(1 - a) act(h) + a (s h + t)``.
 
     ``s = Cov(h, act(h)) / Var(h)`` and ``t = E act(h) - s E h`` of every channel come from the training batches, as
     averages over all batches at first and over about the last 20 later; they are fixed at the end. In the first step
     those channels become idle whose lines cost least, ``weight * E (act(h) - s h - t)^2``. The activation of gates has
-    s = 0, since the gates are multiplied by values.
+    s = 0, since the gates are multiplied by values. In a process group the batches of all processes count, as many
+    tokens each, so that all have the same channels and lines.
 
     Input and output: (..., channels), or with the channels at dimension 1.
     """
@@ -132,14 +142,15 @@ class AnnealedActivation(_Annealed):
         shape = [1] * x.ndim
         shape[self.dim] = -1
         slope, intercept = (v.to(x.dtype).view(shape) for v in self.line())
-        return torch.where(self.idle.view(shape), torch.lerp(y, slope * x + intercept, self.share(y.dtype)), y)
+        line = (slope * x + intercept).to(y.dtype)  # which autocast, or a parameter of the activation, makes another one
+        return torch.where(self.idle.view(shape), torch.lerp(y, line, self.share(y.dtype)), y)
 
     @torch.no_grad()
     def _see(self, x: torch.Tensor, y: torch.Tensor) -> None:
         x, y = (v.movedim(self.dim, -1).reshape(-1, self.channels).to(self.moments.dtype) for v in (x, y))
-        mean_in, mean_out = x.mean(0), y.mean(0)
-        x, y = x - mean_in, y - mean_out
-        new = torch.stack([mean_in, mean_out, x.square().mean(0), y.square().mean(0), (x * y).mean(0)])
+        means = _over_processes(torch.stack([x.mean(0), y.mean(0)]))
+        x, y = x - means[0], y - means[1]
+        new = torch.cat([means, _over_processes(torch.stack([x.square().mean(0), y.square().mean(0), (x * y).mean(0)]))])
         momentum = (1 / self.step.clamp(min=1)).clamp(min=0.05)
         # a batch that gradient checkpointing repeats counts once; an overflow of mixed precision does not count
         counts = (self.seen < self.step) & (self.step < self.anneal_steps) & new.isfinite().all(0)

@@ -134,7 +134,7 @@ class GradMult:
         key = ('table', rule, device)
         if key not in self._cache:
             height, width = self.shape[2:]
-            table = torch.zeros(self.shape[0], height * width + 1, device='cpu')
+            table = torch.zeros(self.shape[0], height * width + 1, dtype=torch.float32, device='cpu')
             window = table[:, :-1].unflatten(1, (height, width))
             for (h, w), vector, diagonal in self.vectors(rule, torch.device('cpu'), torch.float32):
                 if diagonal:

@@ -16,7 +16,7 @@ class RepOptimizerMixin:
     A subclass defines:
 
     - ``_rule``: the rule of its GradMults, 'squared' or 'absolute'.
-    - ``_plain_takes_sparse``: whether a parameter without a GradMult may have a sparse gradient.
+    - ``_plain_takes_sparse``: whether a parameter without a GradMult may have a sparse gradient, unless fused.
     - ``_plain_update(params, group)``: torch's own update of a list of parameters without a GradMult.
     - ``_multiplied_update(param, group, scratch)``: the update of one parameter with a GradMult.
     """
@@ -89,9 +89,9 @@ class RepOptimizerMixin:
             with torch.enable_grad():
                 loss = closure()
         groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
-        for _, params in groups:
+        for group, params in groups:
             for param in params:
-                self._check(param)
+                self._check(param, group)
         if self._scalers['found_inf'] is not None:
             # GradScaler sums over devices, but torch's fused kernels skip a step only for exactly 1
             self.found_inf = (self.found_inf != 0).to(torch.float32)
@@ -112,14 +112,15 @@ class RepOptimizerMixin:
         """``grad_scale`` and ``found_inf``: attributes that GradScaler sets for the time of a step, None otherwise."""
         return {name: getattr(self, name, None) for name in ('grad_scale', 'found_inf')}
 
-    def _check(self, param: torch.Tensor) -> None:
+    def _check(self, param: torch.Tensor, group: Dict[str, Any]) -> None:
         """Raise what step() documents if a parameter cannot be updated."""
         grad_mult = get_grad_mult(param)
         if grad_mult is None:
-            if param.grad.is_sparse and not self._plain_takes_sparse:
+            if param.grad.is_sparse and (group['fused'] or not self._plain_takes_sparse):
                 raise RuntimeError(
-                    f'{type(self).__name__} needs dense gradients, got a sparse one for a parameter of shape '
-                    f'{tuple(param.shape)}: make the gradient dense.')
+                    f'{type(self).__name__}{" with fused=True" if self._plain_takes_sparse else ""} needs dense '
+                    f'gradients, got a sparse one for a parameter of shape {tuple(param.shape)}: make the gradient '
+                    'dense.')
             return
         if param.grad.is_sparse or param.is_complex():
             raise RuntimeError(

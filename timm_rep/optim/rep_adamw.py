@@ -90,7 +90,7 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         if use_triton(param, [grad, *averages], group):
             step.add_(self._steps_taken(step.device))
             launch(
-                'adamw_kernel', param, grad, [step.to(param.device), *averages, *[None] * (3 - len(averages))],
+                'adamw_kernel', param, grad, [step.to(param.device, non_blocking=True), *averages, *[None] * (3 - len(averages))],
                 grad_mult.table(self._rule, param.device), grad_mult.row_offset, group,
                 **self._scalers,
                 new_weight1=1 - group['betas'][0],
@@ -107,7 +107,9 @@ class RepAdamW(RepOptimizerMixin, AdamW):
             # torch's own arithmetic on a parameter of zeros gives the bare update
             update = scratch.like(chunk).zero_()
             chunk_state = {name: [in_order(x[rows]) for x in tensors] for name, tensors in state.items()}
-            chunk_state['state_steps'] = [step.to(param.device if fused else step.device, copy=True)]
+            # blocking, every kernel would wait for the device
+            chunk_state['state_steps'] = [
+                step.to(param.device if fused else step.device, non_blocking=True, copy=True)]
             self._update([in_order(update)], [in_order(match_strides(chunk, grad[rows]))], chunk_state, group)
             chunk.mul_(decay)
             grad_mult.add_product(chunk, update, self._rule, start=rows.start)

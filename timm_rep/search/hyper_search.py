@@ -91,7 +91,7 @@ def hyper_search(
         smoothing: Label smoothing factor, in [0, 1).
         clip_grad: Maximum norm of all gradients together; no clipping if None.
         device: Device to train on.
-        amp_dtype: Dtype of autocast, such as torch.bfloat16; no autocast if None.
+        amp_dtype: Dtype of autocast, torch.bfloat16; no autocast if None.
         channels_last: Train in channels-last memory format, which is faster on most devices.
         seed: Seed of the initialization and of every epoch.
         checkpoint: File that the first process writes during the search; none if None.
@@ -198,8 +198,12 @@ def _check_recipe(
         weight_decay: float,
         smoothing: float,
         clip_grad: Optional[float],
+        amp_dtype: Optional[str],
         **_,
 ) -> None:
+    if amp_dtype == str(torch.float16):
+        raise ValueError(
+            'amp_dtype is torch.bfloat16 or None: gradients in float16 need a GradScaler, which Hyper-Search has not.')
     if not 0 <= warmup_epochs < epochs:
         raise ValueError(f'warmup_epochs is less than epochs, got {warmup_epochs} of {epochs}.')
     if not 0 < lr < math.inf:
