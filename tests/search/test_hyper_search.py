@@ -185,7 +185,7 @@ def test_refused_before_anything_is_trained(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **{**TINY, **kwargs})
-    with pytest.raises(ValueError, match='amp_dtype is torch.bfloat16 or None'):
+    with pytest.raises(ValueError, match=r'amp_dtype is torch\.bfloat16 or None'):
         search(amp_dtype=torch.float16)
     (tmp_path / 'file').write_text('old')
     with pytest.raises(OSError, match='cannot write to the output folder'):

@@ -45,8 +45,8 @@ class TensorSelection(NamedTuple):
         teacher_shape: Shape in the teacher.
         reason: Why the tensor keeps its own initialization, '' if it does not.
         problem: Whether the tensor should have had a counterpart.
-        indices: Positions selected along each axis, None where the axis is kept whole or interpolated, or where there is
-            no one selection: by magnitude, and where the projections of a fused tensor have different ones.
+        indices: Positions selected along each axis, None where the axis is kept whole or interpolated, by magnitude,
+            and where the projections of a fused tensor have different ones.
     """
     name: str
     component: str

@@ -142,7 +142,7 @@ class AnnealedActivation(_Annealed):
         shape = [1] * x.ndim
         shape[self.dim] = -1
         slope, intercept = (v.to(x.dtype).view(shape) for v in self.line())
-        line = (slope * x + intercept).to(y.dtype)  # which autocast, or a parameter of the activation, makes another one
+        line = (slope * x + intercept).to(y.dtype)  # another one under autocast, if the activation has a parameter
         return torch.where(self.idle.view(shape), torch.lerp(y, line, self.share(y.dtype)), y)
 
     @torch.no_grad()
@@ -150,7 +150,8 @@ class AnnealedActivation(_Annealed):
         x, y = (v.movedim(self.dim, -1).reshape(-1, self.channels).to(self.moments.dtype) for v in (x, y))
         means = _over_processes(torch.stack([x.mean(0), y.mean(0)]))
         x, y = x - means[0], y - means[1]
-        new = torch.cat([means, _over_processes(torch.stack([x.square().mean(0), y.square().mean(0), (x * y).mean(0)]))])
+        second = torch.stack([x.square().mean(0), y.square().mean(0), (x * y).mean(0)])
+        new = torch.cat([means, _over_processes(second)])
         momentum = (1 / self.step.clamp(min=1)).clamp(min=0.05)
         # a batch that gradient checkpointing repeats counts once; an overflow of mixed precision does not count
         counts = (self.seen < self.step) & (self.step < self.anneal_steps) & new.isfinite().all(0)

@@ -89,8 +89,9 @@ class RepAdamW(RepOptimizerMixin, AdamW):
         averages = [x for name in ('exp_avgs', 'exp_avg_sqs', 'max_exp_avg_sqs') for x in state[name]]
         if use_triton(param, [grad, *averages], group):
             step.add_(self._steps_taken(step.device))
+            on_device = step.to(param.device, non_blocking=True)
             launch(
-                'adamw_kernel', param, grad, [step.to(param.device, non_blocking=True), *averages, *[None] * (3 - len(averages))],
+                'adamw_kernel', param, grad, [on_device, *averages, *[None] * (3 - len(averages))],
                 grad_mult.table(self._rule, param.device), grad_mult.row_offset, group,
                 **self._scalers,
                 new_weight1=1 - group['betas'][0],
