@@ -118,7 +118,8 @@ def test_data_files(load_script, name):
         for row in experiment.rows:
             if row.procedure == 'accelerate':
                 assert row.settings['method'] in (*methods.METHODS, methods.ANNEALED, methods.SCRATCH)
-                assert row.settings['epochs'] or row.settings['method'] in methods.METHODS
+                assert row.settings['epochs'] or row.settings['method'] != methods.ANNEALED
+                assert bool(row.settings['teacher']) == (row.settings['method'] == methods.SCRATCH)
             if row.procedure == 'quantize':
                 assert row.settings['backend'] in (None, *BACKENDS)
                 assert row.settings['calibrator'] in CALIBRATORS
@@ -360,20 +361,25 @@ def test_accelerate(start, load_script):
     """Each method changes the model as its name says, at the same cost."""
     module = load_script('procedures/accelerate')
     size = "model_args={'embed_dim': 16, 'depths': [1, 1], 'feature_dim': 24}"
-    ratios = [f'converted, {method}, {ratio}' for method in module.METHODS for ratio in (.5, 1.)
-              if not method.startswith('budget')]
-    budgets = [f'budget, {method}, 0.5' for method in module.METHODS if method.startswith('budget')]
-    distilled = [f'distilled, {method}' for method in ('closed form', module.ANNEALED, module.SCRATCH)]
     small = [size, 'images=40', 'batch_size=5']
-    _, rows = start('accelerate', '--seeds', 0, '--rows', *ratios, *budgets, settings=small, epochs=None)
+    methods = [method for method in module.METHODS if not method.startswith('budget')]
+    _, rows = start('accelerate', '--seeds', 0, '--rows', *(
+        f'converted, {method}, {ratio}' for method in methods for ratio in (.5, .75)), 'trained', settings=small,
+        epochs=None)
     macs = {(row['method'], row['idle_ratio']): row['MACs'] for row in rows}
-    for ratio in (.5, 1.):
-        assert len({round(macs[method, ratio], 2) for method in module.METHODS if not method.startswith('bud')}) == 1
-    assert all(.9 * macs['closed form', .5] < macs[method, .5] <= macs['closed form', .5]
-               for method in module.METHODS if method.startswith('budget'))
-    _, rows = start('accelerate', '--seeds', 0, '--rows', *distilled, settings=small, epochs=None)
-    assert [row['method'] for row in rows[-3:]] == ['closed form', module.ANNEALED, module.SCRATCH]
-    assert len({round(row['MACs'], 2) for row in rows[-3:]}) == 1
+    for ratio in (.5, .75):
+        assert len({round(macs[method, ratio], 2) for method in methods}) == 1
+    assert macs[module.SCRATCH, .75] == macs['first channels', .75] < macs['first channels', .5]
+    assert len({row['original'] for row in rows}) == 1
+    assert all(row['speedup'] > 0 for row in rows)
+    budgets = [method for method in module.METHODS if method.startswith('budget')]
+    _, rows = start('accelerate-budget', '--seeds', 0, '--rows', *(
+        f'budget, {method}, 0.5' for method in budgets), settings=small, epochs=None)
+    assert all(.9 * macs['closed form', .5] < row['MACs'] <= macs['closed form', .5] for row in rows)
+    _, rows = start('accelerate-distillation', '--seeds', 0, '--rows', *(
+        f'distilled, 1, {method}' for method in ('closed form', module.ANNEALED)), settings=small, epochs=None)
+    assert [row['method'] for row in rows] == ['closed form', module.ANNEALED]
+    assert len({round(row['MACs'], 2) for row in rows}) == 1
 
 
 def test_pruning(load_script):

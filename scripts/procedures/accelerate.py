@@ -12,13 +12,15 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from procedures.train import build, trained
+from benchmarks.timing import speedup
+from procedures.models import idle_first_channels
+from procedures.train import trained
 from procedures.workspace import Images, Workspace
 
 import timm_rep
 from timm_rep.convert import find_pointwise_ffns, linearize, linearize_ffns, replace_module
-from timm_rep.layers import Affine, ChannelIdle, active_channels
-from timm_rep.utils.profiling import count_macs
+from timm_rep.layers import Affine, active_channels
+from timm_rep.utils.profiling import count_macs, time_passes
 from timm_rep.utils.training import distil, evaluate
 
 __all__ = ['COLUMNS', 'DEFAULTS', 'accelerate']
@@ -30,8 +32,10 @@ DEFAULTS = dict(
     epochs=0,               # of distillation
     lr=None,                # of distillation
     trained=None,           # the model to convert
+    teacher=None,           # the model to compare with, if it is another one
     seed=0,                 # of the choice of calibration images
 )
+_IMAGES = 8                 # of a batch to time
 # settings that identify a row
 COLUMNS = ('method', 'idle_ratio', 'epochs', 'lr')
 
@@ -41,17 +45,9 @@ def closed_form(model: nn.Module, loader, ratio: float) -> nn.Module:
     return model
 
 
-def idle_first_channels(model: nn.Module, ratio: float) -> nn.Module:
-    """Remove the activation of all but the first channels, behind the BatchNorm of the hidden channels."""
-    for ffn in find_pointwise_ffns(model)[0]:
-        act = ffn.module.get_submodule(ffn.act_name)
-        ffn.module.set_submodule(
-            ffn.act_name, ChannelIdle(ffn.hidden_features, ratio, lambda act=act: act, dim=1 if ffn.use_conv else -1))
-    return model
-
-
 @torch.no_grad()
 def fold_first_channels(model: nn.Module) -> nn.Module:
+    """Fold FFNs whose first channels have an activation and whose others have none."""
     for ffn in find_pointwise_ffns(model)[0]:
         idle = ffn.module.get_submodule(ffn.act_name)
         active = idle.active_channels
@@ -141,10 +137,9 @@ def accelerate(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, A
     base, device = settings['trained'], workspace.device
     model = trained(base, workspace).model.to(memory_format=torch.contiguous_format)
     images = Images(workspace, {**base, 'seed': settings['seed']}, device)
-    original = evaluate(model, images.validation(), device)[1]
     if method == SCRATCH:
-        torch.manual_seed(settings['seed'])
-        converted = idle_first_channels(build(base), ratio).to(device)
+        converted = fold_first_channels(model)
+        model = trained(settings['teacher'], workspace).model.to(memory_format=torch.contiguous_format)
     elif method == ANNEALED:
         converted = copy.deepcopy(model)
         timm_rep.convert_to_repa(converted, ratio, anneal_steps=epochs * len(images.training()) // 2)
@@ -154,12 +149,12 @@ def accelerate(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, A
         with workspace.training_folder({**settings, 'model': base['model']}) as folder:
             distil(
                 converted, model, images, epochs, settings['lr'], checkpoint=folder / 'distillation.pth', resume=True)
-    if method == SCRATCH:
-        fold_first_channels(converted)
-    elif method == ANNEALED:
+    if method == ANNEALED:
         converted.reparameterize()
-    top1 = evaluate(converted, images.validation(), device)[1]
+    original, top1 = (evaluate(net, images.validation(), device)[1] for net in (model, converted))
     size = (3, *[base['img_size']] * 2)
+    times = time_passes({'original': model, 'converted': converted}, torch.randn(_IMAGES, *size, device=device))
     return {
         'MACs': round(count_macs(converted, size).total / count_macs(model, size).total, 3),
+        'speedup': speedup(times['converted'], times['original']),
         'top-1 change': round(top1 - original, 2), 'original': round(original, 2)}

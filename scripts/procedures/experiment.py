@@ -35,7 +35,7 @@ _SETTINGS = {
 _KEYS = ('what', 'claim', 'like', 'procedure', 'seeds', 'settings', 'trainings', 'rows', 'picture', 'cpu', 'gpu')
 _SHARED = ('procedure', 'seeds', 'settings', 'trainings')  # with an experiment that is like this one
 _ROW_KEYS = ('what', 'paper', 'columns', 'procedure', 'seeds', 'each')
-_PICTURE_KEYS = ('rows', 'x', 'y', 'by', 'where')
+_PICTURE_KEYS = ('rows', 'x', 'y', 'by')
 # settings that name a training; ``scales`` may
 _REFERENCES = ('scales', 'teacher', 'trained')
 

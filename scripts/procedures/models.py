@@ -1,14 +1,31 @@
-"""Small multi-branch networks for 32 x 32 pixels, of timm's own classes; importing this registers them with timm."""
+"""Small networks for 32 x 32 pixels, of timm's own classes; importing this registers them with timm."""
 from typing import Any, Mapping, Optional, Sequence, Union
 
 import torch.nn as nn
-from timm.models import register_model
+from timm.models import fasternet_t0, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, RepVggBlock
 
-from timm_rep.convert import set_scales, use_repopt_convs
+from timm_rep.convert import find_pointwise_ffns, set_scales, use_repopt_convs
+from timm_rep.layers import ChannelIdle
 from timm_rep.scales import ScalesLike
 
-__all__ = ['mobileone_small', 'repvgg_small']
+__all__ = ['fasternet_idle', 'idle_first_channels', 'mobileone_small', 'repvgg_small']
+
+
+def idle_first_channels(model: nn.Module, idle_ratio: float) -> nn.Module:
+    """Remove the activation of all but the first channels of each FFN, behind the BatchNorm of the hidden channels."""
+    for ffn in find_pointwise_ffns(model)[0]:
+        act = ffn.module.get_submodule(ffn.act_name)
+        ffn.module.set_submodule(
+            ffn.act_name,
+            ChannelIdle(ffn.hidden_features, idle_ratio, lambda act=act: act, dim=1 if ffn.use_conv else -1))
+    return model
+
+
+@register_model
+def fasternet_idle(pretrained: bool = False, idle_ratio: float = 0.75, **kwargs) -> nn.Module:
+    """timm's ``fasternet_t0`` with idle channels in its FFNs, as in a RePaFormer; the arguments are timm's."""
+    return idle_first_channels(fasternet_t0(**kwargs), idle_ratio)
 
 
 @register_model

@@ -35,11 +35,8 @@ def summarize(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> List[Di
         rows: Rows of the results.
         keys: Columns that tell rows from others, the seed aside.
     """
-    groups: Dict[tuple, List[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
     summary = []
-    for group in groups.values():
+    for group in _groups(rows, keys):
         mean: Dict[str, Any] = {key: group[0].get(key) for key in keys if group[0].get(key) is not None}
         if 'seed' in group[0]:
             mean['seeds'] = len(group)
@@ -52,6 +49,13 @@ def summarize(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> List[Di
                 mean[f'{column} ±'] = round(statistics.stdev(values), 2)
         summary.append(mean)
     return summary
+
+
+def _groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> List[List[Mapping[str, Any]]]:
+    groups: Dict[tuple, List[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return list(groups.values())
 
 
 def _mean(values: Sequence[Any]) -> Any:
@@ -108,7 +112,7 @@ def _section(experiment: Experiment, path: Path, results: Path) -> List[str]:
     parts = [
         f'### {content["machine"]}', f'{commands}; {content["date"]}.',
         table([{column: row.get(column) for column in columns} for row in cells])]
-    figure = _figure(experiment.document.get('picture') or {}, rows)
+    figure = _figure(experiment.document.get('picture') or {}, rows, keys)
     if figure is not None:
         with replacing_files(path.parent) as temporary:
             figure.savefig(temporary / f'{experiment.name}.png', dpi=110)
@@ -135,14 +139,18 @@ def _with_deviations(row: Mapping[str, Any]) -> Dict[str, Any]:
     return cells
 
 
-def _figure(picture: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Optional[Any]:
+def _figure(
+        picture: Mapping[str, Any],
+        rows: Sequence[Mapping[str, Any]],
+        keys: Sequence[str],
+) -> Optional[Any]:
     if 'x' in picture:
         points: Dict[str, Dict[float, List[float]]] = {}
-        for row in rows:
-            if all(row.get(column) is not None for column in (picture['x'], picture['y'], picture['by'])):
-                if all(row.get(k) == v for k, v in (picture.get('where') or {}).items()):
-                    series = points.setdefault(str(row[picture['by']]), {})
-                    series.setdefault(row[picture['x']], []).append(row[picture['y']])
+        shown = [row for row in rows if all(row.get(picture[axis]) is not None for axis in ('x', 'y', 'by'))]
+        for group in _groups(shown, keys):
+            series = points.setdefault(str(group[0][picture['by']]), {})
+            x = _mean([row[picture['x']] for row in group])  # a measured one differs between the seeds
+            series.setdefault(x, []).extend(row[picture['y']] for row in group)
         return plot_means(points, picture['x'], picture['y']) if points else None
     chosen = picture.get('rows') or list(dict.fromkeys(row.get('row') for row in rows if 'curve' in row))
     curves: Dict[str, List] = {}
