@@ -35,7 +35,7 @@ DEFAULTS = dict(
     teacher=None,           # the model to compare with, if it is another one
     seed=0,                 # of the choice of calibration images
 )
-_IMAGES = 8                 # of a batch to time
+_IMAGES = 64                # of a batch to time
 # settings that identify a row
 COLUMNS = ('method', 'idle_ratio', 'epochs', 'lr')
 
