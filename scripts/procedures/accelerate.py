@@ -29,15 +29,15 @@ DEFAULTS = dict(
     method='closed form',
     idle_ratio=0.75,
     images=512,             # to calibrate on
-    epochs=0,               # of distillation
-    lr=None,                # of distillation
+    distil_epochs=0,
+    distil_lr=None,
+    timed_images=64,        # of a batch to time
     trained=None,           # the model to convert
     teacher=None,           # the model to compare with, if it is another one
     seed=0,                 # of the choice of calibration images
 )
-_IMAGES = 64                # of a batch to time
 # settings that identify a row
-COLUMNS = ('method', 'idle_ratio', 'epochs', 'lr')
+COLUMNS = ('method', 'idle_ratio', 'distil_epochs', 'distil_lr')
 
 
 def closed_form(model: nn.Module, loader, ratio: float) -> nn.Module:
@@ -131,7 +131,7 @@ def accelerate(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, A
     Raises:
         ValueError: There is no such method.
     """
-    method, ratio, epochs = settings['method'], settings['idle_ratio'], settings['epochs']
+    method, ratio, epochs = settings['method'], settings['idle_ratio'], settings['distil_epochs']
     if method not in (*METHODS, ANNEALED, SCRATCH):
         raise ValueError(f'method is one of {", ".join([*METHODS, ANNEALED, SCRATCH])}, got {method!r}.')
     base, device = settings['trained'], workspace.device
@@ -148,12 +148,14 @@ def accelerate(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, A
     if epochs:
         with workspace.training_folder({**settings, 'model': base['model']}) as folder:
             distil(
-                converted, model, images, epochs, settings['lr'], checkpoint=folder / 'distillation.pth', resume=True)
+                converted, model, images, epochs, settings['distil_lr'], checkpoint=folder / 'distillation.pth',
+                resume=True)
     if method == ANNEALED:
         converted.reparameterize()
     original, top1 = (evaluate(net, images.validation(), device)[1] for net in (model, converted))
     size = (3, *[base['img_size']] * 2)
-    times = time_passes({'original': model, 'converted': converted}, torch.randn(_IMAGES, *size, device=device))
+    batch = torch.randn(settings['timed_images'], *size, device=device)
+    times = time_passes({'original': model, 'converted': converted}, batch)
     return {
         'MACs': round(count_macs(converted, size).total / count_macs(model, size).total, 3),
         'speedup': speedup(times['converted'], times['original']),
