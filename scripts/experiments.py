@@ -28,6 +28,7 @@ from procedures.workspace import OutOfTime, Workspace, digest
 
 from timm_rep.cli._arguments import ModelKwargs
 from timm_rep.cli._arguments import device as usable_device
+from timm_rep.deploy import check_quantization
 from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.profiling import versions
 
@@ -141,7 +142,7 @@ def main() -> int:
             print(write_page(results.RESULTS))
             return 0
         experiment, rows, workspace = prepared(args)
-    except (argparse.ArgumentTypeError, OSError, ValueError) as e:
+    except (argparse.ArgumentTypeError, ImportError, OSError, ValueError) as e:
         parser.error(str(e))
     left, failed = run(experiment, rows, workspace)
     print(f'{left} of {len(rows)} rows are left; run this again' if left else 'nothing is left')
@@ -155,6 +156,7 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
 
     Raises:
         argparse.ArgumentTypeError: There is no GPU.
+        ImportError: A quantization needs a package that is missing, or too old.
         OSError: There is no such experiment, or the output folder cannot be written.
         ValueError: The data file, a setting, a row or a seed is wrong, there are no such images, or the file of results
             is of other settings.
@@ -177,6 +179,9 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
             workspace.check_images(settings)
             checked.append(images)
     check_results(experiment, workspace)
+    for row in rows:
+        if row.procedure == 'quantize' and row.settings['backend'] is not None:
+            check_quantization(*(row.settings[key] for key in ('backend', 'calibrator', 'percentile')))
     check_writable(args.output)
     return experiment, rows, workspace
 

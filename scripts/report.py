@@ -116,7 +116,11 @@ def add_row(
 
 def _command() -> str:
     switches = [f'{name}={os.environ[name]}' for name in _SWITCHES if name in os.environ]
-    return shlex.join([*switches, 'python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if '--minutes' in arguments:  # the limit of a run, after which another one goes on
+        limit = arguments.index('--minutes')
+        del arguments[limit:limit + 2]
+    return shlex.join([*switches, 'python', os.path.relpath(sys.argv[0]), *arguments])
 
 
 def _write(

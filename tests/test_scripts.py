@@ -24,6 +24,7 @@ import timm_rep.scales.packaged as packaged
 from tests.helpers import ROOT, SCRIPTS, TINY, relative, run, tiny
 from timm_rep.cli import main as cli_main
 from timm_rep.layers import RePaMlp, use_fused_idle
+from timm_rep.optim import RepSGD
 from timm_rep.paper import SPEEDUPS
 from timm_rep.scales import Scales, packaged_scales
 from timm_rep.utils.profiling import throughput
@@ -331,6 +332,8 @@ def test_bench_optim(load_script, monkeypatch):
     before, grad = conv.weight.detach().clone(), conv.weight.grad.clone()
     step.step()
     torch.testing.assert_close(before - conv.weight, .1 * conv.grad_mult.dense('squared') * grad)
+    with pytest.raises(RuntimeError, match='Triton does not update a kernel of shape'):
+        bench.check_kernels(RepSGD(model.parameters(), lr=.1))  # not fused
 
 
 def test_bench_ffn(load_script):
@@ -392,7 +395,7 @@ def test_rows_kept_in_a_file(load_script, monkeypatch, tmp_path, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def report(name, value, **settings):
-        monkeypatch.setattr(sys, 'argv', ['bench.py', name])
+        monkeypatch.setattr(sys, 'argv', ['bench.py', '--minutes', '8.3', name])  # a limit that is not recorded
         module.report('a', 'What.', [dict(model=name, x=value)], torch.device('cpu'), settings, ['model'])
         content = json.loads(next(tmp_path.glob('*/a.json')).read_text())
         return {row['model']: row['x'] for row in content['rows']}, content['commands']
@@ -548,7 +551,10 @@ def test_gpu_jobs(script, load_script, tmp_path, monkeypatch, capsys):
         assert script('gpu/run', '--device', 'cpu', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir',
                       tmp_path / 'no', '--archive', archive) == 1
         assert message in capsys.readouterr().err
-    assert not (out / 'data').exists()
+    assert not (out / 'cifar10').exists()
+    with module.locking_folder(out), pytest.raises(SystemExit):
+        start(9, 'search')
+    assert 'Another process is using' in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     with pytest.raises(SystemExit):
         script('gpu/run', '--seconds', 9, '--output', tmp_path / 'none')
@@ -674,6 +680,9 @@ def test_gpu_training(script, load_script, tmp_path, monkeypatch, capsys, images
     assert f'left: {folder.name}; run this again' in capsys.readouterr().out
     assert script('gpu/train', '--output', tmp_path / 'often', *args) == 0
     assert capsys.readouterr().out.endswith('%\nnothing is left\n')
+    with pytest.raises(SystemExit):
+        script('gpu/train', '--output', tmp_path / 'often', *args[:-2], '--batch-size', 5)
+    assert 'has a training with other settings, in its train.yaml' in capsys.readouterr().err
     states = [torch.load(tmp_path / run / folder.name / 'last.pth', weights_only=True) for run in ('once', 'often')]
     assert states[0]['epoch'] == states[1]['epoch'] == 3
     assert all(torch.equal(x, states[1]['state_dict'][name]) for name, x in states[0]['state_dict'].items())

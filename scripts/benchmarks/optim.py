@@ -6,6 +6,7 @@ import torch
 
 import timm_rep
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
+from timm_rep.optim._triton import use_triton
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import time_calls
 
@@ -59,18 +60,33 @@ def with_extra_memory(create, params, device: torch.device):
     return optimizers[0], round(held - state_memory(optimizers[0]) + peak, 1)
 
 
-def on_device(device: torch.device, step, steps: int = 20) -> float:
-    """Seconds of a step on the GPU alone: steps are queued while it is busy, so that it never waits for Python."""
+def on_device(device: torch.device, step) -> float:
+    """Seconds of a step on the GPU alone: it is queued while the GPU is busy, so that it never waits for Python.
+
+    One step only, since a queue holds about a thousand kernels: behind a full one, Python sets the pace.
+    """
     square = torch.randn(8192, 8192, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(16):
         square @ square
     start.record()
-    for _ in range(steps):
-        step()
+    step()
     end.record()
     torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / steps / 1e3
+    return start.elapsed_time(end) / 1e3
+
+
+def check_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        RuntimeError: A kernel with a GradMult is not updated by Triton, so that the side would be another one.
+    """
+    for group in optimizer.param_groups:
+        for param in group['params']:
+            if get_grad_mult(param) is not None and not use_triton(param, [param.grad], group):
+                raise RuntimeError(
+                    f'Triton does not update a kernel of shape {tuple(param.shape)} on {param.device}, see the warning '
+                    'above: install a working Triton, or measure without fused=True.')
 
 
 def optim(args):
@@ -109,7 +125,8 @@ def optim(args):
         columns = timing_columns(times)
         alone = {}
         if args.device.type == 'cuda':
-            rounds = [{form: on_device(args.device, step) for form, step in steps.items()} for _ in range(5)]
+            check_kernels(optimizers['ours, fused'])
+            rounds = [{form: on_device(args.device, step) for form, step in steps.items()} for _ in range(15)]
             alone = {form: [seconds[form] for seconds in rounds] for form in steps}
         # of the last form
         training = {'step': TrainingStep(model, images, optimizer=optimizers['ours, fused'])}

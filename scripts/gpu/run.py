@@ -28,6 +28,7 @@ _START = time.monotonic()  # before the imports, which take seconds
 import torch  # noqa: E402
 
 from timm_rep.paper import SPEEDUPS  # noqa: E402
+from timm_rep.utils.atomic import locking_folder  # noqa: E402
 
 UNFINISHED = 75  # exit status of a job to resume (EX_TEMPFAIL)
 
@@ -112,7 +113,7 @@ def data_folder(options: argparse.Namespace) -> Path:
     """
     if options.data_dir.is_dir():
         return options.data_dir
-    folder = options.output / 'data'
+    folder = options.output / 'cifar10'  # which searches record as the data set
     if not folder.is_dir():
         if not options.archive.is_file():
             raise FileNotFoundError(f'neither the images {options.data_dir} nor the archive {options.archive} exist')
@@ -121,10 +122,10 @@ def data_folder(options: argparse.Namespace) -> Path:
                 with tarfile.open(options.archive) as archive:
                     # missing in early releases of Python 3.10 and 3.11
                     archive.extraction_filter = getattr(tarfile, 'data_filter', lambda member, path: member)
-                    archive.extractall(f'{temporary}/data')
+                    archive.extractall(f'{temporary}/images')
             except (EOFError, zlib.error) as e:
                 raise tarfile.ReadError(f'{options.archive}: {e}') from e
-            Path(temporary, 'data').rename(folder)  # atomic: a stopped run leaves no partial folder
+            Path(temporary, 'images').rename(folder)  # atomic: a stopped run leaves no partial folder
     return folder
 
 
@@ -166,6 +167,22 @@ def main(start: Optional[float] = None) -> int:
     finished, tried = options.output / 'done', options.output / 'tried'  # one file for each job
     for folder in (finished, tried):
         folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with locking_folder(options.output, wait=False):
+            return run_all(options, deadline, finished, tried)
+    except BlockingIOError as e:
+        parser.error(str(e))
+
+
+def run_all(options: argparse.Namespace, deadline: float, finished: Path, tried: Path) -> int:
+    """Run the jobs of the options until the deadline, those that took longest or failed last; the exit status.
+
+    Args:
+        options: Command-line arguments.
+        deadline: Time, of ``time.monotonic()``.
+        finished: Folder with a file for each job that is finished.
+        tried: Folder with a file for each job that failed or was stopped, as many bytes as times.
+    """
 
     def times_tried(name: str) -> int:
         return (tried / name).stat().st_size if (tried / name).exists() else 0

@@ -117,6 +117,8 @@ def main() -> int:
         recipe.update({k: v for k, v in changed.items() if v is not None})
         if args.amp:
             recipe.update(amp=True, amp_dtype='bfloat16')
+        if (folder / RECIPE).exists() and yaml.safe_load((folder / RECIPE).read_text()) != recipe:
+            parser.error(f'{folder} has a training with other settings, in its {RECIPE}: name another --output.')
         if not done.exists() and time.monotonic() < deadline:
             with replacing_files(folder) as temporary:
                 (temporary / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False))

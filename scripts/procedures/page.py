@@ -22,7 +22,8 @@ _HEAD = """# Experiments
 The claims of the papers at a size that anyone can repeat: `scripts/experiments.py run NAME`. An experiment is a data
 file, `scripts/experiments/NAME.yaml`. Accuracies are top-1 in percent of the 10,000 validation images of CIFAR-10, if
 nothing else is said, as mean over the seeds ± standard deviation. Figures of the papers are marked as theirs: other
-data, larger models, longer trainings; only differences between rows compare. Minutes are CPU time of the training.
+data, larger models, longer trainings; only differences between rows compare. Minutes are CPU time of the training, on a
+GPU wall-clock time.
 
 Written by `scripts/experiments.py report` from the JSON files in the folders beside it.
 """

@@ -163,6 +163,8 @@ def _train(
     scheduler, _ = create_scheduler_v2(
         optimizer, sched='cosine', num_epochs=epochs, warmup_epochs=min(settings['warmup_epochs'], epochs - 1),
         warmup_lr=settings['warmup_lr'], step_on_epochs=False, updates_per_epoch=len(loader))
+    if device.type != 'cpu':  # loading libraries and kernels is no part of the first training of a process
+        copy.deepcopy(model)(next(iter(images.validation()))[0]).sum().backward()
     begun = _clock(device)
 
     def after_epoch(epoch: int) -> None:
