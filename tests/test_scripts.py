@@ -64,6 +64,8 @@ def test_compare_scales(script, tmp_path):
         layers = [n for n in a if branch in a[n] and not (branch == 'conv3x3' and n == 'stages.2.9.conv')]
         means = torch.tensor([[x[n][branch].mean() for n in layers] for x in (a, b, start)])
         assert row['correlation'] == pytest.approx(torch.corrcoef(means)[0, 1].item(), abs=1e-3)
+        distances = [(a[n][branch] / start[n][branch] - 1).abs().mean().item() for n in a if branch in a[n]]
+        assert row['moved'] == pytest.approx(sum(distances) / len(distances), abs=1e-3)
         if branch == 'identity':
             assert row['start_with_other'] is None  # the same 1 everywhere
         else:

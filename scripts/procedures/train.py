@@ -1,5 +1,6 @@
 """Procedure ``train``, a training from a start that the settings name, and the trainings of all procedures."""
 import copy
+import statistics
 import time
 from typing import Any, Dict, List, Mapping, NamedTuple
 
@@ -80,10 +81,16 @@ def searched(settings: Mapping[str, Any], workspace: Workspace) -> Scales:
         return Scales.load(path)
 
 
-def _figures(scales: Scales) -> Dict[str, float]:
-    """Columns of a search: the accuracy of the network that was searched, and its minutes if it was not stopped."""
+def _figures(scales: Scales, settings: Mapping[str, Any]) -> Dict[str, float]:
+    """Columns of a search: accuracy of the network that was searched, minutes if it was not stopped, and how far the
+    scales of the convolutions have moved from their start, in percent of it.
+    """
     names = {'top-1': 'accuracy', 'minutes': 'minutes'}
-    return {name: float(scales.metadata[key]) for name, key in names.items() if key in scales.metadata}
+    columns = {name: float(scales.metadata[key]) for name, key in names.items() if key in scales.metadata}
+    start = Scales.initial(build(settings, 'init'))
+    moved = scales.compare(start)
+    columns['moved %'] = round(100 * statistics.mean(moved[branch].relative_change for branch in start.branches()), 2)
+    return columns
 
 
 def build(settings: Mapping[str, Any], scales=None, **kwargs) -> nn.Module:
@@ -124,7 +131,7 @@ def trained(settings: Mapping[str, Any], workspace: Workspace) -> Trained:
         scales = settings['scales']
         if isinstance(scales, Mapping):
             scales = searched(scales, workspace)
-            columns = {f'search ({name})': figure for name, figure in _figures(scales).items()}
+            columns = {f'search ({name})': figure for name, figure in _figures(scales, settings).items()}
         if settings['average_scales']:
             scales = scales.mean_over_channels()
         if device.type == 'cpu':

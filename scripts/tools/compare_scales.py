@@ -51,7 +51,7 @@ def rounded(x: float) -> Optional[float]:
 
 
 def compare(a: Tuple[str, Scales, Scales], b: Tuple[str, Scales, Scales]) -> list:
-    rows = []
+    rows, moved = [], [scales.compare(start) for _, scales, start in (a, b)]
     comparisons: Dict[str, dict] = {
         'correlation': a[1].compare(b[1]),
         'start_with_other': same_parts(a[2], a[1]).compare(b[1]),
@@ -63,6 +63,8 @@ def compare(a: Tuple[str, Scales, Scales], b: Tuple[str, Scales, Scales]) -> lis
             'layers': sum(branch in a[1][n] and branch in b[1].get(n, {}) for n in a[1]),
             **{what: rounded(found[branch].correlation) for what, found in comparisons.items()},
             'spread': rounded(spread(a[1], branch)), 'other_spread': rounded(spread(b[1], branch)),
+            'moved': rounded(moved[0][branch].relative_change),
+            'other_moved': rounded(moved[1][branch].relative_change),
             'stage_means': {
                 stage: [round(mean, 3) for mean in means] for stage, means in comparison.stage_means.items()},
         })
@@ -79,8 +81,8 @@ def main() -> None:
     report(
         'scales',
         "Pearson's correlation of layer means over depth: searched values; start values of the first with searched "
-        'values of the other; changes of both. spread: standard deviation over the channels, mean over the layers. '
-        'stage_means: first and other.',
+        'values of the other; changes of both. spread: standard deviation over the channels, moved: distance from the '
+        'start values as a part of them, both as means over the layers. stage_means: first and other.',
         [row for a, b in combinations(found, 2) if a[1].keys() & b[1].keys() for row in compare(a, b)],
         torch.device('cpu'),
         {'searches': {name: scales.metadata for name, scales, _ in found}},

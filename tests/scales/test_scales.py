@@ -1,5 +1,6 @@
 import argparse
 import json
+import math
 import os
 import pickle
 from functools import partial
@@ -171,6 +172,14 @@ def test_compare():
     assert list(comparison.stage_means) == ['stem', 'stages.0', 'stages.1', 'stages.2', 'stages.3']
     mean = torch.stack([scales[f'stages.1.{i}.conv']['conv1x1'].mean() for i in (0, 1)]).mean().item()
     assert comparison.stage_means['stages.1'] == pytest.approx((mean, -2 * mean))
+    assert comparison.relative_change == pytest.approx(1.5)
+    apart = Scales({n: {b: s * torch.linspace(.8, 1.4, len(s)) for b, s in branches.items()}
+                    for n, branches in scales.items()})
+    assert apart.compare(scales)['conv1x1'].relative_change == pytest.approx(
+        sum((torch.linspace(.8, 1.4, len(layer['conv1x1'])) - 1).abs().mean().item() for layer in scales.values()
+            if 'conv1x1' in layer) / sum('conv1x1' in layer for layer in scales.values()), rel=1e-5)
+    missing = Scales({'stem.conv': {'conv3x3': torch.ones(len(scales['stem.conv']['conv3x3']))}})
+    assert math.isnan(scales.compare(missing)['conv1x1'].relative_change)
     with pytest.raises(ValueError, match='no layers in common'):
         scales.compare(Scales({'other': {'conv3x3': torch.ones(2)}}))
 

@@ -27,9 +27,16 @@ class BranchComparison(NamedTuple):
     Attributes:
         correlation: Pearson correlation of the layers' means over depth.
         stage_means: Means over each stage, of the first and of the second set.
+        relative_change: ``|first / second - 1|``, mean over the channels and the layers: with the initial scales as the
+            second set, how far a search has moved them. NaN if their widths differ.
     """
     correlation: float
     stage_means: Dict[str, Tuple[float, float]]
+    relative_change: float
+
+
+def _relative_change(scale: torch.Tensor, other: torch.Tensor) -> float:
+    return (scale / other - 1).abs().mean().item() if scale.shape == other.shape else float('nan')
 
 
 def stage_of(layer: str) -> str:
@@ -171,7 +178,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         """Compare with other scales of the same model (figures 6 and 7).
 
         Returns:
-            Correlation and means of the common layers, by branch.
+            Correlation, means and relative change of the common layers, by branch.
 
         Raises:
             ValueError: There are no common layers.
@@ -190,6 +197,8 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             comparisons[branch] = BranchComparison(
                 correlation=torch.corrcoef(means)[0, 1].item() if len(layers) > 1 else float('nan'),
                 stage_means={stage: tuple(means[:, i].mean(1).tolist()) for stage, i in stages.items()},
+                relative_change=torch.tensor(
+                    [_relative_change(self[n][branch], other[n][branch]) for n in layers]).mean().item(),
             )
         return comparisons
 
