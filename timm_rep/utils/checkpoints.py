@@ -205,5 +205,7 @@ def read_training_state(path: Path, settings: Mapping[str, Any], training: str) 
     found = state.get('settings', {}) if isinstance(state, dict) else {}
     others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]
     if others:
-        raise ValueError(f'{str(path)!r} is the checkpoint of another {training}: {", ".join(others)}.')
+        raise ValueError(
+            f'{str(path)!r} is the checkpoint of another {training}: {", ".join(others)}. Resume with the settings '
+            'there, or delete the file to start anew.')
     return state

@@ -1,5 +1,6 @@
 """A small training loop: Hyper-Search, distillation, the demo, the ablations; train.py trains on large data sets."""
 import contextlib
+import hashlib
 from pathlib import Path
 from typing import Callable, Iterable, List, Optional, Tuple
 
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from .checkpoints import read_training_state, write_training_state
-from .data import Images, batches_of, labelled_images
+from .data import PREPROCESSING, Images, batches_of, labelled_images
 
 __all__ = ['distil', 'evaluate', 'fit', 'world_size_and_rank']
 
@@ -153,7 +154,8 @@ def distil(
         resume: Continue from that file.
 
     Raises:
-        ValueError: The file cannot be read, or is of a distillation with other settings.
+        ValueError: The file cannot be read, or is of a distillation with another model, other settings or other
+            preprocessing.
         OSError: The file cannot be written.
     """
     device = images.device
@@ -162,7 +164,10 @@ def distil(
     loader = images.training()
     optimizer = create_optimizer_v2(model, opt='adamw', lr=lr, weight_decay=weight_decay)
     scheduler = CosineLRScheduler(optimizer, t_initial=epochs * len(loader), t_in_epochs=False)
-    settings = dict(epochs=epochs, lr=lr, weight_decay=weight_decay, steps=len(loader), seed=images.seed)
+    config = getattr(images, 'config', {})  # other classes of images need none
+    settings = dict(
+        teacher=_digest(teacher, values=True), student=_digest(model), epochs=epochs, lr=lr, weight_decay=weight_decay,
+        steps=len(loader), seed=images.seed, **{name: config[name] for name in PREPROCESSING if name in config})
     start = 0
     if resume and checkpoint.is_file():
         state = read_training_state(checkpoint, settings, 'distillation')
@@ -178,6 +183,16 @@ def distil(
         model, optimizer, scheduler, loader, epochs, device=device, start=start, teacher=teacher, clip_grad=1.,
         seed=images.seed, after_epoch=save if checkpoint else None, description='distillation')
     model.eval()
+
+
+def _digest(model: nn.Module, values: bool = False) -> str:
+    """A digest of the names and shapes of a model's parameters and buffers, on request also of their values."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(f'{name} {tuple(value.shape)}\n'.encode())
+        if values:
+            digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return f'sha256:{digest.hexdigest()[:12]}'
 
 
 @torch.inference_mode()
