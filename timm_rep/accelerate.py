@@ -152,7 +152,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` loads, with every figure.
 
     Files: model.safetensors, config.json, report.json, README.md, and accuracy.png if there are several idle ratios.
-    The state of a finished distillation is removed.
+    The state of the distillation that made the model is removed; that of another one stays, to be resumed.
 
     Args:
         folder: Folder, which is created or whose files are replaced.
@@ -185,7 +185,8 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
         (draft / 'README.md').write_text(_card(folder, result, command, data), encoding='utf-8')
     if not swept:
         (folder / 'accuracy.png').unlink(missing_ok=True)  # of earlier figures
-    (folder / STATE).unlink(missing_ok=True)
+    if 'distilled' in result.figures:
+        (folder / STATE).unlink(missing_ok=True)
 
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:

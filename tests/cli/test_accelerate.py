@@ -2,6 +2,7 @@
 import copy
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -148,8 +149,31 @@ def test_distillation_comes_closer_and_resumes(data, tmp_path):
     distil(resumed, teacher, images, epochs=3, lr=1e-3, checkpoint=state, resume=True)
     for name, value in resumed.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name]), name
-    with pytest.raises(ValueError, match=r'another distillation: lr is 0\.001 there and 0\.1 here'):
-        distil(start(), teacher, images, epochs=3, lr=.1, checkpoint=state, resume=True)
+
+    def resume(student=None, teacher=teacher, images=images, lr=1e-3):
+        distil(student or start(), teacher, images, epochs=3, lr=lr, checkpoint=state, resume=True)
+
+    other_weights = original(data)
+    torch.nn.init.constant_(other_weights.head.bias, 1.)
+    wider = original(data)
+    timm_rep.convert_to_repa(wider, idle_ratio=.5, calibration=images.calibration(64))
+    for kwargs, message in (
+            (dict(lr=.1), r'lr is 0\.001 there and 0\.1 here\. Resume with the settings there, or delete'),
+            (dict(teacher=other_weights), r"teacher is 'sha256:\w{12}' there and 'sha256:\w{12}' here\."),
+            (dict(student=wider), r"student is 'sha256:\w{12}' there and 'sha256:\w{12}' here\."),
+            (dict(images=Images(teacher, str(data), batch_size=24, mean=(.4, .5, .6))),
+             r'mean is \(0\.5, 0\.5, 0\.5\) there and \(0\.4, 0\.5, 0\.6\) here\.')):
+        with pytest.raises(ValueError, match=f'another distillation: {message}'):
+            resume(**kwargs)
+    # images without a config, as those of the experiments
+    resume(images=SimpleNamespace(device=images.device, seed=images.seed, training=images.training))
+
+
+def test_an_interrupted_distillation_survives_a_plain_run(data, tmp_path):
+    (tmp_path / STATE).write_text('')
+    assert main(command(data, tmp_path, '--images', '64')) == 0
+    assert (tmp_path / 'model.safetensors').exists()
+    assert (tmp_path / STATE).exists()
 
 
 def test_calibration_images_are_drawn_by_the_seed(data):
