@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -139,6 +140,21 @@ def test_a_folder_is_no_name_of_a_model(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "timm-rep: 'fast' is a folder: the model in it is named local-dir:fast.\n"
 
 
+@pytest.mark.parametrize('argv', [
+    ['export', 'local-dir:tf', '-o', 'out'],
+    ['export', 'local-dir:tf', '-o', 'out', '--model-kwargs', 'num_classes=3'],
+    ['weight-select', '--student', 'repa_deit_tiny', '--teacher', 'local-dir:tf', '-o', 'x.safetensors'],
+])
+def test_a_model_of_another_library(tmp_path, monkeypatch, capsys, argv):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'tf').mkdir()
+    (tmp_path / 'tf' / 'config.json').write_text(json.dumps({'model_type': 'vit', 'architectures': ['ViTModel']}))
+    assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert error.endswith("'local-dir:tf' is no model of timm: its config.json has no 'architecture'.\n")
+    assert error.count('\n') == 1
+
+
 def test_a_model_without_a_released_layout(tmp_path, capsys):
     torch.save({'fc.weight': torch.zeros(2, 2)}, tmp_path / 'c.pth')
     assert main(['convert', str(tmp_path / 'c.pth'), '--model', 'resnet18', '-o', str(tmp_path / 'resnet18.in1k')]) == 1
@@ -151,6 +167,8 @@ def test_a_model_without_a_released_layout(tmp_path, capsys):
     (KeyboardInterrupt(), 130, 'timm-rep: interrupted.\n'),
     (ValueError('layer \x1b[31mred\x1b[0m'), 1, 'timm-rep: layer \\x1b[31mred\\x1b[0m\n'),
     (SafetensorError('damaged'), 1, 'timm-rep: damaged\n'),
+    (ImportError('needs other releases of torch'), 1, 'timm-rep: needs other releases of torch\n'),
+    (OverflowError('float16 cannot'), 1, 'timm-rep: float16 cannot\n'),
     (TypeError('f() got an unexpected keyword argument \'x\''), 1,
      "timm-rep: f() got an unexpected keyword argument 'x'; is it a --model-kwargs?\n"),
 ])

@@ -56,7 +56,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         hint = getattr(args, 'interrupt_hint', '')
         _print_error(f'interrupted. {hint}' if hint else 'interrupted.')
         return 130  # as a shell reports SIGINT
-    except (OSError, ValueError, RuntimeError, ModuleNotFoundError, SafetensorError) as e:
+    except (OSError, ValueError, RuntimeError, ImportError, OverflowError, SafetensorError) as e:
         _print_error(str(e))
     except TypeError as e:
         _print_error(f'{e}; is it a --model-kwargs?' if 'unexpected keyword argument' in str(e) else str(e))
@@ -64,6 +64,8 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def _print_error(message: str) -> None:
+    if 'Original Traceback' in message:  # of a process that loads images, before its error
+        message = message.strip().splitlines()[-1]
     # names of layers and data sets come from files, and may hold terminal escapes
     message = ''.join(c if c.isprintable() or c in '\n\t' else repr(c)[1:-1] for c in message)
     print(f'timm-rep: {message}', file=sys.stderr)

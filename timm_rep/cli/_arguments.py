@@ -9,7 +9,7 @@ import torch.nn as nn
 from timm.models import is_model
 from timm.utils import ParseKwargs
 
-from timm_rep.utils.files import argument_errors
+from timm_rep.utils.files import argument_errors, config_errors
 
 __all__ = [
     'ModelKwargs', 'add_images', 'add_model', 'count', 'create_from', 'create_model', 'default_device', 'device',
@@ -92,13 +92,15 @@ def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs) -> nn.Mod
         kwargs: Other arguments of ``create_model``.
 
     Raises:
-        ValueError: The name is that of a folder; or the model cannot be created with ``model_kwargs``.
+        ValueError: The name is that of a folder; its config.json is of another library; or the model cannot be created
+            with ``model_kwargs``.
     """
     if not is_model(name) and os.path.isdir(name):
         raise ValueError(f'{name!r} is a folder: the model in it is named local-dir:{name}.')
     if not model_kwargs:
-        return timm.create_model(name, **kwargs)
-    with argument_errors(f'{name} with --model-kwargs {model_kwargs}'):
+        with config_errors(name):
+            return timm.create_model(name, **kwargs)
+    with argument_errors(f'{name} with --model-kwargs {model_kwargs}'), config_errors(name):
         return timm.create_model(name, **kwargs, **model_kwargs)
 
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from timm.utils import unwrap_model
 
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
+from timm_rep.utils.files import config_errors
 from timm_rep.utils.network import hub_errors
 
 from .matching import Shape
@@ -100,7 +101,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
         FileNotFoundError: There is no such file and no such model.
         RuntimeError: The file cannot be read.
         TypeError: The file or mapping does not hold a state dict.
-        ValueError: timm has no pretrained weights for the model, or the path is that of a folder.
+        ValueError: timm has no pretrained weights for the model, its config.json is of another library, or the path is
+            that of a folder.
     """
     if isinstance(source, nn.Module):
         source = unwrap_model(source)
@@ -113,7 +115,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
             return _with_timm_names(_from_safetensors(path))
         return _with_timm_names(_from_state_dict(read_state_dict(path, wrappers=_WRAPPERS)))
     if path.startswith(_SOURCES):
-        return open_teacher(timm.create_model(path, pretrained=True))
+        with config_errors(path):
+            return open_teacher(timm.create_model(path, pretrained=True))
     if os.path.isdir(path):
         raise ValueError(f'The teacher {path!r} is a folder: the model in it is named local-dir:{path}.')
     if not timm.is_model(path):

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional,
 
 __all__ = [
     'COUNT', 'MAPPING', 'NUMBER', 'POSITIVE', 'STRING', 'TEXT', 'Kind', 'argument_errors', 'check_fields',
-    'check_model_args', 'list_of', 'one_of', 'parse_json', 'read_json', 'read_text',
+    'check_model_args', 'config_errors', 'list_of', 'one_of', 'parse_json', 'read_json', 'read_text',
 ]
 
 _MAX_BYTES = 1 << 24  # label names and descriptions of ImageNet-21k take 3 MB
@@ -182,3 +182,21 @@ def argument_errors(source: str) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
             ValueError) as e:
         raise ValueError(f'{source} cannot be used: {type(e).__name__}: {e}') from e
+
+
+@contextlib.contextmanager
+def config_errors(name: str) -> Iterator[None]:
+    """Raise timm's KeyError for a config.json of another library as a ValueError that names the model.
+
+    Args:
+        name: Name for ``timm.create_model``, 'local-dir:FOLDER' or 'hf-hub:ID'.
+
+    Raises:
+        ValueError: The config.json has no 'architecture'.
+    """
+    try:
+        yield
+    except KeyError as e:
+        if e.args != ('architecture',):
+            raise
+        raise ValueError(f"{name!r} is no model of timm: its config.json has no 'architecture'.") from e
