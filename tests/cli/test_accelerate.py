@@ -2,6 +2,7 @@
 import copy
 import json
 import shlex
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -290,6 +291,24 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys, change, mess
     assert message in captured.err
     assert captured.err.count('\n') == 1
     assert not (tmp_path / 'out').exists()
+
+
+def test_a_sweep_needs_matplotlib_before_the_model(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    monkeypatch.setattr('timm_rep.cli.accelerate.create_model', lambda *args, **kwargs: pytest.fail('too late'))
+    assert main(command(data, tmp_path / 'out', '--sweep')) == 1
+    assert capsys.readouterr().err == (
+        "timm-rep: accelerate --sweep needs matplotlib: pip install 'timm-rep[plot]'.\n")
+
+
+def test_a_damaged_image_in_a_worker_is_one_line(data, tmp_path, capsys):
+    path = tmp_path / 'damaged' / 'a.png'
+    path.parent.mkdir()
+    path.write_text('no image')
+    assert main(command(data, tmp_path / 'out', '--train-split', str(path.parent), '--workers', '1')) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"timm-rep: ValueError: Cannot decode the image '{path}': UnidentifiedImageError: ")
+    assert error.count('\n') == 1
 
 
 def test_other_wrong_calls(data, tmp_path, capsys):

@@ -1,7 +1,22 @@
-"""The ``--output`` of commands that draw."""
+"""What commands that draw need: matplotlib, and an ``--output``."""
 from pathlib import Path
 
 from timm_rep.utils.atomic import check_writable, replacing_files
+
+
+def check_matplotlib(command: str) -> None:
+    """Check, before any work is done, that matplotlib is installed.
+
+    Args:
+        command: Name of the command, for the error message.
+
+    Raises:
+        ModuleNotFoundError: It is not.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError(f"{command} needs matplotlib: pip install 'timm-rep[plot]'.") from e
 
 
 def check_picture(output: str, command: str) -> Path:
@@ -22,10 +37,7 @@ def check_picture(output: str, command: str) -> Path:
     path = Path(output)
     if path.suffix not in ('.png', '.svg', '.pdf') or path.is_dir():
         raise ValueError(f'--output is a .png, .svg or .pdf file to write, got {output!r}.')
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"{command} needs matplotlib: pip install 'timm-rep[plot]'.") from e
+    check_matplotlib(command)
     check_writable(path.parent)
     return path
 

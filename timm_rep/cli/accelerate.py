@@ -70,8 +70,12 @@ def run(args) -> int:
     from timm_rep.utils.checkpoints import load_checkpoint
     from timm_rep.utils.data import Images
 
+    from ._picture import check_matplotlib
+
     if args.resume and not args.distil_epochs:
         raise ValueError('--resume continues a distillation: pass its --distil-epochs.')
+    if args.sweep:
+        check_matplotlib('accelerate --sweep')
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
     if not hasattr(model, '_model_args'):  # timm records them since 1.0.31
         model._model_args = dict(args.model_kwargs)
