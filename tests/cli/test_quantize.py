@@ -44,7 +44,10 @@ def test_writes_a_folder_and_reports_the_accuracy(images, tmp_path, capsys, args
     assert len(list((tmp_path / 'out').iterdir())) == 2
 
 
-def test_wrong_use(images, tmp_path, capsys):
+def test_wrong_use(images, tmp_path, capsys, monkeypatch):
+    # importing the backend takes seconds and prints warnings
+    monkeypatch.setattr('timm_rep.deploy.quantize._program', lambda name: pytest.fail('imported before the checks'))
+
     def refused(*args, output=tmp_path / 'out'):
         assert command(images, output, *args) == 1
         out, error = capsys.readouterr()
@@ -63,3 +66,15 @@ def test_wrong_use(images, tmp_path, capsys):
     assert '--resume continues it' in refused('--qat-epochs', '1', output=tmp_path / 'state')
     with pytest.raises(SystemExit):
         command(images, tmp_path, '--backend', 'tensorrt')
+
+
+@pytest.mark.parametrize('function, args, resumable', [
+    ('quantize_ptq', [], False), ('quantize_qat', ['--qat-epochs', '1'], True)])
+def test_an_interruption_names_resume_where_it_helps(
+        images, tmp_path, capsys, monkeypatch, function, args, resumable):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f'timm_rep.deploy.{function}', interrupt)
+    assert command(images, tmp_path / 'out', *args) == 130
+    assert ('--resume' in capsys.readouterr().err) == resumable

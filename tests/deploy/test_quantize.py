@@ -13,7 +13,8 @@ import torch.nn as nn
 
 import timm_rep
 from tests.helpers import images, randomize_, relative, run, same_weights, tiny
-from timm_rep.deploy import BACKENDS, REPORT, load_quantized
+from timm_rep.deploy import BACKENDS, REPORT, load_quantized, quantize_qat
+from timm_rep.utils.data import Images
 
 pytest.importorskip('torchao')
 
@@ -292,6 +293,28 @@ def test_does_not_saturate_without_vnni():
     """oneDNN with kernels for an older CPU: two products of 8 bits, 255 * 127, exceed their 16 bits."""
     env = {**os.environ, 'ONEDNN_MAX_CPU_ISA': 'AVX2'}
     assert float(run([sys.executable, '-c', _WITHOUT_VNNI], env=env).splitlines()[-1]) < 0.01
+
+
+def test_a_model_frozen_for_inference_is_trained_as_a_whole(images, monkeypatch):
+    """Folding makes new convolutions, which are not frozen, beside other layers, which are."""
+    class Reached(Exception):
+        pass
+
+    def distil(student, *args, **kwargs):
+        frozen.extend(name for name, p in student.named_parameters() if not p.requires_grad)
+        raise Reached
+
+    frozen = []
+    monkeypatch.setattr('timm_rep.deploy.quantize.distil', distil)
+    for name, args in (
+            ('repvit_m0_9', dict(embed_dim=(16, 24), depth=(1, 1))),
+            ('repopt_vgg_a0', dict(depths=(1, 1, 1, 1), widths=(8, 8, 8, 8), stem_width=8))):
+        model = timm.create_model(name, num_classes=4, **args).eval().requires_grad_(False)
+        data = Images(model, str(images), val_split='validation', batch_size=10, img_size=32)
+        with pytest.raises(Reached):
+            quantize_qat(model, data, 1)
+        assert not frozen
+        assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_missing_package(monkeypatch, model, calibration):

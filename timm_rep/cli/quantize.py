@@ -31,16 +31,16 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--workers', type=count, default=0, metavar='N', help='processes that load images (%(default)s)')
     parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
-    parser.set_defaults(run=run, interrupt_hint='--resume continues the training.')
+    parser.set_defaults(run=run)
 
 
 def run(args) -> int:
-    from timm_rep.deploy import check_quantization, quantize_ptq, quantize_qat
+    from timm_rep.deploy import check_settings, quantize_ptq, quantize_qat
     from timm_rep.utils.atomic import check_writable
     from timm_rep.utils.checkpoints import load_checkpoint
     from timm_rep.utils.data import Images
 
-    check_quantization(args.backend, args.calibrator, args.percentile)
+    check_settings(args.backend, args.calibrator, args.percentile)
     if args.qat_epochs and (args.backend != 'inductor' or args.per_tensor or args.calibrator != 'minmax'):
         raise ValueError(
             '--qat-epochs trains for the backend inductor, with a scale for each channel and moving averages of the '
@@ -59,6 +59,7 @@ def run(args) -> int:
         if state.exists() and not args.resume:
             raise FileExistsError(
                 f'{str(state)!r} of an interrupted training exists: --resume continues it; delete it to start anew.')
+        args.interrupt_hint = '--resume continues the training.'
         quantized = quantize_qat(
             model, images, args.qat_epochs, args.lr, args.images, checkpoint=state, resume=args.resume,
             validation_loader=validation)

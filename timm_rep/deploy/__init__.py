@@ -1,6 +1,6 @@
 from .export import Exported, check_target, export
 from .formats import FORMATS, check_format, onnx_runner, write_onnx
-from .quantize import Quantized, check_quantization, load_quantized, quantize_ptq, quantize_qat
+from .quantize import Quantized, check_quantization, check_settings, load_quantized, quantize_ptq, quantize_qat
 from .report import BACKENDS, CALIBRATORS, MODELS, REPORT, Accuracy, QuantizationReport, quantized_files, read_report
 from .verification import VERIFICATION, read_verifications, write_verification
 
@@ -17,6 +17,7 @@ __all__ = [
     'Quantized',
     'check_format',
     'check_quantization',
+    'check_settings',
     'check_target',
     'export',
     'load_quantized',

@@ -27,7 +27,7 @@ from .report import BACKENDS, CALIBRATORS, MODELS, REPORT, Accuracy, Quantizatio
 # modules of the backends, which import their packages, and their classes
 _PROGRAMS = {'inductor': ('inductor', 'InductorProgram'), 'onnxruntime': ('ort', 'OnnxProgram')}
 
-__all__ = ['Quantized', 'check_quantization', 'load_quantized', 'quantize_ptq', 'quantize_qat']
+__all__ = ['Quantized', 'check_quantization', 'check_settings', 'load_quantized', 'quantize_ptq', 'quantize_qat']
 
 
 class Quantized(nn.Module):
@@ -223,6 +223,8 @@ def quantize_qat(
     batches = _read_images(images.calibration(max_images), max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
+    if not any(p.requires_grad for p in model.parameters()):  # frozen for inference; layers that timm folds are not
+        folded.requires_grad_()
     accuracy = _accuracy(model, validation_loader, batches[0].shape[1:])
     with _errors(model, 'inductor'):
         prepared = prepare_training(folded, batches[0])
@@ -236,10 +238,21 @@ def quantize_qat(
 
 
 def check_quantization(backend: str, calibrator: str, percentile: float) -> Type[Program]:
-    """Check settings of a quantization and that its packages are installed; before a model is loaded.
+    """Check settings of a quantization and import its packages; before a model is trained.
 
     Returns:
         The class of the backend's programs.
+
+    Raises:
+        ImportError: The packages are of other releases than this one needs.
+        ModuleNotFoundError, ValueError: As :func:`check_settings`.
+    """
+    check_settings(backend, calibrator, percentile)
+    return _program(backend)
+
+
+def check_settings(backend: str, calibrator: str, percentile: float) -> None:
+    """Check settings of a quantization and that its packages are installed, without the seconds of importing them.
 
     Raises:
         ModuleNotFoundError: A package is missing.
@@ -251,13 +264,18 @@ def check_quantization(backend: str, calibrator: str, percentile: float) -> Type
         raise ValueError(f'calibrator is one of {", ".join(map(repr, CALIBRATORS))}, got {calibrator!r}.')
     if not 50 < percentile <= 100:
         raise ValueError(f'percentile is above 50 and at most 100, got {percentile!r}.')
-    return _program(backend)
+    _check_packages(backend)
+
+
+def _check_packages(backend: str) -> None:
+    missing = [package for package in BACKENDS[backend] if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"The backend {backend!r} needs {', '.join(missing)}: pip install 'timm-rep[deploy]'.")
 
 
 def _program(name: str) -> Type[Program]:
-    missing = [package for package in BACKENDS[name] if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ModuleNotFoundError(f"The backend {name!r} needs {', '.join(missing)}: pip install 'timm-rep[deploy]'.")
+    _check_packages(name)
     module, program = _PROGRAMS[name]
     try:
         return getattr(importlib.import_module(f'timm_rep.deploy.{module}'), program)
