@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from timm_rep.utils import atomic
-from timm_rep.utils.atomic import check_writable, replacing_files, replacing_folder
+from timm_rep.utils.atomic import check_writable, locking_folder, replacing_files, replacing_folder
 
 
 def test_replacing_files(tmp_path):
@@ -179,3 +179,58 @@ def test_check_writable(tmp_path):
         check_writable(tmp_path / 'file')
     with pytest.raises(OSError, match='cannot write to the output folder'):
         check_writable(tmp_path / 'file' / 'below')
+
+
+@pytest.mark.parametrize('entering', [locking_folder, replacing_files, replacing_folder])
+def test_a_failure_leaves_no_new_folder(tmp_path, entering):
+    """Those that existed before, hold a file, or are locked by another process, stay."""
+    (tmp_path / 'old').mkdir()
+
+    def fail(folder, body=lambda: None):
+        with entering(folder):
+            assert folder.is_dir()
+            body()
+            raise OSError('disk full')
+
+    new = tmp_path / 'old' / 'new' / 'folder'
+    with pytest.raises(OSError, match='disk full'):
+        fail(new)
+    assert not list((tmp_path / 'old').iterdir())
+    with pytest.raises(OSError, match='disk full'):
+        fail(tmp_path / 'old')
+    with pytest.raises(OSError, match='disk full'):
+        fail(new, (new / 'a').touch)
+    assert [path.name for path in new.iterdir()] == ['a']
+    with entering(tmp_path / 'written'):
+        pass
+    assert (tmp_path / 'written').is_dir()
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='no locks')
+def test_a_failure_leaves_a_folder_that_another_process_has_locked(tmp_path):
+    def fail(folder):
+        with replacing_files(folder / 'below'):
+            stack.enter_context(locking_folder(folder))
+            raise OSError('disk full')
+
+    with contextlib.ExitStack() as stack:
+        with pytest.raises(OSError, match='disk full'):
+            fail(tmp_path / 'new')
+        assert not list((tmp_path / 'new').iterdir())
+    assert not check_writable(tmp_path / 'other').exists()
+
+
+@pytest.mark.parametrize('entering', [locking_folder, replacing_files, replacing_folder])
+def test_a_folder_that_another_process_removes_is_created_again(tmp_path, monkeypatch, entering):
+    mkdir, removed = Path.mkdir, []
+
+    def remove_once(path, **kwargs):
+        mkdir(path, **kwargs)
+        if path == tmp_path / 'folder' and not removed:
+            removed.append(path.rmdir())
+
+    monkeypatch.setattr(Path, 'mkdir', remove_once)
+    with entering(tmp_path / 'folder'):
+        pass
+    assert removed
+    assert (tmp_path / 'folder').is_dir()

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Iterator, Union
+from typing import Any, Iterator, List, Union
 
 try:
     import fcntl
@@ -27,7 +27,7 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
         OSError: They cannot; the message names the folder and why.
     """
     folder = Path(folder)
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = _missing(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -35,9 +35,7 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
     except OSError as e:
         raise OSError(f'cannot write to the output folder {str(folder)!r}: {e.strerror or e}') from e
     finally:
-        for path in missing:
-            with contextlib.suppress(OSError):  # not created, or used by another process meanwhile
-                path.rmdir()
+        _remove_unused(missing)
     return folder
 
 
@@ -48,26 +46,27 @@ def locking_folder(folder: Union[str, os.PathLike], wait: bool = True) -> Iterat
     Where the file system has no locks, nothing is locked.
 
     Args:
-        folder: Folder, which is created if it does not exist.
+        folder: Folder, which is created if it does not exist, and removed again if the body raises and leaves it empty.
         wait: Wait for another process that holds the lock.
 
     Raises:
         BlockingIOError: Another process holds the lock, and ``wait`` is False.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    while True:
+    with _removing_if_raised(folder):
+        while True:
+            try:
+                lock = _create_and_lock(folder)
+                break
+            except BlockingIOError as e:
+                if not wait:
+                    raise BlockingIOError(
+                        f'Another process is using {str(folder)!r}: try again when it is done.') from e
+                time.sleep(.1)
         try:
-            lock = _lock(folder)
-            break
-        except BlockingIOError as e:
-            if not wait:
-                raise BlockingIOError(f'Another process is using {str(folder)!r}: try again when it is done.') from e
-            time.sleep(.1)
-    try:
-        yield folder
-    finally:
-        _unlock(lock)
+            yield folder
+        finally:
+            _unlock(lock)
 
 
 @contextlib.contextmanager
@@ -75,11 +74,10 @@ def replacing_files(folder: Union[str, os.PathLike]) -> Iterator[Path]:
     """A temporary folder whose files move into ``folder`` at the end, each in one step, replacing those of its name.
 
     They get the permissions of a file that is opened here: safetensors writes for the owner alone. If the body raises,
-    nothing moves.
+    nothing moves, and ``folder`` is removed if it is empty and was created here.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _temporary_folder(folder, _PREFIX) as temporary:
+    with _removing_if_raised(folder), _temporary_folder(folder, _PREFIX) as temporary:
         yield temporary
         _set_modes(temporary)
         for path in sorted(temporary.iterdir()):
@@ -100,27 +98,27 @@ def replacing_folder(folder: Union[str, os.PathLike]) -> Iterator[Path]:
     folder = Path(folder).resolve()
     prefix = f'{_PREFIX}{folder.name}-'
     _restore(folder, prefix)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = _lock(folder)
-    except BlockingIOError as e:
-        raise BlockingIOError(f'Another process is writing to {str(folder)!r}: try again when it is done.') from e
-    try:
-        with _temporary_folder(folder.parent, prefix) as temporary:
-            draft = temporary / folder.name
-            shutil.copytree(folder, draft, symlinks=True, ignore=shutil.ignore_patterns(f'{_PREFIX}*'))
-            try:
-                yield draft
-            except Exception as e:  # its message is to name the folder, not the draft, which is about to be removed
-                e.args = tuple(_renamed(arg, draft, folder) for arg in e.args)
-                for name in 'filename', 'filename2':  # of an OSError, which are not in args
-                    if getattr(e, name, None) is not None:
-                        setattr(e, name, _renamed(getattr(e, name), draft, folder))
-                raise
-            _set_modes(draft)
-            _exchange(draft, folder)
-    finally:
-        _unlock(lock)
+    with _removing_if_raised(folder):
+        try:
+            lock = _create_and_lock(folder)
+        except BlockingIOError as e:
+            raise BlockingIOError(f'Another process is writing to {str(folder)!r}: try again when it is done.') from e
+        try:
+            with _temporary_folder(folder.parent, prefix) as temporary:
+                draft = temporary / folder.name
+                shutil.copytree(folder, draft, symlinks=True, ignore=shutil.ignore_patterns(f'{_PREFIX}*'))
+                try:
+                    yield draft
+                except Exception as e:  # its message is to name the folder, not the draft, which is about to be removed
+                    e.args = tuple(_renamed(arg, draft, folder) for arg in e.args)
+                    for name in 'filename', 'filename2':  # of an OSError, which are not in args
+                        if getattr(e, name, None) is not None:
+                            setattr(e, name, _renamed(getattr(e, name), draft, folder))
+                    raise
+                _set_modes(draft)
+                _exchange(draft, folder)
+        finally:
+            _unlock(lock)
 
 
 def _renamed(arg: Any, draft: Path, folder: Path) -> Any:
@@ -141,6 +139,33 @@ def _exchange(new: Path, old: Path) -> None:
         new.rename(old)
 
 
+def _missing(folder: Path) -> List[Path]:
+    """The folder and those above it that do not exist, from the innermost."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def _remove_unused(folders: List[Path]) -> None:
+    """Remove those folders that are empty and that no process has locked."""
+    for folder in folders:
+        with contextlib.suppress(OSError):  # not created, or used by another process meanwhile
+            lock = _lock(folder)
+            try:
+                folder.rmdir()
+            finally:
+                _unlock(lock)
+
+
+@contextlib.contextmanager
+def _removing_if_raised(folder: Path) -> Iterator[None]:
+    """Remove a folder, and those above it, if the body raises: only what it created and left empty."""
+    missing = _missing(folder)
+    try:
+        yield
+    except BaseException:
+        _remove_unused(missing)
+        raise
+
+
 @contextlib.contextmanager
 def _temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """A new folder, locked while it is in use; those that no process has locked, because it was killed, are removed."""
@@ -152,7 +177,13 @@ def _temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
             _unlock(lock)
     lock = None
     while lock is None:
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        except FileNotFoundError:
+            if parent.exists():
+                raise
+            continue  # the process that created the parent has just removed it
         with contextlib.suppress(BlockingIOError, FileNotFoundError):  # just taken for a leftover
             lock = _lock(temporary)
     try:
@@ -181,6 +212,14 @@ def _lock(folder: Path) -> int:
             raise
         return -1
     return lock
+
+
+def _create_and_lock(folder: Path) -> int:
+    """Create a folder, if it does not exist, and lock it, as :func:`_lock`."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the process that created it has just removed it
+            return _lock(folder)
 
 
 def _unlock(lock: int) -> None:
