@@ -11,6 +11,7 @@ from timm.models import save_for_hf
 
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy, recorded_base
 from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.checkpoints import contiguous_copy
 from timm_rep.utils.data import PREPROCESSING, Images, batch_images
 from timm_rep.utils.profiling import (
     count_macs,
@@ -165,7 +166,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     machine = device_name(next(result.model.parameters()).device)  # that of the measurements
     swept = any(name.startswith('idle ratio') for name in result.figures)
     with replacing_files(folder) as draft:
-        model = copy.deepcopy(result.model).cpu()
+        model = contiguous_copy(result.model).cpu()
         # timm before 1.0.31 does not record the arguments itself
         save_for_hf(model, str(draft), model_args=model._model_args, safe_serialization=True)
         loaded = timm.create_model(f'local-dir:{draft}', pretrained=True).eval()

@@ -12,7 +12,7 @@ from PIL import Image
 
 import timm_rep
 from tests.helpers import relative, same_weights
-from timm_rep.accelerate import STATE, accelerate, measure
+from timm_rep.accelerate import STATE, accelerate, measure, write_model
 from timm_rep.cli import main
 from timm_rep.utils.data import Images
 from timm_rep.utils.training import distil
@@ -249,6 +249,19 @@ def test_layers_that_timm_folds(data, tmp_path):
     timm_rep.convert_to_repa(expected, calibration=images.calibration(512))
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert relative(model(x), expected(x)) < 1e-5
+
+
+def test_channels_last(data, tmp_path):
+    torch.manual_seed(0)
+    args = dict(depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=3)
+    model = timm.create_model('convnext_atto', **args).eval().to(memory_format=torch.channels_last)
+    model._model_args = args  # timm records them since 1.0.31
+    result = accelerate(model, Images(model, str(data), img_size=32), calibration_images=24)
+    strides = [x.stride() for x in result.model.state_dict().values()]
+    assert any(not x.is_contiguous() for x in result.model.state_dict().values())
+    write_model(tmp_path / 'out', result)
+    assert [x.stride() for x in result.model.state_dict().values()] == strides
+    assert same_weights(timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True), result.model)
 
 
 def test_training_images_need_no_labels(data, tmp_path):

@@ -94,6 +94,21 @@ def test_folded(kind, format, tmp_path):
     assert not [name for name in names if 'batch_norm' in name or name == 'BatchNormalization']
 
 
+@needs_recorded_args
+@pytest.mark.parametrize('reparameterize', [True, False])
+def test_channels_last(tmp_path, reparameterize):
+    """The model keeps its memory format; the written one has the default one."""
+    model = build('repopt_vgg')[0].to(memory_format=torch.channels_last)
+    assert not model.stem.conv.weight.is_contiguous()
+    strides = [x.stride() for x in model.state_dict().values()]
+    timm_rep.export(model, tmp_path / 'out', reparameterize=reparameterize)
+    assert [x.stride() for x in model.state_dict().values()] == strides
+    loaded, x = load(tmp_path / 'out', 'safetensors'), images()
+    assert all(value.is_contiguous() for value in loaded.state_dict().values())
+    with torch.no_grad():
+        assert relative(loaded(x), model(x)) < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', MODELS)
 @pytest.mark.parametrize('format', ['safetensors', pytest.param('onnx', marks=needs_onnx), 'pt2', 'aoti'])

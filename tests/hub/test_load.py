@@ -11,8 +11,9 @@ import torch
 from timm.data import resolve_data_config
 
 from tests.helpers import relative
-from tests.hub.published import REPA, REPOPT, publish, same
+from tests.hub.published import REPA, REPOPT, publish, same, trained
 from timm_rep.hub import read_repository, sha256
+from timm_rep.hub.folder import write_folder
 from timm_rep.hub.publish import write_folded
 from timm_rep.layers import csla_layers
 from timm_rep.models import RePaVisionTransformer
@@ -42,6 +43,14 @@ def published(tmp_path, hub):
 
 
 # --- a folder ---------------------------------------------------------------------------------------------------------
+
+def test_folder_of_a_model_in_channels_last(folder):
+    model = trained(*REPOPT, scales=False).to(memory_format=torch.channels_last)
+    assert not model.stem.conv.weight.is_contiguous()
+    write_folder(folder / 'repopt_vgg_a0.mine', model, REPOPT[1])
+    assert not model.stem.conv.weight.is_contiguous()
+    assert same(timm.create_model('repopt_vgg_a0.mine', pretrained=True, scales=False), model)
+
 
 def test_folder(folder, images):
     model, _ = publish(folder / NAME)

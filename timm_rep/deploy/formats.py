@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
+from timm_rep.utils.checkpoints import contiguous_copy
+
 __all__ = ['FORMATS', 'Format', 'check_format', 'export_program', 'onnx_runner', 'tracing_batch', 'write_onnx']
 
 # largest file that protobuf reads, less what the graph takes
@@ -103,7 +105,7 @@ def _aoti_runner(path: Path) -> Runner:
 
 
 def _write_safetensors(model: nn.Module, images: torch.Tensor, path: Path) -> None:
-    save_for_hf(model, os.fspath(path.parent), safe_serialization=True)
+    save_for_hf(contiguous_copy(model), os.fspath(path.parent), safe_serialization=True)
 
 
 def _folder_runner(path: Path) -> Runner:

@@ -12,7 +12,7 @@ from timm.models import save_for_hf
 from timm_rep.layers import is_reparameterized
 from timm_rep.scales import Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files, replacing_folder
-from timm_rep.utils.checkpoints import read_state_dict, write_safetensors
+from timm_rep.utils.checkpoints import contiguous_copy, read_state_dict, write_safetensors
 from timm_rep.utils.files import argument_errors
 from timm_rep.utils.profiling import model_input_size
 
@@ -74,7 +74,7 @@ def write_folder(
             raise ValueError(f'The argument {name}={value!r} cannot be written into config.json.') from e
     with replacing_folder(folder) as draft:
         save_for_hf(
-            model, draft, model_args=args, safe_serialization=True,
+            contiguous_copy(model), draft, model_args=args, safe_serialization=True,
             model_config={'label_names': list(label_names)} if label_names else None)
         write_safetensors(tensors, draft / WEIGHTS, metadata={'format': 'pt'})  # which transformers asks for
         config = dict(read_folder(draft).config)

@@ -1,6 +1,7 @@
 """Reading checkpoints without executing pickled code."""
 import argparse
 import contextlib
+import copy
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from timm.models import clean_state_dict, load_state_dict
 from .atomic import replacing_files
 
 __all__ = [
+    'contiguous_copy',
     'has_moving_average',
     'load_checkpoint',
     'read_state_dict',
@@ -142,6 +144,17 @@ def state_dict_of(
             f'A checkpoint is a state dict of tensors, or holds one under {" or ".join(map(repr, wrappers))}; this one '
             + (f'has values that are not tensors: {", ".join(others[:5])}.' if others else 'is empty.'))
     return clean_state_dict(state_dict)
+
+
+def contiguous_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model with contiguous tensors, which safetensors, and so timm's ``save_for_hf``, asks for.
+
+    A model in another memory format, such as channels-last, stays as it is.
+    """
+    model = copy.deepcopy(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.contiguous()
+    return model
 
 
 def write_safetensors(
