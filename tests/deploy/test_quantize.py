@@ -13,7 +13,7 @@ import torch.nn as nn
 
 import timm_rep
 from tests.helpers import images, randomize_, relative, run, same_weights, tiny
-from timm_rep.deploy import BACKENDS, REPORT, load_quantized, quantize_qat
+from timm_rep.deploy import BACKENDS, REPORT, Quantized, load_quantized, quantize_qat, quantized_files, read_report
 from timm_rep.utils.data import Images
 
 pytest.importorskip('torchao')
@@ -178,6 +178,31 @@ def test_saved_and_loaded(quantized, tmp_path):
     assert loaded.report == quantized.report
     x = images(4, seed=4)
     torch.testing.assert_close(loaded.program.graph(x), quantized(x))  # before it is compiled
+
+
+class Written:
+    """A program that is written at once."""
+
+    def write(self, path):
+        path.write_text('program')
+
+
+def test_the_model_of_another_backend_goes(quantized, tmp_path):
+    """With the form that is replaced; a file of that name that is not of one stays."""
+    quantized = Quantized(Written(), quantized.report)
+    (tmp_path / 'model.onnx').write_text('exported')
+    quantized.save(tmp_path)
+    assert (tmp_path / 'model.onnx').read_text() == 'exported'
+    report = json.loads((tmp_path / REPORT).read_text())
+    (tmp_path / REPORT).write_text(json.dumps({**report, 'backend': 'onnxruntime'}))
+    (tmp_path / 'model.onnx.data').write_text('weights')
+    names = {'model.onnx', 'model.onnx.data', 'model.pt2', REPORT}
+    assert {path.name for path in quantized_files(tmp_path)} == names
+    quantized.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {'model.pt2', REPORT}
+    (tmp_path / REPORT).write_text('damaged')
+    quantized.save(tmp_path)
+    assert read_report(tmp_path) == quantized.report
 
 
 @pytest.mark.parametrize('bits', [7, 8])

@@ -1,4 +1,5 @@
 """timm-rep convert: what the authors released, as folders that load."""
+import json
 import re
 
 import pytest
@@ -6,10 +7,12 @@ import timm
 import torch
 
 import timm_rep
-from tests.hub.published import REPA, REPOPT, same, trained
+from tests.hub.published import REPA, REPOPT, publish, same, trained
 from timm_rep.cli import main
+from timm_rep.hub import SCALES, WEIGHTS, sha256
 from timm_rep.hub import folder as hub_folder
 from timm_rep.hub.folder import check_folder, convert_released
+from timm_rep.hub.metrics import PREDICTIONS, write_metrics
 from timm_rep.scales import Scales
 
 
@@ -27,6 +30,20 @@ def released_vgg(tmp_path):
         state_dict[key.replace('stem.', 'stage0.').replace('head.fc.', 'linear.')] = value
     torch.save(state_dict, tmp_path / 'RepOpt-VGG.pth')
     return model, tmp_path / 'RepOpt-VGG.pth'
+
+
+@pytest.fixture
+def vgg_scales(tmp_path):
+    model = timm.create_model('repopt_vgg_a0', **REPOPT[1], device='meta')
+    scales = Scales({name: {b: torch.rand(len(s)) for b, s in branches.items()}
+                     for name, branches in Scales.initial(model).items()})
+    names = {'conv3x3': 'scale_conv', 'conv1x1': 'scale_1x1', 'identity': 'scale_identity'}
+    torch.save({
+        f"{re.sub(r'^stages[.]([0-9])', lambda m: f'stage{int(m[1]) + 1}', name).replace('stem', 'stage0')}"
+        .removesuffix('.conv') + f'.{names[branch]}.weight': scale
+        for name, branches in scales.items() for branch, scale in branches.items()
+    }, tmp_path / 'scales.pth')
+    return scales, tmp_path / 'scales.pth'
 
 
 def test_weights(released_vgg, tmp_path, capsys, monkeypatch):
@@ -99,21 +116,49 @@ def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeyp
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-def test_nothing_is_written_if_the_check_of_scales_fails(tmp_path, monkeypatch):
-    model = timm.create_model('repopt_vgg_a0', **REPOPT[1], device='meta')
-    scales = Scales({name: {b: torch.rand(len(s)) for b, s in branches.items()}
-                     for name, branches in Scales.initial(model).items()})
-    names = {'conv3x3': 'scale_conv', 'conv1x1': 'scale_1x1', 'identity': 'scale_identity'}
-    torch.save({
-        f"{re.sub(r'^stages[.]([0-9])', lambda m: f'stage{int(m[1]) + 1}', name).replace('stem', 'stage0')}"
-        .removesuffix('.conv') + f'.{names[branch]}.weight': scale
-        for name, branches in scales.items() for branch, scale in branches.items()
-    }, tmp_path / 'scales.pth')
+def test_nothing_is_written_if_the_check_of_scales_fails(vgg_scales, tmp_path, monkeypatch):
+    scales, path = vgg_scales
     folder = tmp_path / 'repopt_vgg_a0.in1k'
     with monkeypatch.context() as patch:
         save = Scales.save
         patch.setattr(Scales, 'save', lambda self, path: save(self.ones_like(), path))
         with pytest.raises(RuntimeError, match='not those that were read'):
-            convert_released(tmp_path / 'scales.pth', 'repopt_vgg_a0', folder, REPOPT[1])
+            convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     assert not folder.exists()
-    assert Scales.load(convert_released(tmp_path / 'scales.pth', 'repopt_vgg_a0', folder, REPOPT[1])) == scales
+    assert Scales.load(convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])) == scales
+
+
+def test_what_is_of_the_previous_weights_goes(released_vgg, vgg_scales, tmp_path):
+    """Scales, int8 form and predictions; new scales alone leave the weights, and what is of them, as they are."""
+    model, path = released_vgg
+    scales, scales_path = vgg_scales
+    folder = tmp_path / 'repopt_vgg_a0.mine'
+    publish(folder, REPOPT)
+    of_weights = {'model.onnx', 'model.onnx.data', 'quantization.json', PREDICTIONS}
+    for name in of_weights:
+        (folder / name).write_text('')
+    (folder / 'quantization.json').write_text(json.dumps(dict(
+        backend='onnxruntime', per_channel=True, calibrator='minmax', percentile=100., images=8, qat_epochs=0,
+        input_size=[3, 32, 32], int8=[], float={}, relative_rms=.1)))
+    accuracy = dict(top1=50., top5=90., images=8, split='val', date='2025-01-01', weights=sha256(folder / WEIGHTS))
+    write_metrics(folder / 'metrics.json', dict(accuracy=accuracy))
+    before = {name: (folder / name).read_bytes() for name in {*of_weights, WEIGHTS}}
+
+    args = ['--model', 'repopt_vgg_a0', '-o', str(folder), *arguments(REPOPT[1])]
+    assert main(['convert', str(scales_path), *args]) == 0
+    assert Scales.load(folder / SCALES) == scales
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert main(['convert', str(path), *args]) == 0
+    assert {file.name for file in folder.iterdir()} == {WEIGHTS, 'config.json', 'metrics.json'}
+    check_folder(folder)
+    assert same(timm.create_model(f'local-dir:{folder}', pretrained=True, scales=False), model)
+    assert main(['convert', str(scales_path), *args]) == 0
+    check_folder(folder)
+    assert (folder / SCALES).is_file()
+
+
+def test_scales_may_come_before_the_weights(released_vgg, vgg_scales, tmp_path):
+    folder = tmp_path / 'repopt_vgg_a0.in1k'
+    for path in (vgg_scales[1], released_vgg[1]):
+        convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
+    assert Scales.load(folder / SCALES) == vgg_scales[0]

@@ -22,7 +22,17 @@ from timm_rep.verify import check_finite, compare
 
 from .export import check_model
 from .program import Program
-from .report import BACKENDS, CALIBRATORS, MODELS, REPORT, Accuracy, QuantizationReport, read_report, write_report
+from .report import (
+    BACKENDS,
+    CALIBRATORS,
+    MODELS,
+    REPORT,
+    Accuracy,
+    QuantizationReport,
+    model_files,
+    read_report,
+    write_report,
+)
 
 # modules of the backends, which import their packages, and their classes
 _PROGRAMS = {'inductor': ('inductor', 'InductorProgram'), 'onnxruntime': ('ort', 'OnnxProgram')}
@@ -81,14 +91,21 @@ class Quantized(nn.Module):
     def save(self, folder: Union[str, os.PathLike]) -> None:
         """Write model.pt2 (inductor) or model.onnx (onnxruntime), and quantization.json, for :func:`load_quantized`.
 
-        Files of these names are replaced.
+        Files of these names are replaced, and the model of another backend that the folder has a report of is removed.
 
         Raises:
             OSError: They cannot be written.
         """
+        folder, previous = Path(folder), []
+        with contextlib.suppress(OSError, RuntimeError):  # there is no report, or it is damaged
+            previous = model_files(folder, read_report(folder).backend)
         with replacing_files(folder) as draft:
             self.program.write(draft / MODELS[self.report.backend])
             write_report(draft, self.report)
+            written = {path.name for path in draft.iterdir()}
+        for path in previous:
+            if path.name not in written:
+                path.unlink(missing_ok=True)
 
 
 def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:

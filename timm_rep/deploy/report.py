@@ -11,8 +11,8 @@ from timm_rep.utils.files import COUNT, MAPPING, NUMBER, STRING, Kind, check_fie
 from timm_rep.utils.profiling import device_name, versions
 
 __all__ = [
-    'BACKENDS', 'CALIBRATORS', 'MODELS', 'REPORT', 'Accuracy', 'QuantizationReport', 'quantized_files', 'read_report',
-    'write_report',
+    'BACKENDS', 'CALIBRATORS', 'MODELS', 'REPORT', 'Accuracy', 'QuantizationReport', 'model_files', 'quantized_files',
+    'read_report', 'write_report',
 ]
 
 REPORT = 'quantization.json'
@@ -88,13 +88,22 @@ class QuantizationReport:
         return '\n'.join(lines)
 
 
+def model_files(folder: Path, backend: str) -> List[Path]:
+    """The file of a backend's model in a folder, and that of its weights, which exists only if they are large."""
+    return [folder / MODELS[backend], folder / f'{MODELS[backend]}.data']
+
+
 def quantized_files(folder: Path) -> List[Path]:
-    """The files of the quantized model in a folder, none if there is none.
+    """The files of the quantized model in a folder, none if there is none; with it those of another backend.
 
     Raises:
         RuntimeError: The report cannot be read.
     """
-    return [folder / REPORT, folder / MODELS[read_report(folder).backend]] if (folder / REPORT).is_file() else []
+    if not (folder / REPORT).is_file():
+        return []
+    model, *_ = model_files(folder, read_report(folder).backend)
+    others = [path for backend in MODELS for path in model_files(folder, backend) if path.is_file()]
+    return list(dict.fromkeys([folder / REPORT, model, *others]))
 
 
 def write_report(folder: Path, report: QuantizationReport) -> None:

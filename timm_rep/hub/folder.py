@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
+from timm_rep.deploy import quantized_files
 from timm_rep.layers import is_reparameterized
 from timm_rep.scales import Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files, replacing_folder
@@ -16,10 +17,13 @@ from timm_rep.utils.checkpoints import contiguous_copy, read_state_dict, write_s
 from timm_rep.utils.files import argument_errors
 from timm_rep.utils.profiling import model_input_size
 
+from .metrics import drop_predictions
 from .released import load_released
 from .repository import CONFIG, SCALES, WEIGHTS, ModelRepository, PathLike, read_folder, sha256
 
-__all__ = ['check_folder', 'convert_released', 'load_folder', 'split_name', 'write_folder', 'write_hashes']
+__all__ = [
+    'check_folder', 'convert_released', 'drop_weights', 'load_folder', 'split_name', 'write_folder', 'write_hashes',
+]
 
 
 def split_name(folder: PathLike) -> Tuple[str, str]:
@@ -89,6 +93,16 @@ def write_folder(
         config['model_args'] = args
         config['sha256'] = {name: sha256(draft / name) for name in written}
         _write_config(draft, config)
+
+
+def drop_weights(folder: Path) -> None:
+    """Remove the weights of a folder that is about to get others, with what is of them: scales and int8 form.
+
+    Raises:
+        RuntimeError: The report of the int8 form cannot be read.
+    """
+    for path in (folder / WEIGHTS, folder / SCALES, *quantized_files(folder)):
+        path.unlink(missing_ok=True)
 
 
 def _halved(model: nn.Module) -> Dict[str, torch.Tensor]:
@@ -171,7 +185,8 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
         path: File of a layout that :func:`timm_rep.load_released` or :class:`timm_rep.Scales` reads; a pickled one is
             read with ``weights_only=True``.
         model_name: Name of the model, without a tag.
-        folder: Folder named MODEL.TAG, to write config.json and model.safetensors, or scales.safetensors, into.
+        folder: Folder named MODEL.TAG, to write config.json and model.safetensors, or scales.safetensors, into. Where
+            weights are replaced, the scales, int8 form and predictions of the previous ones are removed.
         model_args: Arguments of ``create_model`` that the released model was trained with.
 
     Returns:
@@ -205,7 +220,10 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
     load_released(model, path).eval()
     images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
     with replacing_folder(folder) as draft:
+        if (draft / WEIGHTS).is_file():  # else scales that are there were converted for these weights
+            drop_weights(draft)
         write_folder(draft, model, plain_args)
+        drop_predictions(draft)
         with torch.inference_mode():
             expected, found = model(images), load_folder(draft)(images)
         if not torch.equal(expected, found):

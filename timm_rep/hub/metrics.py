@@ -28,6 +28,7 @@ __all__ = [
     'METRICS',
     'PREDICTIONS',
     'Prediction',
+    'drop_predictions',
     'measure_accuracy',
     'measure_cost',
     'read_metrics',
@@ -171,3 +172,13 @@ def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
     """Write predictions as comma separated values, one image per line."""
     lines = ['file,class,predicted', *(f'{file},{target},{predicted}' for file, target, predicted in predictions)]
     path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
+
+
+def drop_predictions(folder: Path) -> None:
+    """Remove predictions.csv of a folder whose metrics.json has no accuracy of its present weights.
+
+    Raises:
+        RuntimeError: As :func:`read_metrics`.
+    """
+    if 'accuracy' not in read_metrics(folder):
+        (folder / PREDICTIONS).unlink(missing_ok=True)

@@ -23,18 +23,19 @@ from timm_rep.utils.network import hub_errors
 from timm_rep.utils.profiling import model_input_size
 
 from .card import TRAIN, write_card
-from .folder import check_folder, load_folder, split_name, write_folder, write_hashes
+from .folder import check_folder, drop_weights, load_folder, split_name, write_folder, write_hashes
 from .load import organization
 from .metrics import (
     METRICS,
     PREDICTIONS,
+    drop_predictions,
     measure_accuracy,
     measure_cost,
     read_metrics,
     write_metrics,
     write_predictions,
 )
-from .repository import CONFIG, IMAGES, SCALES, WEIGHTS, read_folder, sha256
+from .repository import CONFIG, IMAGES, WEIGHTS, read_folder, sha256
 
 __all__ = ['Change', 'prepare_folder', 'push_folder', 'write_folded']
 
@@ -117,9 +118,8 @@ def prepare_folder(
                 metrics['cost'] = {**measure_cost(model, device, batch_size, int8), **weights}
         elif data_dir is not None:
             raise FileNotFoundError(f'There is no {WEIGHTS} to measure: give a checkpoint.')
-        if 'accuracy' not in metrics:
-            (draft / PREDICTIONS).unlink(missing_ok=True)
         write_metrics(draft / METRICS, metrics)
+        drop_predictions(draft)
         write_card(draft)
         write_hashes(draft)
 
@@ -182,8 +182,7 @@ def _write_trained(
             f'{os.fspath(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
             '--use-ema.')
     load_checkpoint(model, checkpoint, use_ema)
-    for path in (folder / SCALES, *quantized_files(folder)):  # of the previous weights
-        path.unlink(missing_ok=True)
+    drop_weights(folder)
     _write_model(folder, model, model_args, half, classes)
 
 
