@@ -147,6 +147,23 @@ def test_multi_branch_network_of_timm(tmp_path):
     assert torch.equal(loaded(x), model(x))
 
 
+@pytest.mark.parametrize('args, img_size', [
+    (dict(base='fasternet_t0', embed_dim=16, depths=[1, 1, 1, 1]), None),
+    (dict(base='deit_tiny_patch16_224', patch_size=8, embed_dim=24, depth=1, num_heads=3), 64),
+    (dict(patch_size=8, embed_dim=24, depth=1, num_heads=3), 64),
+])
+def test_img_size_of_a_recipe(args, img_size, tmp_path):
+    """It is an argument of the model where its base takes it, else only the size of the images."""
+    model = timm.create_model('repa_any', num_classes=4, **args, **(dict(img_size=img_size) if img_size else {}))
+    torch.save(model.state_dict(), tmp_path / 'c.pth')
+    recipe = dict(model='repa_any', model_kwargs=args, num_classes=4, img_size=64)
+    (tmp_path / 'train.yaml').write_text(yaml.safe_dump(recipe))
+    prepare_folder(tmp_path / 'repa_any.mine', tmp_path / 'c.pth', tmp_path / 'train.yaml')
+    config = json.loads((tmp_path / 'repa_any.mine' / 'config.json').read_text())
+    assert config['pretrained_cfg']['input_size'] == [3, 64, 64]
+    assert config['model_args'].get('img_size') == img_size
+
+
 def test_license_of_a_tag(tmp_path):
     """That of the registered weights; none of others, which are not those of the base either."""
     args = dict(base='mobileone_s0', stem_chs=8)

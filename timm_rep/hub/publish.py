@@ -13,6 +13,7 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 from timm.layers import get_spatial_dim
 
+from timm_rep.convert.record import is_timm_model
 from timm_rep.deploy import load_quantized, quantized_files
 from timm_rep.scales import resolve_scales
 from timm_rep.utils.atomic import replacing_folder
@@ -171,7 +172,8 @@ def _write_trained(
     size = settings.get('img_size')
     if size is not None:
         overlay.setdefault('input_size', [settings.get('in_chans', 3), size, size])
-        if timm.get_pretrained_cfg(variant).fixed_input_size:
+        base = model_args.get('base')  # of a converted model of timm, whose own config is that of the default base
+        if timm.get_pretrained_cfg(base if is_timm_model(base) else variant).fixed_input_size:
             model_args.setdefault('img_size', size)
     with argument_errors(f'{str(recipe)!r}: model_kwargs'):
         model = timm.create_model(variant, pretrained_cfg_overlay=overlay, **model_args)
