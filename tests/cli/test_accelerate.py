@@ -264,6 +264,17 @@ def test_channels_last(data, tmp_path):
     assert same_weights(timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True), result.model)
 
 
+def test_a_model_of_one_channel(data, tmp_path):
+    args = dict(VIT, in_chans=1)
+    torch.save(timm.create_model('vit_tiny_patch16_224', **args).state_dict(), tmp_path / 'grey.pth')
+    assert main(command(
+        data, tmp_path / 'out', '--checkpoint', str(tmp_path / 'grey.pth'), '--img-size', '32', '--model-kwargs',
+        *(f'{k}={v}' for k, v in args.items()))) == 0
+    model = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True)
+    assert (tuple(model.pretrained_cfg['input_size']), len(model.pretrained_cfg['mean'])) == ((1, 32, 32), 1)
+    assert model(torch.randn(2, 1, 32, 32)).shape == (2, 3)
+
+
 def test_training_images_need_no_labels(data, tmp_path):
     """The same images without folders of classes give the same model, also distilled."""
     (tmp_path / 'data' / 'train').mkdir(parents=True)

@@ -64,6 +64,14 @@ def test_accuracy(data_dir, change):
         for path, target, prediction in list(zip(paths, targets, predicted))[::4]]
 
 
+def test_one_channel(data_dir):
+    model = Recorder({**CFG, 'input_size': (1, 32, 32)})
+    measure_accuracy(model, str(data_dir), 'val', torch.device('cpu'))
+    transform = create_transform(**{**CFG, 'mean': (.2,), 'std': (.6,)})
+    expected = [transform(Image.open(path).convert('L')) for path in sorted((data_dir / 'val').glob('*/*.png'))]
+    torch.testing.assert_close(torch.cat(model.images), torch.stack(expected))
+
+
 def test_another_size_is_refused(data_dir):
     model = Recorder(CFG)
     model.patch_embed = nn.Identity()

@@ -3,8 +3,9 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
 
-from timm_rep.utils.data import read_images
+from timm_rep.utils.data import Images, read_images
 
 
 @pytest.mark.parametrize('count', [1, 7, 11, 19, 20, 30])
@@ -21,3 +22,54 @@ def test_evenly_spaced_images(count, tmp_path):
     n = min(count, 20)
     assert found.tolist() == [20 * i // n for i in range(n)]
     assert images.shape == torch.Size((n, 3, 16, 16))
+
+
+@pytest.fixture(scope='module')
+def colours(tmp_path_factory):
+    """Folders of images of one colour each: train/CLASS/IMAGE and val/CLASS/IMAGE, three classes."""
+    root = tmp_path_factory.mktemp('colours')
+    for split in 'train', 'val':
+        for i, colour in enumerate(((200, 0, 0), (0, 200, 0), (10, 20, 200))):
+            (root / split / str(i)).mkdir(parents=True)
+            Image.new('RGB', (16, 16), colour).save(root / split / str(i) / '0.png')
+    return root
+
+
+def vit(in_chans, **kwargs):
+    model = timm.create_model(
+        'vit_tiny_patch16_224', in_chans=in_chans, img_size=16, embed_dim=24, depth=1, num_heads=2, num_classes=3)
+    model.pretrained_cfg = {**model.pretrained_cfg, 'mean': (.1, .2, .6), 'std': (.2, .3, .7), **kwargs}
+    return model
+
+
+@pytest.mark.parametrize('kwargs, given, mean, std', [
+    ({}, {}, .3, .4),
+    ({}, dict(mean=(.5,), img_size=16), .5, .4),
+    (dict(mean=(.25,), std=(.5,)), {}, .25, .5),
+])
+def test_models_of_one_channel(colours, kwargs, given, mean, std):
+    """Grey images, normalized as timm's scripts do it: by the average over the channels of the pretrained_cfg."""
+    model = vit(1, **kwargs)
+    files = sorted((colours / 'val').glob('*/*.png'))
+    grey = torch.stack([pil_to_tensor(Image.open(path).convert('L')) for path in files]) / 255
+    images = Images(model, str(colours), **given)
+    assert images.config['input_size'] == (1, 16, 16)
+    expected = (grey - mean) / std
+    (found, _), = images.validation()
+    torch.testing.assert_close(found, expected)
+    if not given:
+        torch.testing.assert_close(read_images(model, str(colours), 'val', 3), expected)
+    for loader in (images.calibration(3), images.training()):
+        (found, targets), = loader
+        torch.testing.assert_close(found, expected[targets])
+    with torch.no_grad():
+        assert model(found).shape == (3, 3)
+
+
+def test_other_channels_are_refused(colours):
+    with pytest.raises(ValueError, match='VisionTransformer takes images of 2 channels: files of images are read as'):
+        Images(vit(2), 'nowhere')
+    with pytest.raises(ValueError, match='VisionTransformer takes images of 4 channels: files of images are read as'):
+        read_images(vit(4), 'nowhere', 'val', 1)
+    with pytest.raises(ValueError, match='mean has 3 values, VisionTransformer takes images of 1 channels: pass one'):
+        Images(vit(1), str(colours), mean=(.1, .2, .3))

@@ -6,11 +6,10 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
-from timm.data import resolve_data_config
 from timm.utils import reparameterize_model
 
 from timm_rep.layers import is_reparameterized
-from timm_rep.utils.data import ImageFolder, load_images
+from timm_rep.utils.data import ImageFolder, image_config, load_images
 from timm_rep.utils.files import COUNT, MAPPING, NUMBER, POSITIVE, STRING, TEXT, check_fields, list_of, read_json
 from timm_rep.utils.profiling import (
     count_macs,
@@ -104,17 +103,19 @@ def measure_accuracy(
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: The number of classes or the size is not the model's, or an image cannot be decoded.
+        ValueError: The number of classes or the size is not the model's, an image cannot be decoded, or the model takes
+            images of neither 1 nor 3 channels.
     """
-    dataset = ImageFolder(data_dir, split)
+    config = image_config(model)
+    dataset = ImageFolder(data_dir, split, config['input_size'][0])
     classes = len(dataset.classes)
     if classes != model.num_classes:
         raise ValueError(f'{data_dir!r} has {classes} classes in {split!r}, the model has {model.num_classes}.')
-    config = resolve_data_config({}, model=model)
-    if config['input_size'] != model_input_size(model):
+    recorded = tuple(model.pretrained_cfg['input_size'])
+    if recorded != config['input_size']:
         raise ValueError(
-            f'The model is for images of {model_input_size(model)}, the input_size of its pretrained_cfg is '
-            f"{config['input_size']}: correct it in config.json.")
+            f"The model is for images of {config['input_size']}, the input_size of its pretrained_cfg is {recorded}: "
+            'correct it in config.json.')
     loader = load_images(dataset, config, batch_size)
     logits, top1 = evaluate(model.to(device), loader, device)
     targets = torch.tensor([target for _, target in dataset.samples])

@@ -1,6 +1,6 @@
 """Data sets, with errors where timm silently takes other images."""
 import os
-from typing import Any, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -12,12 +12,14 @@ from torch.utils.data import Dataset
 from .profiling import model_input_size
 
 __all__ = [
-    'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'batches_of', 'labelled_images', 'load_images',
-    'open_dataset', 'read_images', 'take_images',
+    'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'batches_of', 'image_config', 'labelled_images',
+    'load_images', 'open_dataset', 'read_images', 'take_images',
 ]
 
 # fields of a pretrained_cfg that say how images are preprocessed
 PREPROCESSING = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
+# Pillow's mode of an image, timm's input_img_mode, by number of channels
+_MODES = {1: 'L', 3: 'RGB'}
 
 
 def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Dataset:
@@ -55,15 +57,17 @@ class ImageFolder(Dataset):
         transform: Transform of the PIL images, set by timm's ``create_loader``.
     """
 
-    def __init__(self, root: str, split: str):
+    def __init__(self, root: str, split: str, channels: int = 3):
         """
         Args:
             root: Folder that holds the split.
             split: Name of a folder in it, with a folder of images for every class.
+            channels: 3 for RGB, 1 for grey.
 
         Raises:
             FileNotFoundError: There is no such folder.
         """
+        self.mode = _MODES[channels]
         reader = open_dataset('', root, split).reader
         self.filename = reader.filename
         self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
@@ -82,10 +86,44 @@ class ImageFolder(Dataset):
         path, target = self.samples[index]
         try:
             with Image.open(path) as file:
-                image = file.convert('RGB')
+                image = file.convert(self.mode)
         except Exception as e:  # decoders raise many types for damaged files
             raise ValueError(f'Cannot decode the image {path!r}: {type(e).__name__}: {e}') from e
         return (image if self.transform is None else self.transform(image)), target
+
+
+def image_config(model: nn.Module, **given) -> Dict[str, Any]:
+    """timm's ``resolve_data_config`` for the size and the number of channels that a model takes.
+
+    Where mean or deviation in the pretrained_cfg are of other channels, each channel gets their average, as in timm's
+    scripts.
+
+    Args:
+        model: timm model.
+        given: Preprocessing instead of the model's: 'img_size', 'mean', 'std', 'interpolation', 'crop_pct'; None for
+            the model's.
+
+    Raises:
+        ValueError: The model takes images of neither 1 nor 3 channels, or ``mean`` or ``std`` is of others.
+    """
+    input_size = model_input_size(model)
+    channels = input_size[0]
+    if channels not in _MODES:
+        raise ValueError(
+            f'{type(model).__name__} takes images of {channels} channels: files of images are read as RGB, 3 channels, '
+            'or grey, 1 channel. Pass tensors of your own to the function of timm_rep.')
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in ('mean', 'std'):
+        if name in given and len(given[name]) not in (1, channels):
+            raise ValueError(
+                f'{name} has {len(given[name])} values, {type(model).__name__} takes images of {channels} channels: '
+                f'pass one value for each, or leave it out.')
+    size = {} if 'img_size' in given else {'input_size': input_size}
+    config = resolve_data_config({'in_chans': channels, **size, **given}, model=model)
+    for name in ('mean', 'std'):
+        if len(config[name]) != channels:
+            config[name] = (sum(config[name]) / len(config[name]),) * channels
+    return config
 
 
 def load_images(dataset: Dataset, config: Mapping[str, Any], batch_size: int, workers: int = 0, **kwargs) -> Iterable:
@@ -93,7 +131,7 @@ def load_images(dataset: Dataset, config: Mapping[str, Any], batch_size: int, wo
 
     Args:
         dataset: Data set with a transform to set.
-        config: What timm's ``resolve_data_config`` gives.
+        config: What :func:`image_config` gives.
         batch_size: Images per batch.
         workers: Number of processes that load images; 0 loads them in this process.
         kwargs: Other arguments of ``create_loader``.
@@ -104,7 +142,7 @@ def load_images(dataset: Dataset, config: Mapping[str, Any], batch_size: int, wo
 
 
 def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Tensor:
-    """Evenly spaced images of a split, preprocessed for a model, (N, 3, height, width).
+    """Evenly spaced images of a split, preprocessed for a model, (N, channels, height, width).
 
     Args:
         model: timm model.
@@ -114,11 +152,11 @@ def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Te
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: An image cannot be decoded.
+        ValueError: An image cannot be decoded, or the model takes images of neither 1 nor 3 channels.
     """
-    dataset = ImageFolder(root, split)
-    dataset.transform = create_transform(
-        **resolve_data_config({'input_size': model_input_size(model)}, model=model))
+    config = image_config(model)
+    dataset = ImageFolder(root, split, config['input_size'][0])
+    dataset.transform = create_transform(**config)
     count = min(count, len(dataset))
     return torch.stack([dataset[i * len(dataset) // count][0] for i in range(count)])
 
@@ -224,20 +262,18 @@ class Images:
             workers: Number of processes that load images; 0 loads them in this process.
             device: Device of the batches.
             seed: Seed of the choice of calibration images.
-            data_config: Preprocessing instead of the model's, as for timm's ``resolve_data_config``: 'img_size',
-                'mean', 'std', 'interpolation', 'crop_pct'; None for the model's.
+            data_config: Preprocessing instead of the model's, as for :func:`image_config`.
 
         Raises:
             FileNotFoundError: A split has no folder, or no images.
-            ValueError: The images to measure the accuracy on have another number of classes than the model.
+            ValueError: The images to measure the accuracy on have another number of classes than the model, or as
+                :func:`image_config`.
         """
         self.root, self.splits = root, (train_split, val_split)
-        given = {name: value for name, value in data_config.items() if value is not None}
-        size = {} if 'img_size' in given else {'input_size': model_input_size(model)}
-        self.config = resolve_data_config({**size, **given}, model=model)
+        self.config = image_config(model, **data_config)
         self.workers, self.device, self.seed = workers, torch.device(device), seed
         for split in self.splits:
-            dataset = ImageFolder(root, split)
+            dataset = self._folder(split)
             classes = len(dataset.classes)
             if split == train_split:
                 self.batch_size = min(batch_size, len(dataset))  # timm's loader drops an incomplete batch
@@ -247,21 +283,23 @@ class Images:
                     f'{root!r} has {found} in {split!r}, the model has {model.num_classes} classes: the accuracy is '
                     f'measured on images with the labels of the model, {split}/CLASS/IMAGE.')
 
+    def _folder(self, split: str) -> ImageFolder:
+        return ImageFolder(self.root, split, self.config['input_size'][0])
+
     def _loader(self, dataset: ImageFolder, **kwargs):
         return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
 
     def calibration(self, count: int):
         """Loader of ``count`` random images of the training split, preprocessed as for validation."""
-        dataset = ImageFolder(self.root, self.splits[0])
+        dataset = self._folder(self.splits[0])
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self.seed))
         dataset.samples = [dataset.samples[i] for i in order[:count].tolist()]
         return self._loader(dataset)
 
     def training(self):
         """Loader of the training split, with random crops and flips."""
-        return self._loader(
-            ImageFolder(self.root, self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None)
+        return self._loader(self._folder(self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None)
 
     def validation(self):
         """Loader of the validation split."""
-        return self._loader(ImageFolder(self.root, self.splits[1]))
+        return self._loader(self._folder(self.splits[1]))
