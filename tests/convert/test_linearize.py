@@ -522,6 +522,39 @@ def test_budget_of_a_model_with_one_output():
     assert all(ffn.idle_ratio < 1 for ffn in report.ffns)
 
 
+class Returning(nn.Module):
+    """A model whose outputs are put into something else."""
+
+    def __init__(self, model, returned):
+        super().__init__()
+        self.model, self.returned = model, returned
+
+    def forward(self, x):
+        return self.returned(self.model(x))
+
+
+def test_budget_by_the_first_output_of_each_image():
+    """Not by what is no tensor, or has one value for all images; nor by classes, which are no logits."""
+    loader = [images(16, 32)]
+    expected = linearize_ffns(vit(), loader, macs=.7)
+    found = linearize_ffns(Returning(vit(), lambda y: {
+        'loss': None, 'entropy': y.mean(), 'classes': y.argmax(1), 'logits': y[:, :, None], 'others': y[:, :2],
+    }), loader, macs=.7)
+    assert [ffn.active_features for ffn in found.ffns] == [ffn.active_features for ffn in expected.ffns]
+
+
+def test_budget_of_a_model_that_returns_no_class_dimension():
+    report = linearize_ffns(Returning(vit(), lambda y: y[:, 0]), [images(16, 32)], macs=.8)
+    assert all(ffn.idle_ratio < 1 for ffn in report.ffns)
+
+
+def test_a_budget_needs_an_output_of_each_image():
+    model = Returning(vit(), lambda y: {'loss': y.mean(), 'classes': y.argmax(1).tolist()})
+    with Unchanged(model), pytest.raises(TypeError, match='Returning returns no tensor of floating-point numbers'):
+        linearize_ffns(model, [images(16, 32)], macs=.8)
+    linearize_ffns(model, [images(16, 32)])
+
+
 def test_larger_budgets_lose_less():
     idle, lost = [], []
     for fraction in (.65, .75, .85, .95):

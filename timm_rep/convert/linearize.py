@@ -80,7 +80,7 @@ def linearize_ffns(
         The report.
 
     Raises:
-        TypeError: model is not a module, or a batch has no tensor of images.
+        TypeError: model is not a module, a batch has no tensor of images, or, with macs, the outputs hold no tensor.
         ValueError: The model has no FFN that can be converted, no weights, or is wrapped or converted already;
             idle_ratio, ridge or max_images is out of range; macs cannot be reached; there are too few images; or
             features or weights are not finite. The model is unchanged.
@@ -180,9 +180,22 @@ def _survey(
 
 
 def _outputs(recorder: Recorder) -> torch.Tensor:
-    """Log probabilities of the images, (images, classes), of the first output if there are several."""
-    outputs = [tree_leaves(recorder(batch))[0] for batch in recorder.batches]
-    return wide(torch.cat(outputs)).flatten(1).log_softmax(1)
+    """Log probabilities of the images, (images, classes), of the first output if there are several.
+
+    Raises:
+        TypeError: There is no output with a row for each image.
+    """
+    outputs = []
+    for batch in recorder.batches:
+        returned = recorder(batch)
+        rows = [x for x in tree_leaves(returned) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim]
+        if not rows:
+            raise TypeError(
+                f'macs compares the outputs of the model, {type(recorder.model).__name__} returns no tensor of '
+                f'floating-point numbers with a row for each image, got {type(returned).__name__}: let it return its '
+                'logits, or pass idle_ratio instead. Nothing was changed.')
+        outputs.append(rows[0].reshape(len(rows[0]), -1))
+    return wide(torch.cat(outputs)).log_softmax(1)
 
 
 def _even_counts(ffns: Sequence[PointwiseFfn], macs: Sequence[torch.Tensor], budget: float) -> List[int]:

@@ -59,7 +59,7 @@ def convert_to_repa(
         The model, with a method ``reparameterize()``; with calibration the report of the conversion.
 
     Raises:
-        TypeError: model is not a module, or a batch has no images.
+        TypeError: model is not a module, a batch has no images, or, with macs, the outputs hold no tensor.
         ValueError: The model has no such FFN, or, for training from scratch, others beside them, such as GLUs,
             which are named; it is wrapped (DDP, torch.compile, features_only) or a RePaFormer already; or idle_ratio or
             idle_schedule is out of range. The model is unchanged.
