@@ -117,7 +117,7 @@ def image_config(model: nn.Module, **given) -> Dict[str, Any]:
         if name in given and len(given[name]) not in (1, channels):
             raise ValueError(
                 f'{name} has {len(given[name])} values, {type(model).__name__} takes images of {channels} channels: '
-                f'pass one value for each, or leave it out.')
+                'pass one value for each, or leave it out.')
     size = {} if 'img_size' in given else {'input_size': input_size}
     config = resolve_data_config({'in_chans': channels, **size, **given}, model=model)
     for name in ('mean', 'std'):
