@@ -436,6 +436,28 @@ def test_repoptimizers_in_the_results():
     assert f"timm's start with weights of 0.1 ± 0.1, and end at {timms}" in text
 
 
+def test_searches_in_the_results():
+    images, strides = tables('scripts/results/README.md', 'Scales of other searches')
+    found = {name: {row['row']: row for row in _experiment(name)} for name in ('transfer', 'strides')}
+    assert [row[1:] for row in images] == [
+        [found['transfer'][row].get("the paper's", ''), found['transfer'][row]['top-1']]
+        for row in ('CIFAR-10 to CIFAR-10', 'digits to CIFAR-10', 'init', 'last to last classes',
+                    'first to last classes', 'init, last classes')]
+    assert [[row[2], *row[3:]] for row in strides] == [
+        [row["the paper's"], row['search (top-1)'], row['top-1']] for row in found['strides'].values()]
+    text = ' '.join(read('scripts/results/README.md').split())
+    moved = {row: float(cells['search (moved %)']) for rows in found.values() for row, cells in rows.items()
+             if cells['search (moved %)']}
+    digits = moved.pop('digits to CIFAR-10')
+    assert f'moved by {min(moved.values()):.1f} to {max(moved.values()):.1f}%' in text
+    assert f"the digits' by {digits:.1f}%" in text
+    rows = json.loads((RESULTS / 'amd-epyc-2-threads' / 'scales.json').read_text())['rows']
+    ours, theirs = ({row['branch']: f'{100 * row[key]:.1f}%' for row in rows if (row['scales'], row['other']) == (
+        'repopt_vgg_a0', 'released-b1')} for key in ('moved', 'other_moved'))
+    assert f"18 epochs, have moved by {ours['conv3x3']} (3 x 3) and {ours['conv1x1']} (1 x 1)" in text
+    assert f"240 epochs, by {theirs['conv3x3']} and {theirs['conv1x1']} (section `scales`)" in text
+
+
 def test_repa_in_the_results():
     ratios, widths, normed = tables('scripts/results/README.md', 'Idle ratios and widths')
     top1 = _top1('repa')
