@@ -221,7 +221,7 @@ def _budget_weight(
     The Kullback-Leibler divergence of the model's outputs with this FFN alone converted, with the active channels of
     one idle ratio for all, over the loss. Weights of 1, or of one over the variance of the FFN's output, cost no pass
     of the images and were worse:
-    section `accelerate` of scripts/results.
+    section `converted-accuracy` of scripts/results.
     """
     new, fit, _ = _replacement(recorder, ffn, problem, active_features, calls, ridge)
     replace_module(recorder.model, ffn.module, new)
