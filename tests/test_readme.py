@@ -412,6 +412,24 @@ def test_accuracies_in_the_readme():
     ]
 
 
+def test_conversions_in_the_results():
+    measured = tables('scripts/results/README.md', 'Converted models')[2]
+    found = {(row['method'], row['idle_ratio']): row for row in _experiment('accelerate')}
+    names = 'closed form', 'VBP, refitted', 'VBP', 'first channels', 'RePa from scratch'
+    assert measured == [[
+        ratio, f"{float(found['closed form', ratio]['speedup']):.2f}",
+        *(found[name, ratio]['top-1 change'] if (name, ratio) in found else '' for name in names),
+    ] for ratio in ('0.5', '0.75', '0.9')]
+    text = ' '.join(read('scripts/results/README.md').split())
+    assert f"reaches {found['closed form', '0.75']['original']}% after 10 epochs" in text
+    speedup = float(found['closed form', '0.75']['speedup'])
+    assert f'converted to 56% of its MACs, {speedup:.2f} times as fast,' in read('README.md')
+    speeds = {ratio: [float(row['speedup']) for (_, other), row in found.items() if other == ratio]
+              for ratio in ('0.5', '0.75', '0.9')}
+    assert max(max(values) - values[0] for values in speeds.values()) <= .1
+    assert max(values[0] - min(values) for values in speeds.values()) <= .1
+
+
 def test_repoptimizers_in_the_results():
     sections = [f'repoptimizers{part}' for part in ('', '-ablation', '-settings')]
     top1 = _top1(*sections)
