@@ -424,8 +424,8 @@ def test_conversions_in_the_results():
     assert f"reaches {found['closed form', '0.75']['original']}% after 10 epochs" in text
     distilled = {row['method']: row['top-1 change'] for row in _experiment('accelerate-distillation')
                  if row['distil_epochs'] == '3'}
-    assert ("closed form is at {}, the refitted pruning at {}, annealed idle channels at {} and VBP at {} points".format(
-        *(distilled[method] for method in ('closed form', 'VBP, refitted', 'annealed', 'VBP')))) in text
+    changes = [distilled[method] for method in ('closed form', 'VBP, refitted', 'annealed', 'VBP')]
+    assert 'at {}, the refitted pruning at {}, annealed idle channels at {} and VBP at {} points'.format(*changes) in text
     speedup = float(found['closed form', '0.75']['speedup'])
     assert f'converted to 56% of its MACs, {speedup:.2f} times as fast,' in read('README.md')
     speeds = {ratio: [float(row['speedup']) for (_, other), row in found.items() if other == ratio]
