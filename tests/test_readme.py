@@ -425,7 +425,8 @@ def test_conversions_in_the_results():
     distilled = {row['method']: row['top-1 change'] for row in _experiment('accelerate-distillation')
                  if row['distil_epochs'] == '3'}
     changes = [distilled[method] for method in ('closed form', 'VBP, refitted', 'annealed', 'VBP')]
-    assert 'at {}, the refitted pruning at {}, annealed idle channels at {} and VBP at {} points'.format(*changes) in text
+    sentence = 'at {}, the refitted pruning at {}, annealed idle channels at {} and VBP at {} points'
+    assert sentence.format(*changes) in text
     speedup = float(found['closed form', '0.75']['speedup'])
     assert f'converted to 56% of its MACs, {speedup:.2f} times as fast,' in read('README.md')
     speeds = {ratio: [float(row['speedup']) for (_, other), row in found.items() if other == ratio]
