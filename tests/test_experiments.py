@@ -348,6 +348,7 @@ def test_multi_branch(start, models_trained):
     assert all(torch.equal(a, b) for a, b in zip(init.parameters(), faster.parameters()))
 
 
+@pytest.mark.slow
 def test_weight_selection(start, models_trained):
     """Every row starts as its name says; the teacher is trained once, and shared by other experiments."""
     small = ["model_args={'img_size': 32, 'patch_size': 16}"]
@@ -369,6 +370,7 @@ def test_weight_selection(start, models_trained):
     assert student.blocks[0].mlp.norm1.running_var.std() > 0
 
 
+@pytest.mark.slow
 def test_accelerate(start, load_script):
     """Each method changes the model as its name says, at the same cost."""
     module = load_script('procedures/accelerate')

@@ -661,6 +661,7 @@ def test_gpu_hyper_search(script, load_script, images, tmp_path, monkeypatch, ca
     assert timm.create_model(small, scales=str(path))
 
 
+@pytest.mark.slow
 def test_gpu_training(script, load_script, tmp_path, monkeypatch, capsys, images):
     """Stopped after every epoch, a training ends with the same weights; the recipe is saved with its changes."""
     module = load_script('gpu/train')

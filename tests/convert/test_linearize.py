@@ -625,8 +625,8 @@ def test_check_convertible_and_public_function():
 
 
 @pytest.mark.parametrize('family', [
-    'RepVitMlp: repvit', 'nextvit', *(pytest.param(family, marks=pytest.mark.slow) for family in (
-        'ConvMlp: fastvit', 'ConvMlp: efficientvit_msra', 'FFN: shvit', 'FFN: iformer', 'LevitMlp: levit'))])
+    'RepVitMlp: repvit', *(pytest.param(family, marks=pytest.mark.slow) for family in (
+        'nextvit', 'ConvMlp: fastvit', 'ConvMlp: efficientvit_msra', 'FFN: shvit', 'FFN: iformer', 'LevitMlp: levit'))])
 @torch.no_grad()
 def test_models_that_timm_folds(family):
     """timm's reparameterize_model() before and after the conversion."""

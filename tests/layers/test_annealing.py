@@ -165,6 +165,7 @@ def see_one_batch(path):
     torch.save(layer.state_dict(), f'{path}.{dist.get_rank()}')
 
 
+@pytest.mark.slow
 def test_processes_share_their_batches(tmp_path):
     """Two processes have the channels and lines of one that sees both batches, with buffers that nobody broadcasts."""
     in_processes(2, see_one_batch, tmp_path / 'state')
