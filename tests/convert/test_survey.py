@@ -69,6 +69,7 @@ def test_smallest_model_of_every_family(monkeypatch):
     assert found['deit'].model == 'deit_tiny_patch16_224'
 
 
+@pytest.mark.slow
 def test_series_with_other_blocks(monkeypatch):
     names = ['ghostnet_050', 'ghostnetv2_100', 'ghostnetv3_050', 'ghostnetv3_100', 'repvgg_a0', 'repvgg_a1', 'gernet_s']
     monkeypatch.setattr(timm, 'list_models', lambda: names)
