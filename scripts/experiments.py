@@ -179,9 +179,9 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
             workspace.check_images(settings)
             checked.append(images)
     check_results(experiment, workspace)
-    for row in rows:
-        if row.procedure == 'quantize' and row.settings['backend'] is not None:
-            check_quantization(*(row.settings[key] for key in ('backend', 'calibrator', 'percentile')))
+    quantized = [row.settings for row in rows if row.procedure == 'quantize' and row.settings['backend'] is not None]
+    for setting in {tuple(settings[key] for key in ('backend', 'calibrator', 'percentile')) for settings in quantized}:
+        check_quantization(*setting)
     check_writable(args.output)
     return experiment, rows, workspace
 

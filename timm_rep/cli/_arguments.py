@@ -1,6 +1,7 @@
 """Types of command-line arguments, and models created with them."""
 import argparse
 import os
+from contextlib import nullcontext
 from typing import Any, Mapping
 
 import timm
@@ -97,10 +98,8 @@ def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs) -> nn.Mod
     """
     if not is_model(name) and os.path.isdir(name):
         raise ValueError(f'{name!r} is a folder: the model in it is named local-dir:{name}.')
-    if not model_kwargs:
-        with config_errors(name):
-            return timm.create_model(name, **kwargs)
-    with argument_errors(f'{name} with --model-kwargs {model_kwargs}'), config_errors(name):
+    errors = argument_errors(f'{name} with --model-kwargs {model_kwargs}') if model_kwargs else nullcontext()
+    with errors, config_errors(name):
         return timm.create_model(name, **kwargs, **model_kwargs)
 
 

@@ -123,6 +123,7 @@ def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
     if not (folder / REPORT).is_file():
         raise FileNotFoundError(f'{str(folder)!r} holds no {REPORT}, expected a folder of a quantized model.')
     report = read_report(folder)
+    _check_packages(report.backend)
     return Quantized(_program(report.backend).read(folder / MODELS[report.backend]), report)
 
 
@@ -292,7 +293,6 @@ def _check_packages(backend: str) -> None:
 
 
 def _program(name: str) -> Type[Program]:
-    _check_packages(name)
     module, program = _PROGRAMS[name]
     try:
         return getattr(importlib.import_module(f'timm_rep.deploy.{module}'), program)

@@ -164,11 +164,13 @@ def distil(
     loader = images.training()
     optimizer = create_optimizer_v2(model, opt='adamw', lr=lr, weight_decay=weight_decay)
     scheduler = CosineLRScheduler(optimizer, t_initial=epochs * len(loader), t_in_epochs=False)
-    config = getattr(images, 'config', {})  # other classes of images need none
-    settings = dict(
-        teacher=_digest(teacher, values=True), student=_digest(model), epochs=epochs, lr=lr, weight_decay=weight_decay,
-        steps=len(loader), seed=images.seed, **{name: config[name] for name in PREPROCESSING if name in config})
     start = 0
+    if checkpoint is not None:
+        config = getattr(images, 'config', {})  # other classes of images need none
+        settings = dict(
+            teacher=_digest(teacher, values=True), student=_digest(model), epochs=epochs, lr=lr,
+            weight_decay=weight_decay, steps=len(loader), seed=images.seed,
+            **{name: config[name] for name in PREPROCESSING if name in config})
     if resume and checkpoint.is_file():
         state = read_training_state(checkpoint, settings, 'distillation')
         model.load_state_dict(state['model'])
