@@ -268,10 +268,11 @@ def test_a_model_of_one_channel(data, tmp_path):
     args = dict(VIT, in_chans=1)
     torch.save(timm.create_model('vit_tiny_patch16_224', **args).state_dict(), tmp_path / 'grey.pth')
     assert main(command(
-        data, tmp_path / 'out', '--checkpoint', str(tmp_path / 'grey.pth'), '--img-size', '32', '--model-kwargs',
-        *(f'{k}={v}' for k, v in args.items()))) == 0
+        data, tmp_path / 'out', '--checkpoint', str(tmp_path / 'grey.pth'), '--img-size', '32', '--mean', '.3',
+        '--model-kwargs', *(f'{k}={v}' for k, v in args.items()))) == 0
     model = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True)
-    assert (tuple(model.pretrained_cfg['input_size']), len(model.pretrained_cfg['mean'])) == ((1, 32, 32), 1)
+    cfg = model.pretrained_cfg
+    assert (tuple(cfg['input_size']), tuple(cfg['mean']), len(cfg['std'])) == ((1, 32, 32), (.3,), 1)
     assert model(torch.randn(2, 1, 32, 32)).shape == (2, 3)
 
 
@@ -302,6 +303,7 @@ def test_training_images_need_no_labels(data, tmp_path):
     (['--images', '3'], 'needs at least'),
     (['--img-size', '48'], 'VisionTransformer cannot compute images of (3, 48, 48): Input height (48)'),
     (['--resume'], '--resume continues a distillation: pass its --distil-epochs'),
+    (['--mean', '.1', '.2'], 'mean has 2 values, VisionTransformer takes images of 3 channels'),
 ])
 def test_refused_before_anything_is_written(data, tmp_path, capsys, change, message):
     for c in '01':

@@ -51,8 +51,8 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '--val-split', default='val', metavar='NAME', help='labelled folder for the accuracy (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's)")
-    parser.add_argument('--mean', type=float, nargs=3, metavar='X', help="mean of the channels (the model's)")
-    parser.add_argument('--std', type=float, nargs=3, metavar='X', help="deviation of the channels (the model's)")
+    parser.add_argument('--mean', type=float, nargs='+', metavar='X', help="mean of the channels (the model's)")
+    parser.add_argument('--std', type=float, nargs='+', metavar='X', help="deviation of the channels (the model's)")
     parser.add_argument('--interpolation', choices=_INTERPOLATIONS, help="of the images (the model's)")
     parser.add_argument('--crop-pct', type=share, metavar='X', help="share of the image that is kept (the model's)")
     parser.add_argument('--batch-size', type=positive_int, default=64, metavar='N', help='(default: %(default)s)')
