@@ -433,6 +433,9 @@ def test_conversions_in_the_results():
               for ratio in ('0.5', '0.75', '0.9')}
     assert max(max(values) - values[0] for values in speeds.values()) <= .1
     assert max(values[0] - min(values) for values in speeds.values()) <= .1
+    budgets = [float(row['top-1 change'].split(' ± ')[0]) for row in _experiment('accelerate-budget')]
+    assert len(budgets) == 12
+    assert max(map(abs, budgets)) <= .1
 
 
 def test_repoptimizers_in_the_results():
