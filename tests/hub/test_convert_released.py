@@ -129,12 +129,12 @@ def test_nothing_is_written_if_the_check_of_scales_fails(vgg_scales, tmp_path, m
 
 
 def test_what_is_of_the_previous_weights_goes(released_vgg, vgg_scales, tmp_path):
-    """Scales, int8 form and predictions; new scales alone leave the weights, and what is of them, as they are."""
+    """Scales, int8 form, card and predictions; new scales alone leave the weights, and what is of them, as they are."""
     model, path = released_vgg
     scales, scales_path = vgg_scales
     folder = tmp_path / 'repopt_vgg_a0.mine'
     publish(folder, REPOPT)
-    of_weights = {'model.onnx', 'model.onnx.data', 'quantization.json', PREDICTIONS}
+    of_weights = {'model.onnx', 'model.onnx.data', 'quantization.json', 'README.md', PREDICTIONS}
     for name in of_weights:
         (folder / name).write_text('')
     (folder / 'quantization.json').write_text(json.dumps(dict(

@@ -13,9 +13,10 @@ from timm.data import create_transform, resolve_data_config
 from tests.helpers import read_predictions, relative
 from timm_rep.deploy import load_quantized
 from timm_rep.hub import WEIGHTS
-from timm_rep.hub.card import CARD, card_text
+from timm_rep.hub.card import card_text
 from timm_rep.hub.folder import check_folder
 from timm_rep.hub.metrics import METRICS, PREDICTIONS, read_metrics
+from timm_rep.hub.repository import CARD
 from timm_rep.utils.profiling import count_macs, count_params
 
 HUB = Path(__file__).parents[2] / 'hub'

@@ -25,9 +25,9 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.hub.card import CARD
     from timm_rep.hub.folder import split_name
     from timm_rep.hub.publish import prepare_folder
+    from timm_rep.hub.repository import CARD
     from timm_rep.utils.atomic import check_writable
 
     split_name(args.folder)

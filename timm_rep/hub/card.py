@@ -12,11 +12,10 @@ from timm_rep.utils.files import COUNT, MAPPING, check_fields, read_text
 from .folder import split_name
 from .load import organization
 from .metrics import METRICS, PREDICTIONS, read_metrics
-from .repository import CONFIG, IMAGES, SCALES, WEIGHTS, read_folder
+from .repository import CARD, CONFIG, IMAGES, SCALES, WEIGHTS, read_folder
 
-__all__ = ['CARD', 'TRAIN', 'card_text', 'write_card']
+__all__ = ['TRAIN', 'card_text', 'write_card']
 
-CARD = 'README.md'
 TRAIN = 'train.yaml'
 
 _REPA = '''@inproceedings{xu2025repavit,

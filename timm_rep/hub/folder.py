@@ -19,7 +19,7 @@ from timm_rep.utils.profiling import model_input_size
 
 from .metrics import drop_predictions
 from .released import load_released
-from .repository import CONFIG, SCALES, WEIGHTS, ModelRepository, PathLike, read_folder, sha256
+from .repository import CARD, CONFIG, SCALES, WEIGHTS, ModelRepository, PathLike, read_folder, sha256
 
 __all__ = [
     'check_folder', 'convert_released', 'drop_weights', 'load_folder', 'split_name', 'write_folder', 'write_hashes',
@@ -96,12 +96,12 @@ def write_folder(
 
 
 def drop_weights(folder: Path) -> None:
-    """Remove the weights of a folder that is about to get others, with what is of them: scales and int8 form.
+    """Remove the weights of a folder that is about to get others, with what is of them: scales, int8 form and card.
 
     Raises:
         RuntimeError: The report of the int8 form cannot be read.
     """
-    for path in (folder / WEIGHTS, folder / SCALES, *quantized_files(folder)):
+    for path in (folder / WEIGHTS, folder / SCALES, folder / CARD, *quantized_files(folder)):
         path.unlink(missing_ok=True)
 
 
@@ -186,7 +186,7 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
             read with ``weights_only=True``.
         model_name: Name of the model, without a tag.
         folder: Folder named MODEL.TAG, to write config.json and model.safetensors, or scales.safetensors, into. Where
-            weights are replaced, the scales, int8 form and predictions of the previous ones are removed.
+            weights are replaced, the scales, int8 form, card and predictions of the previous ones are removed.
         model_args: Arguments of ``create_model`` that the released model was trained with.
 
     Returns:

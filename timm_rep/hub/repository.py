@@ -21,13 +21,14 @@ from timm_rep.utils.files import (
 from timm_rep.utils.network import hub_errors
 
 __all__ = [
-    'CONFIG', 'IMAGES', 'SCALES', 'WEIGHTS', 'ModelRepository', 'check_sha256', 'read_folder', 'read_repository',
-    'sha256',
+    'CARD', 'CONFIG', 'IMAGES', 'SCALES', 'WEIGHTS', 'ModelRepository', 'check_sha256', 'read_folder',
+    'read_repository', 'sha256',
 ]
 
 PathLike = Union[str, os.PathLike]
 
 CONFIG = 'config.json'
+CARD = 'README.md'
 WEIGHTS = 'model.safetensors'
 SCALES = 'scales.safetensors'
 
