@@ -486,7 +486,7 @@ def test_searches_in_the_results():
 
 
 def test_repa_in_the_results():
-    ratios, widths, normed = tables('scripts/results/README.md', 'Idle ratios and widths')
+    ratios, widths, changed, normed = tables('scripts/results/README.md', 'Idle ratios and widths')
     top1 = _top1('repa')
     names = ['vanilla', *(f'RePa {ratio}%' for ratio in range(0, 101, 25))]
     assert [row[3] for row in ratios] == [top1[name] for name in names]
@@ -495,7 +495,20 @@ def test_repa_in_the_results():
     chosen = 'vanilla', 'RePa 0%', 'RePa 75%'
     assert [row[1:] for row in normed] == [
         [top1[name] for name in chosen], [settings[f'{name}, pre-norm'] for name in chosen]]
+    first = {
+        row['row']: row['top-1'] for name in ('repa-widths', 'repa-settings')
+        for row in json.loads((RESULTS / 'amd-epyc-1-thread' / f'{name}.json').read_text())['rows'] if row['seed'] == 0}
+    pairs = [(f'{width} vanilla', f'{width} RePa') for width in (64, 128)] + [
+        (f'vanilla, {change}', f'RePa 75%, {change}')
+        for change in ('a third of the lr', '3 times the lr', '3 times the epochs')]
+    assert [row[1:] for row in changed] == [[str(first[name]) for name in pair] for pair in pairs]
+    (start, loss), *others = ((first[plain], first[plain] - first[repa]) for plain, repa in pairs)
+    assert all((plain > start) == (lost > loss) for plain, lost in others), 'larger where more was learned'
     text = ' '.join(read('scripts/results/README.md').split())
+    active = first['RePa 0%, 128 channels']
+    assert 'channels has {}: {:.1f} of its {:.1f} points are of the BatchNorms, {:.1f} of the idle'.format(
+        active, first['128 vanilla'] - active, first['128 vanilla'] - first['128 RePa'],
+        active - first['128 RePa']) in text
     mean = {name: float(cell.split()[0]) for name, cell in {**top1, **wide}.items()}
     assert 'by less: {:.1f} points at 75%, and {:.1f} at 100%'.format(
         *(mean['vanilla'] - mean[f'RePa {ratio}%'] for ratio in (75, 100))) in text
