@@ -374,13 +374,23 @@ def test_between_plain_models_and_repaformers(family, way):
         assert torch.equal(ours.bias, theirs.bias)
 
 
-@pytest.mark.parametrize('name', ['mixer_s32_224', 'resmlp_12_224', 'caformer_s18'])
+@pytest.mark.parametrize('name', ['mixer_s32_224', 'resmlp_12_224', 'caformer_s18', 'convnext_atto'])
 def test_what_convert_to_repa_makes_starts_from_the_plain_model(name):
     """All of it: the statistics are not there, and a shift where the norms have none."""
     student, teacher = timm.create_model(name), timm.create_model(name)
     report = timm_rep.weight_select_init(timm_rep.convert_to_repa(student), teacher, include_head=True)
     assert all('BatchNorm' in s.reason or 'no shift' in s.reason for s in report.own)
     assert any('no shift' in s.reason for s in report.own) == (name == 'caformer_s18')
+    assert not timm_rep.weight_select_init(timm.create_model(name), student, include_head=True).own
+
+
+def test_a_shift_is_excused_by_its_scale_only():
+    student = timm_rep.convert_to_repa(timm.create_model('vit_tiny_patch16_224', **STUDENT))
+    teacher = timm.create_model('vit_tiny_patch16_224', **TEACHER)
+    weights = {name: value for name, value in teacher.state_dict().items() if '.norm2.' not in name}
+    report = timm_rep.weight_select_init(student, weights, strict=False)
+    reasons = {s.name: s.reason for s in report.own}
+    assert {reasons[f'blocks.0.mlp.norm1.{kind}'] for kind in ('weight', 'bias')} == {'the teacher has none'}
 
 
 def test_wrapped_models(student, teacher):

@@ -118,6 +118,7 @@ def _plain_names(shapes: Mapping[str, Shape], other: Mapping[str, Shape]) -> Dic
     if not _is_repa(shapes) or _is_repa(other):
         return {name: name for name in shapes}
     affine = any(name.endswith('.norm2.alpha') for name in other)  # ResMLP's norm
+    norm = 'norm2' if any('.norm2.' in name for name in other) else 'norm'  # ConvNeXt's blocks have one
     names: Dict[str, str] = {}
     for name, shape in shapes.items():
         if _REPA_ONLY.search(name):
@@ -125,6 +126,7 @@ def _plain_names(shapes: Mapping[str, Shape], other: Mapping[str, Shape]) -> Dic
         plain = name
         for pattern, replacement in _REPA_TO_PLAIN:
             plain = re.sub(pattern, replacement, plain)
+        plain = re.sub(r'\.norm2\.(weight|bias)$', rf'.{norm}.\1', plain)
         if affine:
             plain = re.sub(r'\.norm2\.weight$', '.norm2.alpha', re.sub(r'\.norm2\.bias$', '.norm2.beta', plain))
         # in a released RePa-MLPMixer norm1 normalizes the tokens, in the plain model the channels
@@ -136,11 +138,17 @@ def _plain_names(shapes: Mapping[str, Shape], other: Mapping[str, Shape]) -> Dic
     return names
 
 
-def absent_in_plain(name: str) -> str:
-    """The reason why a tensor of a RePaFormer has no counterpart in a plain model; '' if it should have one."""
+def absent_in_plain(name: str, found: Mapping[str, Optional[str]]) -> str:
+    """The reason why a tensor of a RePaFormer has no counterpart in a plain model; '' if it should have one.
+
+    Args:
+        name: Name of the tensor.
+        found: What :func:`map_names` gives.
+    """
     if _REPA_ONLY.search(name):
         return 'a BatchNorm that the teacher does not have, see calibrate_batchnorm()'
-    return 'the norm of the teacher has no shift' if re.search(_MLP + r'\.norm1\.bias$', name) else ''
+    scale, is_shift = re.subn('(' + _MLP + r'\.norm1)\.bias$', r'\1.weight', name)
+    return 'the norm of the teacher has no shift' if is_shift and found.get(scale) else ''
 
 
 def _children(shapes: Mapping[str, Shape]) -> Dict[str, Dict[str, Shape]]:

@@ -224,7 +224,8 @@ def _choose_tensors(
         if pattern not in COMPONENTS and not any(matches(name, '', [pattern]) for name in components):
             raise ValueError(f'No tensor of the student matches {pattern!r}; nothing was changed.')
     selections = []
-    for name, teacher_name in map_names(student.shapes, teacher.shapes, layer_selection).items():
+    names = map_names(student.shapes, teacher.shapes, layer_selection)
+    for name, teacher_name in names.items():
         component, problem = components[name], False
         if include is not None and not matches(name, component, include):
             reason = 'not included'
@@ -233,7 +234,7 @@ def _choose_tensors(
         elif component == 'head' and not include_head:
             reason = 'a classifier'
         elif teacher_name is None:
-            reason = absent_in_plain(name)
+            reason = absent_in_plain(name, names)
             reason, problem = reason or 'the teacher has none', not reason
         elif component == 'head' and student.shapes[name][0] != teacher.shapes[teacher_name][0]:
             reason = (

@@ -196,7 +196,8 @@ class AnnealedNorm(_Annealed):
         super().__init__(anneal_steps, anneal_schedule, bn.weight.device)
         self.norm, self.bn, self.use_conv = norm, bn, use_conv
         # SLAB trains from scratch with 1 at first; 0 makes the BatchNorm resemble a pretrained LayerNorm
-        self.alpha = nn.Parameter(torch.zeros(1, dtype=bn.weight.dtype, device=bn.weight.device))
+        self.alpha = nn.Parameter(
+            torch.zeros(1, dtype=bn.weight.dtype, device=bn.weight.device), requires_grad=bn.weight.requires_grad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
