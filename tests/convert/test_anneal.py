@@ -153,6 +153,39 @@ def test_state(norm, tmp_path):
     assert torch.equal(layers(model)[0].act.idle, layers(others[0])[0].act.idle)
 
 
+def test_an_average_of_equal_models_has_their_lines():
+    """Also one that began before the first step."""
+    model = annealed_from(plain(VIT), VIT, anneal_steps=6).train()
+    ema = ModelEmaV3(model, decay=.9)
+    for _ in range(6):
+        model(images(8, 32))
+        ema.update(model)
+    averaged, found = (model.eval().reparameterize()(images(2, 32)) for model in (ema.module, model))
+    assert relative(averaged, found) < 1e-3
+
+
+@pytest.mark.parametrize('call', [
+    lambda model, x: model.forward_head(model.forward_features(x)),  # of timm's FeatureDistillationTask
+    lambda model, x: model.forward_intermediates(x),
+])
+def test_passes_that_do_not_count(call, recwarn):
+    model = annealed_from(plain(VIT), VIT).train()
+    for _ in range(2):
+        call(model, images(4, 32))
+    assert len({str(w.message) for w in recwarn if 'advance_annealing(model)' in str(w.message)}) == 1
+    assert {layer.act.step.item() for layer in layers(model)} == {0}
+    with pytest.raises(ValueError, match=r'at step 0 of 4.*not by its forward_features'):
+        model.reparameterize()
+    other = annealed_from(plain(VIT), VIT).train()
+    recwarn.clear()
+    for _ in range(4):
+        timm_rep.layers.advance_annealing(other)
+        call(other, images(4, 32))
+    model(images(4, 32))
+    assert not [w for w in recwarn if 'advance_annealing' in str(w.message)]
+    other.reparameterize()
+
+
 @pytest.mark.parametrize('norm', ['keep', 'batch'])
 def test_gradient_checkpointing(norm):
     original = plain(VIT)

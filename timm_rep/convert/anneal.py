@@ -144,7 +144,9 @@ def anneal_ffns(
     """Let the FFNs of a pretrained model become RePa FFNs over the first steps of a training, in place.
 
     The function is that of the model in the first step, and folds exactly from step ``anneal_steps`` on. A step is a
-    forward pass of the model in training mode. The state is in buffers.
+    forward pass of the model in training mode, ``model(x)``; a training that calls other methods of the model calls
+    :func:`timm_rep.layers.advance_annealing` before each step. The state is in buffers. Moving averages of the weights
+    have to copy buffers of integers: timm's ModelEmaV3 does, those of torch and Lightning with ``use_buffers=False``.
 
     Args:
         model: timm model.

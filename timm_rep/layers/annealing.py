@@ -4,6 +4,7 @@ Norm: `SLAB: Efficient Transformers with Simplified Linear Attention and Progres
 Normalization`, equations 2 and 3 - https://arxiv.org/abs/2405.11582
 """
 import math
+import warnings
 from typing import Tuple
 
 import torch
@@ -42,6 +43,7 @@ class _Annealed(nn.Module):
         check_annealing(anneal_steps, anneal_schedule)
         self.anneal_steps, self.anneal_schedule = anneal_steps, anneal_schedule
         self.register_buffer('step', torch.zeros((), dtype=torch.long, device=device))
+        self.is_counted = False  # whether a step was counted by this object
 
     def share(self, dtype: torch.dtype) -> torch.Tensor:
         """The share a of the final function, a scalar from 0 to 1."""
@@ -59,7 +61,9 @@ class _Annealed(nn.Module):
         if not self.step.is_meta and self.step < self.anneal_steps:
             raise ValueError(
                 f'The annealing is at step {self.step.item()} of {self.anneal_steps}: the model cannot be folded '
-                'before its end. Train it on, in training mode, or create it with fewer anneal_steps.')
+                'before its end. Train it on, in training mode, or create it with fewer anneal_steps. A moving average '
+                'of weights has to copy the buffers, not average them; passes are counted by model(x), not by its '
+                'forward_features().')
 
     def extra_repr(self) -> str:
         return f'anneal_steps={self.anneal_steps}, anneal_schedule={self.anneal_schedule}'
@@ -68,11 +72,16 @@ class _Annealed(nn.Module):
 def advance_annealing(model: nn.Module, *args) -> None:
     """Count a step of all annealed layers of a model in training mode; a forward pre-hook of the model.
 
-    Layers do not count by themselves, since a forward pass that gradient checkpointing repeats is no step.
+    Layers do not count by themselves, since a forward pass that gradient checkpointing repeats is no step. A training
+    that calls other methods than the model itself, such as ``forward_features``, calls this function before each step.
     """
-    steps = [m.step for m in model.modules() if isinstance(m, _Annealed) and m.training]
-    if steps:
-        torch._foreach_add_(steps, 1)
+    layers = [m for m in model.modules() if isinstance(m, _Annealed) and m.training]
+    if not layers:
+        return
+    torch._foreach_add_([layer.step for layer in layers], 1)
+    if not torch.compiler.is_compiling():  # an attribute that changes would have the model compiled again
+        for layer in layers:
+            layer.is_counted = True
 
 
 def _over_processes(mean: torch.Tensor) -> torch.Tensor:
@@ -124,20 +133,27 @@ class AnnealedActivation(_Annealed):
         self.channels, self.active_channels = channels, active_channels
         self.gates, self.dim = gates, dim
         self.register_buffer('idle', torch.arange(channels, device=device) >= active_channels)
-        # means and variances of h and act(h), and their covariance
-        self.register_buffer('moments', torch.zeros(5, channels, device=device))
+        # means and variances of h and act(h), their covariance, and 1: what an average that starts here has of them
+        self.register_buffer('moments', torch.zeros(6, channels, device=device))
         self.register_buffer('seen', torch.zeros((), dtype=torch.long, device=device))  # step of the last batch
         self.register_buffer('weight', torch.ones(channels, device=device), persistent=False)
 
     def line(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Slope s and intercept t of every channel, each of shape (channels,)."""
-        mean_in, mean_out, var_in, _, cov = self.moments
-        slope = torch.zeros_like(cov) if self.gates else cov / var_in.clamp(min=torch.finfo(cov.dtype).tiny)
-        return slope, mean_out - slope * mean_in
+        mean_in, mean_out, var_in, _, cov, weight = self.moments
+        tiny = torch.finfo(cov.dtype).tiny
+        slope = torch.zeros_like(cov) if self.gates else cov / var_in.clamp(min=tiny)
+        return slope, (mean_out - slope * mean_in) / weight.clamp(min=tiny)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.act(x.clone() if getattr(self.act, 'inplace', False) else x)
         if self.training and x.numel():
+            if not self.is_counted and not torch.compiler.is_compiling():
+                self.is_counted = True  # the warning comes once
+                warnings.warn(
+                    'A forward pass in training mode does not count as a step of the annealing: it is not model(x), '
+                    'but perhaps model.forward_features(x). Call timm_rep.layers.advance_annealing(model) before each '
+                    'such pass.', stacklevel=2)
             self._see(x.detach(), y.detach())
         shape = [1] * x.ndim
         shape[self.dim] = -1
@@ -151,7 +167,7 @@ class AnnealedActivation(_Annealed):
         means = _over_processes(torch.stack([x.mean(0), y.mean(0)]))
         x, y = x - means[0], y - means[1]
         second = torch.stack([x.square().mean(0), y.square().mean(0), (x * y).mean(0)])
-        new = torch.cat([means, _over_processes(second)])
+        new = torch.cat([means, _over_processes(second), torch.ones_like(means[:1])])
         momentum = (1 / self.step.clamp(min=1)).clamp(min=0.05)
         # a batch that gradient checkpointing repeats counts once; an overflow of mixed precision does not count
         counts = (self.seen < self.step) & (self.step < self.anneal_steps) & new.isfinite().all(0)
