@@ -23,10 +23,13 @@ from timm_rep.utils.profiling import (
 from timm_rep.utils.training import distil, evaluate
 from timm_rep.verify import check_finite, compare
 
-__all__ = ['Accelerated', 'accelerate', 'measure', 'table', 'write_model']
+__all__ = ['Accelerated', 'accelerate', 'check_output', 'measure', 'table', 'write_model']
 
 # state of an unfinished distillation in the folder of the result
 STATE = 'distillation.pth'
+_REPORT = 'report.json'
+_PICTURE = 'accuracy.png'
+_FILES = ('model.safetensors', 'config.json', 'README.md', _PICTURE)
 
 
 @torch.inference_mode()
@@ -149,6 +152,17 @@ def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
         raise RuntimeError(f'The folded model computes something else: relative rms {error:.2g}.')
 
 
+def check_output(folder: Path) -> None:
+    """Refuse a folder whose files :func:`write_model` would replace, if it did not write them.
+
+    Raises:
+        FileExistsError: It holds such a file, and no report.json.
+    """
+    found = [name for name in _FILES if (folder / name).exists()]
+    if found and not (folder / _REPORT).is_file():
+        raise FileExistsError(f'The folder {str(folder)!r} holds {found[0]}, which would be replaced: name a new one.')
+
+
 def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` loads, with every figure.
 
@@ -178,14 +192,14 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
         data = dict(
             figures=result.figures, conversion=result.report.as_dict(), command=command,
             machine=machine, versions=versions())
-        (draft / 'report.json').write_text(json.dumps(data, indent=2) + '\n', encoding='utf-8')
+        (draft / _REPORT).write_text(json.dumps(data, indent=2) + '\n', encoding='utf-8')
         if swept:
             from timm_rep.plotting import plot_accuracy  # matplotlib is an extra
 
-            plot_accuracy(result.figures).savefig(draft / 'accuracy.png', dpi=120)
+            plot_accuracy(result.figures).savefig(draft / _PICTURE, dpi=120)
         (draft / 'README.md').write_text(_card(folder, result, command, data), encoding='utf-8')
     if not swept:
-        (folder / 'accuracy.png').unlink(missing_ok=True)  # of earlier figures
+        (folder / _PICTURE).unlink(missing_ok=True)  # of earlier figures
     if 'distilled' in result.figures:
         (folder / STATE).unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from timm.models import save_for_hf
 
 import timm_rep
 from tests.helpers import relative, same_weights
@@ -219,7 +220,8 @@ def test_the_machine_is_that_of_the_measurements(data, tmp_path, monkeypatch):
 def test_kept_ffns_and_budgets(data, tmp_path):
     output = tmp_path / 'fast'
     output.mkdir()
-    (output / 'accuracy.png').write_bytes(b'of an earlier sweep')
+    for name in ('report.json', 'accuracy.png'):  # of an earlier sweep
+        (output / name).write_bytes(b'')
     assert main(command(data, output, '--macs', '0.8', '--distil-epochs', '1')) == 0
     assert not (output / 'accuracy.png').exists()
     report = json.loads((output / 'report.json').read_text())
@@ -317,6 +319,24 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys, change, mess
     assert message in captured.err
     assert captured.err.count('\n') == 1
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('kind', ['model', 'README.md'])
+def test_files_of_others_stay(data, tmp_path, capsys, kind):
+    """Above all the model itself, where the result is to be written to its folder."""
+    folder, more = tmp_path / 'out', []
+    folder.mkdir()
+    if kind == 'model':
+        save_for_hf(original(data), str(folder), model_args=VIT, safe_serialization=True)
+        more = ['--checkpoint', str(folder / 'model.safetensors')]
+    else:
+        (folder / kind).write_text('mine')
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert main(command(data, folder, *more)) == 1
+    captured = capsys.readouterr()
+    assert 'which would be replaced: name a new one.' in captured.err
+    assert captured.err.count('\n') == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_sweep_needs_matplotlib_before_the_model(data, tmp_path, capsys, monkeypatch):

@@ -64,7 +64,9 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.accelerate import STATE, accelerate, table, write_model
+    from pathlib import Path
+
+    from timm_rep.accelerate import STATE, accelerate, check_output, table, write_model
     from timm_rep.convert import check_convertible
     from timm_rep.utils.atomic import check_writable
     from timm_rep.utils.checkpoints import load_checkpoint
@@ -74,6 +76,8 @@ def run(args) -> int:
 
     if args.resume and not args.distil_epochs:
         raise ValueError('--resume continues a distillation: pass its --distil-epochs.')
+    output = Path(args.output)
+    check_output(output)
     if args.sweep:
         check_matplotlib('accelerate --sweep')
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
@@ -86,7 +90,7 @@ def run(args) -> int:
         model, args.data_dir, args.train_split, args.val_split, args.batch_size, args.workers,
         args.device or default_device(), args.seed,
         **{name: getattr(args, name) for name in ('img_size', 'mean', 'std', 'interpolation', 'crop_pct')})
-    output = check_writable(args.output)
+    check_writable(output)
     if args.distil_epochs and (output / STATE).exists() and not args.resume:
         raise FileExistsError(
             f'{str(output / STATE)!r} of an interrupted distillation exists: --resume continues it; delete it to start '
