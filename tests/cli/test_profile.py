@@ -52,11 +52,28 @@ def test_arguments_of_both_models(name, tmp_path, monkeypatch):
     assert 2 * act.active_channels == act.channels
 
 
+def test_a_converted_model(tmp_path, monkeypatch):
+    profiled = []
+    monkeypatch.setattr('timm_rep.latency.profile_latency', lambda models, images, **kwargs: profiled.append(
+        models) or {key: dict.fromkeys(('FFNs', 'head'), 1.) for key in models})
+    monkeypatch.setattr('timm_rep.plotting.plot_latency', lambda profiles: plt.figure())
+    assert main([
+        'profile', 'repa_any', '--img-size', '28', '-o', str(tmp_path / 'p.png'), '--model-kwargs',
+        'base=eva02_tiny_patch14_224', 'depth=1', 'idle_ratio=0.5']) == 0
+    (models,) = profiled
+    assert {key: len(model.blocks) for key, model in models.items()} == dict.fromkeys(('vanilla', 'RePa', 'folded'), 1)
+    assert not hasattr(models['vanilla'].blocks[0].mlp, 'fc_idle')
+    assert models['folded'].blocks[0].mlp.fc_idle is not None
+    assert models['folded'].patch_embed.img_size == (28, 28)
+
+
 @pytest.mark.parametrize('args,message', [
     (['repa_deit_tinny'], "There is no model 'repa_deit_tinny'"),
     (['resnet18'], 'Cannot convert ResNet'),
     (['repa_lvvit_s.cifar10'], "'repa_lvvit_s.cifar10' names weights, on which times do not depend"),
     (['local-dir:fast'], "'local-dir:fast' names weights"),
+    (['repa_any'], "base=NAME is the model of timm for 'repa_any', got base=None for 'repa_any'"),
+    (['deit_tiny_patch16_224', '--model-kwargs', 'base=vit'], "got base='vit' for 'deit_tiny_patch16_224'"),
     (['repa_deit_tiny', '--model-kwargs', 'dept=2'], "unexpected keyword argument 'dept'"),
     (['repa_deit_tiny', '-o', 'x.txt'], "a .png, .svg or .pdf file to write, got 'x.txt'"),
 ])

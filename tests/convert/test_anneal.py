@@ -233,7 +233,8 @@ def test_pretrained_weights_are_those_of_the_base(tmp_path, monkeypatch):
         VIT, pretrained=True, num_classes=1000, pretrained_cfg_overlay=dict(file=str(tmp_path / 'base.pth'))).eval()
     x = images(2, 32)
     assert torch.equal(model(x), original(x))
-    with pytest.raises(RuntimeError, match='There are no weights of repa_any'):  # an annealing has to be trained
+    advice = r'There are no weights of repa_any(.|\n)*convert_to_repa\(timm.*calibration=loader\) makes it'
+    with pytest.raises(RuntimeError, match=advice):  # an annealing has to be trained
         annealed(VIT, pretrained=True, num_classes=1000, reparameterized=True)
     save_model(model, tmp_path / 'folder')
     (tmp_path / 'base.pth').unlink()

@@ -56,6 +56,43 @@ def test_it_is_what_the_conversion_makes(args, tmp_path):
     assert not any('head' in k for k in features.state_dict())
 
 
+@pytest.mark.parametrize('base,args,change', [
+    ('vit_tiny_patch16_224', VIT, dict(img_size=48)),
+    ('vit_tiny_patch16_224', VIT, dict(patch_size=4)),
+    ('deit3_small_patch16_224', VIT, dict(img_size=48)),
+    ('eva02_tiny_patch14_224', VIT, dict(img_size=48)),
+    ('beit_base_patch16_224', VIT, dict(img_size=48)),
+    ('swin_tiny_patch4_window7_224',
+     dict(img_size=64, patch_size=4, embed_dim=24, depths=(1, 1), num_heads=(2, 4), window_size=4, num_classes=5),
+     dict(img_size=128, window_size=8)),
+])
+@torch.no_grad()
+def test_other_sizes(base, args, change, tmp_path):
+    """What depends on the size of images, patches or windows is resized as timm does it for the base."""
+    original = plain({**args, 'base': base})
+    for p in original.parameters():
+        p.normal_(std=.1)
+    save_model(original, tmp_path / 'plain')
+    converted = copy.deepcopy(original)
+    timm_rep.convert_to_repa(converted, calibration=[images(32, args['img_size'])])
+    save_model(converted, tmp_path / 'converted')
+    resized, expected = (timm.create_model(
+        f'local-dir:{tmp_path / name}', pretrained=True, **change).state_dict() for name in ('converted', 'plain'))
+    shared = resized.keys() & expected.keys()
+    assert all(torch.equal(resized[name], expected[name]) for name in shared)
+    own = converted.state_dict()
+    assert any(own[name].shape != resized[name].shape for name in shared)
+    assert all(torch.equal(resized[name], own[name]) for name in resized.keys() - shared)
+    assert resized.keys() == own.keys()
+
+
+@torch.no_grad()
+def test_weights_of_another_base(tmp_path):
+    save_model(timm.create_model('repa_any', **VIT), tmp_path)
+    with pytest.raises(ValueError, match="has a repa_any of base='vit_tiny_patch16_224', got base='deit_tiny_patch1"):
+        timm.create_model(f'local-dir:{tmp_path}', pretrained=True, base='deit_tiny_patch16_224')
+
+
 @pytest.mark.parametrize('base,args', [
     ('beit_base_patch16_224', {}),
     ('eva02_tiny_patch14_224', dict(swiglu_mlp=True)),

@@ -63,12 +63,20 @@ def _build(name: str, args):
     if ':' in name or (tag and architecture in VANILLA):
         raise ValueError(
             f'{name!r} names weights, on which times do not depend: profile takes the architecture without tag, as '
-            'in repa_deit_tiny, and its --model-kwargs.')
+            "in repa_deit_tiny, and its --model-kwargs, for a converted model 'repa_any' and base=NAME.")
     if not timm.is_model(name):
         raise ValueError(f'There is no model {name!r}.')
     both, own = _split(args.model_kwargs)
-    size = {'img_size': args.img_size} if args.img_size and timm.get_pretrained_cfg(name).fixed_input_size else {}
-    if name in VANILLA:
+    base = own.pop('base', None)
+    if (name == 'repa_any') != (base is not None):
+        raise ValueError(
+            f"--model-kwargs base=NAME is the model of timm for 'repa_any', got base={base!r} for {name!r}.")
+    fixed = timm.get_pretrained_cfg(base or name).fixed_input_size
+    size = {'img_size': args.img_size} if args.img_size and fixed else {}
+    if base is not None:
+        vanilla = create_model(base, both, **size)
+        repa = create_model(name, {**both, **own, 'base': base}, **size)
+    elif name in VANILLA:
         vanilla_name, vanilla_args = VANILLA[name]
         vanilla = create_model(vanilla_name, {**vanilla_args, **both}, **size)
         repa = create_model(name, {**both, **own}, **size)
@@ -85,7 +93,7 @@ def _split(model_kwargs):
 
     from timm_rep.convert import convert_to_repa
 
-    only = {*inspect.signature(convert_to_repa).parameters, 'fold_token_mixer'}
+    only = {*inspect.signature(convert_to_repa).parameters, 'fold_token_mixer', 'base', 'norm', 'linear_path'}
     return tuple({k: v for k, v in model_kwargs.items() if (k in only) == own} for own in (False, True))
 
 

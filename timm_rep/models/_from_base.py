@@ -1,12 +1,13 @@
 """Registered architectures that are any model of timm, converted: ``create_model('repa_any', base=...)``."""
 import dataclasses
 import inspect
+import sys
 from functools import partial
-from typing import Any, Callable, Dict, Optional, Union
+from typing import Any, Callable, Dict, Mapping, Optional, Union
 
 import timm
 import torch.nn as nn
-from timm.models import PretrainedCfg, get_pretrained_cfg
+from timm.models import PretrainedCfg, get_pretrained_cfg, model_entrypoint
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
 from timm_rep.hub.load import build_model, resolve_pretrained
@@ -51,6 +52,25 @@ def base_cfg(
     return {**cfg, **{k: v for k, v in given.items() if v is not None}, 'architecture': variant}
 
 
+def _filter_fn(base: str) -> Optional[Callable[..., Dict[str, Any]]]:
+    """timm's ``checkpoint_filter_fn`` of a base, which resizes position embeddings for other images; None without."""
+    filter_fn = getattr(sys.modules[model_entrypoint(base).__module__], 'checkpoint_filter_fn', None)
+    return filter_fn and partial(_resize, filter_fn)
+
+
+def _resize(
+        filter_fn: Callable[..., Dict[str, Any]],
+        state_dict: Mapping[str, Any],
+        model: nn.Module,
+) -> Dict[str, Any]:
+    # it renames what is in checkpoints of the base, whose names are others, and in NextViT goes by their order
+    filtered, own = filter_fn(dict(state_dict), model), model.state_dict()
+    resized = {
+        name: value for name, value in filtered.items()
+        if name in own and name in state_dict and state_dict[name].shape != own[name].shape == value.shape}
+    return {**state_dict, **resized}
+
+
 def _take_layers(target: nn.Module, layers: Dict[str, nn.Module], name: str = '') -> None:
     """Put the layers of a model in the places of a copy of it, whose names may have underscores for dots."""
     for child_name, child in target.named_children():
@@ -81,12 +101,39 @@ def _feature_extractor(model: nn.Module, base: str, **kwargs) -> nn.Module:
     return features
 
 
+def _resolve(
+        build: Callable[..., nn.Module],
+        variant: str,
+        pretrained: bool,
+        advice: str,
+        kwargs: Dict[str, Any],
+) -> Dict[str, Any]:
+    """timm_rep.hub's ``resolve_pretrained``, whose weights are of the base that is given.
+
+    Raises:
+        RuntimeError: The weights cannot be found; with a base and no name of weights, the message has the advice.
+        ValueError: They are of another base.
+    """
+    try:
+        resolved = resolve_pretrained(build, variant, pretrained, kwargs)
+    except RuntimeError as e:
+        if 'base' not in kwargs or kwargs.get('pretrained_cfg'):
+            raise
+        raise RuntimeError(f'{e}\n  {advice}') from e
+    trained = resolved['weights'].model_args.get('base') if resolved.get('weights') else None
+    if trained not in (None, resolved['base']):
+        raise ValueError(
+            f'{resolved["weights"].source} has a {variant} of base={trained!r}, got base={resolved["base"]!r}.')
+    return resolved
+
+
 def create_from_base(
         build: Callable[..., nn.Module],
         variant: str,
         default_base: str,
         pretrained: bool = False,
         start_from_base: Optional[Dict[str, Any]] = None,
+        advice: str = '',
         **kwargs,
 ) -> nn.Module:
     """Create a converted model of timm with the arguments of ``timm.create_model``.
@@ -98,10 +145,11 @@ def create_from_base(
         pretrained: Whether to load weights, those of the converted model if pretrained_cfg says where they are.
         start_from_base: Arguments of ``build`` with which the converted model starts from the weights of its base,
             where those are to be loaded, with ``reparameterized=True`` folded afterwards; None if it cannot.
+        advice: How else to start from the weights of the base, where those of the converted model are not published.
         kwargs: Arguments of ``create_model``.
 
     Raises:
-        ValueError: base is no model of timm, or an argument of the conversion is invalid.
+        ValueError: base is no model of timm, or not that of the weights; or an argument of the conversion is invalid.
         RuntimeError: The weights cannot be found or do not fit.
     """
     has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
@@ -110,13 +158,13 @@ def create_from_base(
         overlay = kwargs.pop('pretrained_cfg_overlay', None)
         build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay, **start_from_base)
         pretrained = False
-    kwargs = resolve_pretrained(build, variant, pretrained, kwargs)
+    kwargs = _resolve(build, variant, pretrained, advice, kwargs)
     base = kwargs.setdefault('base', default_base)
     _check_base(base, default_base)
     kwargs['pretrained_cfg'] = base_cfg(variant, base, kwargs.get('pretrained_cfg'), has_base_weights)
     features_only = kwargs.pop('features_only', False)
     feature_args = {name: kwargs.pop(name) for name in ('out_indices', 'feature_cls') if name in kwargs}
-    model = build_model(build, variant, pretrained, **kwargs)
+    model = build_model(build, variant, pretrained, pretrained_filter_fn=_filter_fn(base), **kwargs)
     # create_model() records these since timm 1.0.31
     model._model_args = {
         **getattr(model, '_model_args', {}), **{k: v for k, v in kwargs.items() if k not in FACTORY_ARGS}}

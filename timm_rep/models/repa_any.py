@@ -88,7 +88,10 @@ def use_linearized_ffns(
 
 def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
     start_from_base = {} if kwargs.get('anneal_steps') and not kwargs.get('reparameterized') else None
-    return create_from_base(_build, variant, _DEFAULT_BASE, pretrained, start_from_base, **kwargs)
+    return create_from_base(
+        _build, variant, _DEFAULT_BASE, pretrained, start_from_base,
+        'timm_rep.convert_to_repa(timm.create_model(base, pretrained=True), calibration=loader) makes it of the '
+        "weights of the base, and anneal_steps=N over a training.", **kwargs)
 
 
 default_cfgs = generate_default_cfgs({

@@ -49,7 +49,9 @@ def _build(
 def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
     # branches that are trained or have constant scales start anew
     start_from_base = dict(reinit=False) if kwargs.get('structure', 'target') == 'target' else None
-    return create_from_base(_build, variant, _DEFAULT_BASE, pretrained, start_from_base, **kwargs)
+    return create_from_base(
+        _build, variant, _DEFAULT_BASE, pretrained, start_from_base,
+        "structure='target' starts from the weights of the base.", **kwargs)
 
 
 default_cfgs = generate_default_cfgs({
