@@ -392,7 +392,8 @@ def test_pretrained_weights_of_the_base(tmp_path, monkeypatch):
     assert folded._model_args['reparameterized']
     assert relative(folded(x), base(x)) < 1e-5
     del args['pretrained_cfg_overlay']
-    with pytest.raises(RuntimeError, match='There are no weights of repopt_any'):  # for new branches
+    advice = r"There are no weights of repopt_any(.|\n)*structure='target' starts from the weights of the base"
+    with pytest.raises(RuntimeError, match=advice):  # for new branches
         timm.create_model('repopt_any', structure='search', **args)
     args = dict(FASTVIT, num_classes=1000)
     licence = base.pretrained_cfg['license']  # that of the weights, and so not that of a model with others
@@ -422,3 +423,26 @@ def test_hyper_search_and_training(tmp_path):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < .7 * losses[0]
+
+
+def test_a_network_converted_in_inference_mode_trains():
+    model, x = build('byobnet, MobileOne'), images(2, 64)
+    with torch.inference_mode():
+        timm_rep.convert_to_repopt(model)
+    model.train()(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize('family', ['byobnet, MobileOne', 'repghost'])
+@pytest.mark.parametrize('folded', [False, True])
+def test_a_checkpoint_with_branches(family, folded):
+    original = build(family)
+    model = copy.deepcopy(original)
+    timm_rep.convert_to_repopt(model)
+    if folded:
+        model.reparameterize()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r'the branches of the multi-branch network .*convert_to_repopt\(model\)'):
+        model.load_state_dict(original.state_dict(), strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    pickle.loads(pickle.dumps(model)).load_state_dict(before)

@@ -4,7 +4,8 @@
 """
 import dataclasses
 from collections import Counter
-from typing import Any, Dict, List, Tuple
+from functools import partial
+from typing import Any, Dict, FrozenSet, List, Mapping, Tuple
 
 import torch
 import torch.nn as nn
@@ -102,7 +103,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
             f'Cannot convert {type(model).__name__}, nothing was changed: {dropping.name} drops its branches at a '
             f'rate of {dropping.drop_rate:g}, but a single convolution has none to drop. Create the model with '
             'drop_path_rate=0.')
-    layers, cslas = [], _declarations(sums)
+    layers, cslas, before = [], _declarations(sums), frozenset(model.state_dict())
     synchronized = next((m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)), None)
     kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if structure == 'target' and not reparameterized else None
     for i, (linear_sum, csla) in enumerate(zip(sums, cslas)):
@@ -132,7 +133,25 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
             name if reparameterized else f'{name}.0', type(linear_sum.module).__name__, branches))
     if reparameterized:
         reparameterize_model(model, inplace=True)  # what else timm folds
+    after = frozenset(model.state_dict())
+    model.register_load_state_dict_pre_hook(partial(_refuse_branches, before - after, after - before))
     return RepOptReport(converted, kept)
+
+
+def _refuse_branches(
+        branches: FrozenSet[str],
+        own: FrozenSet[str],
+        model: nn.Module,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        *args,
+) -> None:
+    """Refuse a checkpoint of the network before its conversion; a load_state_dict pre-hook."""
+    found = next((name for name in state_dict if name.removeprefix(prefix) in branches), None)
+    if found is not None and not any(prefix + name in state_dict for name in own):
+        raise RuntimeError(
+            f'Cannot load into {type(model).__name__}: the checkpoint has the branches of the multi-branch network '
+            f'({found!r}). Load it into the model of timm, then convert that with timm_rep.convert_to_repopt(model).')
 
 
 @torch.no_grad()
@@ -203,6 +222,7 @@ def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
     model.scales_source = scales if isinstance(scales, str) else None
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained later
 def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptReport:
     """Turn a multi-branch network of timm into a plain one whose optimizer has the prior of the branches, in place.
 
