@@ -170,6 +170,7 @@ def test_number_of_images():
     ([torch.zeros(3, 32, 32)], ValueError, r'shape \(N, C, H, W\), got \(3, 32, 32\)'),
     # 24 + 96 channels, 17 tokens
     ([torch.zeros(7, 3, 32, 32)], ValueError, r'blocks\.0\.mlp has 120 .* 17 tokens .* at least 8 images, got 7'),
+    ([torch.zeros(64, 3, 32, 32, dtype=torch.uint8)], TypeError, r'are preprocessed, .* got torch\.uint8: normalize'),
     ([torch.full((8, 3, 32, 32), torch.nan)], ValueError, r'blocks\.0\.mlp are not finite'),
     ([torch.full((8, 3, 32, 32), torch.inf)], ValueError, r'blocks\.0\.mlp are not finite'),
     ([images(8, 32), images(8, 48)], AssertionError, 'height'),
@@ -185,6 +186,10 @@ def test_refused_loaders(loader, error, message):
     (dict(idle_ratio=float('nan')), 'idle_ratio'),
     (dict(idle_ratio=[.5]), r'each of the 2 pointwise FFNs, got 1: blocks\.0\.mlp, blocks\.1\.mlp'),
     (dict(idle_ratio=[.5, 'x']), 'idle_ratio'),
+    *((dict(idle_ratio=ratio), r'is a number from 0 to 1, or a list of one for each FFN.*: got ')
+      for ratio in (None, '0.5', {'blocks.0.mlp': .5})),
+    (dict(macs='a'), "macs is a fraction .*got macs='a'"),
+    *((dict(max_images=count), 'max_images is a number of images') for count in (None, 1.5)),
     (dict(ridge=0.), 'ridge'),
     (dict(ridge=float('nan')), 'ridge'),
     (dict(macs=0.), 'macs'),
@@ -198,11 +203,12 @@ def test_refused_arguments(kwargs, message):
 
 
 def test_kinds_of_ratios():
-    """A number of NumPy; None for an FFN that stays."""
-    models = [vit() for _ in range(2)]
-    for model, ratio in zip(models, (.5, np.float32(.5))):
+    """Of NumPy and torch; None for an FFN that stays."""
+    ratios = .5, np.float32(.5), np.array([.5, .5]), torch.tensor(.5), torch.tensor([.5, .5]), (.5, .5)
+    models = [vit() for _ in ratios]
+    for model, ratio in zip(models, ratios):
         linearize_ffns(model, [images(16, 32)], ratio)
-    assert same_weights(*models)
+        assert same_weights(models[0], model)
     report = linearize_ffns(model := vit(), [images(16, 32)], [None, .5])
     assert [ffn.name for ffn in report.ffns] == ['blocks.1.mlp']
     assert report.kept == {'blocks.0.mlp': 'has no idle ratio'}
@@ -636,3 +642,11 @@ def test_models_that_timm_folds(family):
     linearize_ffns(model, [x])
     assert relative(reparameterize_model(model)(x), model(x)) < 1e-5
     assert relative(folded(x), model(x)) < 1e-2  # rounding may change which channels are idle
+
+
+def test_a_model_converted_in_inference_mode_trains():
+    model, x = vit(), images(16, 32)
+    with torch.inference_mode():
+        timm_rep.convert_to_repa(model, calibration=[x])
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

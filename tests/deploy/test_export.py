@@ -362,6 +362,11 @@ class TestCommand:
     def test_random_weights(self, tmp_path, capsys):
         assert main(['export', 'repa_deit_tiny', '-o', str(tmp_path / 'out'), *ARGS]) == 0
         assert 'The weights are random: name trained ones' in capsys.readouterr().out
+        name = f'local-dir:{tmp_path / "out"}'
+        assert main(['export', name, '-o', str(tmp_path / 'same')]) == 0
+        assert 'random:' not in capsys.readouterr().out
+        assert main(['export', name, '-o', str(tmp_path / 'other'), '--model-kwargs', 'num_classes=7']) == 0
+        assert f'The classifier is random: {name} has ' in capsys.readouterr().out
 
     def test_errors(self, tmp_path, capsys):
         for args, message in (

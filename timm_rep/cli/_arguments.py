@@ -123,10 +123,14 @@ def create_from(args: argparse.Namespace) -> nn.Module:
         args.model, args.model_kwargs, pretrained=not args.checkpoint and names_weights(args.model))
 
 
-def note_random_weights(args: argparse.Namespace) -> None:
-    """Say so if the model of :func:`create_from` has neither pretrained weights nor a checkpoint."""
-    if not args.checkpoint and not names_weights(args.model):
+def note_random_weights(args: argparse.Namespace, model: nn.Module) -> None:
+    """Say so if the model of :func:`create_from`, or its classifier, has no pretrained weights and no checkpoint."""
+    if args.checkpoint:
+        return
+    if not names_weights(args.model):
         print('The weights are random: name trained ones, as in repa_deit_base.in1k, or pass --checkpoint.')
+    elif args.model_kwargs.get('num_classes') not in (None, 0, model.pretrained_cfg.get('num_classes')):
+        print(f'The classifier is random: {args.model} has {model.pretrained_cfg.get("num_classes")} classes.')
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:

@@ -32,5 +32,5 @@ def run(args) -> int:
     images = read_images(model, args.data_dir, args.split, args.num_images) if args.data_dir else None
     print(export(
         model, args.output, args.format, reparameterize=not args.no_reparam, images=images, tolerance=args.tolerance))
-    note_random_weights(args)
+    note_random_weights(args, model)
     return 0

@@ -72,5 +72,5 @@ def run(args) -> int:
         state.unlink(missing_ok=True)
     print(f'{quantized.report}\n\nWritten: {output.resolve()}')
     print(f'\nmodel = timm_rep.deploy.load_quantized({str(output)!r})')
-    note_random_weights(args)
+    note_random_weights(args, model)
     return 0

@@ -4,6 +4,7 @@ The FFN ``y = W2 g(u) + b2`` with hidden features g becomes ``W2' g_A + M u + c`
 activation, the others are replaced by their best linear predictor from the input u and the active features.
 """
 import math
+from numbers import Real
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -89,7 +90,7 @@ def linearize_ffns(
     ffns, kept = check_convertible(model)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f'{type(model).__name__} is on the meta device and has no weights: load them first.')
-    if macs is not None and (idle_ratio != 0.75 or not 0 < macs < 1):
+    if macs is not None and (idle_ratio != 0.75 or not isinstance(macs, Real) or not 0 < macs < 1):
         raise ValueError(
             'macs is a fraction of the multiply-accumulates of the model, above 0 and below 1, and takes the place of '
             f'idle_ratio: got macs={macs!r} and idle_ratio={idle_ratio!r}.')

@@ -357,9 +357,14 @@ def ratios_of(
     """The idle ratio of every FFN, None for those that are to stay as they are.
 
     Raises:
-        ValueError: There are several ratios, but not one for each FFN.
+        ValueError: It is neither a number nor a sequence of them, or there are several, but not one for each FFN.
     """
-    ratios = [idle_ratio] * len(ffns) if isinstance(idle_ratio, Real) else list(idle_ratio)
+    given = idle_ratio.tolist() if hasattr(idle_ratio, 'tolist') else idle_ratio  # of torch and NumPy
+    if not isinstance(given, (Real, list, tuple)):
+        raise ValueError(
+            'idle_ratio is a number from 0 to 1, or a list of one for each FFN, None for those that stay as they are: '
+            f'got {idle_ratio!r}.')
+    ratios = [given] * len(ffns) if isinstance(given, Real) else list(given)
     if len(ratios) != len(ffns):
         raise ValueError(
             f'idle_ratio is one number or one for each of the {len(ffns)} pointwise FFNs, got {len(ratios)}: '

@@ -1,6 +1,7 @@
 """A RePaFormer of any timm model: the ways to convert it, as one function."""
 from typing import Any, Dict, Iterable, Optional, Sequence, Union
 
+import torch
 import torch.nn as nn
 
 from timm_rep.layers import active_channels
@@ -15,6 +16,7 @@ from .report import ConversionReport
 __all__ = ['convert_to_repa']
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained later
 def convert_to_repa(
         model: nn.Module,
         idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,

@@ -182,7 +182,7 @@ def batch_images(batch: Any) -> torch.Tensor:
         batch: A tensor; a tuple or list with the images first; or a dict with one tensor of four dimensions.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: It is none of these, or the images are of integers.
     """
     images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(batch, Mapping):
@@ -191,6 +191,10 @@ def batch_images(batch: Any) -> torch.Tensor:
     if not isinstance(images, torch.Tensor):
         raise TypeError(
             f'A batch is a tensor of images or has one as its first item, or is a dict with one, got {images!r:.100}.')
+    if not images.is_floating_point():
+        raise TypeError(
+            f'The images of a batch are preprocessed, of floating-point numbers, got {images.dtype}: normalize them as '
+            'for the model, see timm.data.create_transform.')
     return images
 
 
@@ -218,9 +222,9 @@ def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
 
     Raises:
         TypeError: The loader has no batches, or a batch has no images.
-        ValueError: max_images is less than 1, the loader has no images, or they are not of shape (N, C, H, W).
+        ValueError: max_images is no integer above 0, the loader has no images, or they are not of shape (N, C, H, W).
     """
-    if max_images < 1:
+    if not isinstance(max_images, int) or max_images < 1:
         raise ValueError(f'max_images is a number of images, at least 1, got {max_images!r}.')
     batches: List[torch.Tensor] = []
     for batch in batches_of(loader):
