@@ -433,7 +433,7 @@ def test_a_network_converted_in_inference_mode_trains():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize('family', ['byobnet, MobileOne', 'repghost'])
+@pytest.mark.parametrize('family', FAMILIES)
 @pytest.mark.parametrize('folded', [False, True])
 def test_a_checkpoint_with_branches(family, folded):
     original = build(family)
