@@ -87,6 +87,11 @@ def test_other_sizes(base, args, change, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize('name,base', [('repa_any', 'FasterNet'), ('repopt_any', 'ByobNet')])
+def test_a_base_is_not_needed(name, base):
+    assert type(timm.create_model(name, device='meta')).__name__ == base
+
+
 def test_weights_of_another_base(tmp_path):
     save_model(timm.create_model('repa_any', **VIT), tmp_path)
     with pytest.raises(ValueError, match="has a repa_any of base='vit_tiny_patch16_224', got base='deit_tiny_patch1"):

@@ -120,10 +120,10 @@ def _resolve(
         if 'base' not in kwargs or kwargs.get('pretrained_cfg'):
             raise
         raise RuntimeError(f'{e}\n  {advice}') from e
-    trained = resolved['weights'].model_args.get('base') if resolved.get('weights') else None
-    if trained not in (None, resolved['base']):
-        raise ValueError(
-            f'{resolved["weights"].source} has a {variant} of base={trained!r}, got base={resolved["base"]!r}.')
+    base, weights = resolved.get('base'), resolved.get('weights')
+    trained = weights.model_args.get('base', base) if weights else base
+    if trained != base:
+        raise ValueError(f'{weights.source} has a {variant} of base={trained!r}, got base={base!r}.')
     return resolved
 
 
