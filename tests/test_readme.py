@@ -18,7 +18,8 @@ from timm.models import save_for_hf
 from timm.optim import list_optimizers
 
 from timm_rep import cli
-from timm_rep.layers import CslaBlock
+from timm_rep.layers import CslaBlock, csla_layers
+from timm_rep.layers.grad_mult import get_grad_mult
 from timm_rep.paper import PAPER_ROWS
 from timm_rep.utils.profiling import count_params
 
@@ -397,7 +398,7 @@ def test_accuracies_in_the_readme():
     top1, vgg = _top1('multi-branch', 'multi-branch-settings'), _top1('repoptimizers')
     change = {row['row']: row['change'] for row in _experiment('quantization') if row['change']}
     vit = _top1('repa')
-    selected = _top1('weight-selection')
+    selected, scales = _top1('weight-selection'), _top1('packaged-scales')
     path, = RESULTS.glob('*/converted-accuracy.json')
     fasternet, = (
         f"{row['top-1 change']:.2f} ± {row['top-1 change ±']:.2f}" for row in json.loads(path.read_text())['summary']
@@ -406,7 +407,7 @@ def test_accuracies_in_the_readme():
         fasternet,
         f"{change['repopt, tensor']}, {change['repvgg, tensor']}, {change['timm, tensor']}",
         f"{vit['vanilla']}, {vit['RePa 75%']} ({vit['RePa 100%']})",
-        f"{vgg['repsgd']}, {vgg['sgd']}",
+        f"{vgg['repsgd']}, {vgg['sgd']} ({scales['packaged']}, {scales['init']})",
         f"{top1['init']}, {top1['branches']} ({top1['init, 10 times the lr']}, {top1['branches, 10 times the lr']})",
         f"{selected['uniform']}, {selected['random']}",
     ]
@@ -464,8 +465,15 @@ def test_repoptimizers_in_the_results():
 
 
 def test_searches_in_the_results():
-    images, strides = tables('scripts/results/README.md', 'Scales of other searches')
+    images, strides, packaged = tables('scripts/results/README.md', 'Scales of other searches')
     found = {name: {row['row']: row for row in _experiment(name)} for name in ('transfer', 'strides')}
+    worth = json.loads((RESULTS / 'amd-epyc-1-thread' / 'packaged-scales.json').read_text())['rows']
+    seeds = {name: [row['top-1'] for row in worth if row['row'] == name] for name in ('packaged', 'init')}
+    assert packaged == [
+        ['searched scales' if row['row'] == 'packaged' else 'initial values', row["the paper's"], row['top-1'],
+         ', '.join(map(str, seeds[row['row']]))] for row in _experiment('packaged-scales')]
+    changes = [a - b for a, b in zip(*seeds.values())]
+    assert min(changes) > 0
     assert [row[1:] for row in images] == [
         [found['transfer'][row].get("the paper's", ''), found['transfer'][row]['top-1']]
         for row in ('CIFAR-10 to CIFAR-10', 'digits to CIFAR-10', 'init', 'last to last classes',
@@ -473,6 +481,13 @@ def test_searches_in_the_results():
     assert [[row[2], *row[3:]] for row in strides] == [
         [row["the paper's"], row['search (top-1)'], row['top-1']] for row in found['strides'].values()]
     text = ' '.join(read('scripts/results/README.md').split())
+    assert f'by {sum(changes) / 3:.1f} points on average' in text
+    multipliers = [
+        torch.cat([get_grad_mult(layer.weight).dense('squared').flatten() for layer in csla_layers(timm.create_model(
+            'repopt_vgg_a0', num_classes=10, strides=[2] * 5, scales=scales)).values()])
+        for scales in ('repopt_vgg_a0', 'init')]
+    ratio = multipliers[0].mean() / multipliers[1].mean()
+    assert f'multipliers are {100 * (1 - ratio):.0f}% smaller on average' in text
     moved = {row: float(cells['search (moved %)']) for rows in found.values() for row, cells in rows.items()
              if cells['search (moved %)']}
     digits = moved.pop('digits to CIFAR-10')
