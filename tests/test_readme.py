@@ -398,7 +398,7 @@ def test_accuracies_in_the_readme():
     top1, vgg = _top1('multi-branch', 'multi-branch-settings'), _top1('repoptimizers')
     change = {row['row']: row['change'] for row in _experiment('quantization') if row['change']}
     vit = _top1('repa')
-    selected, scales = _top1('weight-selection'), _top1('packaged-scales')
+    selected, repa, scales = _top1('weight-selection'), _top1('repa-student'), _top1('packaged-scales')
     path, = RESULTS.glob('*/converted-accuracy.json')
     fasternet, = (
         f"{row['top-1 change']:.2f} ± {row['top-1 change ±']:.2f}" for row in json.loads(path.read_text())['summary']
@@ -409,7 +409,7 @@ def test_accuracies_in_the_readme():
         f"{vit['vanilla']}, {vit['RePa 75%']} ({vit['RePa 100%']})",
         f"{vgg['repsgd']}, {vgg['sgd']} ({scales['packaged']}, {scales['init']})",
         f"{top1['init']}, {top1['branches']} ({top1['init, 10 times the lr']}, {top1['branches, 10 times the lr']})",
-        f"{selected['uniform']}, {selected['random']}",
+        f"{selected['uniform']} ({repa['student, selected']}), {selected['random']} ({repa['student, random']})",
     ]
 
 
@@ -559,7 +559,11 @@ def test_weight_selection_in_the_results():
     sections = [f'weight-selection{part}' for part in ('', '-layers', '-distillation')]
     top1 = _top1(*sections)
     paper = {row['row']: row.get("the paper's", '') for section in sections[::-1] for row in _experiment(section)}
-    rows, = tables(document, 'Weight selection')
+    rows, students = tables(document, 'Weight selection')
+    repa = _top1('repa-student')
+    assert [row[1:] for row in students] == [[repa[name] for name in pair] for pair in (
+        ('student, random', 'student, selected'), ('student, random, distilled', 'student, selected, distilled'),
+        ('same size, random', 'same size, plain'))]
     assert [row[1:] for row in rows] == [[paper[name], top1[name]] for name in names]
     mean = {name: float(cell.split()[0]) for name, cell in top1.items()}
     text = ' '.join(read(document).split())
@@ -570,6 +574,10 @@ def test_weight_selection_in_the_results():
         'layer to layer lose {} of them; L1 pruning and magnitudes, which choose the elements of each tensor apart, '
         'lose {} and {}. Distillation alone is worth {} points, on top of weight selection {}.'
     ).format(*(f'{mean[a] - mean[b]:.1f}' for a, b in pairs)) in text
+    gains = [float(chosen.split()[0]) - float(start.split()[0]) for start, chosen in (
+        (repa['student, random'], repa['student, selected']), (top1['random'], top1['uniform']))]
+    assert [f'{gain:.1f}' for gain in gains] == ['12.5', '12.5']
+    assert 'is worth 12.5 points to the RePaFormer, as to the plain student' in text
 
 
 def test_speeds_in_the_results():
