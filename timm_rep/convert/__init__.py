@@ -7,7 +7,7 @@ from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_mod
 from .record import make_foldable, record_scales, recorded_base
 from .repa import convert_to_repa
 from .reparameterize import ReparameterizeMixin, folded_copy, reparameterize
-from .repopt import RepOptReport, convert_to_repopt, set_scales, use_repopt_convs
+from .repopt import RepOptReport, convert_to_repopt, refuse_branches, set_scales, use_repopt_convs
 from .report import ConversionReport, ConvertedFfn
 from .survey import Convertibility, survey_convertible
 
@@ -33,6 +33,7 @@ __all__ = [
     'ratios_of',
     'record_scales',
     'recorded_base',
+    'refuse_branches',
     'reparameterize',
     'replace_module',
     'set_scales',

@@ -5,7 +5,7 @@
 import dataclasses
 from collections import Counter
 from functools import partial
-from typing import Any, Dict, FrozenSet, List, Mapping, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Tuple
 
 import torch
 import torch.nn as nn
@@ -22,6 +22,7 @@ __all__ = [
     'ConvertedSum',
     'RepOptReport',
     'convert_to_repopt',
+    'refuse_branches',
     'set_scales',
     'use_repopt_convs',
 ]
@@ -103,7 +104,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
             f'Cannot convert {type(model).__name__}, nothing was changed: {dropping.name} drops its branches at a '
             f'rate of {dropping.drop_rate:g}, but a single convolution has none to drop. Create the model with '
             'drop_path_rate=0.')
-    layers, cslas, before = [], _declarations(sums), frozenset(model.state_dict())
+    layers, cslas = [], _declarations(sums)
     synchronized = next((m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)), None)
     kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if structure == 'target' and not reparameterized else None
     for i, (linear_sum, csla) in enumerate(zip(sums, cslas)):
@@ -133,12 +134,21 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
             name if reparameterized else f'{name}.0', type(linear_sum.module).__name__, branches))
     if reparameterized:
         reparameterize_model(model, inplace=True)  # what else timm folds
-    after = frozenset(model.state_dict())
-    model.register_load_state_dict_pre_hook(partial(_refuse_branches, before - after, after - before))
     return RepOptReport(converted, kept)
 
 
-def _refuse_branches(
+def refuse_branches(model: nn.Module, names: Iterable[str]) -> None:
+    """Let a converted model refuse checkpoints of the network before its conversion with a message that says so.
+
+    Args:
+        model: Converted model.
+        names: Names in the state dict before the conversion.
+    """
+    before, after = frozenset(names), frozenset(model.state_dict())
+    model.register_load_state_dict_pre_hook(partial(_check_branches, before - after, after - before))
+
+
+def _check_branches(
         branches: FrozenSet[str],
         own: FrozenSet[str],
         model: nn.Module,
@@ -146,7 +156,6 @@ def _refuse_branches(
         prefix: str,
         *args,
 ) -> None:
-    """Refuse a checkpoint of the network before its conversion; a load_state_dict pre-hook."""
     found = next((name for name in state_dict if name.removeprefix(prefix) in branches), None)
     if found is not None and not any(prefix + name in state_dict for name in own):
         raise RuntimeError(
@@ -250,6 +259,7 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
     before = [
         (m, dict(m.__dict__), dict(m._modules), dict(m._buffers)) for m in model.modules()
     ] if isinstance(model, nn.Module) else []
+    names = list(model.state_dict()) if before else []
     try:
         report = use_repopt_convs(model)
         set_scales(model, scales, reinit=False)
@@ -263,5 +273,6 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
         raise
     record_conversion(model, 'repopt_any')
     record_scales(model)
+    refuse_branches(model, names)  # first: RepGhostNet's has names of the plain structure too
     make_foldable(model)
     return report

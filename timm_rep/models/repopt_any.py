@@ -8,7 +8,7 @@ import timm
 import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
 
-from timm_rep.convert import make_foldable, record_scales, set_scales, use_repopt_convs
+from timm_rep.convert import make_foldable, record_scales, refuse_branches, set_scales, use_repopt_convs
 from timm_rep.layers import RepOptConv
 from timm_rep.scales import ScalesLike
 
@@ -34,6 +34,7 @@ def _build(
         scales = 'init'
     model = timm.create_model(base, **kwargs)
     model._model_args = dict(base=base)  # create_model adds the others
+    names = list(model.state_dict())
     use_repopt_convs(model, structure, reparameterized)
     if not reparameterized:
         if reinit:
@@ -42,6 +43,7 @@ def _build(
                     part.reset_parameters()
         set_scales(model, scales, reinit)
         record_scales(model, structure)
+    refuse_branches(model, names)  # first: RepGhostNet's has names of the plain structure too
     make_foldable(model)
     return model
 
