@@ -164,6 +164,7 @@ def test_img_size_of_a_recipe(args, img_size, tmp_path):
     assert config['model_args'].get('img_size') == img_size
 
 
+@pytest.mark.slow
 def test_license_of_a_tag(tmp_path):
     """That of the registered weights; none of others, which are not those of the base either."""
     args = dict(base='mobileone_s0', stem_chs=8)

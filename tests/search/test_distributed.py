@@ -12,7 +12,8 @@ from tests.search.distributed_worker import search
 from timm_rep.scales import Scales
 
 
-@pytest.mark.parametrize('killed', [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize('killed', [False, True])
 def test_two_processes_are_one_with_the_doubled_batch(tmp_path, killed):
     """BatchNorm is frozen. Killed after an epoch and resumed, they come to the same scales."""
     in_processes(1, search, tmp_path / 'one', 16, 0)
