@@ -34,13 +34,19 @@ def test_profile(tmp_path, capsys, monkeypatch):
     assert all('100%)' in ' '.join(line) for line in lines if line[:1] == ['all'])
 
 
-@pytest.mark.parametrize('name', ['repa_lvvit_s', 'vit_tiny_patch16_224'])
-def test_arguments_of_both_models(name, tmp_path, monkeypatch):
-    """The compared models have the same size."""
-    profiled = []
-    monkeypatch.setattr('timm_rep.latency.profile_latency', lambda models, images, **kwargs: profiled.append(
+@pytest.fixture
+def profiled(monkeypatch):
+    """Models and shape of the images of every profile, which takes no time."""
+    found = []
+    monkeypatch.setattr('timm_rep.latency.profile_latency', lambda models, images, **kwargs: found.append(
         (models, images.shape)) or {key: dict.fromkeys(('FFNs', 'head'), 1.) for key in models})
     monkeypatch.setattr('timm_rep.plotting.plot_latency', lambda profiles: plt.figure())
+    return found
+
+
+@pytest.mark.parametrize('name', ['repa_lvvit_s', 'vit_tiny_patch16_224'])
+def test_arguments_of_both_models(name, tmp_path, profiled):
+    """The compared models have the same size."""
     assert main([
         'profile', name, '--model-kwargs', 'depth=2', 'embed_dim=48', 'num_heads=4', 'img_size=32', 'patch_size=8',
         'idle_ratio=0.5', 'in_chans=1', '-o', str(tmp_path / 'p.png')]) == 0
@@ -52,15 +58,11 @@ def test_arguments_of_both_models(name, tmp_path, monkeypatch):
     assert 2 * act.active_channels == act.channels
 
 
-def test_a_converted_model(tmp_path, monkeypatch):
-    profiled = []
-    monkeypatch.setattr('timm_rep.latency.profile_latency', lambda models, images, **kwargs: profiled.append(
-        models) or {key: dict.fromkeys(('FFNs', 'head'), 1.) for key in models})
-    monkeypatch.setattr('timm_rep.plotting.plot_latency', lambda profiles: plt.figure())
+def test_a_converted_model(tmp_path, profiled):
     assert main([
         'profile', 'repa_any', '--img-size', '28', '-o', str(tmp_path / 'p.png'), '--model-kwargs',
         'base=eva02_tiny_patch14_224', 'depth=1', 'idle_ratio=0.5']) == 0
-    (models,) = profiled
+    (models, _), = profiled
     assert {key: len(model.blocks) for key, model in models.items()} == dict.fromkeys(('vanilla', 'RePa', 'folded'), 1)
     assert not hasattr(models['vanilla'].blocks[0].mlp, 'fc_idle')
     assert models['folded'].blocks[0].mlp.fc_idle is not None

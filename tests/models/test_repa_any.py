@@ -86,7 +86,6 @@ def test_other_sizes(base, args, change, tmp_path):
     assert resized.keys() == own.keys()
 
 
-@torch.no_grad()
 @pytest.mark.parametrize('name,base', [('repa_any', 'VisionTransformer'), ('repopt_any', 'ByobNet')])
 def test_a_base_is_not_needed(name, base):
     assert type(timm.create_model(name, device='meta')).__name__ == base

@@ -63,11 +63,11 @@ def _resize(
         state_dict: Mapping[str, Any],
         model: nn.Module,
 ) -> Dict[str, Any]:
+    own = model.state_dict()
+    others = [name for name, value in state_dict.items() if name in own and value.shape != own[name].shape]
     # it renames what is in checkpoints of the base, whose names are others, and in NextViT goes by their order
-    filtered, own = filter_fn(dict(state_dict), model), model.state_dict()
-    resized = {
-        name: value for name, value in filtered.items()
-        if name in own and name in state_dict and state_dict[name].shape != own[name].shape == value.shape}
+    filtered = filter_fn(dict(state_dict), model) if others else {}
+    resized = {name: filtered[name] for name in others if name in filtered and filtered[name].shape == own[name].shape}
     return {**state_dict, **resized}
 
 
