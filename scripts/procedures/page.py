@@ -39,8 +39,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> List[Di
     summary = []
     for group in _groups(rows, keys):
         mean: Dict[str, Any] = {key: group[0].get(key) for key in keys if group[0].get(key) is not None}
-        if 'seed' in group[0]:
-            mean['seeds'] = len(group)
+        mean['seeds'] = len(group)
         for column in dict.fromkeys(column for row in group for column in row):
             if column in _NOT_SHOWN or column in keys:
                 continue
@@ -105,7 +104,7 @@ def _section(experiment: Experiment, path: Path, results: Path) -> List[str]:
         what, paper = described.get(tuple(row.get(key) for key in keys), (None, None))
         row = _with_deviations(row)
         first = {key: row.pop(key) for key in keys if key in row}
-        about = {'what': row.pop('what', what), "the paper's": paper}
+        about = {'what': what, "the paper's": paper}
         cells.append({**first, **{k: v for k, v in about.items() if v is not None}, **row})
     columns = list(dict.fromkeys([*keys, 'what', "the paper's", *(column for row in cells for column in row)]))
     columns = [column for column in columns if any(column in row for row in cells)]
