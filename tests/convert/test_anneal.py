@@ -260,7 +260,7 @@ def test_refusals(kwargs, message):
 def test_replaced_layers_are_not_folded():
     model = steps(annealed_from(plain(VIT), VIT, anneal_steps=2), 2)
     model.blocks[1].mlp.ffn.fc1 = torch.nn.Sequential(model.blocks[1].mlp.ffn.fc1, torch.nn.Tanh())
-    with pytest.raises(ValueError, match=r'blocks\.1\.mlp cannot be folded: it has a'):
+    with pytest.raises(ValueError, match=r'blocks\.1\.mlp cannot be folded: The FFN has a'):
         model.reparameterize()
     assert len(layers(model)) == 4
 

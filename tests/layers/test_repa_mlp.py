@@ -102,6 +102,56 @@ def test_fuse_as_sync_batchnorm_and_without_affine():
     assert relative(plain.fuse()(x), plain(x)) < 1e-5
 
 
+class _Adapter(nn.Module):
+    """A low-rank adapter that shows the weight and bias of its base layer, as those of peft do."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base_layer.out_features, bias=False)
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+def test_fuse_refuses_what_its_parameters_do_not_say():
+    def adapt(mlp):
+        mlp.fc2 = _Adapter(mlp.fc2)
+
+    def normalize(mlp):
+        with pytest.warns(FutureWarning):
+            nn.utils.weight_norm(mlp.fc1)  # a hook computes the weight
+
+    def replace_forward(mlp):
+        mlp.act.forward = mlp.act.act.forward
+
+    def replace_norm(mlp):
+        mlp.norm1 = nn.LayerNorm(8)
+
+    hook = 'The RePaMlp has hooks'
+    for change, message in (
+            (adapt, 'a _Adapter where a linear layer is expected: merge'), (normalize, hook),
+            (lambda mlp: mlp.norm2.register_forward_hook(lambda module, args, y: 2 * y), hook),
+            (replace_forward, r'a forward\(\) that was replaced'), (replace_norm, 'LayerNorm.* no running statistics')):
+        mlp = RePaMlp(8, 32)
+        change(mlp)
+        with pytest.raises(ValueError, match=message):
+            mlp.fuse()
+
+
+def test_fuse_with_parametrizations():
+    mlp = wild_(RePaMlp(8, 32), log_var=(-1, 1)).eval()
+    nn.utils.parametrizations.weight_norm(mlp.fc1)
+    with torch.no_grad():
+        mlp.fc1.parametrizations.weight.original0.mul_(3.)
+    x = torch.randn(2, 3, 8)
+    assert relative(mlp.fuse()(x), mlp(x)) < 1e-5
+
+
 def test_deploy_from_scratch_takes_folded_weights():
     for ratio in (0., .3, .75, 1.):
         folded = wild_(RePaMlp(8, 32, ratio), log_var=(-1, 1)).eval().fuse()

@@ -294,10 +294,12 @@ def test_a_failed_reparameterization_changes_nothing():
     for error, spoil in [
         (ValueError, lambda block: setattr(block.bn, 'running_mean', None)),
         (OverflowError, lambda block: block.half().bn.weight.data.fill_(6e4)),
+        (ValueError, lambda block: setattr(block, 'conv', nn.Sequential(block.conv, nn.Dropout()))),
+        (ValueError, lambda block: block.conv.register_forward_hook(lambda module, args, y: 2 * y)),
     ]:
         model = trained()
         spoil(model.stages[1][1])
-        with pytest.raises(error):
+        with pytest.raises(error, match=r'stages\.1\.1 cannot be folded: .'):
             model.reparameterize()
         assert all('bn' in dict(block.named_children()) for stage in model.stages for block in stage)
 

@@ -103,7 +103,7 @@ class AnnealedFfn(nn.Module):
         annealed.check_end()
         reason = ffn.obstacle()
         if reason:
-            raise ValueError(f'{ffn.name} cannot be folded: it {reason}.')
+            raise ValueError(f'The FFN {reason}.')
         first, out = linear_of(ffn.first).weight, ffn.fc_out()
         if isinstance(self.ls, (LayerScale, LayerScale2d)):
             out = out.scale_outputs(self.ls.gamma)

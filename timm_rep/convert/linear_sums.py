@@ -10,9 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from timm_rep.layers import Affine, ConvBranch, Csla, IdentityBranch
-
-from .pointwise import modified
+from timm_rep.layers import Affine, ConvBranch, Csla, IdentityBranch, modified
 
 __all__ = ['LinearSum', 'Term', 'find_linear_sums']
 

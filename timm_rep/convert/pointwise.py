@@ -14,9 +14,9 @@ from timm.layers import GlobalResponseNormMlp
 from timm.layers.mlp import GatedMlp
 from timm.models.nextvit import merge_pre_bn
 
-from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy
+from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, modified
 
-__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'modified', 'replace_module']
+__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'replace_module']
 
 
 class _Names(NamedTuple):
@@ -96,8 +96,6 @@ _NO_FFN = re.compile(
 # blocks whose reparameterize() folds the norm before the FFN into ``mlp.fc1``
 _NORM_FOLDING = ('models.nextvit.NextConvBlock', 'models.nextvit.NextTransformerBlock')
 
-_HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
-
 
 def _class_name(module: nn.Module) -> str:
     # a subclass with a forward() of its own may use its attributes differently
@@ -132,14 +130,6 @@ def deploy_of(replacement: nn.Module) -> RePaMlpDeploy:
 def linear_of(layer: nn.Module) -> nn.Module:
     """The linear layer of a composite."""
     return next(m for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
-
-
-def modified(module: nn.Module) -> Optional[str]:
-    """Why the function of a module is not that of its layers, None if it is."""
-    for part in module.modules():
-        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
-            return 'has hooks, or a forward() that was replaced: remove them first'
-    return None
 
 
 def _obstacle(module: nn.Module, names: _Names) -> Optional[str]:

@@ -36,14 +36,18 @@ def reparameterize(model: nn.Module) -> nn.Module:
     this package cannot be folded.
 
     Raises:
-        ValueError: A BatchNorm has no running statistics, or an annealing has not ended; the model is unchanged.
+        ValueError: A BatchNorm has no running statistics, an annealing has not ended, or a layer has hooks or was
+            replaced by an adapter; the message names the layer, and the model is unchanged.
         OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
     """
-    fused = [
-        (parent, name, child.fuse())
-        for parent in model.modules() for name, child in parent.named_children()
-        if hasattr(child, 'structures_in') and hasattr(child, 'fuse')
-    ]
+    fused = []
+    for path, parent in model.named_modules():
+        for name, child in parent.named_children():
+            if hasattr(child, 'structures_in') and hasattr(child, 'fuse'):
+                try:
+                    fused.append((parent, name, child.fuse()))
+                except (ValueError, OverflowError) as e:
+                    raise type(e)(f'{path}.{name} cannot be folded: {e}'.lstrip('.')) from e
     for parent, name, layer in fused:
         setattr(parent, name, layer)
     return reparameterize_model(model, inplace=True)
@@ -60,15 +64,9 @@ def folded_copy(model: nn.Module) -> nn.Module:
         if hasattr(folded, 'reparameterize'):
             folded.reparameterize()
         else:
-            reparameterize_model(folded, inplace=True)
-    except (ValueError, OverflowError) as e:
-        for name, layer in model.named_modules():
-            if hasattr(layer, 'fuse'):
-                try:
-                    layer.fuse()
-                except (ValueError, OverflowError) as reason:
-                    raise ValueError(f'{name} cannot be folded: {reason}') from e
-        raise
+            reparameterize(folded)
+    except OverflowError as e:
+        raise ValueError(str(e)) from e
     return folded
 
 
@@ -126,7 +124,8 @@ class ReparameterizeMixin:
             The model.
 
         Raises:
-            ValueError: A BatchNorm has no running statistics; the model is unchanged.
+            ValueError: A BatchNorm has no running statistics, or a layer has hooks or was replaced by an adapter; the
+                message names the layer, and the model is unchanged.
             OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
         """
         return reparameterize(self)

@@ -159,7 +159,8 @@ class AnnealedActivation(_Annealed):
         shape[self.dim] = -1
         slope, intercept = (v.to(x.dtype).view(shape) for v in self.line())
         line = (slope * x + intercept).to(y.dtype)  # another one under autocast, if the activation has a parameter
-        return torch.where(self.idle.view(shape), torch.lerp(y, line, self.share(y.dtype)), y)
+        idle = self.idle.clone().view(shape)  # another pass before backward() writes to the buffer
+        return torch.where(idle, torch.lerp(y, line, self.share(y.dtype)), y)
 
     @torch.no_grad()
     def _see(self, x: torch.Tensor, y: torch.Tensor) -> None:

@@ -6,8 +6,30 @@ from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
+from torch.nn.utils import parametrize
 
-__all__ = ['Affine', 'batch_norm_scale_shift']
+__all__ = ['Affine', 'batch_norm_scale_shift', 'check_unmodified', 'modified']
+
+_HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
+
+
+def modified(module: nn.Module) -> Optional[str]:
+    """Why the function of a module is not that of its layers, None if it is."""
+    for part in module.modules():
+        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
+            return 'has hooks, or a forward() that was replaced: remove them first'
+    return None
+
+
+def check_unmodified(module: nn.Module) -> None:
+    """Refuse a layer whose function may not be that of its parameters.
+
+    Raises:
+        ValueError: It or a part of it has hooks, which may recompute a weight, or another ``forward()``.
+    """
+    reason = modified(module)
+    if reason:
+        raise ValueError(f'The {type(module).__name__} {reason}.')
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -30,10 +52,10 @@ def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch
         ValueError: The BatchNorm has no running statistics, so it is not a fixed map; or they are not finite or a
             variance is negative.
     """
-    if norm.running_mean is None or norm.running_var is None:
+    if getattr(norm, 'running_mean', None) is None or norm.running_var is None:
         raise ValueError(
-            f'{type(norm).__name__}({norm.num_features}) has no running statistics to fold: build it with '
-            'track_running_stats=True and train it.')
+            f'{norm} has no running statistics to fold: it is to be a BatchNorm with track_running_stats=True, '
+            'trained.')
     if not norm.running_var.is_meta and not (
             norm.running_mean.isfinite().all() and norm.running_var.isfinite().all() and (norm.running_var >= 0).all()):
         raise ValueError(
@@ -61,7 +83,16 @@ class Affine(NamedTuple):
 
     @classmethod
     def from_linear(cls, linear: Union[nn.Linear, nn.Conv2d]) -> 'Affine':
-        """The map of an ``nn.Linear`` or a 1 x 1 convolution; a missing bias is zero."""
+        """The map of an ``nn.Linear`` or a 1 x 1 convolution; a missing bias is zero.
+
+        Raises:
+            ValueError: The layer is of another type, as those of adapters and quantized ones are.
+        """
+        kind = type(linear).__bases__[0] if parametrize.is_parametrized(linear) else type(linear)
+        if kind not in (nn.Linear, nn.Conv2d):
+            raise ValueError(
+                f'There is a {kind.__name__} where a linear layer is expected: merge adapters into the layers that '
+                'they adapt, and quantize after folding.')
         weight = _wide(linear.weight).flatten(1)
         return cls(weight, weight.new_zeros(weight.shape[0]) if linear.bias is None else _wide(linear.bias))
 

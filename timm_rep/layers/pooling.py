@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from timm.layers import LayerScale2d
 from torch.jit import Final
 
-from .fold import Affine, batch_norm_scale_shift
+from .fold import Affine, batch_norm_scale_shift, check_unmodified
 
 __all__ = ['RePaPooling', 'RePaPoolingDeploy', 'WindowAvgPool2d', 'check_pool_size']
 
@@ -140,9 +140,10 @@ class RePaPooling(nn.Module):
         """The deploy structure with the same function as in eval mode, as a new module.
 
         Raises:
-            ValueError: The BatchNorm has no running statistics.
+            ValueError: The BatchNorm has no running statistics, or a layer has hooks.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
+        check_unmodified(self)
         # the shift of the norm cancels: pooling keeps a constant, which the difference removes
         scale, _ = batch_norm_scale_shift(self.norm)
         if isinstance(self.ls, LayerScale2d):

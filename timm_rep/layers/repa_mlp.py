@@ -13,7 +13,7 @@ import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d
 from torch.jit import Final
 
-from .fold import Affine
+from .fold import Affine, check_unmodified, modified
 from .fused_idle import fused_idle_ffn, fused_idle_is_faster, sync_group, use_fused_idle
 
 __all__ = ['ChannelIdle', 'GatedUnit', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
@@ -145,11 +145,7 @@ _KNOWN_LAYERS = (
 
 def _is_unmodified(layer: nn.Module) -> bool:
     """Whether a layer is of a known type, with no hooks registered and its forward() not replaced (by an adapter)."""
-    return (
-        type(layer) in _KNOWN_LAYERS and 'forward' not in layer.__dict__
-        and not layer._forward_hooks and not layer._forward_pre_hooks
-        and not layer._backward_hooks and not layer._backward_pre_hooks
-    )
+    return type(layer) in _KNOWN_LAYERS and not modified(layer)
 
 
 def _linear_layer(use_conv: bool):
@@ -278,9 +274,10 @@ class RePaMlp(nn.Module):
         Running statistics are folded whatever the mode of this module.
 
         Raises:
-            ValueError: A BatchNorm has no running statistics.
+            ValueError: A BatchNorm has no running statistics, or a layer has hooks or was replaced by an adapter.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
+        check_unmodified(self)
         active, hidden_features = self.act.active_channels, self.act.channels
         fc_in = Affine.from_linear(self.fc1).after_norm(self.norm1)
         fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2)

@@ -9,9 +9,9 @@ import torch.nn as nn
 
 from .csla import Csla
 from .csla_conv import CslaBlock, CslaConv2d, SearchBlock
-from .fold import Affine
+from .fold import Affine, check_unmodified
 
-__all__ = ['RepOptConv', 'RepOptConvDeploy', 'build_csla_layer', 'fold_norm']
+__all__ = ['RepOptConv', 'RepOptConvDeploy', 'build_csla_layer', 'csla_of', 'fold_norm']
 
 
 def build_csla_layer(csla: Csla, structure: str, device=None, dtype=None) -> nn.Module:
@@ -23,6 +23,19 @@ def build_csla_layer(csla: Csla, structure: str, device=None, dtype=None) -> nn.
     """
     layers = {layer.structure: layer for layer in (CslaConv2d, SearchBlock, CslaBlock)}
     return layers[structure](csla, device=device, dtype=dtype)
+
+
+def csla_of(layer: nn.Module) -> Csla:
+    """The declaration of a CSLA layer.
+
+    Raises:
+        ValueError: An adapter or another layer has taken its place.
+    """
+    if not isinstance(layer, (CslaConv2d, SearchBlock, CslaBlock)):
+        raise ValueError(
+            f'There is a {type(layer).__name__} where a CSLA layer is expected: merge adapters into the layers that '
+            'they adapt, and quantize after folding.')
+    return layer.csla
 
 
 def fold_norm(conv: nn.Module, norm: nn.modules.batchnorm._BatchNorm, deploy: nn.Conv2d) -> None:
@@ -87,11 +100,12 @@ class RepOptConv(nn.Sequential):
         """The deploy structure with the same function as in eval mode, as a new module.
 
         Raises:
-            ValueError: The BatchNorm has no running statistics.
+            ValueError: The BatchNorm has no running statistics, or a layer has hooks or was replaced.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
+        check_unmodified(self)
         conv, norm = self
-        deploy = RepOptConvDeploy(conv.csla, device='meta')  # its parameters are replaced
+        deploy = RepOptConvDeploy(csla_of(conv), device='meta')  # its parameters are replaced
         fold_norm(conv, norm, deploy)
         return deploy.train(self.training)
 

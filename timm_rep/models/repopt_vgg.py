@@ -16,7 +16,15 @@ from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _ini
 from timm_rep.convert import set_scales
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import ConvBranch, Csla, IdentityBranch, build_csla_layer, fold_norm
+from timm_rep.layers import (
+    ConvBranch,
+    Csla,
+    IdentityBranch,
+    build_csla_layer,
+    check_unmodified,
+    csla_of,
+    fold_norm,
+)
 from timm_rep.scales import ScalesLike
 
 from ._repopt import RepOptMixin, check_structure, choose_scales
@@ -100,10 +108,11 @@ class RepOptBlock(nn.Module):
         """The deploy structure with the same function as in eval mode, as a new module.
 
         Raises:
-            ValueError: The BatchNorm has no running statistics.
+            ValueError: The BatchNorm has no running statistics, or a layer has hooks or was replaced.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
-        csla = self.conv.csla
+        check_unmodified(self)
+        csla = csla_of(self.conv)
         deploy = RepOptBlockDeploy(
             csla.in_channels,
             csla.out_channels,
