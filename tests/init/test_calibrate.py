@@ -69,9 +69,10 @@ def test_a_plain_model_becomes_a_repaformer():
     # both statistics: those of the hidden channels are of what the norm before has made
     timm_rep.calibrate_batchnorm(other, batches())
     inner = {}
-    other.blocks[0].mlp.norm2.register_forward_pre_hook(lambda _, args: inner.update(x=args[0]))
+    hook = other.blocks[0].mlp.norm2.register_forward_pre_hook(lambda _, args: inner.update(x=args[0]))
     other.blocks[0].mlp.norm1.train()
     other(batches()[0])
+    hook.remove()
     assert relative(other.blocks[0].mlp.norm2.running_mean, inner['x'].mean(0)) < .3
     folded = copy.deepcopy(other).eval()
     x = batches()[0]

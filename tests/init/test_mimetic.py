@@ -6,7 +6,7 @@ import torch
 
 import timm_rep
 from tests.helpers import relative
-from timm_rep.init import attention_products
+from timm_rep.init import attention_products, attentions
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
 
@@ -79,3 +79,17 @@ def test_only_attention_and_positions():
     assert timm_rep.mimetic_init_(swin).layers[1].blocks[0].attn.qkv.weight.isfinite().all()
     with pytest.raises(ValueError, match='ResNet has no attention with a qkv'):
         timm_rep.mimetic_init_(timm.create_model('resnet18'))
+
+
+def test_other_attentions_are_left_alone():
+    """Those of TinyViT, head by head, and GCViT's without queries."""
+    with pytest.raises(ValueError, match='TinyVit has no attention'):
+        timm_rep.mimetic_init_(timm.create_model('tiny_vit_5m_224', num_classes=0))
+    model = timm.create_model('gcvit_xxtiny', num_classes=0)
+    names = [name for name, _ in attentions(model)]
+    assert names
+    assert not any(model.get_submodule(name).use_global for name in names)
+    before = copy.deepcopy(model.state_dict())
+    timm_rep.mimetic_init_(model)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {f'{name}.{layer}.weight' for name in names for layer in ('qkv', 'proj')}

@@ -7,15 +7,14 @@ import torch
 import torch.nn as nn
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
+from .attention import AttentionLayout, fused_projections
 from .elements import Indices, evenly_spaced
-from .matching import Shape, fused_parts
+from .matching import Shape
 
 __all__ = ['HEADS', 'ModelLayout', 'head_aware_indices', 'interpolate_positions']
 
 HEADS = ('whole', 'within')
 
-_QKV = re.compile(r'(^|\.)(qkv|kv|q|k|v)\.(weight|bias)$|(^|\.)([qkv]_bias|in_proj_weight|in_proj_bias)$')
-_PROJ = re.compile(r'(^|\.)attn\w*\.(proj|out_proj)\.weight$')
 _BIAS_TABLE = re.compile(r'(^|\.)relative_position_bias_table$')
 _HIDDEN = re.compile(r'^(.*)\.(fc1\.weight|fc1\.bias|norm2\.\w+|fc2\.weight)$')
 _GLU = re.compile(r'^(.*\.)?(fc1|w12)\.(weight|bias)$')
@@ -25,12 +24,12 @@ class ModelLayout(NamedTuple):
     """The structure of a model's axes that the shapes of its tensors do not show.
 
     Attributes:
-        heads: Numbers of attention heads by module.
+        attentions: Layouts of the attentions by module.
         groups: Numbers of groups by grouped convolution.
         active: Numbers of activated hidden channels, which come first, by RePaFormer FFN.
         shapes: Shapes by tensor.
     """
-    heads: Mapping[str, int]
+    attentions: Mapping[str, AttentionLayout]
     groups: Mapping[str, int]
     active: Mapping[str, int]
     shapes: Mapping[str, Shape]
@@ -38,25 +37,34 @@ class ModelLayout(NamedTuple):
     @classmethod
     def from_model(cls, model: Optional[nn.Module], shapes: Mapping[str, Shape]) -> 'ModelLayout':
         """Read the layout from a model; without one only the shapes are known."""
-        heads: Dict[str, int] = {}
+        attentions: Dict[str, AttentionLayout] = {}
         groups: Dict[str, int] = {}
         active: Dict[str, int] = {}
         for name, module in model.named_modules() if model is not None else ():
-            if isinstance(getattr(module, 'num_heads', None), int):
-                heads[name] = module.num_heads
+            attention = AttentionLayout.of(module)
+            if attention is not None:
+                attentions[name] = attention
             if isinstance(module, nn.Conv2d) and module.groups > 1:
                 groups[name] = module.groups
             if hasattr(getattr(module, 'act', None), 'active_channels'):
                 active[name] = module.act.active_channels
-        return cls(heads, groups, active, shapes)
+        return cls(attentions, groups, active, shapes)
 
-    def num_heads(self, name: str) -> Optional[int]:
-        """Heads of the innermost module with heads that a tensor belongs to, None if unknown."""
-        while '.' in name:
-            name = name.rpartition('.')[0]
-            if name in self.heads:
-                return self.heads[name]
-        return None
+    def attention_of(self, name: str) -> Tuple[Optional[AttentionLayout], List[str]]:
+        """The innermost attention that a tensor belongs to, None if unknown, and the parts of its name within it."""
+        parts = name.split('.')
+        for i in range(len(parts) - 1, 0, -1):
+            attention = self.attentions.get('.'.join(parts[:i]))
+            if attention is not None:
+                return attention, parts[i:]
+        return None, parts
+
+    def projections(self, name: str) -> int:
+        """Number of consecutive parts along the first axis of a tensor, each of which is one projection."""
+        attention, parts = self.attention_of(name)
+        if attention is None or not attention.projections(parts, 0):
+            return fused_projections(name)
+        return 1 if attention.head_first else len(attention.projections(parts, 0))
 
 
 class _Segment(NamedTuple):
@@ -96,15 +104,6 @@ def _segments(
 ) -> List[_Segment]:
     """The segments of an axis; one of one entry each where it has no structure."""
     length = student.shapes[name][dim]
-    heads = student.num_heads(name)
-    if heads and ((dim == 0 and _QKV.search(name)) or (dim == 1 and (_PROJ.search(name) or _BIAS_TABLE.search(name)))):
-        parts = fused_parts(name) if dim == 0 else 1
-        width, teacher_width = length // parts // heads, teacher_length // parts
-        teacher_heads = teacher.num_heads(teacher_name)
-        if teacher_heads is None:  # a state dict: assume heads as wide as the student's, if that divides the axis
-            teacher_heads = teacher_width // width if teacher_width % width == 0 else heads
-        return [_Segment(heads, width, teacher_heads, teacher_width // teacher_heads, 'heads')] * parts
-
     glu = _GLU.match(name)
     if dim == 0 and glu:
         output = student.shapes.get((glu[1] or '') + {'fc1': 'fc2', 'w12': 'w3'}[glu[2]] + '.weight')
@@ -131,6 +130,47 @@ def _segments(
     return [_Segment(1, length, 1, teacher_length)]
 
 
+def _attention_axis(
+        name: str,
+        dim: int,
+        teacher_name: str,
+        teacher_length: int,
+        student: ModelLayout,
+        teacher: ModelLayout,
+        heads: str,
+) -> Optional[Tuple[Optional[torch.Tensor], str]]:
+    """Positions along an axis of projections or heads, and why there are none; None for other axes."""
+    attention, parts = student.attention_of(name)
+    if attention is None:
+        return None
+    if _BIAS_TABLE.search(name):
+        attention = attention._replace(widths=None)
+        projections = '' if dim in _position_axes(name, student.shapes[name]) else 'v'  # one number a head
+    else:
+        projections = attention.projections(parts, dim)
+    length = student.shapes[name][dim]
+    ours = attention.positions(projections, length) if projections else None
+    if ours is None:
+        return None
+    larger, larger_parts = teacher.attention_of(teacher_name)
+    if larger is None:  # a state dict
+        larger = attention.scaled(length, teacher_length)
+    elif _BIAS_TABLE.search(name):
+        larger = larger._replace(widths=None)
+    elif larger.projections(larger_parts, dim) != projections:
+        return None, f'with other projections than {projections}'
+    theirs = larger.positions(projections, teacher_length)
+    if theirs is None:
+        return None, f'which is not {larger.heads} heads of equal width'
+    chosen = torch.empty(length, dtype=torch.long)
+    for part, larger_part in zip(ours, theirs):
+        taken, reason = _Segment(*part.shape, *larger_part.shape, 'heads').positions(heads)
+        if taken is None:
+            return None, reason
+        chosen[part.flatten()] = larger_part.flatten()[taken]
+    return (None if len(chosen) == teacher_length and torch.equal(chosen, torch.arange(teacher_length)) else chosen), ''
+
+
 def head_aware_indices(
         name: str,
         teacher_name: str,
@@ -141,10 +181,12 @@ def head_aware_indices(
 ) -> Tuple[Indices, str]:
     """Evenly spaced positions within each unit of the axes of a tensor, from names and shapes.
 
-    - A ``qkv`` or ``kv`` (ViT, Swin, PVT): in each projection evenly spaced heads, and in each head evenly spaced
-      channels; with ``heads='within'`` evenly spaced channels of all heads together.
+    - A ``qkv``, ``kv`` or ``q`` (ViT, Swin, PVT, TinyViT), in either order of heads and projections: of each projection
+      evenly spaced heads, and of each head evenly spaced channels; with ``heads='within'`` evenly spaced channels of
+      all heads together.
     - The inputs of an attention's ``proj``: the same channels as its values.
-    - ``relative_position_bias_table`` (Swin, BEiT): the selected heads; :func:`interpolate_positions` fits the window.
+    - ``relative_position_bias_table`` (Swin, BEiT, MaxViT): the selected heads; :func:`interpolate_positions` fits the
+      window.
     - ``pos_embed`` (ViT): :func:`interpolate_positions` fits the grid.
     - The first layer of a GLU: gates and values separately.
     - The hidden channels of a RePaFormer's FFN from another RePaFormer's: activated and idle ones separately.
@@ -166,10 +208,17 @@ def head_aware_indices(
     shape = student.shapes[name]
     indices: Indices = []
     for dim, (length, teacher_length) in enumerate(zip(shape, teacher_shape)):
-        if dim == _position_axis(name, shape) and length != teacher_length:
-            if (_grids(teacher_length, length) if dim else _window(length)) is None:
+        if dim in _position_axes(name, shape) and length != teacher_length:
+            if len(_position_axes(name, shape)) == 1 and (
+                    _grids(teacher_length, length) if dim else _window(length)) is None:
                 return [], f'{teacher_length} positions cannot be interpolated to {length}: both are square grids'
             indices.append(None)
+            continue
+        of_heads = _attention_axis(name, dim, teacher_name, teacher_length, student, teacher, heads)
+        if of_heads is not None:
+            if of_heads[1]:
+                return [], of_heads[1]
+            indices.append(of_heads[0])
             continue
         segments = _segments(name, dim, teacher_name, teacher_length, student, teacher)
         if all((s.count, s.width) == (s.teacher_count, s.teacher_width) for s in segments):
@@ -186,11 +235,13 @@ def head_aware_indices(
     return indices, ''
 
 
-def _position_axis(name: str, shape: Shape) -> Optional[int]:
-    """The axis of positions, which is interpolated instead of selected; None if there is none."""
+def _position_axes(name: str, shape: Shape) -> Tuple[int, ...]:
+    """The axes of positions, which are interpolated instead of selected."""
     if name == 'pos_embed' and len(shape) == 3:
-        return 1
-    return 0 if _BIAS_TABLE.search(name) else None
+        return (1,)
+    if not _BIAS_TABLE.search(name):
+        return ()
+    return (0,) if len(shape) == 2 else (1, 2)  # (positions, heads), in MaxViT also (heads, height, width)
 
 
 def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torch.Tensor:
@@ -206,10 +257,13 @@ def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torc
     Returns:
         The tensor with the student's number of positions and the teacher's number of channels or heads.
     """
-    axis = _position_axis(name, shape)
-    if axis is None or tensor.shape[axis] == shape[axis]:
+    axes = _position_axes(name, shape)
+    if all(tensor.shape[axis] == shape[axis] for axis in axes):
         return tensor
-    if axis == 0:
+    if axes == (1, 2):
+        window = [(length + 1) // 2 for length in shape[1:]]
+        return resize_rel_pos_bias_table(tensor, window, (tensor.shape[0], *shape[1:]))
+    if axes == (0,):
         return resize_rel_pos_bias_table(tensor, (_window(shape[0]),) * 2, (shape[0], tensor.shape[1]))
     (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])
     tensor = torch.cat([tensor[:, :kept], tensor[:, prefix:]], dim=1)

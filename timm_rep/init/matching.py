@@ -12,8 +12,8 @@ import torch.nn as nn
 from .elements import evenly_spaced
 
 __all__ = [
-    'COMPONENTS', 'LAYER_SELECTIONS', 'Shape', 'absent_in_plain', 'classifier_names', 'component_of', 'fused_parts',
-    'map_names', 'matches', 'select_blocks', 'with_ones_of', 'without_ones',
+    'COMPONENTS', 'LAYER_SELECTIONS', 'Shape', 'absent_in_plain', 'classifier_names', 'component_of', 'map_names',
+    'matches', 'select_blocks', 'with_ones_of', 'without_ones',
 ]
 
 LAYER_SELECTIONS = ('first', 'uniform', 'mid', 'last')
@@ -33,9 +33,6 @@ _PATTERNS = (
     ('attention', r'(^|\.)attn\w*\.'),
     ('mlp', r'(^|\.)mlp\w*\.'),
 )
-# projections that are fused along the first axis, and their number
-_FUSED = ((r'(^|\.)(qkv|in_proj_weight|in_proj_bias)(\.|$)', 3), (r'(^|\.)kv(\.|$)', 2))
-
 # names of a RePaFormer's tensors, and those of the same tensors in the plain model
 _MLP = r'\.(mlp|mlp_channels)'
 _REPA_TO_PLAIN = (
@@ -63,11 +60,6 @@ def component_of(name: str, classifiers: Sequence[str] = ()) -> str:
 def matches(name: str, component: str, patterns: Sequence[str]) -> bool:
     """Whether one of the patterns is the component or matches the name of the tensor."""
     return any(p == component or fnmatch.fnmatch(name, p) for p in patterns)
-
-
-def fused_parts(name: str) -> int:
-    """Number of projections that a tensor holds along its first axis: 3 for a qkv, 2 for a kv, otherwise 1."""
-    return next((parts for pattern, parts in _FUSED if re.search(pattern, name)), 1)
 
 
 def without_ones(shape: Shape) -> Shape:

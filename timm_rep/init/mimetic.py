@@ -8,13 +8,22 @@ import torch
 import torch.nn as nn
 from timm.layers import build_sincos2d_pos_embed
 
+from .attention import AttentionLayout
+
 __all__ = ['attention_products', 'attentions', 'mimetic_init_']
 
 
 def attentions(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
-    """Names and modules of all attentions of a timm model with a fused ``qkv`` projection."""
+    """Names and modules of the attentions of a timm model with a ``qkv``, the queries of all heads first.
+
+    Attentions whose inputs and outputs differ in width, and those with another order of the projections, are left out.
+    """
     for name, module in model.named_modules():
-        if isinstance(getattr(module, 'qkv', None), nn.Linear) and isinstance(getattr(module, 'proj', None), nn.Linear):
+        qkv, proj, layout = getattr(module, 'qkv', None), getattr(module, 'proj', None), AttentionLayout.of(module)
+        if not (isinstance(qkv, nn.Linear) and isinstance(proj, nn.Linear) and hasattr(module, 'num_heads')):
+            continue
+        if layout is not None and not layout.head_first and (
+                qkv.out_features == 3 * proj.in_features and qkv.in_features == proj.out_features):
             yield name, module
 
 
@@ -48,7 +57,7 @@ def mimetic_init_(
     are unchanged.
 
     Args:
-        model: A timm model with ``qkv`` attention whose inputs and outputs have the same width.
+        model: A timm model. Attentions other than those of :func:`attentions` keep their weights.
         qk: (alpha, beta) for queries and keys.
         v_proj: (alpha, beta) for values and projection.
         pos_embed: Replace a learned position embedding (1, tokens, C) by a sinusoidal one, with zeros for the tokens

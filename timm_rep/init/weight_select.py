@@ -18,7 +18,6 @@ from .matching import (
     absent_in_plain,
     classifier_names,
     component_of,
-    fused_parts,
     map_names,
     matches,
     select_blocks,
@@ -184,7 +183,7 @@ def weight_select_init(
         tensor = opened.read(s.teacher_name).reshape(with_ones_of(s.teacher_shape, s.shape))
         if heads is None:
             tensor, indices = select_elements(
-                tensor, s.shape, element_selection, seed, key=s.name, parts=fused_parts(s.name))
+                tensor, s.shape, element_selection, seed, key=s.name, parts=layout.projections(s.name))
         else:
             indices, _ = head_aware_indices(s.name, s.teacher_name, tuple(tensor.shape), layout, teacher_layout, heads)
             tensor = index_axes(interpolate_positions(tensor, s.name, s.shape), indices)

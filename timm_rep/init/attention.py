@@ -1,0 +1,86 @@
+"""The order of heads and projections along the axes of timm's attention layers."""
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+
+__all__ = ['AttentionLayout', 'fused_projections']
+
+# layers and parameters of an attention, and the projections along their first axis
+_PROJECTIONS = {
+    'qkv': 'qkv', 'in_proj_weight': 'qkv', 'in_proj_bias': 'qkv', 'kv': 'kv', 'qk': 'qk',
+    **{name: name[0] for name in ('q', 'k', 'v', 'q_bias', 'k_bias', 'v_bias', 'q_proj', 'k_proj', 'v_proj')},
+    **{name: name[1] for name in ('wq', 'wk', 'wv')},
+}
+# layers whose inputs are the values
+_OUTPUTS = ('proj', 'out_proj')
+
+
+def fused_projections(name: str) -> int:
+    """Number of projections along the first axis of a tensor, by its name: 3 for a qkv, 2 for a kv or qk, otherwise 1.
+    """
+    return next((len(_PROJECTIONS[part]) for part in name.split('.') if len(_PROJECTIONS.get(part, '')) > 1), 1)
+
+
+class AttentionLayout(NamedTuple):
+    """
+    Attributes:
+        heads: Number of heads.
+        head_first: Whether a tensor with several projections has those of the first head first, as in TinyViT and
+            LeViT, instead of the first projection of all heads, as in ViT.
+        widths: Channels of the queries and keys, and of the values, of a head; None if they follow from the tensor.
+        fused: The projections of the layer ``qkv``.
+    """
+    heads: int
+    head_first: bool = False
+    widths: Optional[Tuple[int, int]] = None
+    fused: str = 'qkv'
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Optional['AttentionLayout']:
+        """The layout of an attention of timm or torch, None for other modules."""
+        heads = next((n for n in (getattr(module, a, None) for a in ('num_heads', 'heads')) if isinstance(n, int)), 0)
+        if not heads:
+            return None
+        widths = tuple(getattr(module, name, None) for name in ('key_dim', 'val_dim'))
+        known = all(isinstance(width, int) for width in widths)  # LeViT, TinyViT, EfficientFormer
+        return cls(
+            heads,
+            head_first=known or getattr(module, 'head_first', False) is True,
+            widths=widths if known else None,
+            fused='kv' if getattr(module, 'use_global', False) is True else 'qkv',  # GCViT: queries of the image
+        )
+
+    def projections(self, parts: Sequence[str], dim: int) -> str:
+        """The projections along an axis of a tensor, '' if it has none.
+
+        Args:
+            parts: Name of the tensor within the attention, split at the dots.
+            dim: The axis.
+        """
+        if dim == 0:
+            return self.fused if parts[0] == 'qkv' else _PROJECTIONS.get(parts[0], '')
+        return 'v' if dim == 1 and parts[0] in _OUTPUTS and parts[-1] == 'weight' else ''
+
+    def positions(self, projections: str, length: int) -> Optional[List[torch.Tensor]]:
+        """Positions along an axis of each projection, (heads, channels of a head); None if the length is another."""
+        if self.widths is None:
+            sizes = [length // len(projections) // self.heads] * len(projections)
+        else:
+            sizes = [self.widths[projection == 'v'] for projection in projections]
+        if self.heads * sum(sizes) != length:
+            return None
+        every = torch.arange(length)
+        if self.head_first:
+            return list(every.reshape(self.heads, -1).split(sizes, dim=1))
+        return [part.reshape(self.heads, -1) for part in every.split([self.heads * size for size in sizes])]
+
+    def scaled(self, length: int, other: int) -> 'AttentionLayout':
+        """The layout of a larger attention of which only the length of an axis is known, beside that of this one.
+
+        Its heads are assumed to be as wide, if that divides the axis; otherwise there are as many.
+        """
+        width = length // self.heads
+        if width and other % width == 0:
+            return self._replace(heads=other // width)
+        return self._replace(widths=None)
