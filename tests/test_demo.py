@@ -200,4 +200,4 @@ def test_missing_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'sklearn', None)
     monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)
     assert main(['demo', '--output', str(tmp_path)]) == 1
-    assert "pip install 'timm-rep[demo]'" in capsys.readouterr().err
+    assert "pip install matplotlib scikit-learn" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def run_blocks(document, folder):
             if 'quantize' in code and not _HAS_TORCHAO:
                 continue
             if not hasattr(timm.models, 'get_model_args'):  # since timm 1.0.31, as the line says
-                code = code.replace("timm_rep.export(model, 'fast')", '')
+                code = code.replace("timm_rep.export(model, 'converted')", '')
             exec(compile(code, document, 'exec'), names)
             states.append((code, dict(names)))
     return states

@@ -207,7 +207,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures as a Markdown table."""
     sizes = list(next(iter(figures.values()))['images_per_second'])
-    header = ['', 'top-1', 'as original', 'params', 'MACs', *(f'images/s, batch {size}' for size in sizes)]
+    header = ['', 'top-1', 'same class as original', 'params', 'MACs', *(f'images/s, batch {size}' for size in sizes)]
     rows = [header, ['---', *['---:'] * (len(header) - 1)]]
     original = next(iter(figures.values()))
     for name, row in figures.items():

@@ -247,7 +247,7 @@ def test_pretrained_weights_are_those_of_the_base(tmp_path, monkeypatch):
     (dict(anneal_schedule='step'), "'linear' or 'cosine'"),
     (dict(norm='layer'), "norm is 'keep' or 'batch'"),
     (dict(idle_schedule='linear'), "idle_schedule is 'constant'"),
-    (dict(idle_ratio=[.5]), 'one for each of the 4 pointwise FFNs'),
+    (dict(idle_ratio=[.5]), 'one for each of the 4 FFNs'),
     (dict(idle_ratio=[.5, .5, .5, None], norm='batch'), r"norm='batch' converts all FFNs.*blocks.3.mlp"),
     (dict(norm='batch', bn_eps=0.), 'bn_eps must be positive'),
     (dict(base='resnet18'), 'no pointwise FFN'),

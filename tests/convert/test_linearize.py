@@ -184,7 +184,7 @@ def test_refused_loaders(loader, error, message):
     (dict(idle_ratio=1.1), 'idle_ratio'),
     (dict(idle_ratio=-.1), 'idle_ratio'),
     (dict(idle_ratio=float('nan')), 'idle_ratio'),
-    (dict(idle_ratio=[.5]), r'each of the 2 pointwise FFNs, got 1: blocks\.0\.mlp, blocks\.1\.mlp'),
+    (dict(idle_ratio=[.5]), r'each of the 2 FFNs, got 1: blocks\.0\.mlp, blocks\.1\.mlp'),
     (dict(idle_ratio=[.5, 'x']), 'idle_ratio'),
     *((dict(idle_ratio=ratio), r'is a number from 0 to 1, or a list of one for each FFN.*: got ')
       for ratio in (None, '0.5', {'blocks.0.mlp': .5})),

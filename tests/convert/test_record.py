@@ -253,3 +253,15 @@ def test_unknown_arguments_and_other_changes(tmp_path):
     for model in (by_function, by_hand):
         with pytest.raises(RuntimeError, match=r'builds another structure.*convert_to_repa'):
             timm_rep.export(model, tmp_path / 'folder')
+
+
+@pytest.mark.parametrize('ratio', [torch.tensor(.5), torch.tensor([.5, .75, .5]), [torch.tensor(.5)] * 3])
+@pytest.mark.parametrize('kwargs', [{}, dict(anneal_steps=2)])
+def test_ratios_are_recorded_as_numbers(ratio, kwargs):
+    model, _ = build('vit')
+    timm_rep.convert_to_repa(model, ratio, **kwargs)
+    plain, _ = build('vit')
+    timm_rep.convert_to_repa(plain, ratio.tolist() if hasattr(ratio, 'tolist') else [.5] * 3, **kwargs)
+    assert json.dumps(getattr(model, '_model_args', {}), sort_keys=True) == json.dumps(
+        getattr(plain, '_model_args', {}), sort_keys=True)
+    assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}

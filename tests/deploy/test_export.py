@@ -323,7 +323,7 @@ def test_refused(model, path, kwargs, error, message, tmp_path):
 def test_missing_package(tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in ONNX[:2] else find_spec(name))
-    with pytest.raises(ModuleNotFoundError, match=r"needs onnx, onnxscript.*: pip install 'timm-rep\[deploy\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs onnx, onnxscript.*: pip install onnx onnxscript"):
         timm_rep.export(deit(), tmp_path / 'm.onnx', 'onnx')
 
 

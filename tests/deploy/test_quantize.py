@@ -346,5 +346,5 @@ def test_missing_package(monkeypatch, model, calibration):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"'inductor' needs torchao: pip install 'timm-rep\[deploy\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"'inductor' needs torchao: pip install torchao\."):
         timm_rep.quantize_ptq(model, calibration)

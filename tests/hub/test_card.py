@@ -131,6 +131,22 @@ def test_converted_model_of_timm(kwargs, images, tmp_path):
         assert relative(written(x), model(x)) < 1e-5
 
 
+@pytest.mark.parametrize('folded', [False, True])
+def test_base_that_timm_folds(tmp_path, folded):
+    """The FFNs of a converted model are folded already, the branches of its base are not."""
+    folder = tmp_path / 'repa_any.mine'
+    model = timm.create_model(
+        'repa_any', base='fastvit_t8', layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64), num_classes=4)
+    model.pretrained_cfg['input_size'] = (3, 32, 32)
+    save_model((model.reparameterize() if folded else model).eval(), folder)
+    prepare_folder(folder)
+    check_folder(folder)
+    metrics = json.loads((folder / 'metrics.json').read_text())
+    assert list(metrics['cost']['forms']) == (['folded'] if folded else ['unfolded', 'folded'])
+    loaded, x = timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded(x), model(x))
+
+
 def test_multi_branch_network_of_timm(tmp_path):
     folder = tmp_path / 'repopt_any.mine'
     model = timm.create_model(

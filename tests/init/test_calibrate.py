@@ -86,8 +86,10 @@ def test_refusals():
     model = timm.create_model('repa_deit_tiny', **TINY)
     model(torch.randn(2, 3, 32, 32))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match='no batches; nothing was changed'):
+    with pytest.raises(ValueError, match='no images; nothing was changed'):
         timm_rep.calibrate_batchnorm(model, [])
+    with pytest.raises(ValueError, match='no images; nothing was changed'):
+        timm_rep.calibrate_batchnorm(model, [batches()[0][:0]])
     with pytest.raises(ValueError, match=r"identity_norms names BatchNorms .*\['\*\.norm3'\] does not"):
         timm_rep.calibrate_batchnorm(model, batches(), identity_norms=['*.norm3', '*.norm2'])
     with pytest.raises(AssertionError, match='height'):  # timm's, of the second batch

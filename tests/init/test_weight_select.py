@@ -450,6 +450,7 @@ def test_bad_arguments(student, teacher, tmp_path):
     for kwargs, message in [
         (dict(element_selection='even'), 'element_selection is one of'),
         (dict(layer_selection='all'), 'layer_selection is one of'),
+        (dict(include='head'), 'include_head=True selects the classifier'),
         (dict(include='attn'), r"take components .* got 'attn'"), (dict(exclude=['heads']), r"got 'heads'"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -88,6 +88,13 @@ def test_resumed_after_a_kill_is_the_uninterrupted_search(straight, tmp_path, ba
     assert timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **args) == straight
 
 
+@pytest.mark.gpu
+def test_device_of_the_model():
+    model = timm.create_model('repopt_vgg_a0', structure='search', scales='ones', **TINY).cuda()
+    timm_rep.hyper_search(model, loader(), epochs=1, warmup_epochs=0, progress=False)
+    assert all(p.is_cuda for p in model.parameters())
+
+
 def test_seed_matters():
     assert search(seed=1) != search(seed=2)
 
@@ -185,6 +192,14 @@ def test_refused_before_anything_is_trained(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **{**TINY, **kwargs})
+    searched = timm.create_model('repopt_vgg_a0', structure='search', **TINY)
+    with pytest.raises(TypeError, match='learning_rate: arguments of create_model are for the name of a model'):
+        timm_rep.hyper_search(searched, KilledLoader(0), learning_rate=.1)
+    with pytest.raises(TypeError, match='train_loader has a length'):
+        timm_rep.hyper_search('repopt_vgg_a0', (batch for batch in loader()), **TINY)
+    with pytest.raises(TypeError, match=r'batches of images .* and labels .*, got .* str'):
+        timm_rep.hyper_search(
+            'repopt_vgg_a0', KilledLoader(0), [(torch.randn(2, 3, 32, 32), torch.arange(2), 'path')], **TINY)
     with pytest.raises(ValueError, match=r'amp_dtype is torch\.bfloat16 or None'):
         search(amp_dtype=torch.float16)
     (tmp_path / 'file').write_text('old')

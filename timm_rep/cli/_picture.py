@@ -16,7 +16,7 @@ def check_matplotlib(command: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"{command} needs matplotlib: pip install 'timm-rep[plot]'.") from e
+        raise ModuleNotFoundError(f"{command} needs matplotlib: pip install matplotlib.") from e
 
 
 def check_picture(output: str, command: str) -> Path:

@@ -4,7 +4,7 @@ from .least_squares import eliminate
 from .linear_sums import find_linear_sums
 from .linearize import check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_module
-from .record import make_foldable, record_scales, recorded_base
+from .record import is_folded, make_foldable, record_scales, recorded_base
 from .repa import convert_to_repa
 from .reparameterize import ReparameterizeMixin, folded_copy, reparameterize
 from .repopt import RepOptReport, convert_to_repopt, refuse_branches, set_scales, use_repopt_convs
@@ -28,6 +28,7 @@ __all__ = [
     'find_linear_sums',
     'find_pointwise_ffns',
     'folded_copy',
+    'is_folded',
     'linearize_ffns',
     'make_foldable',
     'ratios_of',

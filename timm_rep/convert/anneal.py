@@ -165,7 +165,7 @@ def anneal_ffns(
     """
     check_annealing(anneal_steps, anneal_schedule)
     ffns, _ = check_convertible(model)
-    ratios = ratios_of(ffns, idle_ratio)
+    ratios = ratios_of([ffn.name for ffn in ffns], idle_ratio)
     chosen = [
         (ffn, active_channels(ffn.hidden_features, ratio)) for ffn, ratio in zip(ffns, ratios) if ratio is not None]
     for ffn, _ in chosen:

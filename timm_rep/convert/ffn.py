@@ -10,6 +10,8 @@ from timm.models.metaformer import Scale
 
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 
+from .pointwise import plain_ratio, ratios_of
+
 __all__ = [
     'Ffn',
     'affine_names',
@@ -224,15 +226,18 @@ def _ratios(ffns: Sequence[Ffn], idle_ratio: Union[float, Sequence[float]], idle
     Raises:
         ValueError: One is out of range, or there are several, but not one for each FFN.
     """
-    if not isinstance(idle_ratio, (list, tuple)):
-        return idle_ratios(len(ffns), idle_ratio, idle_schedule)
-    if idle_schedule != 'constant' or len(idle_ratio) != len(ffns):
+    given = plain_ratio(idle_ratio)
+    if not isinstance(given, list):
+        return idle_ratios(len(ffns), given, idle_schedule)
+    if idle_schedule != 'constant':
         raise ValueError(
-            f"idle_ratio is one number or, with idle_schedule='constant', one for each of the {len(ffns)} FFNs, got "
-            f'{len(idle_ratio)} and idle_schedule={idle_schedule!r}.')
-    for ratio in idle_ratio:
+            f"With several idle ratios, idle_schedule is 'constant', got {idle_ratio!r} and {idle_schedule!r}.")
+    ratios = ratios_of([ffn.path for ffn in ffns], given)
+    if None in ratios:
+        raise ValueError('This conversion changes all FFNs, each needs an idle ratio: got None for one.')
+    for ratio in ratios:
         active_channels(1, ratio)
-    return list(idle_ratio)
+    return ratios
 
 
 def use_repa_ffns(

@@ -10,8 +10,8 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tu
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from huggingface_hub.utils import tqdm
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
 from timm_rep.layers import Affine, RePaMlpDeploy, active_channels
 from timm_rep.utils.data import take_images
@@ -19,7 +19,15 @@ from timm_rep.utils.profiling import count_macs
 
 from .budget import allocate
 from .least_squares import LeastSquares, Moments
-from .pointwise import PointwiseFfn, deploy_of, find_pointwise_ffns, linear_of, ratios_of, replace_module
+from .pointwise import (
+    PointwiseFfn,
+    deploy_of,
+    find_pointwise_ffns,
+    linear_of,
+    plain_ratio,
+    ratios_of,
+    replace_module,
+)
 from .recording import Recorder, wide
 from .reparameterize import check_unconverted
 from .report import ConversionReport, ConvertedFfn
@@ -90,13 +98,14 @@ def linearize_ffns(
     ffns, kept = check_convertible(model)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f'{type(model).__name__} is on the meta device and has no weights: load them first.')
-    if macs is not None and (idle_ratio != 0.75 or not isinstance(macs, Real) or not 0 < macs < 1):
+    if macs is not None and (plain_ratio(idle_ratio) != 0.75 or not isinstance(macs, Real) or not 0 < macs < 1):
         raise ValueError(
             'macs is a fraction of the multiply-accumulates of the model, above 0 and below 1, and takes the place of '
             f'idle_ratio: got macs={macs!r} and idle_ratio={idle_ratio!r}.')
-    if not ridge > 0:
-        raise ValueError(f'ridge must be positive, got {ridge!r}.')
-    ratios = dict(zip((ffn.name for ffn in ffns), ratios_of(ffns, idle_ratio)))
+    if not 0 < ridge < math.inf:
+        raise ValueError(f'ridge must be positive and finite, got {ridge!r}.')
+    names = [ffn.name for ffn in ffns]
+    ratios = dict(zip(names, ratios_of(names, idle_ratio)))
     ffns = [ffn for ffn in ffns if ratios[ffn.name] is not None]
     if not ffns:
         raise ValueError('idle_ratio is None for all FFNs: nothing is to be converted.')
@@ -221,8 +230,8 @@ def _budget_weight(
 
     The Kullback-Leibler divergence of the model's outputs with this FFN alone converted, with the active channels of
     one idle ratio for all, over the loss. Weights of 1, or of one over the variance of the FFN's output, cost no pass
-    of the images and were worse:
-    section `converted-accuracy` of scripts/results.
+    of the images; they lost more accuracy on one model and as much on another (scripts/results: `converted-accuracy`,
+    `accelerate-budget`).
     """
     new, fit, _ = _replacement(recorder, ffn, problem, active_features, calls, ridge)
     replace_module(recorder.model, ffn.module, new)

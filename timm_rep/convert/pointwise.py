@@ -6,7 +6,7 @@ import copy
 import re
 from functools import partial
 from numbers import Real
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -16,7 +16,7 @@ from timm.models.nextvit import merge_pre_bn
 
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, modified
 
-__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'replace_module']
+__all__ = ['PointwiseFfn', 'find_pointwise_ffns', 'linear_of', 'plain_ratio', 'ratios_of', 'replace_module']
 
 
 class _Names(NamedTuple):
@@ -340,25 +340,44 @@ def find_pointwise_ffns(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str,
     return ffns, others
 
 
+def plain_ratio(idle_ratio: Any) -> Union[float, List[Optional[float]]]:
+    """An idle ratio, or one for each FFN, as Python's numbers, which config.json can hold.
+
+    Raises:
+        ValueError: It is neither a number nor a sequence of them.
+    """
+    given = idle_ratio.tolist() if hasattr(idle_ratio, 'tolist') else idle_ratio  # of torch and NumPy
+    try:
+        if isinstance(given, Real):
+            return float(given)
+        if isinstance(given, (list, tuple)):
+            return [None if ratio is None else float(ratio) for ratio in given]
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        'idle_ratio is a number from 0 to 1, or a list of one for each FFN, None for those that stay as they are: '
+        f'got {idle_ratio!r}.')
+
+
 def ratios_of(
-        ffns: Sequence[PointwiseFfn],
+        names: Sequence[str],
         idle_ratio: Union[float, Sequence[Optional[float]]],
 ) -> List[Optional[float]]:
     """The idle ratio of every FFN, None for those that are to stay as they are.
 
+    Args:
+        names: Names of the FFNs.
+        idle_ratio: One ratio, or one for each FFN.
+
     Raises:
         ValueError: It is neither a number nor a sequence of them, or there are several, but not one for each FFN.
     """
-    given = idle_ratio.tolist() if hasattr(idle_ratio, 'tolist') else idle_ratio  # of torch and NumPy
-    if not isinstance(given, (Real, list, tuple)):
+    given = plain_ratio(idle_ratio)
+    ratios = given if isinstance(given, list) else [given] * len(names)
+    if len(ratios) != len(names):
         raise ValueError(
-            'idle_ratio is a number from 0 to 1, or a list of one for each FFN, None for those that stay as they are: '
-            f'got {idle_ratio!r}.')
-    ratios = [given] * len(ffns) if isinstance(given, Real) else list(given)
-    if len(ratios) != len(ffns):
-        raise ValueError(
-            f'idle_ratio is one number or one for each of the {len(ffns)} pointwise FFNs, got {len(ratios)}: '
-            f'{", ".join(ffn.name for ffn in ffns)}.')
+            f'idle_ratio is one number or one for each of the {len(names)} FFNs, got {len(ratios)}: '
+            f'{", ".join(names)}.')
     return ratios
 
 

@@ -10,7 +10,7 @@ import timm
 import torch.nn as nn
 from timm.models import build_model_with_cfg, is_model, model_entrypoint
 
-from timm_rep.layers import csla_layers
+from timm_rep.layers import csla_layers, is_reparameterized
 from timm_rep.scales import recorded_scales
 
 from .reparameterize import check_loaded_structure, reparameterize
@@ -19,6 +19,7 @@ __all__ = [
     'FACTORY_ARGS',
     'WEIGHT_SOURCE',
     'describe_input',
+    'is_folded',
     'is_timm_model',
     'make_foldable',
     'record_conversion',
@@ -127,30 +128,43 @@ def _unfolded_names(model: nn.Module) -> FrozenSet[str]:
     return frozenset()
 
 
-def _describe_folded(unfolded: FrozenSet[str], model: nn.Module, *hook_args) -> None:
+def _has(model: nn.Module, names: FrozenSet[str]) -> bool:
+    return names <= {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+
+
+def is_folded(model: nn.Module) -> bool:
+    """Whether a model has foldable layers, and nothing is left to fold, in the base of a converted model neither."""
+    unfolded = getattr(model, '_unfolded', frozenset())
+    return is_reparameterized(model) and not (unfolded and _has(model, unfolded))
+
+
+def _describe_folded(model: nn.Module, *hook_args) -> None:
     """Let config.json say that a model is folded, if it is."""
-    if _is_recorded(model) and not unfolded <= {
-            name for name, _ in (*model.named_parameters(), *model.named_buffers())}:
+    if _is_recorded(model) and not _has(model, model._unfolded):
         model._model_args = {**model._model_args, 'reparameterized': True}
         describe_input(model)
 
 
-def _reparameterize(model: nn.Module, unfolded: FrozenSet[str]) -> nn.Module:
+def _reparameterize(model: nn.Module) -> nn.Module:
     reparameterize(model)
-    _describe_folded(unfolded, model)
+    _describe_folded(model)
     return model
 
 
-def make_foldable(model: nn.Module) -> None:
+def make_foldable(model: nn.Module, folded: bool = False) -> None:
     """Add ``reparameterize()`` to a converted model, refuse checkpoints of others, and keep config.json up to date.
 
     The latter in a state_dict pre-hook: ``timm.utils.reparameterize_model`` folds a model without calling it, and
     timm's save_for_hf() reads the weights before the arguments.
+
+    Args:
+        model: Converted model.
+        folded: Whether it is folded already; timm's folded layers look like those that are not.
     """
-    unfolded = _unfolded_names(model)
+    model._unfolded = frozenset() if folded else _unfolded_names(model)
     if _is_recorded(model):
         describe_input(model)
-    model.register_state_dict_pre_hook(partial(_describe_folded, unfolded))
+    model.register_state_dict_pre_hook(_describe_folded)
     model.register_load_state_dict_pre_hook(check_loaded_structure)
     # an attribute of the instance, since timm's class has no such method; a partial is copied and pickled with it
-    model.reparameterize = partial(_reparameterize, model, unfolded)
+    model.reparameterize = partial(_reparameterize, model)

@@ -9,6 +9,7 @@ from timm_rep.layers import active_channels
 from .anneal import anneal_ffns
 from .ffn import use_repa_ffns
 from .linearize import check_convertible, linearize_ffns
+from .pointwise import plain_ratio
 from .record import make_foldable, record_conversion
 from .reparameterize import check_unconverted
 from .report import ConversionReport
@@ -71,7 +72,7 @@ def convert_to_repa(
     if idle_schedule != 'constant' and (calibration is not None or anneal_steps):
         raise ValueError(f"With calibration or anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
     result = model
-    args = dict(idle_ratio=idle_ratio, bn_momentum=bn_momentum, bn_eps=bn_eps)
+    args = dict(idle_ratio=plain_ratio(idle_ratio), bn_momentum=bn_momentum, bn_eps=bn_eps)
     if calibration is not None:
         names = [ffn.name for ffn in check_convertible(model)[0]]
         result = linearize_ffns(model, calibration, idle_ratio, **kwargs)

@@ -85,17 +85,21 @@ def check_loaded_structure(model: nn.Module, state_dict: Mapping[str, Any], pref
             raise RuntimeError(
                 f'Cannot load into {type(model).__name__}: the checkpoint has the {" or ".join(found)} structure '
                 f'({key!r}), the model has the {layer.structure} structure. '
-                + _advice(found, layer.structure, hasattr(type(model), 'reparameterized')))
+                + _advice(found, layer.structure, model))
 
 
-def _advice(found: Tuple[str, ...], own: str, registered: bool) -> str:
+def _advice(found: Tuple[str, ...], own: str, model: nn.Module) -> str:
     if own == 'deploy':
         created = f'structure={found[0]!r}' if found != ('training',) else 'its training structure'
         return f'Load it into a model created with {created}, then call its reparameterize().'
     if found == ('deploy',):
-        return 'A folded checkpoint cannot be unfolded: ' + (
-            'create the model with reparameterized=True to load it.' if registered else
-            'convert a model with the same arguments, call its reparameterize(), then load it.')
+        how = 'convert a model with the same arguments, call its reparameterize(), then load it.'
+        if hasattr(type(model), 'reparameterized'):
+            how = 'create the model with reparameterized=True to load it.'
+        elif 'base' in getattr(model, '_model_args', {}):  # converted, with any number of steps left to anneal
+            name = model.pretrained_cfg['architecture']
+            how = f'create it as {name!r} with the same arguments and reparameterized=True to load it.'
+        return f'A folded checkpoint cannot be unfolded: {how}'
     if own == 'target':
         return (
             f'Load it into a model created with structure={found[0]!r}; a target model takes only its scales, '

@@ -184,7 +184,7 @@ def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> 
         nn.init.constant_(norm.weight, (1 + norm.eps) ** .5)  # running_var is 1
         norm.bias.copy_(bias)
     else:
-        norm.running_mean = (norm.running_mean - bias).to(norm.running_mean)  # a new tensor: errors are undone
+        norm.running_mean = (norm.running_mean - bias).to(norm.running_mean)  # errors put the old one back
 
 
 def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:

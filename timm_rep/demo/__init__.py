@@ -107,7 +107,7 @@ def run_demo(
 
         train_set, val_set = load_split(seed)
     except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"The demo needs {e.name}: pip install 'timm-rep[demo]'.") from e
+        raise ModuleNotFoundError(f"The demo needs {e.name}: pip install matplotlib scikit-learn.") from e
     output = _usable_output(output)
 
     repa = run_repa(train_set, val_set, device, seed, epochs)

@@ -90,7 +90,8 @@ def export(
 
     The batch size is dynamic, the other sizes are fixed (not in a folder). A copy of the model is exported, in eval
     mode, and loaded again; its outputs for a batch and for a single image are those of the given model, unfolded, up to
-    the tolerance. The differences are in verify.json beside the file, by its name. Existing files are replaced.
+    the tolerance. The differences are in verify.json beside the file, by its name. An existing file is replaced;
+    a folder is to be new or empty.
 
     Args:
         model: Model with parameters in float32: of this package, of timm, or a network that has one inside. Its input
@@ -107,7 +108,7 @@ def export(
         The differences; ``print()`` shows them.
 
     Raises:
-        ModuleNotFoundError: The format needs a package that is not installed (``pip install 'timm-rep[deploy]'``).
+        ModuleNotFoundError: The format needs a package that is not installed (extra ``deploy``).
         OSError: The path cannot be written to, is a folder where a file is written, or a folder that holds files.
         RuntimeError: The model cannot be written in this format, the message has the reason; its outputs there differ
             by more than the tolerance; or the format needs a newer torch or a C++ compiler.

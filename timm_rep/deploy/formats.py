@@ -153,7 +153,7 @@ def check_format(format: str) -> Format:
         raise ValueError(f'format is one of {", ".join(map(repr, FORMATS))}, got {format!r}.')
     missing = [name for name in FORMATS[format].packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModuleNotFoundError(f"The format {format!r} needs {', '.join(missing)}: pip install 'timm-rep[deploy]'.")
+        raise ModuleNotFoundError(f"The format {format!r} needs {', '.join(missing)}: pip install {' '.join(missing)}.")
     if format == 'aoti':
         _check_compiler()
     return FORMATS[format]

@@ -141,7 +141,8 @@ def quantize_ptq(
 
     A copy is folded, since int8 kernels exist for plain convolutions and linear layers only. Inputs (8 bits, one range
     for the tensor) and weights (8 bits, symmetric) of all convolutions and linear layers are quantized; everything
-    else, such as attention, norms and shortcuts, stays float. That what was compiled runs in int8 is read from it.
+    else, such as attention, norms and shortcuts, stays float. Which layers run in int8 is read from the
+    compiled program.
 
     Quantize on a machine like the one that is to run the model. x86 CPUs without VNNI or AMX add pairs of products in
     16 bits, which saturate: there 'inductor' rounds inputs to 7 bits (torchao's ``reduce_range``), and 'onnxruntime'
@@ -167,7 +168,7 @@ def quantize_ptq(
         The quantized model, with a report.
 
     Raises:
-        ModuleNotFoundError: The backend needs a package that is not installed (``pip install 'timm-rep[deploy]'``).
+        ModuleNotFoundError: The backend needs a package that is not installed (extra ``deploy``).
         RuntimeError: The backend cannot compute the model; the message has the reason.
         TypeError: model is not a module, a batch has no images, or one of the validation_loader no labels.
         ValueError: An argument is invalid, a loader is empty, batches differ in size, or the model is in training
@@ -289,7 +290,7 @@ def _check_packages(backend: str) -> None:
     missing = [package for package in BACKENDS[backend] if importlib.util.find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(
-            f"The backend {backend!r} needs {', '.join(missing)}: pip install 'timm-rep[deploy]'.")
+            f"The backend {backend!r} needs {', '.join(missing)}: pip install {' '.join(missing)}.")
 
 
 def _program(name: str) -> Type[Program]:

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
+from timm_rep.convert import is_folded
 from timm_rep.deploy import quantized_files
-from timm_rep.layers import is_reparameterized
 from timm_rep.scales import Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files, replacing_folder
 from timm_rep.utils.checkpoints import contiguous_copy, read_state_dict, write_safetensors
@@ -69,7 +69,7 @@ def write_folder(
     if half:
         tensors.update(_halved(model))
     args = dict(model_args)
-    if is_reparameterized(model):
+    if is_folded(model):
         args['reparameterized'] = True
     for name, value in args.items():
         try:

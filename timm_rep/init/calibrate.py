@@ -67,10 +67,12 @@ def calibrate_batchnorm(
             norm.momentum = None  # average over all batches
         for batch in islice(batches_of(loader), batches):
             images = batch_images(batch)
+            if not len(images):
+                continue
             model(images.to(device=like.device, dtype=like.dtype))
             count += 1
         if count == 0:
-            raise ValueError('The loader has no batches; nothing was changed.')
+            raise ValueError('The loader has no images; nothing was changed.')
         for name, norm in norms.items():
             if not (norm.running_mean.isfinite().all() and norm.running_var.isfinite().all()):
                 raise ValueError(

@@ -144,6 +144,8 @@ def weight_select_init(
     """
     include, exclude = ([x] if isinstance(x, str) else x for x in (include, exclude))
     _check_arguments(element_selection, layer_selection, heads, [*(include or ()), *(exclude or ())])
+    if 'head' in (include or ()) and not include_head:
+        raise ValueError("include names the component 'head': include_head=True selects the classifier.")
     chain = list(teacher) if isinstance(teacher, (list, tuple)) else [teacher]
     if not chain:
         raise ValueError('teacher is an empty list.')

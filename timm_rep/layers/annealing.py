@@ -133,7 +133,7 @@ class AnnealedActivation(_Annealed):
         self.channels, self.active_channels = channels, active_channels
         self.gates, self.dim = gates, dim
         self.register_buffer('idle', torch.arange(channels, device=device) >= active_channels)
-        # means and variances of h and act(h), their covariance, and 1: what an average that starts here has of them
+        # running averages of h, act(h), both variances, the covariance, and of 1, by which the others are divided
         self.register_buffer('moments', torch.zeros(6, channels, device=device))
         self.register_buffer('seen', torch.zeros((), dtype=torch.long, device=device))  # step of the last batch
         self.register_buffer('weight', torch.ones(channels, device=device), persistent=False)

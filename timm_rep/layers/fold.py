@@ -10,13 +10,10 @@ from torch.nn.utils import parametrize
 
 __all__ = ['Affine', 'batch_norm_scale_shift', 'check_unmodified', 'modified']
 
-_HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
-
-
 def modified(module: nn.Module) -> Optional[str]:
-    """Why the function of a module is not that of its layers, None if it is."""
+    """Why the function of a module may not be that of its layers, None if it is."""
     for part in module.modules():
-        if 'forward' in part.__dict__ or any(getattr(part, hooks) for hooks in _HOOKS):
+        if 'forward' in part.__dict__ or part._forward_hooks or part._forward_pre_hooks:
             return 'has hooks, or a forward() that was replaced: remove them first'
     return None
 

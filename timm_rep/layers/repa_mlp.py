@@ -145,7 +145,8 @@ _KNOWN_LAYERS = (
 
 def _is_unmodified(layer: nn.Module) -> bool:
     """Whether a layer is of a known type, with no hooks registered and its forward() not replaced (by an adapter)."""
-    return type(layer) in _KNOWN_LAYERS and not modified(layer)
+    hooked = layer._backward_hooks or layer._backward_pre_hooks  # which do not change the function
+    return type(layer) in _KNOWN_LAYERS and not hooked and not modified(layer)
 
 
 def _linear_layer(use_conv: bool):

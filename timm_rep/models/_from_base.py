@@ -65,7 +65,7 @@ def _resize(
 ) -> Dict[str, Any]:
     own = model.state_dict()
     others = [name for name, value in state_dict.items() if name in own and value.shape != own[name].shape]
-    # it renames what is in checkpoints of the base, whose names are others, and in NextViT goes by their order
+    # the filter also renames, in NextViT by the order of the keys: only tensors of another shape are taken from it
     filtered = filter_fn(dict(state_dict), model) if others else {}
     resized = {name: filtered[name] for name in others if name in filtered and filtered[name].shape == own[name].shape}
     return {**state_dict, **resized}

@@ -43,9 +43,11 @@ def _build(
     """The timm model ``base`` with converted FFNs; see :func:`repa_any`."""
     model = timm.create_model(base, **kwargs)
     model._model_args = dict(base=base)  # create_model adds the others
+    if (norm == 'keep' or anneal_steps) and idle_schedule != 'constant':
+        raise ValueError(f"With norm='keep' or anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
+    if linear_path is not True and (norm == 'batch' or anneal_steps):
+        raise ValueError(f"linear_path is for norm='keep' without anneal_steps, got {linear_path!r}.")
     if anneal_steps and not reparameterized:
-        if idle_schedule != 'constant':
-            raise ValueError(f"With anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
         anneal_ffns(model, anneal_steps, idle_ratio, norm, anneal_schedule, bn_momentum, bn_eps)
     elif norm == 'keep':
         use_linearized_ffns(model, idle_ratio, linear_path)
@@ -55,7 +57,7 @@ def _build(
         raise ValueError(f"norm is 'keep' or 'batch', got {norm!r}.")
     if reparameterized:
         reparameterize_model(model, inplace=True)  # what else timm folds
-    make_foldable(model)
+    make_foldable(model, reparameterized)
     return model
 
 
@@ -80,7 +82,7 @@ def use_linearized_ffns(
     paths = [linear_path] * len(ffns) if isinstance(linear_path, bool) else linear_path
     if len(paths) != len(ffns):
         raise ValueError(f'linear_path is one value or one for each of the {len(ffns)} FFNs, got {linear_path!r}.')
-    for ffn, ratio, path in zip(ffns, ratios_of(ffns, idle_ratio), paths):
+    for ffn, ratio, path in zip(ffns, ratios_of([ffn.name for ffn in ffns], idle_ratio), paths):
         if ratio is not None:
             replace_module(model, ffn.module, ffn.replacement(
                 active_channels(ffn.hidden_features, ratio), linear_path=path))

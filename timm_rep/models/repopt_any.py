@@ -44,7 +44,7 @@ def _build(
         set_scales(model, scales, reinit)
         record_scales(model, structure)
     refuse_branches(model, names)  # first: RepGhostNet's has names of the plain structure too
-    make_foldable(model)
+    make_foldable(model, reparameterized)
     return model
 
 

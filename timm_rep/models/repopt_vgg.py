@@ -9,22 +9,13 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, Unio
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import generate_default_cfgs, register_model
-from timm.models._manipulate import named_apply
+from timm.models import generate_default_cfgs, named_apply, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
 from timm_rep.convert import set_scales
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import (
-    ConvBranch,
-    Csla,
-    IdentityBranch,
-    build_csla_layer,
-    check_unmodified,
-    csla_of,
-    fold_norm,
-)
+from timm_rep.layers import ConvBranch, Csla, IdentityBranch, build_csla_layer, check_unmodified, csla_of, fold_norm
 from timm_rep.scales import ScalesLike
 
 from ._repopt import RepOptMixin, check_structure, choose_scales

@@ -6,7 +6,7 @@ import math
 import os
 from datetime import date
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sized, Tuple, Union
 
 import timm
 import torch
@@ -19,6 +19,7 @@ from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
+from timm_rep.utils.data import batches_of, labelled_images
 from timm_rep.utils.training import evaluate, fit, world_size_and_rank
 from timm_rep.version import __version__
 
@@ -60,7 +61,7 @@ def hyper_search(
         weight_decay: float = 4e-5,
         smoothing: float = 0.1,
         clip_grad: Optional[float] = 5.0,
-        device: Union[str, torch.device] = 'cpu',
+        device: Optional[Union[str, torch.device]] = None,
         amp_dtype: Optional[torch.dtype] = None,
         channels_last: bool = False,
         seed: int = 0,
@@ -79,10 +80,10 @@ def hyper_search(
 
     Args:
         model: Name of a RepOpt model, or a model in the search structure, which is trained in place.
-        train_loader: Batches of images (N, 3, H, W) and targets (N,), the same number every epoch. Its randomness comes
-            from the generators of torch, NumPy and Python, which are seeded before each epoch, so that a resumed search
-            equals an uninterrupted one; workers must not outlive an epoch (no ``persistent_workers``). If its sampler
-            has a ``set_epoch()``, as a DistributedSampler has, that is called.
+        train_loader: Batches of images (N, 3, H, W) and targets (N,), as many as its length every epoch. Its randomness
+            comes from the generators of torch, NumPy and Python, which are seeded before each epoch, so that a resumed
+            search equals an uninterrupted one; workers must not outlive an epoch (no ``persistent_workers``). If its
+            sampler has a ``set_epoch()``, as a DistributedSampler has, that is called.
         val_loader: Batches to measure the accuracy in the metadata with; not measured if None.
         epochs: Number of epochs.
         lr: Learning rate at the end of the warm-up.
@@ -90,7 +91,7 @@ def hyper_search(
         weight_decay: Weight decay of kernels and identity scales.
         smoothing: Label smoothing factor, in [0, 1).
         clip_grad: Maximum norm of all gradients together; no clipping if None.
-        device: Device to train on.
+        device: Device to train on. Default: that of the model, the CPU for a name.
         amp_dtype: Dtype of autocast, torch.bfloat16; no autocast if None.
         channels_last: Train in channels-last memory format, which is faster on most devices.
         seed: Seed of the initialization and of every epoch.
@@ -107,6 +108,8 @@ def hyper_search(
         history.
 
     Raises:
+        TypeError: A loader has no length, a batch of val_loader is something else, or there are model_args without a
+            name.
         ValueError: The model is not in the search structure, an argument is out of range, the metadata are not strings,
             or the checkpoint belongs to another search.
         OSError: The checkpoint cannot be written, is a folder, or exists without ``resume`` or ``overwrite``.
@@ -120,13 +123,12 @@ def hyper_search(
     metadata = Scales({}, metadata).metadata  # what cannot be saved is refused before the search
     if checkpoint is not None:
         checkpoint = _check_checkpoint(Path(checkpoint), resume, overwrite)
-    for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
-        if loader is not None and not len(loader):
-            raise ValueError(f'{name} has no batches.')
+    _check_loaders(train_loader, val_loader)
     random_seed(seed)
     name = model if isinstance(model, str) else type(model).__name__
-    device = torch.device(device)
-    model = _search_model(model, model_args).to(device)
+    model = _search_model(model, model_args)
+    device = next(model.parameters()).device if device is None else torch.device(device)
+    model = model.to(device)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     optimizer = create_optimizer_v2(
@@ -216,6 +218,18 @@ def _check_recipe(
         raise ValueError(f'clip_grad is greater than 0, or None for no clipping, got {clip_grad}.')
 
 
+def _check_loaders(train_loader: Iterable, val_loader: Optional[Iterable]) -> None:
+    for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
+        if loader is None:
+            continue
+        if not isinstance(loader, Sized):
+            raise TypeError(f'{name} has a length, as a DataLoader or a list of batches: got {loader!r:.100}.')
+        if not len(loader):
+            raise ValueError(f'{name} has no batches.')
+    if val_loader is not None:  # which would fail after the last epoch
+        labelled_images(next(batches_of(val_loader)))
+
+
 def _check_checkpoint(path: Path, resume: bool, overwrite: bool) -> Path:
     check_writable(path.parent)
     if path.is_dir():
@@ -236,6 +250,8 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
             raise ValueError(
                 f"{name} cannot be built with structure='search', which RepOpt models can, and {model_args}: {e}"
             ) from e
+    elif model_args:
+        raise TypeError(f'{", ".join(model_args)}: arguments of create_model are for the name of a model.')
     if not any(isinstance(layer, CslaBlock) and layer.structure == 'search' for layer in model.modules()):
         raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
     return model
