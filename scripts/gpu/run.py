@@ -100,7 +100,8 @@ JOBS: Dict[str, Job] = {
         'repoptimizers', 'repa', 'weight-selection', 'repa-widths', 'repoptimizers-ablation', 'accelerate',
         'multi-branch', 'transfer', 'strides', 'quantization', 'packaged-scales', 'weight-selection-layers',
         'weight-selection-distillation', 'repa-student', 'repoptimizers-settings', 'multi-branch-settings',
-        'repa-settings', 'accelerate-budget', 'accelerate-distillation', 'weight-selection-digits')},
+        'repa-settings', 'accelerate-budget', 'accelerate-distillation', 'packaged-scales-step',
+        'packaged-scales-seeds', 'weight-selection-digits')},
 }
 
 
