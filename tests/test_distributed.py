@@ -23,7 +23,7 @@ def one_process(tmp_path_factory):
 class TestTwoProcesses:
     """Equal one process with twice the batch, BatchNorm frozen; every rank checks that it has GradMults."""
 
-    @pytest.mark.parametrize('parallel', ['ddp', 'fsdp'])
+    @pytest.mark.parametrize('parallel', [pytest.param('ddp', marks=pytest.mark.slow), 'fsdp'])
     def test_weights(self, tmp_path, one_process, opt, parallel):
         if parallel == 'fsdp' and not hasattr(torch.distributed.fsdp, 'fully_shard'):
             pytest.skip('FSDP2 of this torch requires an accelerator')

@@ -114,6 +114,7 @@ def small_deit(monkeypatch, depth=2):
     return depth
 
 
+@pytest.mark.slow
 def test_bench_converted(script, tmp_path, monkeypatch):
     create_model = timm.create_model
     monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create_model(name, **(

@@ -20,6 +20,7 @@ def test_models_of_a_pattern():
     assert list(survey_convertible('repa_*')) == []  # timm's own only
 
 
+@pytest.mark.slow
 def test_sums_of_linear_branches():
     row, = survey_convertible('repvgg_a0')
     # three branches in all blocks but the stem and the first of each stage

@@ -70,7 +70,7 @@ def check(kind, format, folder, reparameterize=True):
 
 @pytest.mark.parametrize('kind, format', [
     pytest.param('repa_vit', 'safetensors', marks=needs_recorded_args),
-    pytest.param('repa_vit', 'pt2', marks=needs_torch_2_6),
+    pytest.param('repa_vit', 'pt2', marks=[needs_torch_2_6, pytest.mark.slow]),
     pytest.param('repa_vit', 'onnx', marks=[needs_onnx, pytest.mark.slow]),
     pytest.param('repopt_vgg', 'safetensors', marks=needs_recorded_args), ('repopt_vgg', 'pt2'),
     pytest.param('repopt_vgg', 'onnx', marks=[needs_onnx, needs_torch_2_6]),

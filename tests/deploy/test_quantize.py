@@ -205,7 +205,7 @@ def test_the_model_of_another_backend_goes(quantized, tmp_path):
     assert read_report(tmp_path) == quantized.report
 
 
-@pytest.mark.parametrize('bits', [7, 8])
+@pytest.mark.parametrize('bits', [pytest.param(7, marks=pytest.mark.slow), 8])
 def test_a_program_of_a_cpu_with_vnni(model, calibration, tmp_path, monkeypatch, bits):
     monkeypatch.setattr(torch.cpu, '_is_vnni_supported', lambda: bits == 8)
     timm_rep.quantize_ptq(model, calibration).save(tmp_path)

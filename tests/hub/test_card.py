@@ -214,6 +214,7 @@ def test_what_is_measured_again(folder, checkpoint, images):
     check_folder(folder)
 
 
+@pytest.mark.slow
 def test_int8(folder, checkpoint, images, monkeypatch, capsys):
     """``quantize`` adds the int8 form to a folder, ``card`` measures it; it goes with the weights that it is of."""
     for package in ('onnxruntime', 'torchao'):

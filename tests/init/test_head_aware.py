@@ -234,9 +234,10 @@ def test_groups():
 
 
 @pytest.mark.parametrize('pair', [
-    ('convnext_femto', 'convnext_tiny'), ('resnet18', 'resnet34'), ('mixer_t32', 'mixer_s32_224'),
-    ('swin_femto', 'swin_tiny_patch4_window7_224'), ('vit_tiny_patch16_224', 'vit_small_patch16_224'),
-    ('pvt_v2_b0', 'pvt_v2_b1')])
+    ('mixer_t32', 'mixer_s32_224'), ('swin_femto', 'swin_tiny_patch4_window7_224'),
+    *(pytest.param(pair, marks=pytest.mark.slow) for pair in (
+        ('convnext_femto', 'convnext_tiny'), ('resnet18', 'resnet34'), ('pvt_v2_b0', 'pvt_v2_b1'),
+        ('vit_tiny_patch16_224', 'vit_small_patch16_224')))])
 def test_the_pairs_of_the_paper(pair):
     student, teacher = (timm.create_model(name, num_classes=2) for name in pair)
     report = init(student, teacher)

@@ -300,7 +300,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', [
+    pytest.param(name, marks=pytest.mark.slow if name == 'mixer' else ()) for name in FAMILIES])
 @torch.no_grad()
 def test_families(family):
     """Every tensor of the student but the classifier is a selection by hand, its statistics too.
@@ -374,10 +375,12 @@ def test_between_plain_models_and_repaformers(family, way):
         assert torch.equal(ours.bias, theirs.bias)
 
 
-@pytest.mark.parametrize('name', ['mixer_s32_224', 'resmlp_12_224', 'caformer_s18', 'convnext_atto'])
+@pytest.mark.parametrize('name', [
+    'resmlp_12_224', 'convnext_atto',
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ('mixer_s32_224', 'caformer_s18'))])
 def test_what_convert_to_repa_makes_starts_from_the_plain_model(name):
     """All of it: the statistics are not there, and a shift where the norms have none."""
-    student, teacher = timm.create_model(name), timm.create_model(name)
+    student, teacher = (timm.create_model(name) for _ in range(2))
     report = timm_rep.weight_select_init(timm_rep.convert_to_repa(student), teacher, include_head=True)
     assert all('BatchNorm' in s.reason or 'no shift' in s.reason for s in report.own)
     assert any('no shift' in s.reason for s in report.own) == (name == 'caformer_s18')

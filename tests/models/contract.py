@@ -201,6 +201,7 @@ class Contract:
         net = feature_extraction.create_feature_extractor(model, [names[-1]])
         assert torch.allclose(net(self.images())[names[-1]], model(self.images()), atol=1e-6)
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings('ignore:.*is deprecated. Please switch to:FutureWarning')
     @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
     def test_torchscript(self, kind, model):
