@@ -76,12 +76,17 @@ def trainings(settings):
             yield from trainings(value)
 
 
+@pytest.fixture(scope='module')
+def built():
+    """Models by their settings: the experiments have most of them in common."""
+    return {}
+
+
 @pytest.mark.parametrize('name', NAMES)
-def test_data_files(load_script, name):
+def test_data_files(load_script, built, name):
     """Every row can begin: its models can be built, and start from each other; all names exist."""
     module, train = load_script('procedures/experiment'), load_script('procedures/train')
     methods = load_script('procedures/accelerate')
-    built = {}
 
     def model(settings):
         kind = 'init' if isinstance(settings.get('scales'), dict) else settings.get('scales')

@@ -481,7 +481,7 @@ def csla_and_target(**kwargs):
     return csla, target
 
 
-@pytest.mark.parametrize('kwargs', [dict(), SE], ids=['plain', 'se'])
+@pytest.mark.parametrize('kwargs', [dict(), pytest.param(SE, marks=pytest.mark.slow)], ids=['plain', 'se'])
 @pytest.mark.parametrize('rep,plain,args,tolerance', [
     (RepSGD, torch.optim.SGD, dict(lr=.01), 1e-10),
     (RepSGD, torch.optim.SGD, dict(lr=.02, momentum=.9, weight_decay=1e-3, nesterov=True), 1e-10),
