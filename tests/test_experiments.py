@@ -317,7 +317,7 @@ def test_repoptimizers_settings(load_script, scale):
     """Multiples of the learning rate and of the epochs are what their names say, at both sizes."""
     load = load_script('procedures/experiment').load
     rows = {
-        row.name: row.settings for name in ('repoptimizers', 'repoptimizers-settings')
+        row.name: row.settings for name in ('repoptimizers', 'repoptimizers-settings', 'repoptimizers-longer')
         for row in load(name, scale).rows}
     deeper = {name for name in rows if 'layers' in name}
     assert deeper == ({'sgd, 22 layers', 'init, 22 layers'} if scale == 'cpu' else set())

@@ -444,7 +444,7 @@ def test_conversions_in_the_results():
 
 
 def test_repoptimizers_in_the_results():
-    sections = [f'repoptimizers{part}' for part in ('', '-ablation', '-settings')]
+    sections = [f'repoptimizers{part}' for part in ('', '-ablation', '-settings', '-longer')]
     top1 = _top1(*sections)
     paper = {row['row']: row.get("the paper's", '') for section in sections for row in _experiment(section)}
     rows, checked = tables('scripts/results/README.md', 'RepOptimizers and plain optimizers')

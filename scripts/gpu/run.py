@@ -99,9 +99,9 @@ JOBS: Dict[str, Job] = {
     **{name: experiment(name) for name in (
         'repoptimizers', 'repa', 'weight-selection', 'repa-widths', 'repoptimizers-ablation', 'accelerate',
         'multi-branch', 'transfer', 'strides', 'quantization', 'packaged-scales', 'weight-selection-layers',
-        'weight-selection-distillation', 'repa-student', 'repoptimizers-settings', 'multi-branch-settings',
-        'repa-settings', 'accelerate-budget', 'accelerate-distillation', 'packaged-scales-step',
-        'packaged-scales-seeds', 'weight-selection-digits')},
+        'weight-selection-distillation', 'repa-student', 'repoptimizers-settings', 'repoptimizers-longer',
+        'multi-branch-settings', 'repa-settings', 'accelerate-budget', 'accelerate-distillation',
+        'packaged-scales-step', 'packaged-scales-seeds', 'weight-selection-digits')},
 }
 
 
