@@ -10,7 +10,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import images, relative, save_model, wild_
+from tests.helpers import images, needs_recorded_args, relative, save_model, wild_
 from tests.models.contract import train
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
@@ -56,6 +56,7 @@ def test_it_is_what_the_conversion_makes(args, tmp_path):
     assert not any('head' in k for k in features.state_dict())
 
 
+@needs_recorded_args
 @pytest.mark.parametrize('base,args,change', [
     ('vit_tiny_patch16_224', VIT, dict(img_size=48)),
     ('vit_tiny_patch16_224', VIT, dict(patch_size=4)),

@@ -261,8 +261,9 @@ def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torc
     if all(tensor.shape[axis] == shape[axis] for axis in axes):
         return tensor
     if axes == (1, 2):
-        window = [(length + 1) // 2 for length in shape[1:]]
-        return resize_rel_pos_bias_table(tensor, window, (tensor.shape[0], *shape[1:]))
+        window, table = [(length + 1) // 2 for length in shape[1:]], (tensor.shape[0], *shape[1:])
+        # timm 1.0.26 returns (heads * height, width)
+        return resize_rel_pos_bias_table(tensor, window, table).reshape(table)
     if axes == (0,):
         return resize_rel_pos_bias_table(tensor, (_window(shape[0]),) * 2, (shape[0], tensor.shape[1]))
     (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])
