@@ -331,19 +331,26 @@ def test_repoptimizers_settings(load_script, scale):
 
 
 def test_multi_branch(start, models_trained):
-    """Rows differ in structure, optimizer and scales only; rows of an earlier run without settings are finished."""
-    rows = []
-    for name in 'multi-branch', 'multi-branch-settings':
-        rows += start(name, '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])[1]
+    """Rows differ in structure, optimizer, learning rate and scales only."""
+    rows = {}
+    for name in 'multi-branch', 'multi-branch-step', 'multi-branch-settings':
+        found = start(name, '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])[1]
+        rows.update({(name, row['row']): row for row in found})
     assert len(models_trained) == len(rows)
-    models = {row['row']: model for row, (model, _) in zip(rows, models_trained)}
+    models = {key: model for key, (model, _) in zip(rows, models_trained)}
     assert [type(optimizer).__name__ for _, optimizer in models_trained] == [
-        'RepSGD' if row['row'].startswith(('init', 'searched')) else 'SGD' for row in rows]
-    branches, init, searched, plain, faster = (
-        models[name] for name in ('branches', 'init', 'searched', 'plain', 'plain, 10 times the lr'))
+        'RepSGD' if row.startswith(('init', 'searched')) else 'SGD' for _, row in rows]
+    rates = {key: optimizer.defaults['lr'] for key, (_, optimizer) in zip(rows, models_trained)}
+    assert rates == {
+        (name, row): 1. if name.endswith('step') else .3 if ' 3 ' in row else 3. if ' 30 ' in row else .1
+        for name, row in rows}
+    branches, init, plain = (models['multi-branch', name] for name in ('branches', 'init', 'plain'))
+    searched, faster = models['multi-branch-settings', 'searched'], models['multi-branch-step', 'plain']
     assert not csla_layers(branches)
-    assert {row['row'] for row in rows if 'search (top-1)' in row} == {'searched'}
-    macs = [{row['MACs (M)'] for row in rows if row['row'].startswith('branches') == many} for many in (False, True)]
+    assert {row for (_, row), found in rows.items() if 'search (top-1)' in found} == {'searched'}
+    macs = [
+        {found['MACs (M)'] for (_, row), found in rows.items() if row.startswith('branches') == many}
+        for many in (False, True)]
     assert [len(each) for each in macs] == [1, 1]
     assert macs[0] < macs[0] | macs[1]
     multipliers = [

@@ -154,17 +154,18 @@ def test_amp_unscales(rep, plain, fused):
 
 @pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
 def test_accumulated_gradients_are_those_of_the_whole_batch(rep):
+    """In float64: the first step of AdamW takes the rounding of a gradient near 0 for its sign."""
     models = []
     for parts in (1, 4):
-        model = create().eval()
+        model = create().double().eval()
         optimizer = rep(model.parameters(), lr=.01)
         x, y = batch(0)
-        for xs, ys in zip(x.chunk(parts), y.chunk(parts)):
+        for xs, ys in zip(x.double().chunk(parts), y.chunk(parts)):
             (F.cross_entropy(model(xs), ys) / parts).backward()
         optimizer.step()
         models.append(model)
     for a, b in zip(*(m.parameters() for m in models)):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
 def test_clipping_breaks_the_equivalence():

@@ -101,7 +101,7 @@ JOBS: Dict[str, Job] = {
         'multi-branch', 'transfer', 'strides', 'quantization', 'packaged-scales', 'weight-selection-layers',
         'weight-selection-distillation', 'repa-student', 'repoptimizers-settings', 'repoptimizers-longer',
         'multi-branch-settings', 'repa-settings', 'accelerate-budget', 'accelerate-distillation',
-        'packaged-scales-step', 'packaged-scales-seeds', 'weight-selection-digits')},
+        'multi-branch-step', 'packaged-scales-step', 'packaged-scales-seeds', 'weight-selection-digits')},
 }
 
 
