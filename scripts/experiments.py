@@ -180,7 +180,7 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
             checked.append(images)
     check_results(experiment, workspace)
     quantized = [row.settings for row in rows if row.procedure == 'quantize' and row.settings['backend'] is not None]
-    for setting in {tuple(settings[key] for key in ('backend', 'calibrator', 'percentile')) for settings in quantized}:
+    for setting in {(settings['backend'], settings['calibrator']) for settings in quantized}:
         check_quantization(*setting)
     check_writable(args.output)
     return experiment, rows, workspace

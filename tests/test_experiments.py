@@ -674,6 +674,15 @@ def test_report(script, load_script, start, tmp_path):
     assert f'({machine.name}/multi-branch.png)' in text
 
 
+@pytest.mark.parametrize('name', NAMES)
+def test_can_begin(name, start):
+    """What is checked before the first row passes; nothing is computed, for lack of time."""
+    if name == 'quantization':
+        pytest.importorskip('torchao')
+        pytest.importorskip('onnxruntime')
+    assert start(name, '--minutes', 0) == (75, [])
+
+
 def test_list(script, capsys):
     script('experiments', 'list')
     assert [line.partition(':')[0] for line in capsys.readouterr().out.splitlines()] == NAMES

@@ -85,7 +85,7 @@ def main() -> Dict[str, Any]:
     if args.onnx:
         check_target(args.onnx, 'onnx')
     if args.int8:
-        check_quantization('inductor', 'minmax', 100.)
+        check_quantization('inductor', 'minmax')
         check_writable(args.int8)
 
     random_seed(args.seed)

@@ -226,7 +226,7 @@ def quantize_qat(
         ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError: As :func:`quantize_ptq` and
             :func:`timm_rep.utils.training.distil`.
     """
-    check_quantization('inductor', 'minmax', 100.)
+    check_quantization('inductor', 'minmax')
     _check_model(model)
     if epochs < 1:
         raise ValueError(f'epochs is a number of epochs, at least 1, got {epochs!r}.')
@@ -256,7 +256,7 @@ def quantize_qat(
     return _measured(quantized, validation_loader, accuracy)
 
 
-def check_quantization(backend: str, calibrator: str, percentile: float) -> Type[Program]:
+def check_quantization(backend: str, calibrator: str, percentile: float = 99.99) -> Type[Program]:
     """Check settings of a quantization and import its packages; before a model is trained.
 
     Returns:
