@@ -308,6 +308,8 @@ REFUSED = [
      r"Branching cannot be exported as 'pt2': \w+: \w+"),
     (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Conv2d is no model of timm'),
     (_changed_otherwise, 'm', {}, RuntimeError, 'builds another structure'),
+    (lambda: timm.create_model('repghostnet_050', num_classes=5), 'm', dict(input_size=(3, 32, 32)), RuntimeError,
+     r'not what timm folds itself, .*: export it with reparameterize=False \(--no-reparam\), convert it first, or'),
 ]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import timm_rep
+from tests.helpers import same_weights
 from timm_rep.layers import csla_layers
 from timm_rep.scales import Scales
 from timm_rep.search import parameter_groups
@@ -197,7 +198,7 @@ def test_refused_before_anything_is_trained(tmp_path):
         timm_rep.hyper_search(searched, KilledLoader(0), learning_rate=.1)
     with pytest.raises(TypeError, match='train_loader has a length'):
         timm_rep.hyper_search('repopt_vgg_a0', (batch for batch in loader()), **TINY)
-    with pytest.raises(TypeError, match=r'batches of images .* and labels .*, got .* str'):
+    with pytest.raises(TypeError, match=r'A batch has images .* and labels .*: got .*, str'):
         timm_rep.hyper_search(
             'repopt_vgg_a0', KilledLoader(0), [(torch.randn(2, 3, 32, 32), torch.arange(2), 'path')], **TINY)
     with pytest.raises(ValueError, match=r'amp_dtype is torch\.bfloat16 or None'):
@@ -227,6 +228,38 @@ def test_refused_before_anything_is_trained(tmp_path):
             timm_rep.hyper_search('repopt_vgg_a0', *loaders, **TINY)
     with pytest.raises(ValueError, match=r"cannot be built with structure='search', which RepOpt models can"):
         timm_rep.hyper_search('repopt_ghostnet_050', loader(), strides=(1, 1))
+
+
+X, Y = dataset(4).tensors
+
+
+@pytest.mark.parametrize('batches,error,message', [
+    ([{'image': X, 'label': Y}], TypeError, r'images \(N, C, H, W\) and labels \(N,\), .*: got dict'),
+    ([X], TypeError, r'got \(4, 3, 16, 16\) of torch\.float32'),
+    ([(X, Y[:, None])], TypeError, r'got .*, \(4, 1\) of torch\.int64'),
+    ([(X, Y.float())], TypeError, r'got .*, \(4,\) of torch\.float32'),
+    ([(X.byte(), Y)], TypeError, r'images of a batch are preprocessed, of floating-point numbers, got torch\.uint8'),
+    ('images', TypeError, "A loader is an iterable of batches .* got 'images'"),
+    ([(X, Y + 1)], ValueError, r'Labels are from 0 to 3, .* got 1 to 4: set num_classes'),
+    ([(X, Y - 1)], ValueError, r'Labels are from 0 to 3, .* got -1 to 2'),
+])
+def test_other_batches(batches, error, message):
+    """They are refused before the first step, and leave a given model as it was."""
+    model = timm.create_model('repopt_vgg_a0', structure='search', **TINY)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        timm_rep.hyper_search(model, batches, epochs=1, warmup_epochs=0, progress=False)
+    assert same_weights(model, before)
+
+
+def test_labels_of_other_integers():
+    """Labels of any integer type train alike."""
+    scales = [
+        timm_rep.hyper_search('repopt_vgg_a0', [(X, Y.to(dtype))], epochs=1, warmup_epochs=0, progress=False, **TINY)
+        for dtype in (torch.int64, torch.int32, torch.uint8)]
+    assert all(
+        torch.equal(scale, scales[0][layer][branch])
+        for each in scales[1:] for layer, branches in each.items() for branch, scale in branches.items())
 
 
 def test_layers_of_the_result_are_those_of_the_target():

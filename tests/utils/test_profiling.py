@@ -12,13 +12,28 @@ from timm_rep.convert.ffn import find_ffns
 from timm_rep.latency import profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import VANILLA
-from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, synchronize
+from timm_rep.utils.profiling import (
+    count_macs,
+    count_params,
+    device_name,
+    measure_throughput,
+    model_input_size,
+    synchronize,
+)
 
 
 def test_device_name(monkeypatch):
     for threads, name in ((1, ', 1 thread'), (2, ', 2 threads')):
         monkeypatch.setattr(torch, 'get_num_threads', lambda threads=threads: threads)
         assert device_name(torch.device('cpu')).endswith(name)
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(features_only=True, out_indices=(0,))])
+def test_input_size(kwargs):
+    """Of the model that was built, also inside of one made by features_only, instead of the pretrained one's."""
+    model = timm.create_model(
+        'repa_deit_tiny', img_size=(32, 48), in_chans=1, embed_dim=24, depth=1, num_heads=3, **kwargs)
+    assert model_input_size(model) == (1, 32, 48)
 
 
 @pytest.mark.parametrize('device', ['cpu', 'meta'])

@@ -114,8 +114,9 @@ def _folder_runner(path: Path) -> Runner:
     except RuntimeError as e:
         raise ValueError(
             'timm.create_model builds another structure. It knows models of timm whose arguments timm recorded (since '
-            '1.0.31, in create_model) and what timm_rep.convert_to_repa and convert_to_repopt make of them, not those '
-            'changed otherwise or folded before the conversion: choose another format') from e
+            '1.0.31, in create_model) and what timm_rep.convert_to_repa and convert_to_repopt make of them, not what '
+            'timm folds itself, as in MobileOne and RepVGG, or what was changed otherwise: export it with '
+            'reparameterize=False (--no-reparam), convert it first, or choose another format') from e
 
 
 class Format(NamedTuple):

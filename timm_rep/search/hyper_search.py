@@ -108,10 +108,9 @@ def hyper_search(
         history.
 
     Raises:
-        TypeError: A loader has no length, a batch of val_loader is something else, or there are model_args without a
-            name.
-        ValueError: The model is not in the search structure, an argument is out of range, the metadata are not strings,
-            or the checkpoint belongs to another search.
+        TypeError: A loader has no length or batches of something else, or there are model_args without a name.
+        ValueError: The model is not in the search structure, an argument is out of range, a label of the first batch
+            has no class, the metadata are not strings, or the checkpoint belongs to another search.
         OSError: The checkpoint cannot be written, is a folder, or exists without ``resume`` or ``overwrite``.
     """
     recipe = dict(

@@ -52,6 +52,7 @@ def count_params(model: nn.Module) -> int:
 def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
     """Input size (channels, height, width) that the model was built for, or else that of its pretrained_cfg."""
     channels, *size = model.pretrained_cfg['input_size']
+    model = getattr(model, 'model', model)  # inside of one made by features_only
     embeds = (getattr(model, name, None) for name in ('patch_embed', 'stem'))  # the latter in a mixer
     size = next((embed.img_size for embed in embeds if getattr(embed, 'img_size', None)), size)
     return (getattr(model, 'in_chans', channels), *size)

@@ -1,6 +1,7 @@
 """A small training loop: Hyper-Search, distillation, the demo, the ablations; train.py trains on large data sets."""
 import contextlib
 import hashlib
+import math
 from pathlib import Path
 from typing import Callable, Iterable, List, Optional, Tuple
 
@@ -73,6 +74,10 @@ def fit(
 
     Returns:
         The loss of each step.
+
+    Raises:
+        TypeError: A batch is something else; with a teacher, labels are not looked at.
+        ValueError: A label of the first batch has no class.
     """
     steps = len(loader)
     world_size, rank = world_size_and_rank()
@@ -92,10 +97,13 @@ def fit(
                 _seed_epoch(seed, epoch, loader)
             average.reset()
             epoch_losses = []
-            for step, (images, targets) in enumerate(loader):
+            for step, batch in enumerate(batches_of(loader)):
+                images, targets = batch if teacher is not None else labelled_images(batch)
                 scheduler.step_update(epoch * steps + step)
                 images = images.to(device, non_blocking=True, memory_format=memory_format)
-                targets = targets.to(device, non_blocking=True)
+                targets = targets.to(device, torch.long, non_blocking=True)
+                if teacher is None and not losses and not step:
+                    _check_labels(targets, getattr(model, 'num_classes', math.inf))
                 with autocast():
                     outputs = parallel(images)
                     loss = loss_fn(outputs, targets) if teacher is None else _divergence(outputs, teacher, images)
@@ -112,6 +120,15 @@ def fit(
             if after_epoch is not None:
                 after_epoch(epoch + 1)
     return losses
+
+
+def _check_labels(targets: torch.Tensor, num_classes: float) -> None:
+    """Refuse labels without a class; of the first batch alone, since this waits for the device."""
+    low, high = (bound.item() for bound in targets.aminmax())
+    if low < 0 or high >= num_classes:
+        raise ValueError(
+            f'Labels are from 0 to {num_classes - 1}, the number of classes of the model less one, got {low} to '
+            f'{high}: set num_classes.')
 
 
 def _divergence(outputs: torch.Tensor, teacher: nn.Module, images: torch.Tensor) -> torch.Tensor:
