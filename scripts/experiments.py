@@ -53,10 +53,16 @@ def check_results(experiment: Experiment, workspace: Workspace) -> None:
         return
     known = {digest(row.settings) for row in experiment.rows}
     other = sum(row.get('settings') not in known for row in content['rows'])
-    others = [f'{other} rows of other settings'] if other else []
+    others = []
+    if other:
+        before, now = content.get('settings') or {}, experiment.document.get('settings') or {}
+        changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        which = ', '.join(f'{key}={before.get(key)!r} instead of {now.get(key)!r}' for key in changed)
+        others.append(f'{other} rows of other settings' + (f' ({which})' if which else ''))
     others += [f'rows of {k} {v}' for k, v in content['versions'].items() if v != versions()[k]]
-    if content.get('images') != workspace.images:
-        others.append(f'rows of other images, {content.get("images")}, than these, {workspace.images}')
+    before = content.get('images') or {}
+    if not before.keys() <= workspace.images.keys() or any(workspace.images[k] != v for k, v in before.items()):
+        others.append(f'rows of other images, {before}, than these, {workspace.images}')
     if others:
         raise ValueError(
             f'{results.result_file(experiment.name, workspace.device)} has {others[0]}: move it away, or name another '
@@ -145,7 +151,8 @@ def main() -> int:
     except (argparse.ArgumentTypeError, ImportError, OSError, ValueError) as e:
         parser.error(str(e))
     left, failed = run(experiment, rows, workspace)
-    print(f'{left} of {len(rows)} rows are left; run this again' if left else 'nothing is left')
+    if left or not failed:
+        print(f'{left} of {len(rows)} rows are left; run this again' if left else 'nothing is left')
     for row in failed:
         print(f'failed: {row.name}, seed {row.seed}', file=sys.stderr)
     return UNFINISHED if left else 1 if failed else 0
@@ -183,6 +190,7 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
     for setting in {(settings['backend'], settings['calibrator']) for settings in quantized}:
         check_quantization(*setting)
     check_writable(args.output)
+    check_writable(results.result_file(experiment.name, device).parent)
     return experiment, rows, workspace
 
 

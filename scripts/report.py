@@ -28,7 +28,10 @@ def result_file(section: str, device: torch.device) -> Path:
 def read(section: str, device: torch.device) -> Optional[Dict[str, Any]]:
     """Content of the file of a section, None if there is no such file."""
     path = result_file(section, device)
-    return json.loads(path.read_text()) if path.is_file() else None
+    try:
+        return json.loads(path.read_text()) if path.is_file() else None
+    except ValueError as e:
+        raise ValueError(f'{path} is no file of results, move it away: {e}') from e
 
 
 def _same_conditions(content: Dict[str, Any], settings: Dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 import yaml
+from PIL import Image
 from timm.optim import list_optimizers
 
 from tests.helpers import ROOT, SCRIPTS, relative, run, same_weights
@@ -228,15 +229,51 @@ def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
     (tmp_path / 'file').write_text('')
     assert 'cannot write to the output folder' in error(settings=[VGG], output='file')
     _, rows = start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG])
-    assert 'repoptimizers.json has 1 rows of other settings' in error(settings=[VGG, 'lr=7'])
+    assert 'has 1 rows of other settings (lr=0.1 instead of 7): move it' in error(settings=[VGG, 'lr=7'])
     assert start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG]) == (0, rows)
     path, = (tmp_path / 'results').glob('*/repoptimizers.json')
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, 'versions': {**content['versions'], 'torch': '2.4.0'}}))
     assert 'repoptimizers.json has rows of torch 2.4.0: move it away' in error(settings=[VGG])
-    path.write_text(json.dumps({**content, 'images': {'train': 50, 'val': 10}}))
-    assert "has rows of other images, {'train': 50, 'val': 10}, than these, {'train': 20, 'validation': 8}" in error(
-        settings=[VGG])
+    for found in {'train': 50, 'val': 10}, {**content['images'], 'digest': 'of as many others'}:
+        path.write_text(json.dumps({**content, 'images': found}))
+        assert f"has rows of other images, {found}, than these, {content['images']}" in error(settings=[VGG])
+    counts = {key: count for key, count in content['images'].items() if key != 'digest'}
+    assert counts == {'train': 20, 'validation': 8}
+    path.write_text(json.dumps({**content, 'images': counts}))  # of an earlier version of the script
+    assert start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG]) == (0, rows)
+    path.write_text('{"rows"')
+    assert 'repoptimizers.json is no file of results, move it away' in error(settings=[VGG])
+
+
+def test_other_classes(start, images, tmp_path, capsys):
+    """Labels of two splits are of the same classes."""
+    shutil.copytree(images, tmp_path / 'images')
+    shutil.rmtree(tmp_path / 'images' / 'validation' / '1')
+    with pytest.raises(SystemExit):
+        start('repoptimizers', '--seeds', 0, '--data-dir', tmp_path / 'images', settings=[VGG])
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert 'has not the same classes in train and validation, only in one of them are 1: ' in message
+    assert not (tmp_path / 'out').exists()
+
+
+def test_settings_that_nothing_takes(start, capsys):
+    """A change of a setting of another procedure, or of none, is refused; one of a training that is needed is not."""
+    for name, setting in ('repa', 'qat_epochs'), ('repa', 'idle_ratio'), ('quantization', 'epoch'):
+        with pytest.raises(SystemExit):
+            start(name, '--seeds', 0, settings=[f'{setting}=1'])
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert f'{name} takes no setting {setting!r}, expected some of amp, ' in message
+    with pytest.raises(SystemExit):
+        start('repa', settings=['amp=false'])
+    assert "amp is True or False, got 'false'" in capsys.readouterr().err.splitlines()[-1]
+    assert start('strides', '--seeds', 0, '--minutes', 0, settings=['smoothing=0.2']) == (75, [])
+
+
+def test_one_epoch(start):
+    """A search and a training of one epoch have no warm-up."""
+    status, rows = start('repoptimizers', '--seeds', 0, '--rows', 'repsgd', settings=[VGG], epochs=1)
+    assert (status, [len(row['curve']) for row in rows]) == (0, [1])
 
 
 def test_a_row_that_fails(start, load_script, images, monkeypatch, capsys):
@@ -253,9 +290,10 @@ def test_a_row_that_fails(start, load_script, images, monkeypatch, capsys):
         patched.setattr(module, 'create_optimizer_v2', failing)
         status, rows = start(*args, settings=[VGG], epochs=1)
     assert (status, [row['row'] for row in rows]) == (1, ['adamw'])
-    message = capsys.readouterr().err
+    out, message = capsys.readouterr()
     assert 'RuntimeError: no such kernel' in message
     assert message.splitlines()[-1] == 'failed: sgd, seed 0'
+    assert 'nothing is left' not in out
     status, rows = start(*args, settings=[VGG], epochs=1)
     assert (status, [row['row'] for row in rows]) == (0, ['adamw', 'sgd'])
 
@@ -546,18 +584,22 @@ def test_stopped_search(start, load_script, monkeypatch, tmp_path):
 
 
 def test_trainings_of_other_images(start, load_script, images, tmp_path, monkeypatch):
-    """A finished training on other folders of images, measured on another split, or by another torch, is not taken."""
+    """A finished training on other images, measured on another split, or by another torch, is not taken; one on a copy
+    of the images is.
+    """
     args = ['repoptimizers', '--seeds', 0, '--rows', 'sgd']
     start(*args, settings=[VGG], epochs=1)
-    for name, *data in ('moved', '--data-dir', tmp_path / 'copy'), ('split', '--val-split', 'train'), ('torch',):
-        (tmp_path / 'results').rename(tmp_path / name)
-        if name == 'moved':
-            shutil.copytree(images, tmp_path / 'copy')
+    shutil.copytree(images, tmp_path / 'copy')
+    copied = '--data-dir', tmp_path / 'copy'
+    for name, *data in ('copy', *copied), ('changed', *copied), ('split', '--val-split', 'train'), ('torch',):
+        (tmp_path / 'results').rename(tmp_path / f'results of {name}')
+        if name == 'changed':
+            Image.new('RGB', (40, 40)).save(tmp_path / 'copy' / 'train' / '0' / '0.png')
         if name == 'torch':
             monkeypatch.setattr(load_script('procedures/workspace'), 'versions', lambda: {'torch': '2.4.0'})
         before = len(list(tmp_path.glob('out/*/last.pth')))
         assert start(*args, *data, settings=[VGG], epochs=1)[0] == 0
-        assert len(list(tmp_path.glob('out/*/last.pth'))) == before + 1
+        assert len(list(tmp_path.glob('out/*/last.pth'))) == before + (name != 'copy')
 
 
 def test_calibration_of_a_start(load_script, images, tmp_path, monkeypatch):

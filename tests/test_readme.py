@@ -373,7 +373,8 @@ def test_headline_speeds():
         if 'int8' in what:
             path, = RESULTS.glob('intel*-1-thread/int8.json')
             row, = (row for row in json.loads(path.read_text())['rows'] if (row['model'], row['images']) == (model, 1))
-            assert numbers == ['', str(row['int8, inductor: speedup']), '']
+            frozen = row['int8, inductor'] / row['frozen']
+            assert numbers == ['', f"{row['int8, inductor: speedup']} ({frozen:.2f})", '']
             continue
         *speeds, memory = repa[model,] if model.startswith('repa') else repopt[model, '160']
         assert numbers[:2] == speeds
@@ -396,10 +397,10 @@ def _top1(*sections):
 def test_accuracies_in_the_readme():
     """The cells of ours are those of experiments.md, that of the conversion is of an earlier script."""
     _, rows = tables('README.md', 'Results')
-    top1, vgg = _top1('multi-branch', 'multi-branch-settings'), _top1('repoptimizers')
+    vgg, scales, vit = _top1('repoptimizers'), _packaged_scales(), _top1('repa')
     change = {row['row']: row['change'] for row in _experiment('quantization') if row['change']}
-    vit = _top1('repa')
-    selected, repa, scales = _top1('weight-selection'), _top1('repa-student'), _packaged_scales()
+    selected, repa = _top1('weight-selection'), _top1('repa-student')
+    mobileone = [_top1(name) for name in ('multi-branch', 'multi-branch-step')]
     path, = RESULTS.glob('*/converted-accuracy.json')
     fasternet, = (
         f"{row['top-1 change']:.2f} ± {row['top-1 change ±']:.2f}" for row in json.loads(path.read_text())['summary']
@@ -407,14 +408,19 @@ def test_accuracies_in_the_readme():
     early, = (
         row['top-1 change'] for row in _experiment('accelerate')
         if (row['method'], row['idle_ratio']) == ('closed form', '0.75'))
-    assert [ours for *_, ours in rows] == [
-        f'{fasternet} ({early})',
-        f"{change['repopt, tensor']}, {change['repvgg, tensor']}, {change['timm, tensor']}",
-        f"{vit['vanilla']}, {vit['RePa 75%']} ({vit['RePa 100%']})",
+    assert [ours for _, _, ours, _ in rows] == [
         f"{vgg['repsgd']}, {vgg['sgd']} ({_mean(scales['packaged'])}, {_mean(scales['init'])})",
-        f"{top1['init']}, {top1['branches']} ({top1['init, 10 times the lr']}, {top1['branches, 10 times the lr']})",
-        f"{selected['uniform']} ({repa['student, selected']}), {selected['random']} ({repa['student, random']})",
+        f"{change['repopt, tensor']}, {change['repvgg, tensor']}",
+        f"{vit['RePa 75%']}, {vit['vanilla']}",
+        f"{selected['uniform']}, {selected['random']}",
+        '{}, {} ({}, {})'.format(*(top1[row] for top1 in mobileone for row in ('init', 'branches'))),
+        f'{fasternet} ({early})',
     ]
+    for cell in (
+            f"only with timm's start of RepVGG: {change['timm, tensor']}",
+            f"yes, within the noise; with 100%: {vit['RePa 100%']} (73.7)",
+            f"yes; RePaFormer: {repa['student, selected']}, {repa['student, random']}"):
+        assert f'| {cell} |' in read('README.md')
 
 
 def test_conversions_in_the_results():
@@ -432,8 +438,10 @@ def test_conversions_in_the_results():
     changes = [distilled[method] for method in ('closed form', 'VBP, refitted', 'annealed', 'VBP')]
     sentence = 'at {}, the refitted pruning at {}, annealed idle channels at {} and VBP at {} points'
     assert sentence.format(*changes) in text
-    speedup = float(found['closed form', '0.75']['speedup'])
-    assert f'converted to 56% of its MACs, {speedup:.2f} times as fast,' in read('README.md')
+    path, = RESULTS.glob('*/converted-infer.json')
+    one, eight = (row['0.75'] for row in json.loads(path.read_text())['rows'] if row['model'] == 'fasternet_cifar10')
+    assert f'is {one} times as fast for one image and {eight} times for eight at an idle ratio of 0.75' in text
+    assert f'to 56% of its MACs, {eight} times as fast,' in read('README.md')
     speeds = {ratio: [float(row['speedup']) for (_, other), row in found.items() if other == ratio]
               for ratio in ('0.5', '0.75', '0.9')}
     assert max(max(values) - values[0] for values in speeds.values()) <= .1
@@ -441,6 +449,31 @@ def test_conversions_in_the_results():
     budgets = [float(row['top-1 change'].split(' ± ')[0]) for row in _experiment('accelerate-budget')]
     assert len(budgets) == 12
     assert max(map(abs, budgets)) <= .1
+
+
+def test_multi_branch_in_the_results():
+    """Accuracies by learning rate, minutes of a core, and what is left of the differences at a larger rate."""
+    *_, rows = tables('scripts/results/README.md', 'Multi-branch networks of timm')
+    base, step, other = (
+        {row['row']: row for row in _experiment(f'multi-branch{part}')} for part in ('', '-step', '-settings'))
+
+    def cells(name):
+        found = [base.get(name), other.get(f'{name}, 3 times the lr'), step.get(name),
+                 other.get(f'{name}, 30 times the lr')]
+        return [row['top-1'] if row else '' for row in found]
+
+    assert [row[1:] for row in rows] == [
+        *([f"{float(base[name]['minutes']):.1f}", *cells(name)] for name in ('branches', 'plain', 'init')),
+        [f"{float(other['searched']['minutes']):.1f}", other['searched']['top-1'], '', '', '']]
+    mean = {(i, name): float(row['top-1'].split()[0]) for i, found in enumerate((base, step))
+            for name, row in found.items()}
+    text = ' '.join(read('scripts/results/README.md').split())
+    lead = 'at 0.1 it is ahead of SGD by {:.1f} points and of the branches by {:.1f}, at 1.0 by {:.1f} and {:.1f}'
+    assert lead.format(
+        *(mean[i, 'init'] - mean[i, name] for i in (0, 1) for name in ('plain', 'branches'))) in text
+    assert f"The search took {float(other['searched']['search (minutes)']):.0f} minutes" in text
+    # the README's quarter of the time
+    assert all(float(found['branches']['minutes']) > 3.5 * float(found['init']['minutes']) for found in (base, step))
 
 
 def test_repoptimizers_in_the_results():
@@ -465,7 +498,8 @@ def test_repoptimizers_in_the_results():
     early = [found[f'{name}, 22 layers']['curve'][1] for name in ('init', 'sgd')]
     assert '{:.2f} against {:.2f} after two epochs'.format(*early) in text
     assert f"SGD at three times it ({top1['sgd, 3 times the lr']}, three seeds)" in text
-    timms = top1["repvgg, timm's start"]
+    timms, faster = top1["repvgg, timm's start"], top1['repvgg, 3 times the lr']
+    assert f'at three times the learning rate RepVGG ends at {faster}, where SGD on the plain network' in text
     assert f"timm's start with weights of 0.1 ± 0.1, and end at {timms}" in text
 
 

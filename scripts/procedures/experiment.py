@@ -101,8 +101,9 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
 
     Raises:
         FileNotFoundError: There is no such experiment.
-        ValueError: The file is not valid YAML; a key, a setting, a procedure or a training is unknown, or missing; or
-            a row has a seed of its own, whose row it would not be.
+        ValueError: The file is not valid YAML; a key, a setting, a procedure or a training is unknown, or missing; a
+            change is of a setting that no row and no training has; or a row has a seed of its own, whose row it would
+            not be.
     """
     document = _read(name)
     document = merged(document, document.get(scale) or {})
@@ -128,12 +129,27 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
             rows.append(Row(
                 row_name, seed, procedure, settings, identity, row.get('columns') or {}, row.get('what'),
                 row.get('paper')))
+    taken = {key for row in rows for key in _keys(row.settings)}
+    unknown = [key for key in changes or {} if key not in taken]
+    if unknown:
+        raise ValueError(
+            f'{name} takes no setting {unknown[0]!r}, expected some of {", ".join(sorted(taken - {"seed"}))}.')
+    defaults = {key: value for known in _SETTINGS.values() for key, value in known.items()}
+    for key, value in (changes or {}).items():
+        if isinstance(defaults[key], bool) and not isinstance(value, bool):
+            raise ValueError(f'{key} is True or False, got {value!r}.')
     identities = [(*row.identity.values(), row.seed) for row in rows]
     twice = [identity for identity in identities if identities.count(identity) > 1]
     if twice:
         raise ValueError(f'{name}.yaml has two rows {", ".join(map(str, twice[0]))} with these settings.')
     rows.sort(key=lambda row: document['seeds'].index(row.seed) if row.seed in document['seeds'] else -1)
     return Experiment(name, merged(document, {'settings': changes or {}}), rows)
+
+
+def _keys(settings: Mapping[str, Any]) -> List[str]:
+    """The keys of settings, those of the trainings among them included."""
+    nested = (settings.get(key) for key in (*_REFERENCES, 'start'))
+    return [*settings, *(key for value in nested if isinstance(value, Mapping) for key in _keys(value))]
 
 
 def _read(name: str) -> Dict[str, Any]:
@@ -189,7 +205,7 @@ def _resolved(
     defaults = _SETTINGS[procedure]
     common = document.get('settings') or {}
     _check_keys(own, defaults, where)
-    _check_keys({**common, **changes}, {k for known in _SETTINGS.values() for k in known}, where)
+    _check_keys(common, {k for known in _SETTINGS.values() for k in known}, where)
     settings = merged(defaults, {k: v for k, v in common.items() if k in defaults})
     settings = merged(settings, {'seed': seed, **own})
     settings = merged(settings, {k: v for k, v in changes.items() if k in defaults})

@@ -71,8 +71,8 @@ def searched(settings: Mapping[str, Any], workspace: Workspace) -> Scales:
             begun, resumed = _clock(workspace.device), (folder / 'search.pth').exists()
             scales = hyper_search(
                 settings['model'], images.training(), images.validation(),
-                **{k: settings[k] for k in (
-                    'epochs', 'lr', 'warmup_epochs', 'weight_decay', 'smoothing', 'channels_last', 'seed')},
+                **{k: settings[k] for k in ('epochs', 'lr', 'weight_decay', 'smoothing', 'channels_last', 'seed')},
+                warmup_epochs=min(settings['warmup_epochs'], settings['epochs'] - 1),
                 device=workspace.device, amp_dtype=_amp_dtype(settings), checkpoint=folder / 'search.pth', resume=True,
                 progress=False, num_classes=num_classes(settings), **settings['model_args'])
             minutes = {} if resumed else {'minutes': f'{(_clock(workspace.device) - begun) / 60:.1f}'}

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any, Dict, List, Mapping, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,8 @@ class Workspace:
         val_split: Name of the folder with the images to measure the accuracy on.
         deadline: Time in seconds, of ``time.monotonic()``, after which no epoch begins.
         wait: Wait for a training that another process is busy with, instead of raising BlockingIOError.
-        images: Number of images in each split that :meth:`check_images` has seen.
+        images: What :meth:`check_images` has seen: the number of images in each split, and a digest of their names and
+            sizes.
     """
     output: Path
     data_dir: str
@@ -47,12 +48,13 @@ class Workspace:
     val_split: str = 'val'
     deadline: float = float('inf')
     wait: bool = True
-    images: Dict[str, int] = field(default_factory=dict)
+    images: Dict[str, Union[int, str]] = field(default_factory=dict)
     _loaders: Dict[Tuple, DeviceLoader] = field(default_factory=dict)
 
     def training_folder(self, settings: Mapping[str, Any]):
         """Context manager that gives the folder of a training, which no other process uses meanwhile."""
-        key = [settings, os.path.realpath(self.data_dir), self.val_split, device_name(self.device), versions()]
+        images = None if settings.get('data') == 'digits' else self.images
+        key = [settings, images, self.val_split, device_name(self.device), versions()]
         return locking_folder(self.output / f'{settings.get("model", "model")}-{digest(key)}', self.wait)
 
     def check_time(self) -> None:
@@ -86,18 +88,27 @@ class Workspace:
         """Check the folders of images of a training, before anything is written.
 
         Raises:
-            ValueError: There are none, or more classes than the settings say.
+            ValueError: There are none, more classes than the settings say, or other ones in the validation split.
         """
         if settings['data'] == 'digits':
             return
+        files, classes = [], []
         for is_training in (True, False):
             dataset = self._folders({**settings, 'classes': None}, is_training)
             self.images['train' if is_training else self.val_split] = len(dataset)
-            found = len(dataset.reader.class_to_idx)
+            files += [
+                [os.path.relpath(path, self.data_dir), os.path.getsize(path)] for path, _ in dataset.reader.samples]
+            classes.append(dataset.reader.class_to_idx)
+            found = len(classes[-1])
             if found > settings['num_classes']:
                 raise ValueError(
                     f'{self.data_dir!r} has {found} classes, the experiment {settings["num_classes"]}: name other '
                     f'folders, or --set num_classes={found}.')
+        if classes[0] != classes[1]:
+            raise ValueError(
+                f'{self.data_dir!r} has not the same classes in train and {self.val_split}, only in one of them are '
+                f'{", ".join(sorted(classes[0].keys() ^ classes[1].keys()))}: labels are numbered by the folders.')
+        self.images['digest'] = digest(sorted(files))
 
     def _folders(self, settings: Mapping[str, Any], is_training: bool):
         split = 'train' if is_training else self.val_split

@@ -61,9 +61,14 @@ def fused_idle_is_faster(tokens: int, channels: int, idle: int) -> bool:
     return tokens * channels * (6 * idle - 5 * channels) > 6 * channels ** 2 * idle + _OVERHEAD
 
 
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 cannot trace it
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
 def _full_precision(device: torch.device):
     """Context that disables autocast, on devices that have it."""
-    if torch.amp.is_autocast_available(device.type):
+    if _has_autocast(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -236,7 +241,7 @@ def fused_idle_ffn(
     group, active = sync_group(norm1), act.active_channels
     count = _all_reduce(x.new_full((), len(x), dtype=torch.promote_types(x.dtype, torch.float32)), group)
     u = _batch_norm(x, norm1, slice(None), False, _next_momentum(norm1), count, group)
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+    if _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
         u = u.to(torch.get_autocast_dtype(x.device.type))  # cast once, not in each linear layer
     gram = _Gram.apply(u)
     # 0 but for rounding, which inputs with a mean much larger than their deviation do not leave small
