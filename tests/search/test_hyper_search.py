@@ -198,7 +198,7 @@ def test_refused_before_anything_is_trained(tmp_path):
         timm_rep.hyper_search(searched, KilledLoader(0), learning_rate=.1)
     with pytest.raises(TypeError, match='train_loader has a length'):
         timm_rep.hyper_search('repopt_vgg_a0', (batch for batch in loader()), **TINY)
-    with pytest.raises(TypeError, match=r'A batch has images .* and labels .*: got .*, str'):
+    with pytest.raises(TypeError, match=r'a batch has images .* and labels .*, got .*, str'):
         timm_rep.hyper_search(
             'repopt_vgg_a0', KilledLoader(0), [(torch.randn(2, 3, 32, 32), torch.arange(2), 'path')], **TINY)
     with pytest.raises(ValueError, match=r'amp_dtype is torch\.bfloat16 or None'):
@@ -234,10 +234,10 @@ X, Y = dataset(4).tensors
 
 
 @pytest.mark.parametrize('batches,error,message', [
-    ([{'image': X, 'label': Y}], TypeError, r'images \(N, C, H, W\) and labels \(N,\), .*: got dict'),
-    ([X], TypeError, r'got \(4, 3, 16, 16\) of torch\.float32'),
-    ([(X, Y[:, None])], TypeError, r'got .*, \(4, 1\) of torch\.int64'),
-    ([(X, Y.float())], TypeError, r'got .*, \(4,\) of torch\.float32'),
+    ([{'image': X, 'label': Y}], TypeError, r'images \(N, C, H, W\) and labels \(N,\), got dict'),
+    ([X], TypeError, r'labels \(N,\), got \(4, 3, 16, 16\)\.'),
+    ([(X, Y[:, None])], TypeError, r'got \(4, 3, 16, 16\), \(4, 1\)'),
+    ([(X, Y.float())], TypeError, 'the indices of classes, integers, got torch.float32'),
     ([(X.byte(), Y)], TypeError, r'images of a batch are preprocessed, of floating-point numbers, got torch\.uint8'),
     ('images', TypeError, "A loader is an iterable of batches .* got 'images'"),
     ([(X, Y + 1)], ValueError, r'Labels are from 0 to 3, .* got 1 to 4: set num_classes'),

@@ -202,18 +202,17 @@ def labelled_images(batch: Any) -> Tuple[torch.Tensor, torch.Tensor]:
     """Images (N, C, H, W) and labels (N,) of a batch of a loader, a tuple or list of both.
 
     Raises:
-        TypeError: It is something else, the images are of integers, or the labels of floating-point numbers.
+        TypeError: It is something else, or the images are of integers.
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, torch.Tensor) for x in batch):
         images, labels = batch_images(batch), batch[1]
-        if images.ndim == 4 and labels.shape == images.shape[:1] and not labels.is_floating_point():
+        if images.ndim == 4 and labels.shape == images.shape[:1]:
             return images, labels
     parts = batch if isinstance(batch, (tuple, list)) else [batch]
-    found = ', '.join(
-        f'{tuple(x.shape)} of {x.dtype}' if isinstance(x, torch.Tensor) else type(x).__name__ for x in parts)
+    found = ', '.join(str(tuple(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__ for x in parts)
     raise TypeError(
-        'A batch has images (N, C, H, W) and labels (N,), the indices of their classes, to train or to measure the '
-        f'accuracy on: got {found}.')
+        'To train or to measure the accuracy, a batch has images (N, C, H, W) and labels (N,), '
+        f'got {found}.')
 
 
 def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:

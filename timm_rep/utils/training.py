@@ -76,7 +76,7 @@ def fit(
         The loss of each step.
 
     Raises:
-        TypeError: A batch is something else; with a teacher, labels are not looked at.
+        TypeError: A batch is something else, or labels are no integers; with a teacher, they are not looked at.
         ValueError: A label of the first batch has no class.
     """
     steps = len(loader)
@@ -101,9 +101,9 @@ def fit(
                 images, targets = batch if teacher is not None else labelled_images(batch)
                 scheduler.step_update(epoch * steps + step)
                 images = images.to(device, non_blocking=True, memory_format=memory_format)
-                targets = targets.to(device, torch.long, non_blocking=True)
                 if teacher is None and not losses and not step:
                     _check_labels(targets, getattr(model, 'num_classes', math.inf))
+                targets = targets.to(device, torch.long, non_blocking=True)
                 with autocast():
                     outputs = parallel(images)
                     loss = loss_fn(outputs, targets) if teacher is None else _divergence(outputs, teacher, images)
@@ -123,7 +123,9 @@ def fit(
 
 
 def _check_labels(targets: torch.Tensor, num_classes: float) -> None:
-    """Refuse labels without a class; of the first batch alone, since this waits for the device."""
+    """Refuse labels that are no class; of the first batch alone, since this waits for the device."""
+    if targets.is_floating_point():
+        raise TypeError(f'Labels are the indices of classes, integers, got {targets.dtype}.')
     low, high = (bound.item() for bound in targets.aminmax())
     if low < 0 or high >= num_classes:
         raise ValueError(
