@@ -418,7 +418,7 @@ def test_accuracies_in_the_readme():
     ]
     for cell in (
             f"only with timm's start of RepVGG: {change['timm, tensor']}",
-            f"yes, within the noise; with 100%: {vit['RePa 100%']} (73.7)",
+            f"difference within the noise; with 100%: {vit['RePa 100%']} (73.7)",
             f"yes; RePaFormer: {repa['student, selected']}, {repa['student, random']}"):
         assert f'| {cell} |' in read('README.md')
 

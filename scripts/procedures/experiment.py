@@ -32,6 +32,7 @@ PROCEDURES = {'train': train.train, 'accelerate': accelerate.accelerate, 'quanti
 # the settings that a procedure takes, and the trainings of ``trainings``
 _SETTINGS = {
     'train': train.DEFAULTS, 'search': train.SEARCH, 'accelerate': accelerate.DEFAULTS, 'quantize': quantize.DEFAULTS}
+_DEFAULTS = {key: value for known in _SETTINGS.values() for key, value in known.items()}  # of any of these
 _KEYS = ('what', 'claim', 'like', 'procedure', 'seeds', 'settings', 'trainings', 'rows', 'picture', 'cpu', 'gpu')
 _SHARED = ('procedure', 'seeds', 'settings', 'trainings')  # with an experiment that is like this one
 _ROW_KEYS = ('what', 'paper', 'columns', 'procedure', 'seeds', 'each')
@@ -134,9 +135,8 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
     if unknown:
         raise ValueError(
             f'{name} takes no setting {unknown[0]!r}, expected some of {", ".join(sorted(taken - {"seed"}))}.')
-    defaults = {key: value for known in _SETTINGS.values() for key, value in known.items()}
     for key, value in (changes or {}).items():
-        if isinstance(defaults[key], bool) and not isinstance(value, bool):
+        if isinstance(_DEFAULTS[key], bool) and not isinstance(value, bool):
             raise ValueError(f'{key} is True or False, got {value!r}.')
     identities = [(*row.identity.values(), row.seed) for row in rows]
     twice = [identity for identity in identities if identities.count(identity) > 1]
@@ -205,7 +205,7 @@ def _resolved(
     defaults = _SETTINGS[procedure]
     common = document.get('settings') or {}
     _check_keys(own, defaults, where)
-    _check_keys(common, {k for known in _SETTINGS.values() for k in known}, where)
+    _check_keys(common, _DEFAULTS, where)
     settings = merged(defaults, {k: v for k, v in common.items() if k in defaults})
     settings = merged(settings, {'seed': seed, **own})
     settings = merged(settings, {k: v for k, v in changes.items() if k in defaults})
