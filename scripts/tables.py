@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Write the tables of README.md and docs/ from the files of scripts/results.
+
+A table stands between the lines ``<!-- results: NAME -->`` and ``<!-- end -->`` of a document. What is in it is
+declared in scripts/results/tables.yaml, by NAME:
+
+    columns:  by heading, what the cells of the column are
+    rows:     by label, what the cells of the row are; or a list of values of the column ``by``, which are the labels
+    by:       column that tells the rows of a list apart
+    heading:  heading of the labels (empty)
+    ...       what all cells are
+
+A cell is a figure of a file of results. It is described by what is said of its table, column and row together:
+
+    file:     path in scripts/results, without the suffix
+    where:    values of columns, which choose rows of the file
+    get:      column of the figure: the mean over the rows chosen, and the standard deviation where there are several
+    over:     column by which each is divided
+    minus:    ``where`` of the rows that are subtracted, paired by their seed
+    digits:   decimals (those of the file)
+    value:    a figure of a paper or another text, in place of all of the above
+
+A column without a heading of its own in a row is left empty by ``null``: ``{HEADING: null}``; ``{HEADING: {...}}`` in a
+row describes that cell alone.
+"""
+import argparse
+import json
+import os
+import re
+import statistics
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional
+
+import yaml
+
+from timm_rep.utils.atomic import replacing_files
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or ROOT / 'scripts' / 'results')
+DECLARATIONS = ROOT / 'scripts' / 'results' / 'tables.yaml'
+_CELL_KEYS = ('file', 'where', 'get', 'over', 'minus', 'digits', 'value')
+_TABLE = re.compile(r'(<!-- results: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
+
+
+def documents() -> List[Path]:
+    """The documents that may have tables."""
+    return [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+
+
+def _chosen(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> List[Dict[str, Any]]:
+    rows = json.loads((RESULTS / f'{cell["file"]}.json').read_text())['rows']
+    rows = [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+    if not rows:
+        raise ValueError(f'Table {name}: no row of {cell["file"]}.json has {where}.')
+    return rows
+
+
+def _figures(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> List[float]:
+    """The figures of the chosen rows, in the order of their seeds."""
+    rows = sorted(_chosen(cell, where, name), key=lambda row: row.get('seed', 0))
+    return [row[cell['get']] / row[cell['over']] if 'over' in cell else row[cell['get']] for row in rows]
+
+
+def _text(cell: Mapping[str, Any], name: str) -> str:
+    """The text of a cell."""
+    if 'value' in cell:
+        return '' if cell['value'] is None else str(cell['value'])
+    where = cell.get('where', {})
+    figures = _figures(cell, where, name)
+    if 'minus' in cell:
+        pairs = zip(figures, _figures(cell, {**where, **cell['minus']}, name), strict=True)
+        figures = [a - b for a, b in pairs]
+    if len(figures) > 1:
+        digits = cell.get('digits', 2)
+        return f'{statistics.fmean(figures):.{digits}f} ± {statistics.stdev(figures):.{digits}f}'
+    return f'{figures[0]:.{cell["digits"]}f}' if 'digits' in cell else str(figures[0])
+
+
+def _merged(*parts: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
+    parts = [part or {} for part in parts]
+    found = {key: value for part in parts for key, value in part.items() if key in _CELL_KEYS}
+    return {**found, 'where': {key: value for part in parts for key, value in part.get('where', {}).items()}}
+
+
+def table(name: str, declared: Mapping[str, Any]) -> str:
+    """A table as Markdown.
+
+    Raises:
+        ValueError: No row of a file is as the cell says.
+    """
+    columns, rows = declared['columns'], declared['rows']
+    if isinstance(rows, list):
+        rows = {f'`{value}`': {'where': {declared['by']: value}} for value in rows}
+    lines = [[declared.get('heading', ''), *columns], ['---'] * (1 + len(columns))]
+    for label, row in rows.items():
+        row, cells = row or {}, []
+        for heading, column in columns.items():
+            own = row.get(heading, {})
+            if not isinstance(own, Mapping):
+                own = {'value': own}
+            cells.append(_text(_merged(declared, column, row, own), name))
+        lines.append([label, *cells])
+    return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+
+
+def updated(text: str) -> str:
+    """A document with its tables as of the files of results."""
+    declared = yaml.safe_load(DECLARATIONS.read_text())
+
+    def replace(match: re.Match) -> str:
+        name = match[2]
+        if name not in declared:
+            raise ValueError(f'scripts/results/tables.yaml has no table {name!r}, expected one of {list(declared)}.')
+        return f'{match[1]}\n{table(name, declared[name])}\n{match[3]}'
+
+    return _TABLE.sub(replace, text)
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for path in documents():
+        before = path.read_text()
+        after = updated(before)
+        if after != before:
+            with replacing_files(path.parent) as temporary:
+                (temporary / path.name).write_text(after)
+            print(path.relative_to(ROOT))
+
+
+if __name__ == '__main__':
+    main()
