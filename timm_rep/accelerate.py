@@ -85,7 +85,7 @@ class Accelerated(NamedTuple):
 def accelerate(
         model: nn.Module,
         images: Images,
-        idle_ratio: float = 0.75,
+        idle_ratio: Optional[float] = None,
         macs: Optional[float] = None,
         calibration_images: int = 512,
         distil_epochs: int = 0,
@@ -101,7 +101,7 @@ def accelerate(
     Args:
         model: timm model, left as it is.
         images: Images to calibrate, distil and measure with.
-        idle_ratio: Share of the hidden channels of every FFN that become linear.
+        idle_ratio: Share of the hidden channels of every FFN that become linear (default: 0.75, without macs).
         macs: Share of the model's multiply-accumulates to keep, instead of idle_ratio.
         calibration_images: Number of images to fit to.
         distil_epochs: Epochs of distillation from the original; 0 for none.
@@ -114,6 +114,8 @@ def accelerate(
         ValueError: As :func:`timm_rep.convert.linearize_ffns` and :func:`distil`; the model is none of timm; or it does
             not take images of this size.
     """
+    if idle_ratio is not None and macs is not None:
+        raise ValueError(f'Expected either idle_ratio or macs, but got idle_ratio={idle_ratio!r} and macs={macs!r}.')
     original = copy.deepcopy(model).eval().to(images.device)
     if not hasattr(original, '_model_args'):  # timm records them since 1.0.31; write_model() checks them
         original._model_args = {}
@@ -132,7 +134,7 @@ def accelerate(
             converted.requires_grad_()
         return converted, report
 
-    result, report = convert(**(dict(macs=macs) if macs is not None else dict(idle_ratio=idle_ratio)))
+    result, report = convert(idle_ratio=idle_ratio, macs=macs)
     folded = {'original': folded_copy(original), 'converted': folded_copy(result)}
     for ratio in sweep:
         folded[f'idle ratio {ratio:g}'] = folded_copy(convert(idle_ratio=ratio)[0])

@@ -96,6 +96,8 @@ def test_a_folder_to_load(data, tmp_path, capsys):
 def test_the_original_stays_as_it_is(data):
     model = original(data).train()
     accelerate(model, Images(model, str(data)), calibration_images=16)
+    with pytest.raises(ValueError, match='idle_ratio or macs'):
+        accelerate(model, Images(model, str(data)), idle_ratio=.5, macs=.7)
     assert all(m.training for m in model.modules())
     assert same_weights(model, original(data))
 

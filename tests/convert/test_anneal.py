@@ -269,7 +269,9 @@ def test_convert_to_repa():
     model = plain(VIT)
     x = images(2, 32)
     expected = model(x)
-    assert timm_rep.convert_to_repa(model, .5, anneal_steps=3) is model
+    report = timm_rep.convert_to_repa(model, .5, anneal_steps=3)
+    assert [(ffn.name, ffn.hidden_features, ffn.active_features) for ffn in report.ffns] == [
+        (f'blocks.{i}.mlp', 96, 48) for i in range(4)]
     assert torch.equal(model(x), expected)
     steps(model, 3)
     expected = model.eval()(x)

@@ -82,7 +82,8 @@ def test_what_is_kept_and_what_folds(kind):
             parameter.uniform_(.1, 1)
     # without the norms of the FFNs it is the same function, if these are neutral and nothing idles
     plain, parameters = copy.deepcopy(model), dict(model.named_parameters())
-    converted = timm_rep.convert_to_repa(copy.deepcopy(model), idle_ratio=0.)
+    converted = copy.deepcopy(model)
+    timm_rep.convert_to_repa(converted, idle_ratio=0.)
     replaced = 0
     for ffn in find_ffns(plain):
         setattr(ffn.block, ffn.norm, nn.Identity())
@@ -96,8 +97,11 @@ def test_what_is_kept_and_what_folds(kind):
             norm.bias.zero_()
     assert relative(converted(x), plain(x)) < 1e-5
 
-    converted = timm_rep.convert_to_repa(model)
-    assert converted is model
+    report = timm_rep.convert_to_repa(model)
+    assert [ffn.hidden_features for ffn in report.ffns] == [mlp.act.channels for mlp in ffns(model)]
+    assert [ffn.active_features for ffn in report.ffns] == [mlp.act.active_channels for mlp in ffns(model)]
+    assert all(model.get_submodule(ffn.name) is mlp for ffn, mlp in zip(report.ffns, ffns(model)))
+    assert not report.kept
     for i, mlp in enumerate(ffns(model)):
         hidden = mlp.act.channels
         assert mlp.act.active_channels == -(-hidden // 4)
@@ -161,7 +165,8 @@ def test_training_and_copies():
         assert relative(other.reparameterize()(x), model(x)) < 1e-4
         assert is_reparameterized(other)
         assert not is_reparameterized(model)
-    again = timm_rep.convert_to_repa(build('deit3')[0])
+    again, _ = build('deit3')
+    timm_rep.convert_to_repa(again)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(x), model(x))
     how = 'convert a model with the same arguments, call its reparameterize'
@@ -178,7 +183,8 @@ def test_dtypes_devices_and_frozen_weights():
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert not ffns(model)[0].fc1.weight.requires_grad
     meta, _ = build('poolformer', device='meta')
-    timm_rep.convert_to_repa(meta).reparameterize()
+    timm_rep.convert_to_repa(meta)
+    meta.reparameterize()
     assert all(p.is_meta for p in meta.parameters())
 
 
@@ -217,5 +223,6 @@ def test_bad_ratios_change_nothing():
         with pytest.raises(ValueError, match='idle_'):
             timm_rep.convert_to_repa(model, **kwargs)
     assert repr(model) == before
+    timm_rep.convert_to_repa(model)
     with pytest.raises(ValueError, match='has foldable layers already'):
-        timm_rep.convert_to_repa(timm_rep.convert_to_repa(model))
+        timm_rep.convert_to_repa(model)

@@ -186,15 +186,14 @@ def test_refused_loaders(loader, error, message):
     (dict(idle_ratio=float('nan')), 'idle_ratio'),
     (dict(idle_ratio=[.5]), r'each of the 2 FFNs, got 1: blocks\.0\.mlp, blocks\.1\.mlp'),
     (dict(idle_ratio=[.5, 'x']), 'idle_ratio'),
-    *((dict(idle_ratio=ratio), r'is a number from 0 to 1, or a list of one for each FFN.*: got ')
-      for ratio in (None, '0.5', {'blocks.0.mlp': .5})),
-    (dict(macs='a'), "macs is a fraction .*got macs='a'"),
+    *((dict(idle_ratio=ratio), 'idle_ratio') for ratio in ('0.5', {'blocks.0.mlp': .5})),
+    (dict(macs='a'), "macs .*got 'a'"),
     *((dict(max_images=count), 'max_images is a number of images') for count in (None, 1.5)),
     (dict(ridge=0.), 'ridge'),
     (dict(ridge=float('nan')), 'ridge'),
     (dict(macs=0.), 'macs'),
     (dict(macs=1.), 'macs'),
-    (dict(macs=.5, idle_ratio=.5), 'takes the place of idle_ratio'),
+    (dict(macs=.5, idle_ratio=.75), 'idle_ratio or macs'),
     (dict(macs=.3), r'macs=0\.3 cannot be reached.*0\.\d+ '),
 ])
 def test_refused_arguments(kwargs, message):
@@ -350,7 +349,7 @@ def test_modified_ffns_stay(change, reason):
     assert model.blocks[0].mlp is mlp
     assert [ffn.name for ffn in report.ffns] == ['blocks.1.mlp']
     assert re.search(reason, report.kept['blocks.0.mlp'])
-    assert f'blocks.0.mlp is as it was: it {report.kept["blocks.0.mlp"]}.' in str(report)
+    assert f'blocks.0.mlp: {report.kept["blocks.0.mlp"]}' in str(report)
 
     model = vit()
     for block in model.blocks:

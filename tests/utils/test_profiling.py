@@ -130,7 +130,8 @@ def test_profile_latency(monkeypatch):
     vanilla = timm.create_model('deit_tiny_patch16_224', **VIT).eval()
     repa = timm.create_model('repa_deit_tiny', **VIT).eval()
     folded = timm.create_model('repa_deit_tiny', **VIT).eval().reparameterize()
-    converted = timm_rep.convert_to_repa(timm.create_model('deit_tiny_patch16_224', **VIT)).eval()
+    converted = timm.create_model('deit_tiny_patch16_224', **VIT).eval()
+    timm_rep.convert_to_repa(converted)
     models = {'vanilla': vanilla, 'repa': repa, 'folded': folded, 'converted': converted}
     for model in models.values():
         ticking(model.patch_embed, clock, 1)

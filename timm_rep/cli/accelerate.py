@@ -32,8 +32,8 @@ def add_parser(commands) -> None:
         help='arguments of the model, e.g. num_classes=10 img_size=32')
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
-        '--idle-ratio', type=ratio, default=0.75, metavar='R',
-        help='share of the hidden channels that become linear, 0 to 1 (default: %(default)s)')
+        '--idle-ratio', type=ratio, metavar='R',
+        help='share of the hidden channels that become linear, 0 to 1 (default: 0.75)')
     size.add_argument(
         '--macs', type=ratio, metavar='R',
         help='share of the multiply-accumulates to keep, instead of --idle-ratio; chooses a ratio for each FFN')

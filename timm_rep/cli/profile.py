@@ -82,7 +82,8 @@ def _build(name: str, args):
         repa = create_model(name, {**both, **own}, **size)
     else:
         vanilla = create_model(name, both, **size)
-        repa = convert_to_repa(create_model(name, both, **size), **own)
+        repa = create_model(name, both, **size)
+        convert_to_repa(repa, **own)
     dtype = getattr(torch, args.dtype)
     return vanilla.to(args.device, dtype).eval(), repa.to(args.device, dtype).eval()
 
@@ -91,9 +92,10 @@ def _split(model_kwargs):
     """The arguments of both models, and those that only a RePaFormer has."""
     import inspect
 
-    from timm_rep.convert import convert_to_repa
+    from timm_rep.convert import anneal_ffns, use_repa_ffns
 
-    only = {*inspect.signature(convert_to_repa).parameters, 'fold_token_mixer', 'base', 'norm', 'linear_path'}
+    args = (name for f in (use_repa_ffns, anneal_ffns) for name in inspect.signature(f).parameters)
+    only = {*args, 'fold_token_mixer', 'base', 'linear_path'}
     return tuple({k: v for k, v in model_kwargs.items() if (k in only) == own} for own in (False, True))
 
 

@@ -30,7 +30,7 @@ def run(args) -> int:
     torch.manual_seed(0)
     model = create_from(args)
     if args.convert_to_repa is not None:
-        model = convert_to_repa(model, **args.convert_to_repa)
+        convert_to_repa(model, **args.convert_to_repa)
     if args.checkpoint:
         load_checkpoint(model, args.checkpoint)
     images = {'random': torch.randn(args.num_images, *model_input_size(model))}

@@ -6,7 +6,7 @@ from .linearize import check_convertible, linearize_ffns
 from .pointwise import PointwiseFfn, find_pointwise_ffns, ratios_of, replace_module
 from .record import is_folded, make_foldable, record_scales, recorded_base
 from .repa import convert_to_repa
-from .reparameterize import ReparameterizeMixin, folded_copy, reparameterize
+from ._reparameterize import ReparameterizeMixin, folded_copy, reparameterize
 from .repopt import RepOptReport, convert_to_repopt, refuse_branches, set_scales, use_repopt_convs
 from .report import ConversionReport, ConvertedFfn
 from .survey import Convertibility, survey_convertible

@@ -22,6 +22,7 @@ from timm_rep.layers import (
 from .ffn import affine_names, batch_norm_like, check_batch_norm, find_supported_ffns, take_layer_scale
 from .linearize import check_convertible
 from .pointwise import PointwiseFfn, deploy_of, linear_of, ratios_of, replace_module
+from .report import ConversionReport, ConvertedFfn
 
 __all__ = ['AnnealedFfn', 'anneal_ffns']
 
@@ -140,7 +141,7 @@ def anneal_ffns(
         anneal_schedule: str = 'linear',
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
-) -> None:
+) -> ConversionReport:
     """Let the FFNs of a pretrained model become RePa FFNs over the first steps of a training, in place.
 
     The function is that of the model in the first step, and folds exactly from step ``anneal_steps`` on. A step is a
@@ -158,13 +159,16 @@ def anneal_ffns(
         bn_momentum: Momentum of the BatchNorms.
         bn_eps: Epsilon of the BatchNorms.
 
+    Returns:
+        The report.
+
     Raises:
         TypeError: model is not a module.
         ValueError: The model has no FFN that can be annealed, or is wrapped or converted already; or an argument is out
             of range. The model is unchanged.
     """
     check_annealing(anneal_steps, anneal_schedule)
-    ffns, _ = check_convertible(model)
+    ffns, kept = check_convertible(model)
     ratios = ratios_of([ffn.name for ffn in ffns], idle_ratio)
     chosen = [
         (ffn, active_channels(ffn.hidden_features, ratio)) for ffn, ratio in zip(ffns, ratios) if ratio is not None]
@@ -185,6 +189,8 @@ def anneal_ffns(
     plain_names = {name: plain.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
     model.register_load_state_dict_pre_hook(partial(
         _take_plain_weights, {name: old for name, old in plain_names.items() if name != old}))
+    kept = {**kept, **{ffn.name: 'has no idle ratio' for ffn, ratio in zip(ffns, ratios) if ratio is None}}
+    return ConversionReport([ConvertedFfn(ffn.name, ffn.hidden_features, active) for ffn, active in chosen], kept)
 
 
 def _anneal_with_norms(

@@ -11,6 +11,7 @@ from timm.models.metaformer import Scale
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 
 from .pointwise import plain_ratio, ratios_of
+from .report import ConversionReport, ConvertedFfn
 
 __all__ = [
     'Ffn',
@@ -247,7 +248,7 @@ def use_repa_ffns(
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
         reparameterized: bool = False,
-) -> None:
+) -> ConversionReport:
     """Replace the FFNs in the blocks of a timm model by RePa FFNs, in place.
 
     In each block a RePaMlp takes the place of the MLP and includes its norm and layer scale, whose places hold
@@ -262,6 +263,9 @@ def use_repa_ffns(
         bn_eps: Epsilon of the BatchNorms.
         reparameterized: Use the deploy structure, with new weights, for checkpoints of a folded model.
 
+    Returns:
+        The report.
+
     Raises:
         ValueError: The model has no such FFN, or others beside them, which are named; or an argument is out of range.
             The model is unchanged.
@@ -269,7 +273,12 @@ def use_repa_ffns(
     ffns = find_supported_ffns(model)
     ratios = _ratios(ffns, idle_ratio, idle_schedule)
     check_batch_norm(bn_momentum, bn_eps)
+    converted = []
     for ffn, ratio in zip(ffns, ratios):
+        hidden_features = getattr(ffn.block, ffn.mlp).fc1.weight.shape[0]
+        converted.append(
+            ConvertedFfn(f'{ffn.path}.{ffn.mlp}', hidden_features, active_channels(hidden_features, ratio)))
         mlp = _repa_mlp_deploy(ffn, ratio) if reparameterized else _repa_mlp(ffn, ratio, bn_momentum, bn_eps)
         setattr(ffn.block, ffn.mlp, mlp)
         setattr(ffn.block, ffn.norm, nn.Identity())
+    return ConversionReport(converted, {})

@@ -24,12 +24,11 @@ from .pointwise import (
     deploy_of,
     find_pointwise_ffns,
     linear_of,
-    plain_ratio,
     ratios_of,
     replace_module,
 )
 from .recording import Recorder, wide
-from .reparameterize import check_unconverted
+from ._reparameterize import check_unconverted
 from .report import ConversionReport, ConvertedFfn
 
 __all__ = ['check_convertible', 'linearize_ffns']
@@ -57,7 +56,7 @@ def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, s
 def linearize_ffns(
         model: nn.Module,
         loader: Iterable[Any],
-        idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,
+        idle_ratio: Union[float, Sequence[Optional[float]], None] = None,
         max_images: int = 512,
         ridge: float = 1e-4,
         progress: bool = False,
@@ -77,7 +76,7 @@ def linearize_ffns(
         loader: Batches of images (N, C, H, W), preprocessed as for the model; of a tuple or list the first item is
             used, of a dict the tensor of images. Labels are not used.
         idle_ratio: Share of the hidden channels that become linear, from 0 to 1; or one for each FFN, None for those
-            that stay as they are.
+            that stay as they are. 0.75 by default.
         max_images: Number of images to use.
         ridge: Damping of the least-squares problems, relative to the variance of every variable.
         progress: Whether to show a progress bar.
@@ -98,10 +97,13 @@ def linearize_ffns(
     ffns, kept = check_convertible(model)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f'{type(model).__name__} is on the meta device and has no weights: load them first.')
-    if macs is not None and (plain_ratio(idle_ratio) != 0.75 or not isinstance(macs, Real) or not 0 < macs < 1):
+    if macs is not None and idle_ratio is not None:
+        raise ValueError(f'Expected either idle_ratio or macs, but got idle_ratio={idle_ratio!r} and macs={macs!r}.')
+    if macs is not None and (not isinstance(macs, Real) or not 0 < macs < 1):
         raise ValueError(
-            'macs is a fraction of the multiply-accumulates of the model, above 0 and below 1, and takes the place of '
-            f'idle_ratio: got macs={macs!r} and idle_ratio={idle_ratio!r}.')
+            f"macs must be a fraction of the model's multiply-accumulates, above 0 and below 1, got {macs!r}.")
+    if idle_ratio is None:
+        idle_ratio = 0.75
     if not 0 < ridge < math.inf:
         raise ValueError(f'ridge must be positive and finite, got {ridge!r}.')
     names = [ffn.name for ffn in ffns]

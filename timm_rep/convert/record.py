@@ -13,7 +13,7 @@ from timm.models import build_model_with_cfg, is_model, model_entrypoint
 from timm_rep.layers import csla_layers, is_reparameterized
 from timm_rep.scales import recorded_scales
 
-from .reparameterize import check_loaded_structure, reparameterize
+from ._reparameterize import check_loaded_structure, reparameterize
 
 __all__ = [
     'FACTORY_ARGS',

@@ -1,4 +1,5 @@
-"""A RePaFormer of any timm model: the ways to convert it, as one function."""
+"""RePa FFNs for any timm model: to train, from data, or annealed."""
+import inspect
 from typing import Any, Dict, Iterable, Optional, Sequence, Union
 
 import torch
@@ -11,89 +12,99 @@ from .ffn import use_repa_ffns
 from .linearize import check_convertible, linearize_ffns
 from .pointwise import plain_ratio
 from .record import make_foldable, record_conversion
-from .reparameterize import check_unconverted
+from ._reparameterize import check_unconverted
 from .report import ConversionReport
 
 __all__ = ['convert_to_repa']
 
+# arguments of the three conversions that convert_to_repa() passes on, by how one chooses the conversion
+_OWN_ARGS = ('model', 'idle_ratio', 'loader', 'anneal_steps', 'reparameterized')
+_ARGS = {
+    how: [name for name in inspect.signature(convert).parameters if name not in _OWN_ARGS]
+    for how, convert in {
+        'without calibration and anneal_steps': use_repa_ffns,
+        'with calibration': linearize_ffns,
+        'with anneal_steps': anneal_ffns,
+    }.items()
+}
 
-@torch.inference_mode(False)  # whose tensors could not be trained later
+
+@torch.inference_mode(False)  # inference tensors cannot be trained
 def convert_to_repa(
         model: nn.Module,
-        idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,
-        idle_schedule: str = 'constant',
-        bn_momentum: float = 0.1,
-        bn_eps: float = 1e-5,
+        idle_ratio: Union[float, Sequence[Optional[float]], None] = None,
         calibration: Optional[Iterable[Any]] = None,
-        anneal_steps: int = 0,
+        anneal_steps: Optional[int] = None,
         **kwargs,
-) -> Union[nn.Module, ConversionReport]:
-    """Turn a timm model into a RePaFormer, in place: from data, over a training, or for training from scratch.
+) -> ConversionReport:
+    """Convert the FFNs of a timm model to RePa FFNs, in place, in one of three ways.
 
-    With ``calibration``, from its own weights: every pointwise FFN becomes three small matrices fitted to the images,
-    so that the model computes nearly the same at once, see :func:`timm_rep.convert.linearize_ffns`. Its norms stay.
+    - To train, without ``calibration`` and ``anneal_steps``, as the RePaFormer paper (eq. 3): the FFNs get BatchNorms
+      and idle channels, so that the function changes and the model has to be trained; see
+      :func:`timm_rep.convert.use_repa_ffns`. All FFNs must be ``timm.layers.Mlp``.
+    - From data, with ``calibration``: each FFN is replaced by at most three small matrices fitted to the images, which
+      keeps the function approximately without training; see :func:`timm_rep.convert.linearize_ffns`.
+    - Annealed, with ``anneal_steps``: the first training step computes the original function, and the FFNs fold after
+      step ``anneal_steps``; see :func:`timm_rep.convert.anneal_ffns`.
 
-    With ``anneal_steps``, over the first steps of a training: the function is the pretrained model's in the first one,
-    see :func:`timm_rep.convert.anneal_ffns`, and folds after the last with ``model.reparameterize()``.
-
-    With neither, for training from scratch (eq. 3): the FFNs get BatchNorms, which fold afterwards in the same way. For
-    models whose FFNs are ``timm.layers.Mlp``: DeiT, DeiT-III, BEiT, CaiT, ConvNeXt, EVA without GLU, Swin, PoolFormer,
-    MLP-Mixer, ResMLP, MaxViT, Hiera and others. Existing weights are kept where they have a place: both linear layers,
-    layer scales, and the scale and shift of the norms, which become those of the BatchNorms. Idle channels and batch
-    statistics change the function, so the model has to be trained. Blocks keep their shortcuts, and a layer scale that
-    is a parameter of the block (BEiT, CaiT, ConvNeXt, EVA). Create optimizers after the conversion.
-
-    timm's save_for_hf() and ``timm_rep.export(model, 'folder')`` write the result as a ``repa_any``, folded or not, if
-    the model was created with ``timm.create_model`` of timm 1.0.31 or newer.
+    ``model.reparameterize()`` folds the result. timm's ``save_for_hf()`` and ``timm_rep.export(model, 'folder')`` write
+    it as a ``repa_any``, folded or not, if the model was created with ``timm.create_model`` of timm 1.0.31 or newer.
+    Create optimizers after the conversion.
 
     Args:
         model: timm model, not wrapped.
-        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; or one for each FFN,
-            with calibration or anneal_steps None for those that stay as they are.
-        idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
-            calibration or anneal_steps.
-        bn_momentum: Momentum of the BatchNorms, which calibration does not add.
-        bn_eps: Epsilon of the BatchNorms.
+        idle_ratio: Share of the hidden channels of each FFN that skip the activation, from 0 to 1 (default: 0.75); or
+            a sequence of one ratio per FFN. In a sequence, with calibration or anneal_steps, None keeps an FFN.
         calibration: Batches of images, a few hundred, preprocessed as for the model.
-        anneal_steps: Number of training steps over which the model changes; 0 to change it at once.
-        kwargs: Other arguments of :func:`timm_rep.convert.linearize_ffns` or :func:`timm_rep.convert.anneal_ffns`.
+        anneal_steps: Number of training steps over which the FFNs change.
+        kwargs: Arguments of the chosen function: ``idle_schedule``, ``bn_momentum``, ``bn_eps`` to train; ``macs``,
+            ``max_images``, ``ridge``, ``progress`` from data; ``norm``, ``anneal_schedule``, ``bn_momentum``,
+            ``bn_eps`` annealed.
 
     Returns:
-        The model, with a method ``reparameterize()``; with calibration the report of the conversion.
+        The report of the conversion.
 
     Raises:
-        TypeError: model is not a module, a batch has no images, or, with macs, the outputs hold no tensor.
-        ValueError: The model has no such FFN, or, for training from scratch, others beside them, such as GLUs,
-            which are named; it is wrapped (DDP, torch.compile, features_only) or a RePaFormer already; or idle_ratio or
-            idle_schedule is out of range. The model is unchanged.
+        TypeError: model is not a module, an argument belongs to another way, or as the chosen function.
+        ValueError: Both calibration and anneal_steps are given, or as the chosen function. The model is unchanged.
     """
-    if calibration is not None and anneal_steps:
-        raise ValueError('Convert either with calibration images or over anneal_steps of a training.')
-    if idle_schedule != 'constant' and (calibration is not None or anneal_steps):
-        raise ValueError(f"With calibration or anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
-    result = model
-    args = dict(idle_ratio=plain_ratio(idle_ratio), bn_momentum=bn_momentum, bn_eps=bn_eps)
-    if calibration is not None:
+    if calibration is not None and anneal_steps is not None:
+        raise ValueError('Expected either calibration or anneal_steps, but got both.')
+    to_train, from_data, annealed = _ARGS
+    chosen = from_data if calibration is not None else annealed if anneal_steps is not None else to_train
+    for name in kwargs:
+        if name not in _ARGS[chosen]:
+            ways = ' or '.join(how for how, names in _ARGS.items() if name in names)
+            raise TypeError(
+                f'{name} is an argument of convert_to_repa() {ways}, but got it {chosen}.' if ways
+                else f'convert_to_repa() got an unexpected keyword argument {name!r}')
+    if idle_ratio is not None:
+        kwargs['idle_ratio'] = plain_ratio(idle_ratio)
+    if chosen == from_data:
         names = [ffn.name for ffn in check_convertible(model)[0]]
-        result = linearize_ffns(model, calibration, idle_ratio, **kwargs)
-        args = _linearized_args(names, result)
-    elif anneal_steps:
-        args.update(anneal_steps=anneal_steps, **kwargs)
-        anneal_ffns(model, **args)
-    elif kwargs:
-        raise TypeError(f'{", ".join(kwargs)}: only with calibration or anneal_steps.')
+        report = linearize_ffns(model, calibration, **kwargs)
+        args = _linearized_args(names, report)
+    elif chosen == annealed:
+        report = anneal_ffns(model, anneal_steps, **kwargs)
+        args = _with_defaults(anneal_ffns, anneal_steps=anneal_steps, **kwargs)
     else:
         check_unconverted(model)
-        args.update(idle_schedule=idle_schedule)
-        use_repa_ffns(model, **args)
-        args.update(norm='batch')
+        report = use_repa_ffns(model, **kwargs)
+        args = dict(_with_defaults(use_repa_ffns, **kwargs), norm='batch')
     record_conversion(model, 'repa_any', **args)
     make_foldable(model)
-    return result
+    return report
+
+
+def _with_defaults(convert, **kwargs) -> Dict[str, Any]:
+    defaults = {
+        name: p.default for name, p in inspect.signature(convert).parameters.items()
+        if p.default is not p.empty and name != 'reparameterized'}
+    return {**defaults, **kwargs}
 
 
 def _linearized_args(names: Sequence[str], report: ConversionReport) -> Dict[str, Any]:
-    """The arguments of ``repa_any`` for what a conversion from data made of the pointwise FFNs of these names."""
+    """Arguments of ``repa_any`` for a model whose pointwise FFNs, of these names, were converted from data."""
     converted = {ffn.name: ffn for ffn in report.ffns}
     found = [converted.get(name) for name in names]
     ratios = [ffn and _ratio(ffn.active_features, ffn.hidden_features) for ffn in found]

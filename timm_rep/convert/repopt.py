@@ -16,7 +16,7 @@ from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage
 
 from .linear_sums import LinearSum, find_linear_sums
 from .record import make_foldable, record_conversion, record_scales
-from .reparameterize import check_unconverted
+from ._reparameterize import check_unconverted
 
 __all__ = [
     'ConvertedSum',
@@ -60,7 +60,7 @@ class RepOptReport:
     def __str__(self) -> str:
         width = max(len(layer.name) for layer in self.layers)
         rows = [f'{layer.name:{width}}  {layer.block}: {" + ".join(layer.branches)}' for layer in self.layers]
-        return '\n'.join([*rows, *(f'{name} is as it was: it {reason}.' for name, reason in self.kept.items())])
+        return '\n'.join([*rows, *(f'kept {name}: {reason}' for name, reason in self.kept.items())])
 
 
 def _declarations(sums: List[LinearSum]) -> List[Csla]:

@@ -1,0 +1,86 @@
+"""convert_to_repa: three ways to convert, and which argument belongs to which."""
+import json
+
+import pytest
+import timm
+import torch
+
+import timm_rep
+from tests.convert.families import VIT
+from tests.helpers import images
+from timm_rep.convert import ConversionReport
+
+WAYS = {'to train': {}, 'from data': dict(calibration=[images(64, 32)]), 'annealed': dict(anneal_steps=3)}
+
+
+def vit():
+    torch.manual_seed(0)
+    return timm.create_model('vit_tiny_patch16_224', **VIT, num_classes=5)
+
+
+@pytest.mark.parametrize('way', WAYS)
+def test_every_way_converts_in_place_and_returns_a_report(way):
+    model = vit()
+    report = timm_rep.convert_to_repa(model, .5, **WAYS[way])
+    assert isinstance(report, ConversionReport)
+    assert [(ffn.name, ffn.hidden_features) for ffn in report.ffns] == [(f'blocks.{i}.mlp', 96) for i in range(2)]
+    assert report.kept == {}
+    assert (report.macs is None) == (way != 'from data')
+    assert json.loads(json.dumps(report.as_dict()))['ffns'][1]['name'] == 'blocks.1.mlp'
+    assert all(ffn.name in str(report) for ffn in report.ffns)
+    assert hasattr(model, 'reparameterize')
+
+
+@pytest.mark.parametrize('way', ['from data', 'annealed'])
+def test_ffns_without_a_ratio_are_kept(way):
+    model = vit()
+    mlp = model.blocks[1].mlp
+    report = timm_rep.convert_to_repa(model, [.5, None], **WAYS[way])
+    assert [ffn.name for ffn in report.ffns] == ['blocks.0.mlp']
+    assert list(report.kept) == ['blocks.1.mlp']
+    assert 'blocks.1.mlp' in str(report)
+    assert model.blocks[1].mlp is mlp
+
+
+# arguments of one or two ways, with a value that these take
+ARGS = {
+    'idle_schedule': ('linear', {'to train'}),
+    'bn_momentum': (.2, {'to train', 'annealed'}),
+    'bn_eps': (1e-3, {'to train', 'annealed'}),
+    'macs': (.9, {'from data'}),
+    'max_images': (64, {'from data'}),
+    'ridge': (1e-3, {'from data'}),
+    'progress': (False, {'from data'}),
+    'norm': ('keep', {'annealed'}),
+    'anneal_schedule': ('cosine', {'annealed'}),
+    'nonsense': (1, set()),
+    'reparameterized': (True, set()),
+}
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('arg', ARGS)
+def test_arguments_of_another_way_are_refused(arg, way):
+    model, (value, ways) = vit(), ARGS[arg]
+    before = repr(model)
+    if way in ways:
+        timm_rep.convert_to_repa(model, **WAYS[way], **{arg: value})
+        assert repr(model) != before
+        return
+    with pytest.raises(TypeError, match=arg) as error:
+        timm_rep.convert_to_repa(model, **WAYS[way], **{arg: value})
+    assert ('with calibration' in str(error.value).split(', but')[0]) == ('from data' in ways)
+    assert repr(model) == before
+
+
+@pytest.mark.parametrize('kwargs,message', [
+    (dict(calibration=[], anneal_steps=2), 'calibration or anneal_steps'),
+    (dict(anneal_steps=0), 'anneal_steps'),
+    (dict(calibration=[images(64, 32)], idle_ratio=.75, macs=.7), 'idle_ratio or macs'),
+])
+def test_contradictions(kwargs, message):
+    model = vit()
+    before = repr(model)
+    with pytest.raises(ValueError, match=message):
+        timm_rep.convert_to_repa(model, **kwargs)
+    assert repr(model) == before
