@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.helpers import SCRIPTS
+from tests.helpers import ROOT, SCRIPTS
 
 # torchao does not say which torch it needs
 try:
@@ -101,7 +101,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture
 def load_script(monkeypatch, tmp_path):
-    """Imports a script by its path in scripts/, without the suffix; its results go to a temporary folder."""
+    """Imports a script by its path in scripts/, or 'examples/NAME'; its results go to a temporary folder."""
     monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.setattr(importlib.import_module('report'), 'RESULTS', tmp_path / 'results')
 
@@ -109,7 +109,7 @@ def load_script(monkeypatch, tmp_path):
         folder, _, stem = name.rpartition('/')
         if folder in ('benchmarks', 'procedures', 'tools'):  # packages
             return importlib.import_module(f'{folder}.{stem}')
-        monkeypatch.syspath_prepend(SCRIPTS / folder)
+        monkeypatch.syspath_prepend((ROOT if folder == 'examples' else SCRIPTS) / folder)
         return importlib.import_module(stem)
 
     return load
@@ -117,11 +117,11 @@ def load_script(monkeypatch, tmp_path):
 
 @pytest.fixture
 def script(load_script, monkeypatch):
-    """Runs main() of a script, by its path in scripts/ without the suffix, with arguments of the command line."""
+    """Runs main() of a script, named as for ``load_script``, with arguments of the command line."""
 
     def run(name, *args):
         module = load_script(name)
-        monkeypatch.setattr(sys, 'argv', [str(SCRIPTS / f'{name}.py'), *map(str, args)])
+        monkeypatch.setattr(sys, 'argv', [f'{name}.py', *map(str, args)])
         return module.main()
 
     return run

@@ -1,4 +1,4 @@
-"""The section 'With other trainers' of scripts/examples/README.md: ``pytest -m clients``."""
+"""The section 'With other trainers' of examples/README.md: ``pytest -m clients``."""
 import re
 import subprocess
 import sys
@@ -8,12 +8,12 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import ROOT, SCRIPTS, relative
+from tests.helpers import ROOT, relative
 from timm_rep.optim import RepSGD
 
 pytestmark = pytest.mark.clients
 
-_, _, SECTION = (SCRIPTS / 'examples' / 'README.md').read_text().partition('\n## With other trainers\n')
+_, _, SECTION = (ROOT / 'examples' / 'README.md').read_text().partition('\n## With other trainers\n')
 EXAMPLES = dict(re.findall(r'^### (.+?)\n\n```python\n(.*?)^```$', SECTION, re.DOTALL | re.MULTILINE))
 LIBRARIES = {
     'Hugging Face Trainer': 'transformers', 'accelerate': 'accelerate', 'Lightning': 'lightning', 'fastai': 'fastai'}

@@ -12,7 +12,7 @@ from timm_rep.utils.profiling import time_passes
 
 from .timing import speedup, timing_columns
 
-sys.path.insert(0, str(Path(__file__).parents[1] / 'examples'))
+sys.path.insert(0, str(Path(__file__).parents[2] / 'examples'))
 
 __all__ = ['NETWORKS', 'dense']
 

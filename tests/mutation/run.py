@@ -5,8 +5,8 @@ The changes are in mutants.yaml. They are made in a copy of the tracked files, i
 that should notice them have to pass before the first one. A change is caught if one of its tests fails or hangs. The
 exit status is 1 if less than 95% are caught.
 
-    python scripts/mutants.py -o scripts/results/mutants.json
-    python scripts/mutants.py --only hub/
+    python tests/mutation/run.py -o tests/mutation/outcome.json
+    python tests/mutation/run.py --only hub/
 """
 import argparse
 import contextlib
@@ -25,14 +25,14 @@ from datetime import date
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
-os.environ['OMP_NUM_THREADS'] = '1'
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 import pytest
 import timm  # noqa: F401, for the forks
 import torch
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GOAL = 95.
 _LOG = 'pytest.txt'
 
@@ -74,7 +74,7 @@ def read_mutants(pattern: str = '') -> List[Mutant]:
     Raises:
         ValueError: One cannot be applied, or none matches.
     """
-    text = Path(__file__).with_suffix('.yaml').read_text(encoding='utf-8')
+    text = Path(__file__).with_name('mutants.yaml').read_text(encoding='utf-8')
     mutants = [Mutant(**fields) for fields in yaml.safe_load(text)]
     for mutant in mutants:
         mutant.apply(ROOT)
