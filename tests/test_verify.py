@@ -14,7 +14,7 @@ import timm_rep
 from tests.helpers import images, randomize_, same_weights, tiny
 from timm_rep.cli import main
 from timm_rep.layers import RePaMlp
-from timm_rep.verify import Verification, compare
+from timm_rep._verify import Verification, compare
 
 MODELS = [
     ('repa_deit_tiny', {}, 2),
@@ -239,7 +239,7 @@ class TestCommand:
             seen.append(x)
             return Verification(len(x), folded=1, folded_error=float(len(seen) - 1 == failing), tolerance=.5)
 
-        monkeypatch.setattr(sys.modules['timm_rep.verify'], 'verify', verify)
+        monkeypatch.setattr(sys.modules['timm_rep._verify'], 'verify', verify)
         assert main(['verify', 'repa_deit_tiny', '--data-dir', str(tmp_path), '--num-images', '3', *ARGS]) == status
         random, real = seen
         assert (random.shape, real.shape) == ((3, 3, 32, 32), (3, 3, 32, 32))

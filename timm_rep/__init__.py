@@ -10,7 +10,7 @@ from .hub import load_released
 from .init import calibrate_batchnorm, mimetic_init_, weight_select_init
 from .scales import Scales, attach_grad_mults
 from .search import hyper_search
-from .verify import verify
+from ._verify import verify
 from .version import __version__
 
 __all__ = [

@@ -21,7 +21,7 @@ from timm_rep.utils.profiling import (
     versions,
 )
 from timm_rep.utils.training import distil, evaluate
-from timm_rep.verify import check_finite, compare
+from timm_rep._verify import check_finite, compare
 
 __all__ = ['Accelerated', 'accelerate', 'check_output', 'measure', 'table', 'write_model']
 

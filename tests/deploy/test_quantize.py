@@ -13,7 +13,7 @@ import torch.nn as nn
 
 import timm_rep
 from tests.helpers import images, randomize_, relative, run, same_weights, tiny
-from timm_rep.deploy import BACKENDS, REPORT, Quantized, load_quantized, quantize_qat, quantized_files, read_report
+from timm_rep.deploy import BACKENDS, REPORT_NAME, Quantized, load_quantized, quantize_qat, quantized_files, read_report
 from timm_rep.utils.data import Images
 
 pytest.importorskip('torchao')
@@ -173,7 +173,7 @@ def test_report(model, quantized, calibration):
 
 def test_saved_and_loaded(quantized, tmp_path):
     quantized.save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['model.pt2', REPORT]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['model.pt2', REPORT_NAME]
     loaded = load_quantized(tmp_path)
     assert loaded.report == quantized.report
     x = images(4, seed=4)
@@ -193,14 +193,14 @@ def test_the_model_of_another_backend_goes(quantized, tmp_path):
     (tmp_path / 'model.onnx').write_text('exported')
     quantized.save(tmp_path)
     assert (tmp_path / 'model.onnx').read_text() == 'exported'
-    report = json.loads((tmp_path / REPORT).read_text())
-    (tmp_path / REPORT).write_text(json.dumps({**report, 'backend': 'onnxruntime'}))
+    report = json.loads((tmp_path / REPORT_NAME).read_text())
+    (tmp_path / REPORT_NAME).write_text(json.dumps({**report, 'backend': 'onnxruntime'}))
     (tmp_path / 'model.onnx.data').write_text('weights')
-    names = {'model.onnx', 'model.onnx.data', 'model.pt2', REPORT}
+    names = {'model.onnx', 'model.onnx.data', 'model.pt2', REPORT_NAME}
     assert {path.name for path in quantized_files(tmp_path)} == names
     quantized.save(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {'model.pt2', REPORT}
-    (tmp_path / REPORT).write_text('damaged')
+    assert {path.name for path in tmp_path.iterdir()} == {'model.pt2', REPORT_NAME}
+    (tmp_path / REPORT_NAME).write_text('damaged')
     quantized.save(tmp_path)
     assert read_report(tmp_path) == quantized.report
 

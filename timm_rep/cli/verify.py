@@ -25,7 +25,7 @@ def run(args) -> int:
     from timm_rep.utils.checkpoints import load_checkpoint
     from timm_rep.utils.data import read_images
     from timm_rep.utils.profiling import model_input_size
-    from timm_rep.verify import verify
+    from timm_rep._verify import verify
 
     torch.manual_seed(0)
     model = create_from(args)

@@ -18,15 +18,15 @@ from timm_rep.convert import folded_copy
 from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.data import Images, batch_images, batches_of, take_images
 from timm_rep.utils.training import distil, evaluate
-from timm_rep.verify import check_finite, compare
+from timm_rep._verify import check_finite, compare
 
-from .export import check_model
+from ._export import check_model
 from .program import Program
 from .report import (
     BACKENDS,
     CALIBRATORS,
-    MODELS,
-    REPORT,
+    MODEL_FILENAMES,
+    REPORT_NAME,
     Accuracy,
     QuantizationReport,
     model_files,
@@ -100,7 +100,7 @@ class Quantized(nn.Module):
         with contextlib.suppress(OSError, RuntimeError):  # there is no report, or it is damaged
             previous = model_files(folder, read_report(folder).backend)
         with replacing_files(folder) as draft:
-            self.program.write(draft / MODELS[self.report.backend])
+            self.program.write(draft / MODEL_FILENAMES[self.report.backend])
             write_report(draft, self.report)
             written = {path.name for path in draft.iterdir()}
         for path in previous:
@@ -120,11 +120,11 @@ def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
         RuntimeError: A file cannot be read.
     """
     folder = Path(folder)
-    if not (folder / REPORT).is_file():
-        raise FileNotFoundError(f'{str(folder)!r} holds no {REPORT}, expected a folder of a quantized model.')
+    if not (folder / REPORT_NAME).is_file():
+        raise FileNotFoundError(f'{str(folder)!r} holds no {REPORT_NAME}, expected a folder of a quantized model.')
     report = read_report(folder)
     _check_packages(report.backend)
-    return Quantized(_program(report.backend).read(folder / MODELS[report.backend]), report)
+    return Quantized(_program(report.backend).read(folder / MODEL_FILENAMES[report.backend]), report)
 
 
 def quantize_ptq(

@@ -11,15 +11,15 @@ from timm_rep.utils.files import COUNT, MAPPING, NUMBER, STRING, Kind, check_fie
 from timm_rep.utils.profiling import device_name, versions
 
 __all__ = [
-    'BACKENDS', 'CALIBRATORS', 'MODELS', 'REPORT', 'Accuracy', 'QuantizationReport', 'model_files', 'quantized_files',
+    'BACKENDS', 'CALIBRATORS', 'MODEL_FILENAMES', 'REPORT_NAME', 'Accuracy', 'QuantizationReport', 'model_files', 'quantized_files',
     'read_report', 'write_report',
 ]
 
-REPORT = 'quantization.json'
+REPORT_NAME = 'quantization.json'
 # packages that a backend needs beside torch; the calibrators are torchao's
 BACKENDS = {'inductor': ('torchao',), 'onnxruntime': ('onnx', 'onnxscript', 'onnxruntime', 'torchao')}
 # file of the quantized model, beside that of its report
-MODELS = {'inductor': 'model.pt2', 'onnxruntime': 'model.onnx'}
+MODEL_FILENAMES = {'inductor': 'model.pt2', 'onnxruntime': 'model.onnx'}
 CALIBRATORS = ('minmax', 'entropy', 'percentile')
 
 _BOOL = Kind('true or false', lambda value: isinstance(value, bool))
@@ -90,7 +90,7 @@ class QuantizationReport:
 
 def model_files(folder: Path, backend: str) -> List[Path]:
     """The file of a backend's model in a folder, and that of its weights, which exists only if they are large."""
-    return [folder / MODELS[backend], folder / f'{MODELS[backend]}.data']
+    return [folder / MODEL_FILENAMES[backend], folder / f'{MODEL_FILENAMES[backend]}.data']
 
 
 def quantized_files(folder: Path) -> List[Path]:
@@ -99,18 +99,18 @@ def quantized_files(folder: Path) -> List[Path]:
     Raises:
         RuntimeError: The report cannot be read.
     """
-    if not (folder / REPORT).is_file():
+    if not (folder / REPORT_NAME).is_file():
         return []
     model, *_ = model_files(folder, read_report(folder).backend)
-    others = [path for backend in MODELS for path in model_files(folder, backend) if path.is_file()]
-    return list(dict.fromkeys([folder / REPORT, model, *others]))
+    others = [path for backend in MODEL_FILENAMES for path in model_files(folder, backend) if path.is_file()]
+    return list(dict.fromkeys([folder / REPORT_NAME, model, *others]))
 
 
 def write_report(folder: Path, report: QuantizationReport) -> None:
     """Write quantization.json, with machine and versions."""
     packages = {name: importlib.metadata.version(name) for name in BACKENDS[report.backend]}
     content = dict(asdict(report), machine=device_name(torch.device('cpu')), versions={**versions(), **packages})
-    (folder / REPORT).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+    (folder / REPORT_NAME).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
 
 
 def read_report(folder: Path) -> QuantizationReport:
@@ -120,8 +120,8 @@ def read_report(folder: Path) -> QuantizationReport:
         OSError: There is no such file.
         RuntimeError: It is not a file of :func:`write_report`.
     """
-    source = repr(str(folder / REPORT))
-    content = dict(check_fields(read_json(folder / REPORT), source, {
+    source = repr(str(folder / REPORT_NAME))
+    content = dict(check_fields(read_json(folder / REPORT_NAME), source, {
         'backend': one_of(*BACKENDS), 'per_channel': _BOOL, 'calibrator': one_of(*CALIBRATORS), 'percentile': NUMBER,
         'images': COUNT, 'qat_epochs': COUNT, 'input_size': list_of(COUNT, 3), 'int8': list_of(STRING),
         'float': MAPPING, 'relative_rms': NUMBER,

@@ -5,7 +5,7 @@ from typing import Any, Mapping, Tuple, Union
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from timm_rep.deploy import MODELS, REPORT, quantized_files, read_report
+from timm_rep.deploy import MODEL_FILENAMES, REPORT_NAME, quantized_files, read_report
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.files import COUNT, MAPPING, check_fields, read_text
 
@@ -51,8 +51,8 @@ _FILES = {
     TRAIN: "recipe for `--config` of timm's `train.py`",
     METRICS: 'figures of this card, with machine, versions and dates',
     PREDICTIONS: 'predictions for a sample of the validation images',
-    REPORT: 'how the int8 form was quantized, and what runs in int8',
-    **dict.fromkeys(MODELS.values(), 'the int8 form, folded'),
+    REPORT_NAME: 'how the int8 form was quantized, and what runs in int8',
+    **dict.fromkeys(MODEL_FILENAMES.values(), 'the int8 form, folded'),
     CONFIG: "configuration in timm's format, with the sha256 of the other files",
 }
 

@@ -14,7 +14,7 @@ from timm_rep.convert import folded_copy
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, foldable_layers
 from timm_rep.utils.atomic import check_writable, locking_folder, replacing_files
 from timm_rep.utils.profiling import model_input_size
-from timm_rep.verify import Difference, check_finite, compare
+from timm_rep._verify import Difference, check_finite, compare
 
 from .formats import FORMATS, Format, check_format
 from .verification import read_verifications, write_verification
