@@ -208,6 +208,11 @@ class PointwiseFfn:
         return _chain(self.module, self._names.last)[0]
 
     @property
+    def output_layer(self) -> nn.Module:
+        """The layer whose output is y."""
+        return _chain(self.module, self._names.last)[-1]
+
+    @property
     def act_name(self) -> str:
         """Name of the activation in the module."""
         return self._names.act
@@ -295,6 +300,14 @@ class PointwiseFfn:
             use_conv=self.use_conv,
             **{'device': like.device, 'dtype': like.dtype, **dd},
         )
+        return self.around(deploy)
+
+    def around(self, deploy: nn.Module) -> nn.Module:
+        """The module that takes the place of the FFN, given the part between the layers that are kept.
+
+        Args:
+            deploy: Map of u to y.
+        """
         if self._inline:
             return self._block_with(deploy)
         if self._names.before or self._names.after:
