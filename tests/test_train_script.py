@@ -103,7 +103,7 @@ def test_multipliers_change_the_weights(opt, plain):
     theirs = Run(plain).train(range(4)).model
     assert relative(ours.stages[1][1].conv.weight, theirs.stages[1][1].conv.weight) > 1e-5
     timm_rep.attach_grad_mults(ours, None)
-    with pytest.raises(ValueError, match='no parameter with a GradMult'):
+    with pytest.raises(ValueError, match='GradMult'):
         create_optimizer_v2(ours, opt=opt, lr=.1)
 
 

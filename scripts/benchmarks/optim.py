@@ -6,7 +6,6 @@ import torch
 
 import timm_rep
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult
-from timm_rep.optim._triton import use_triton
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import time_calls
 
@@ -76,19 +75,6 @@ def on_device(device: torch.device, step) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def check_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """
-    Raises:
-        RuntimeError: A kernel with a GradMult is not updated by Triton, so that the side would be another one.
-    """
-    for group in optimizer.param_groups:
-        for param in group['params']:
-            if get_grad_mult(param) is not None and not use_triton(param, [param.grad], group):
-                raise RuntimeError(
-                    f'Triton does not update a kernel of shape {tuple(param.shape)} on {param.device}, see the warning '
-                    'above: install a working Triton, or measure without fused=True.')
-
-
 def optim(args):
     """Step of RepSGD and RepAdamW and of torch's SGD and AdamW, on RepOpt-VGG-B1 by default.
 
@@ -127,7 +113,6 @@ def optim(args):
         columns = timing_columns(times)
         alone = {}
         if args.device.type == 'cuda':
-            check_kernels(optimizers['ours, fused'])
             rounds = [{form: on_device(args.device, step) for form, step in steps.items()} for _ in range(15)]
             alone = {form: [seconds[form] for seconds in rounds] for form in steps}
         # of the last form

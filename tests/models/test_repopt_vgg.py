@@ -180,7 +180,7 @@ def test_forms_of_scales(tmp_path):
     torch.testing.assert_close(dense(scales.mean_over_channels())[:, :, 0, 0], torch.full((24, 24), mean))
     plain = tiny(scales=False)
     assert all(get_grad_mult(p) is None for p in plain.parameters())
-    with pytest.raises(ValueError, match='no parameter with a GradMult'):
+    with pytest.raises(ValueError, match='GradMult'):
         create_optimizer_v2(plain, opt='repsgd', lr=.1)
     assert create_optimizer_v2(plain, opt='repsgd', lr=.1, strict=False)
     assert all(get_grad_mult(p) is None for p in RepOptVgg(**TINY, scales=None).parameters())
@@ -346,7 +346,7 @@ def test_config_leaves_scales_of_this_machine_out(tmp_path):
         save_for_hf(tiny(scales=scales, strides=(2, 2, 2, 2, 1)), tmp_path / 'hub')
         again = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True)
         assert again.feature_info[-1]['reduction'] == 16
-        with pytest.raises(ValueError, match='no parameter with a GradMult'):
+        with pytest.raises(ValueError, match='GradMult'):
             create_optimizer_v2(again, opt='repsgd', lr=.1)
     assert tiny(scales='ones')._model_args['scales'] == 'ones'
     # a later version may have searched scales where this one has none
@@ -701,7 +701,7 @@ def test_saved_scales_are_the_attached_ones(tmp_path):
             for a, b in zip(csla_layers(model).values(), csla_layers(again).values()):
                 assert torch.equal(a.grad_mult.dense('squared'), b.grad_mult.dense('squared'))
         else:
-            with pytest.raises(ValueError, match='no parameter with a GradMult'):
+            with pytest.raises(ValueError, match='GradMult'):
                 RepSGD(again.parameters(), lr=.1)
     search = randomize_(tiny(structure='search', scales=random_scales(tiny())))
     timm.models.save_for_hf(search, tmp_path, safe_serialization=True)

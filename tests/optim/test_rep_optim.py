@@ -1,5 +1,6 @@
 import copy
 import importlib
+import inspect
 import pickle
 import sys
 import types
@@ -17,7 +18,7 @@ import timm_rep.optim._chunks as chunks
 from tests.helpers import relative
 from tests.reference.rep_optim import sgd
 from timm_rep.layers import ConvBranch, Csla, CslaConv2d, IdentityBranch
-from timm_rep.optim import BranchScale, GradMult, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
+from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult, rep_optim, set_grad_mult
 
 PAIRS = [(RepSGD, torch.optim.SGD), (RepAdamW, torch.optim.AdamW)]
 SGD_ARGS = [
@@ -66,11 +67,17 @@ def backward(model, dtype=torch.float32, seed=0):
     return loss
 
 
+@pytest.fixture(params=['in chunks', 'as a list'])
+def form(request, monkeypatch):
+    """The form of the update: several chunks a parameter, the last one smaller; or lists, as on a GPU."""
+    monkeypatch.setattr(chunks, '_CHUNK_BYTES', 2000)
+    monkeypatch.setattr(rep_optim, 'in_chunks', lambda param: request.param == 'in chunks')
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('channels_last', [False, True])
 @pytest.mark.parametrize('kwargs', SGD_ARGS, ids=str)
-def test_sgd_against_reference(kwargs, channels_last, dtype, monkeypatch):
-    monkeypatch.setattr(chunks, '_CHUNK_BYTES', 2000)  # several chunks a parameter, the last one smaller
+def test_sgd_against_reference(kwargs, channels_last, dtype, form):
     model = net(dtype)
     model = model.to(memory_format=torch.channels_last) if channels_last else model
     params = list(model.parameters())
@@ -91,9 +98,8 @@ def test_sgd_against_reference(kwargs, channels_last, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize('kwargs', ADAMW_ARGS, ids=str)
-def test_adamw_against_torch(kwargs, monkeypatch):
+def test_adamw_against_torch(kwargs, form):
     """The update is that of torch's AdamW without weight decay, times the multiplier."""
-    monkeypatch.setattr(chunks, '_CHUNK_BYTES', 2000)
     model = net(torch.float64)
     params = list(model.parameters())
     mults = [m.dense('absolute', torch.float64) if (m := get_grad_mult(p)) else torch.ones(()) for p in params]
@@ -236,9 +242,16 @@ def test_layers_do_not_import_optimizers():
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
+def test_signature_is_that_of_torch(rep, plain):
+    ours, torchs = (inspect.signature(cls).parameters for cls in (rep, plain))
+    assert {n: p.default for n, p in ours.items() if n != 'strict'} == {
+        n: p.default for n, p in torchs.items() if n not in ('differentiable', 'decoupled_weight_decay')}
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
 def test_refusals(rep, plain):
     name = rep.__name__
-    with pytest.raises(ValueError, match=rf'{name}.*no parameter with a GradMult.*attach_grad_mults.*strict=False'):
+    with pytest.raises(ValueError, match=rf'{name}.*attach_grad_mults.*strict=False'):
         rep(timm.create_model('test_resnet').parameters(), lr=.1)
     param = nn.Parameter(torch.zeros(8, 8, 3, 3))
     set_grad_mult(param, csla().grad_mult(scales()))
@@ -264,7 +277,7 @@ def test_a_flattened_parameter_is_refused(rep, plain):
     params[1].data = params[1].data.flatten()[:100]
     for param in params:
         param.grad = torch.ones_like(param)
-    with pytest.raises(ValueError, match=r'shape \(100,\).*of shape \(8, 8, 3, 3\).*fully_shard'):
+    with pytest.raises(ValueError, match=r'\(8, 8, 3, 3\).*\(100,\).*fully_shard'):
         optimizer.step()
     assert torch.equal(params[0], torch.ones(8, 8, 3, 3))
     assert not optimizer.state
@@ -293,7 +306,9 @@ def test_low_precision_parameters(rep, plain, dtype):
 
 def ones(param):
     """Attach a multiplier of ones, with which the optimizer agrees with torch's."""
-    set_grad_mult(param, GradMult(param.shape, [BranchScale((3, 3), torch.ones(param.shape[0]))]))
+    rows, columns = param.shape[:2]
+    if rows:
+        set_grad_mult(param, Csla(columns, rows, (ConvBranch(3),)).grad_mult({'conv3x3': torch.ones(rows)}))
     return param
 
 
@@ -357,8 +372,7 @@ def test_copies_step_where_graphs_may_be_captured(monkeypatch):
 @pytest.mark.parametrize('rep,plain', PAIRS)
 def test_an_empty_shard(rep, plain):
     """A process has one of a kernel with fewer rows than there are processes."""
-    for device in ('cpu', 'meta'):
-        assert list(chunks.row_chunks(torch.empty(0, 4, 3, 3, device=device))) == []
+    assert list(chunks.row_chunks(torch.empty(0, 4, 3, 3))) == []
     params = [ones(nn.Parameter(torch.ones(rows, 4, 3, 3))) for rows in (2, 0)]
     set_grad_mult(params[1], get_grad_mult(params[0]).rows(2, 2))
     for param in params:
@@ -387,8 +401,8 @@ def test_a_multiplier_out_of_range_changes_nothing(rep, plain):
     for scale, dtype, match in ((1e30, torch.float32, 'float32'), (1e5, torch.float16, 'float16')):
         # the sum of absolute values has a larger range than the sum of squares
         scale = scale if rep is RepSGD else scale ** 2
-        terms = [BranchScale((3, 3), torch.full((4,), scale, dtype=torch.float64))]
-        set_grad_mult(params[1], GradMult((4, 4, 3, 3), terms))
+        conv3x3 = torch.full((4,), scale, dtype=torch.float64)
+        set_grad_mult(params[1], Csla(4, 4, (ConvBranch(3),)).grad_mult({'conv3x3': conv3x3}))
         for param in params:
             param.data = torch.ones_like(param, dtype=dtype)
             param.grad = torch.ones_like(param)
@@ -419,7 +433,7 @@ def test_a_refused_gradient_changes_nothing(rep, plain):
         assert not torch.equal(embedding.weight, before)
         params[1].grad = params[1].grad.to_dense()
         optimizer = rep([*params, embedding.weight], lr=.1, fused=True)
-        with pytest.raises(RuntimeError, match='with fused=True needs dense gradients, got a sparse one'):
+        with pytest.raises(RuntimeError, match=r'fused=True.*sparse'):
             optimizer.step()
         assert all(torch.equal(p, torch.ones_like(p)) for p in params)
     else:
@@ -430,7 +444,7 @@ def test_a_refused_gradient_changes_nothing(rep, plain):
 def test_options_that_are_not_for_them():
     param = ones(nn.Parameter(torch.ones(4, 4, 3, 3)))
     for rep in (RepSGD, RepAdamW):
-        with pytest.raises(ValueError, match='differentiable'):
+        with pytest.raises(TypeError, match='differentiable'):
             rep([param], lr=.1, differentiable=True)
         optimizer = rep([param], lr=.1)
         with pytest.raises(ValueError, match='differentiable'):
@@ -477,12 +491,6 @@ class TestMultiplierStaysAttached:
     def test_vectors_are_compact(self):
         """O(channels), made once for each device and dtype."""
         mult = csla(64).grad_mult(scales(64))
-        assert mult.table('squared', torch.device('cpu')).numel() == 10 * 64
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            assert mult.table('absolute', torch.device('cpu')).dtype == torch.float32
-        finally:
-            torch.set_default_dtype(torch.float32)
         vectors = mult.vectors('squared', torch.device('cpu'), torch.float32)
         assert sum(v.numel() for _, v, _ in vectors) == 3 * 64
         assert mult.vectors('squared', torch.device('cpu'), torch.float32) is vectors

@@ -18,7 +18,7 @@ CARD = Path(packaged.__file__).with_name('README.md')
 def multipliers(model):
     """What the GradMults are made of, by layer."""
     return {
-        name: [(size, scale.tolist(), diagonal) for size, scale, diagonal in layer.grad_mult.terms]
+        name: (layer.csla.branches, {branch: scale.tolist() for branch, scale in layer.grad_mult.scales.items()})
         for name, layer in csla_layers(model).items()
     }
 

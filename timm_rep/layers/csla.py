@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .grad_mult import BranchScale, GradMult
+from .grad_mult import GradMult
 
 __all__ = ['ConvBranch', 'Csla', 'IdentityBranch']
 
@@ -191,13 +191,7 @@ class Csla:
         Raises:
             ValueError: A scale is missing, has another shape or is not finite.
         """
-        scales = self.check_scales(scales)
-        return GradMult(self.kernel_shape, [
-            BranchScale(branch.kernel_size, scales[branch.name])
-            if isinstance(branch, ConvBranch) else
-            BranchScale(branch.kernel_size, torch.ones(self.out_channels, device='cpu'), True)
-            for branch in self.branches
-        ])
+        return GradMult(self, scales)
 
     def kernel(self, weights: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The kernel of the one convolution that equals the block (eq. 4), differentiable.

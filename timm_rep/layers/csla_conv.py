@@ -55,7 +55,10 @@ class CslaConv2d(nn.Conv2d):
             ValueError: A scale is missing, has another shape or is not finite, or the weight is not a parameter.
         """
         self.check_weight()
+        old = self.grad_mult
         set_grad_mult(self.weight, None if scales is None else self.csla.grad_mult(scales))
+        if old is not None and old.layers is not None:
+            old.layers.pop(old.name, None)
 
     def check_weight(self) -> None:
         """Make sure that the weight is a parameter, which can have a multiplier.
@@ -116,6 +119,8 @@ class CslaConv2d(nn.Conv2d):
         grad_mult = state.pop('_grad_mult')
         super().__setstate__(state)
         self._restore_grad_mult(grad_mult)
+        if grad_mult is not None and grad_mult.layers is not None:
+            grad_mult.layers.setdefault(grad_mult.name, self)
 
 
 class CslaBlock(nn.Module):

@@ -2,26 +2,40 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), equation 3 and appendix A.
 """
-from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
+import weakref
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Tuple
 
 import torch
+import torch.nn as nn
 
-__all__ = ['BranchScale', 'GradMult', 'get_grad_mult', 'set_grad_mult', 'to_local']
+if TYPE_CHECKING:
+    from .csla import Csla
+
+__all__ = ['GradMult', 'MultipliedLayers', 'get_grad_mult', 'set_grad_mult', 'to_local']
 
 _ATTRIBUTE = 'grad_mult'
 
+# kernel size, multiplier of each output channel (out_channels, 1, 1, 1), whether only the diagonal is reached
+Region = Tuple[Tuple[int, int], torch.Tensor, bool]
 
-class BranchScale(NamedTuple):
-    """One branch of a block, as its multiplier needs it.
 
-    Attributes:
-        kernel_size: (height, width) of the branch's kernel, centred in the target's kernel.
-        scale: Constant scale of each output channel, signed, (out_channels,).
-        diagonal: Whether the branch reaches only the entries from a channel to itself, as an identity branch does.
+class MultipliedLayers(weakref.WeakValueDictionary):
+    """Target operators of a model that were given a GradMult together, by name.
+
+    The optimizers compare these layers with the parameters they are given. The layers are not kept alive. A copied or
+    unpickled model gets an empty mapping, to which its layers add themselves.
     """
-    kernel_size: Tuple[int, int]
-    scale: torch.Tensor
-    diagonal: bool = False
+
+    def add(self, name: str, layer: nn.Module) -> None:
+        """Add a layer whose weight has a GradMult."""
+        self[name] = layer
+        layer.grad_mult.name, layer.grad_mult.layers = name, self
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def __deepcopy__(self, memo):
+        return type(self)()
 
 
 class GradMult:
@@ -38,56 +52,50 @@ class GradMult:
 
     The scales stay on the CPU in their own dtype, whatever happens to the parameter. The sums are computed in float64
     and cached for each device and dtype; the cache is not pickled or copied.
-    """
 
-    def __init__(self, shape: Iterable[int], terms: Iterable[BranchScale], row_offset: int = 0):
+    Attributes:
+        name: Name of the layer in ``layers``.
+        layers: Layers that were given a GradMult together by :func:`timm_rep.attach_grad_mults`, None if there are
+            none.
+    """
+    name: str = ''
+    layers: Optional[MultipliedLayers] = None
+
+    def __init__(self, csla: 'Csla', scales: Mapping[str, torch.Tensor], rows: slice = slice(None)):
         """
         Args:
-            shape: (out_channels, in_channels / groups, height, width) of the kernel.
-            terms: The branches, at least one. Their scales are copied.
-            row_offset: Index of the first row of a shard within the whole kernel; the diagonal depends on it.
+            csla: Branches of the block.
+            scales: Constant scale of each conv branch, signed, (out_channels,). The values are copied.
+            rows: Rows of the kernel that this multiplier is for, all by default. A shard on dim 0 has fewer.
 
         Raises:
-            ValueError: There is no term, a term does not fit the shape, or a scale is not finite.
+            ValueError: A scale is missing, has another shape or is not finite.
         """
-        self.shape = tuple(shape)
-        self.row_offset = row_offset
-        self.terms: List[BranchScale] = []
-        for term in terms:
-            scale = term.scale.detach().to('cpu', copy=True)
-            fits = len(self.shape) == 4 and all(
-                0 < part <= whole and (whole - part) % 2 == 0 for part, whole in zip(term.kernel_size, self.shape[2:]))
-            if not fits or scale.shape != self.shape[:1]:
-                raise ValueError(
-                    f'A branch with kernel {tuple(term.kernel_size)} and {tuple(scale.shape)} scales does not fit a '
-                    f'kernel of shape {self.shape}: it needs one scale for each output channel, and a kernel that can '
-                    'be centred in it.')
+        self.csla = csla
+        self.start, self.stop, _ = rows.indices(csla.out_channels)
+        self.scales = {name: scale.to('cpu', copy=True) for name, scale in csla.check_scales(scales).items()}
+        for name, scale in self.scales.items():
             if not scale.isfinite().all():
-                raise ValueError(f'The scales of the branch with kernel {tuple(term.kernel_size)} are not all finite.')
-            self.terms.append(BranchScale(tuple(term.kernel_size), scale, term.diagonal))
-        if not self.terms:
-            raise ValueError('A GradMult needs at least one term: without any nothing would be trained.')
-        self._cache: Dict[tuple, list] = {}
+                raise ValueError(f'The scales of the branch {name!r} must be finite.')
+        self._cache: Dict[tuple, List[Region]] = {}
 
     def __repr__(self) -> str:
-        terms = ', '.join(f'{h}x{w}{" diagonal" if diagonal else ""}' for (h, w), _, diagonal in self.terms)
-        return f'{type(self).__name__}(shape={self.shape}, terms=[{terms}])'
+        return f'{type(self).__name__}(shape={self.shape}, branches={[branch.name for branch in self.csla.branches]})'
 
     def __getstate__(self):
         return {**self.__dict__, '_cache': {}}
 
-    def rows(self, start: int, stop: int) -> 'GradMult':
-        """The multiplier of the rows ``start:stop`` of the kernel, as a shard on dim 0 needs it."""
-        terms = [term._replace(scale=term.scale[start:stop]) for term in self.terms]
-        return GradMult((len(terms[0].scale), *self.shape[1:]), terms, self.row_offset + start)
+    @property
+    def shape(self) -> Tuple[int, int, int, int]:
+        """Shape of the kernel, or of its rows: (rows, in_channels / groups, height, width)."""
+        return (self.stop - self.start, *self.csla.kernel_shape[1:])
 
-    def vectors(
-            self,
-            rule: str,
-            device: torch.device,
-            dtype: torch.dtype,
-    ) -> List[Tuple[Tuple[int, int], torch.Tensor, bool]]:
-        """The summed multipliers of each region of the kernel, cached.
+    def rows(self, start: int, stop: int) -> 'GradMult':
+        """The multiplier of the rows ``start:stop`` of the kernel, for a shard on dim 0."""
+        return GradMult(self.csla, self.scales, slice(self.start + start, self.start + stop))
+
+    def vectors(self, rule: str, device: torch.device, dtype: torch.dtype) -> List[Region]:
+        """The summed multipliers of each region of the whole kernel, cached.
 
         Args:
             rule: 'squared' or 'absolute'.
@@ -104,11 +112,13 @@ class GradMult:
         key = (rule, device, dtype)
         if key not in self._cache:
             power = {'squared': torch.square, 'absolute': torch.abs}[rule]
-            regions = {}
-            for kernel_size, scale, diagonal in self.terms:
-                region = (diagonal, kernel_size)
+            regions: Dict[Tuple[bool, Tuple[int, int]], torch.Tensor] = {}
+            for branch in self.csla.branches:
+                diagonal = branch.name not in self.scales  # an identity branch, whose constant scale is 1
+                scale = torch.ones(self.csla.out_channels, device='cpu') if diagonal else self.scales[branch.name]
+                region = (diagonal, branch.kernel_size)
                 regions[region] = regions.get(region, 0) + power(scale.double())
-            largest = max((x.max().item() for x in regions.values() if x.numel()), default=0.)
+            largest = max(x.max().item() for x in regions.values())
             if largest > torch.finfo(dtype).max:
                 raise OverflowError(
                     f'The multiplier of a kernel of shape {self.shape} reaches {largest:.3g}, which exceeds the range '
@@ -119,30 +129,6 @@ class GradMult:
                 for diagonal, kernel_size in ordered
             ]
         return self._cache[key]
-
-    def table(self, rule: str, device: torch.device) -> torch.Tensor:
-        """The summed multipliers by position in the window, for a kernel on a GPU, cached.
-
-        Args:
-            rule: 'squared' or 'absolute'.
-            device: Device of the table.
-
-        Returns:
-            (out_channels, height * width + 1), float32: a multiplier for each position, and last what the entry on the
-            diagonal has in addition.
-        """
-        key = ('table', rule, device)
-        if key not in self._cache:
-            height, width = self.shape[2:]
-            table = torch.zeros(self.shape[0], height * width + 1, dtype=torch.float32, device='cpu')
-            window = table[:, :-1].unflatten(1, (height, width))
-            for (h, w), vector, diagonal in self.vectors(rule, torch.device('cpu'), torch.float32):
-                if diagonal:
-                    table[:, -1] += vector[:, 0, 0, 0]
-                else:
-                    window[:, (height - h) // 2:(height + h) // 2, (width - w) // 2:(width + w) // 2] += vector[..., 0]
-            self._cache[key] = [table.to(device)]
-        return self._cache[key][0]
 
     def multiply(
             self,
@@ -164,7 +150,7 @@ class GradMult:
         """
         out = torch.empty_like(x) if out is None else out
         (kernel_size, vector, diagonal), *others = regions = self._rows_of_vectors(x, rule, start)
-        if kernel_size == self.shape[2:] and not diagonal:
+        if kernel_size == self.csla.kernel_size and not diagonal:
             torch.mul(x, vector, out=out)
             self._add_regions(out, x, others, start)
         else:
@@ -175,24 +161,26 @@ class GradMult:
         """Add ``x`` times the multiplier's rows from ``start`` on to ``target``, in place; arguments of multiply()."""
         self._add_regions(target, x, self._rows_of_vectors(x, rule, start), start)
 
-    def _rows_of_vectors(self, x: torch.Tensor, rule: str, start: int) -> List[tuple]:
-        stop = start + x.shape[0]
-        return [(size, vector[start:stop], diagonal)
+    def _rows_of_vectors(self, x: torch.Tensor, rule: str, start: int) -> List[Region]:
+        first = self.start + start
+        return [(size, vector[first:first + x.shape[0]], diagonal)
                 for size, vector, diagonal in self.vectors(rule, x.device, x.dtype)]
 
-    def _add_regions(self, target: torch.Tensor, x: torch.Tensor, regions: List[tuple], start: int) -> None:
-        for kernel_size, vector, diagonal in regions:
+    def _add_regions(self, target: torch.Tensor, x: torch.Tensor, regions: List[Region], start: int) -> None:
+        (height, width), first = self.csla.kernel_size, self.start + start
+        for (h, w), vector, diagonal in regions:
             if diagonal:
-                centre, first = (..., self.shape[2] // 2, self.shape[3] // 2), self.row_offset + start
-                if first + x.shape[0] <= self.shape[1]:
+                centre = (..., height // 2, width // 2)
+                if first + x.shape[0] <= x.shape[1]:
                     target[centre].diagonal(first).addcmul_(x[centre].diagonal(first), vector[:, 0, 0, 0])
                 else:  # the diagonal of a grouped kernel starts again in each group
                     rows = torch.arange(x.shape[0], device=x.device)
-                    entries = rows, (rows + first) % self.shape[1]
+                    entries = rows, (rows + first) % x.shape[1]
                     target[centre][entries] += x[centre][entries] * vector[:, 0, 0, 0]
             else:
-                region = (..., *(slice((w - k) // 2, (w + k) // 2) for w, k in zip(self.shape[2:], kernel_size)))
-                target[region].addcmul_(x[region], vector)
+                rows, columns = (slice((whole - part) // 2, (whole + part) // 2)
+                                 for whole, part in ((height, h), (width, w)))
+                target[..., rows, columns].addcmul_(x[..., rows, columns], vector)
 
     def dense(self, rule: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The multiplier of every entry, of the kernel's shape, on the CPU; for inspection only."""
@@ -203,7 +191,7 @@ def set_grad_mult(param: torch.Tensor, grad_mult: Optional[GradMult]) -> None:
     """Attach a multiplier to a parameter, where RepSGD and RepAdamW find it.
 
     Args:
-        param: A convolution kernel. A shard on dim 0 (a DTensor, as FSDP2 makes them) gets the multiplier's rows.
+        param: A convolution kernel. A shard on dim 0 (a DTensor of FSDP2) gets the multiplier's rows.
         grad_mult: Multiplier of the whole kernel; None removes the attached one.
 
     Raises:
@@ -211,7 +199,7 @@ def set_grad_mult(param: torch.Tensor, grad_mult: Optional[GradMult]) -> None:
     """
     if grad_mult is not None and tuple(param.shape) != grad_mult.shape:
         raise ValueError(
-            f'A GradMult for the shape {grad_mult.shape} does not fit a parameter of shape {tuple(param.shape)}.')
+            f'Expected a GradMult of shape {tuple(param.shape)}, the shape of the parameter, but got {grad_mult}.')
     if grad_mult is not None and to_local(param) is not param:
         grad_mult = _rows_of_shard(param, grad_mult)
     setattr(param, _ATTRIBUTE, grad_mult)
@@ -224,17 +212,19 @@ def get_grad_mult(param: torch.Tensor) -> Optional[GradMult]:
 
 def to_local(x: torch.Tensor) -> torch.Tensor:
     """The shard of a DTensor that this process holds; any other tensor itself."""
-    if type(x) in (torch.Tensor, torch.nn.Parameter):
+    if type(x) in (torch.Tensor, nn.Parameter):
         return x
     return x.to_local() if hasattr(x, 'to_local') else x
 
 
 def _rows_of_shard(param: torch.Tensor, grad_mult: GradMult) -> GradMult:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    if tuple(shape[1:]) != grad_mult.shape[1:]:
+    sharded = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
+    if len(sharded) > 1 or not all(param.placements[dim].is_shard(0) for dim in sharded):
         raise ValueError(
-            f'A GradMult needs a kernel that is sharded on dim 0; this one of shape {tuple(param.shape)} has the '
-            f'placements {param.placements}.')
-    return grad_mult.rows(offset[0], offset[0] + shape[0])
+            f'A GradMult needs a kernel sharded on dim 0 over one dim of the mesh, but one of shape '
+            f'{tuple(param.shape)} has the placements {param.placements}.')
+    start, rows = 0, param.to_local().shape[0]
+    for dim in sharded:  # as torch.chunk() splits, so that only the last shards are smaller
+        in_each = -(-param.shape[0] // param.device_mesh.size(dim))
+        start = min(in_each * param.device_mesh.get_local_rank(dim), param.shape[0])
+    return grad_mult.rows(start, start + rows)

@@ -3,20 +3,25 @@ from typing import Iterator
 
 import torch
 
-__all__ = ['Scratch', 'flat', 'is_dense', 'match_strides', 'row_chunks', 'use_fused']
+__all__ = ['Scratch', 'flat', 'in_chunks', 'is_dense', 'match_strides', 'row_chunks', 'use_fused']
 
 _CHUNK_BYTES = 4 << 20
 
 
+def in_chunks(param: torch.Tensor) -> bool:
+    """Whether a parameter is updated in chunks, which pays for kernels above the size of a CPU's cache."""
+    return param.device.type == 'cpu'
+
+
 def row_chunks(param: torch.Tensor) -> Iterator[slice]:
-    """Slices of dim 0 that cover a parameter: of about 4 MB on a CPU, the whole parameter on other devices.
+    """Slices of dim 0 that cover a parameter, of about 4 MB each.
 
     The chunks of a dense parameter are dense: a parameter whose rows are not contiguous in memory is one chunk.
     """
     rows = param.shape[0]
     row_bytes = max(1, param[:1].numel() * param.element_size())
-    in_chunks = param.device.type == 'cpu' and (param.stride(0) * rows == param.numel() or not is_dense(param))
-    step = max(1, _CHUNK_BYTES // row_bytes if in_chunks else rows)
+    has_rows = param.stride(0) * rows == param.numel() or not is_dense(param)
+    step = max(1, _CHUNK_BYTES // row_bytes if has_rows else rows)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -65,11 +70,10 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def use_fused(param: torch.Tensor, group: dict) -> bool:
-    """Whether torch's fused kernel updates a parameter: wherever there is one, unless its group says otherwise."""
+    """Whether torch's fused kernel updates the chunks of a parameter on a CPU, the default where it applies."""
     if not is_dense(param):
         return False
     if group['fused'] is not None or group['foreach'] is not None:
         return bool(group['fused'])
-    if param.device.type == 'cpu':  # the CPU kernel of torch 2.5 leaves parameters in half precision unchanged
-        return param.dtype in (torch.float32, torch.float64)
-    return param.device.type == 'cuda' and param.is_floating_point()
+    # the CPU kernel of torch 2.5 leaves parameters in half precision unchanged
+    return param.dtype in (torch.float32, torch.float64)

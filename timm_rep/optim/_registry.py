@@ -1,9 +1,8 @@
 """Registration of RepSGD and RepAdamW with timm's optimizer factory."""
 from timm.optim import OptimInfo
-from timm.optim._optim_factory import default_registry
+from timm.optim._optim_factory import default_registry  # timm has no public name for it
 
-from .rep_adamw import RepAdamW
-from .rep_sgd import RepSGD
+from .rep_optim import RepAdamW, RepSGD
 
 default_registry.register(OptimInfo(
     name='repsgd',

@@ -7,6 +7,7 @@ import torch.nn as nn
 from timm.utils import unwrap_model
 
 from timm_rep.layers import CslaConv2d, csla_layers
+from timm_rep.layers.grad_mult import MultipliedLayers
 
 from .packaged import packaged_scales
 from .scales import Scales
@@ -91,8 +92,11 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
             layer.check_weight()
         except ValueError as e:
             raise ValueError(f'{name}: {e}') from None
+    layers = MultipliedLayers()
     for name, layer in targets.items():
         layer.set_scales(None if scales is None else scales[name])
+        if scales is not None:
+            layers.add(name, layer)
     owner = unwrap_model(model)
     if hasattr(owner, 'scales_source'):  # recorded when the model is saved
         owner.scales_source = source

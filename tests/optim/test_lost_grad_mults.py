@@ -1,0 +1,101 @@
+"""Models some of whose layers have lost their GradMults are refused, with the names of the layers."""
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import timm_rep
+from tests.helpers import normal_scales, tiny
+from timm_rep.layers import csla_layers
+from timm_rep.optim import RepAdamW, RepSGD, set_grad_mult
+
+OPTIMIZERS = [RepSGD, RepAdamW]
+NAME = 'stages.1.1'
+
+
+@pytest.fixture
+def model():
+    model = tiny('repopt_vgg_a0')
+    return timm_rep.attach_grad_mults(model, normal_scales(model, seed=1))
+
+
+def layer(model):
+    """A layer and its name."""
+    return next((name, layer) for name, layer in csla_layers(model).items() if name.startswith(NAME))
+
+
+@pytest.mark.parametrize('copied', [
+    lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: copy.deepcopy(m).bfloat16(),
+    torch.compile, nn.DataParallel,
+], ids=['itself', 'deepcopy', 'pickle', 'dtype', 'compile', 'DataParallel'])
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_one_of_the_parameters_was_replaced(model, copied, optimizer):
+    model = copied(model)
+    optimizer(model.parameters())
+    name, conv = layer(model)
+    conv._parameters['weight'] = nn.Parameter(conv.weight.detach().clone())
+    with pytest.raises(ValueError, match=name) as e:
+        optimizer(model.parameters())
+    assert not any(other in str(e.value) for other in csla_layers(model) if other != name)
+    optimizer(model.parameters(), strict=False)
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_some_parameters_are_copies(model, optimizer):
+    """A trainer keeps float32 copies of the parameters that are in half precision, and optimizes them."""
+    name, conv = layer(model)
+    conv.bfloat16()
+    params = [p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p for p in model.parameters()]
+    with pytest.raises(ValueError, match=name):
+        optimizer(params)
+
+
+@pytest.mark.parametrize('change', [
+    lambda conv: parametrize.register_parametrization(conv, 'weight', nn.Identity()),
+    lambda conv: prune.identity(conv, 'weight'),
+    parametrizations.weight_norm,
+], ids=['parametrization', 'pruning', 'weight_norm'])
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_a_parametrization_after_attaching(model, change, optimizer):
+    """The GradMult is on a tensor then from which the weight is computed, or on none."""
+    existing = optimizer(model.parameters())
+    name, conv = layer(model)
+    change(conv)
+    with pytest.raises(ValueError, match=name):
+        optimizer(model.parameters())
+    if change is parametrizations.weight_norm:
+        return  # its parameters are not those of the optimizer
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=name):
+        existing.step()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_layers_may_be_left_out(model, optimizer):
+    """Frozen layers, an optimizer for each part, layers whose scales were removed, and a copy of the model."""
+    other = copy.deepcopy(model)
+    optimizer([p for name, p in model.named_parameters() if not name.startswith(NAME)])
+    optimizer(model.stages[1].parameters())
+    optimizer([*model.parameters(), *other.parameters()])
+    layer(model)[1].set_scales(None)
+    optimizer(model.parameters())
+    del model
+    optimizer(other.parameters())
+    name, conv = layer(other)
+    set_grad_mult(conv.weight, None)
+    with pytest.raises(ValueError, match=name):
+        optimizer(other.parameters())
+
+
+def test_a_part_of_a_copied_model(model):
+    """A copied layer brings no other layers of its model with it."""
+    _, conv = layer(model)
+    alone = copy.deepcopy(conv)
+    assert list(alone.grad_mult.layers.values()) == [alone]
+    RepSGD(alone.parameters())

@@ -1,0 +1,407 @@
+"""SGD and AdamW with the gradients or updates of convolution kernels multiplied.
+
+`Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.4 and 4.2.
+"""
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
+
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from timm_rep.layers.grad_mult import get_grad_mult, set_grad_mult, to_local
+
+from ._chunks import Scratch, flat, in_chunks, match_strides, row_chunks, use_fused
+
+__all__ = ['RepAdamW', 'RepSGD']
+
+Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]]]
+
+
+class _RepOptimizer:
+    """First base of RepSGD and RepAdamW, before torch's optimizer.
+
+    A subclass defines ``_rule``, the rule of its GradMults ('squared' or 'absolute'), ``_takes_sparse``, whether a
+    parameter without a GradMult may have a sparse gradient, and three updates: ``_update_plain(params, group)`` for
+    parameters without a GradMult, ``_update_list(params, group)`` for parameters with one, and
+    ``_update_chunks(param, group, scratch)`` for one of the latter on a CPU, chunk by chunk.
+    """
+    _rule: str
+    _takes_sparse: bool
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add a parameter group.
+
+        Raises:
+            ValueError: An option is not supported.
+        """
+        if param_group.get('differentiable', False):
+            raise ValueError(f'differentiable must be False for {type(self).__name__}, got True.')
+        super().add_param_group(param_group)
+
+    # torch copies and unpickles parameters without the attributes attached to them
+    def __getstate__(self) -> Dict[str, Any]:
+        grad_mults = [[get_grad_mult(p) for p in group['params']] for group in self.param_groups]
+        return {**super().__getstate__(), '_grad_mults': grad_mults}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        state = dict(state)
+        grad_mults = state.pop('_grad_mults', [])
+        super().__setstate__(state)
+        for group, mults in zip(self.param_groups, grad_mults):
+            for param, grad_mult in zip(group['params'], mults):
+                if grad_mult is not None and get_grad_mult(param) is None:
+                    set_grad_mult(param, grad_mult)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> Optional[torch.Tensor]:
+        """Perform one step. All gradients and multipliers are checked before any parameter is updated.
+
+        Args:
+            closure: Callable that reevaluates the model and returns the loss.
+
+        Returns:
+            The loss of the closure, or None.
+
+        Raises:
+            RuntimeError: A gradient is sparse or complex where a dense real one is needed.
+            ValueError: A parameter with a GradMult is not the 4-dimensional weight of its layer any more.
+            OverflowError: A multiplier exceeds the range of the dtype of its parameter.
+        """
+        if 'capturable' in self.defaults:  # the check reads this option
+            new_name, old_name = '_accelerator_graph_capture_health_check', '_cuda_graph_capture_health_check'  # < 2.9
+            getattr(self, new_name if hasattr(self, new_name) else old_name)()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
+        for group, params in groups:
+            for param in params:
+                self._check(param, group)
+        if self._scalers['found_inf'] is not None:
+            # GradScaler sums over devices, but torch's fused kernels skip a step only for exactly 1
+            self.found_inf = (self.found_inf != 0).to(torch.float32)
+        scratch = Scratch()
+        for group, params in groups:
+            plain = [p for p in params if get_grad_mult(p) is None]
+            multiplied = [p for p in params if get_grad_mult(p) is not None]
+            if plain:
+                self._update_plain(plain, group)
+            for param in filter(in_chunks, multiplied):
+                self._update_chunks(param, group, scratch)
+            in_list = [p for p in multiplied if not in_chunks(p)]
+            if in_list:
+                self._update_list(in_list, group)
+        return loss
+
+    @property
+    def _scalers(self) -> Dict[str, Optional[torch.Tensor]]:
+        """``grad_scale`` and ``found_inf``: attributes that GradScaler sets for the time of a step, None otherwise."""
+        return {name: getattr(self, name, None) for name in ('grad_scale', 'found_inf')}
+
+    def _check_grad_mults(self) -> None:
+        """Raise ValueError if no parameter has a GradMult, or a layer of the model has lost its own."""
+        params = [p for group in self.param_groups for p in group['params']]
+        grad_mults = [grad_mult for grad_mult in map(get_grad_mult, params) if grad_mult is not None]
+        how = (
+            'call timm_rep.attach_grad_mults(model, scales) before making the optimizer, also after a wrapper that '
+            'replaces the parameters (FSDP2)')
+        if not grad_mults:
+            raise ValueError(
+                f'Expected parameters with a GradMult, but {type(self).__name__} was given none, so it would train '
+                f"like torch's optimizer. Create a RepOpt model with scales (timm.create_model('repopt_vgg_b1')), or "
+                f'{how}. Pass strict=False for a plain optimizer.')
+        plain = [p for p in params if get_grad_mult(p) is None]
+        models = {id(m.layers): m.layers for m in grad_mults if m.layers is not None}
+        layers = [item for model in models.values() for item in model.items()]
+        lost = [
+            name for name, layer in layers
+            if layer.grad_mult is None or any(_is_copy(param, layer.weight) for param in plain)]
+        if lost:
+            raise ValueError(
+                f'Expected a GradMult for every layer that was given one, but {len(lost)} of {len(layers)} have lost '
+                f'theirs: {", ".join(lost)}. Their parameters were replaced or copied, or a parametrization computes '
+                f'them: remove it and {how}. Pass strict=False to train these layers like other ones.')
+
+    def _check(self, param: torch.Tensor, group: Dict[str, Any]) -> None:
+        """Raise the errors that step() documents if a parameter cannot be updated."""
+        name, grad_mult = type(self).__name__, get_grad_mult(param)
+        if grad_mult is None:
+            if param.grad.is_sparse and (group['fused'] or not self._takes_sparse):
+                raise RuntimeError(
+                    f'{name}{" with fused=True" if self._takes_sparse else ""} needs dense gradients, but a parameter '
+                    f'of shape {tuple(param.shape)} has a sparse one: make the gradient dense.')
+            return
+        if param.grad.is_sparse or param.is_complex():
+            raise RuntimeError(
+                f'{name} needs dense real gradients for parameters with a GradMult, but one of shape '
+                f'{tuple(param.shape)} has a {"sparse" if param.grad.is_sparse else "complex"} one: remove its '
+                'GradMult, or make the gradient dense and real.')
+        if param.dim() != 4:
+            raise ValueError(
+                f'Expected a kernel of shape {grad_mult.shape}, but got a parameter of shape {tuple(param.shape)} with '
+                'its GradMult: a wrapper has flattened it, for example FullyShardedDataParallel. Shard the model with '
+                'FSDP2 (torch.distributed.fsdp.fully_shard), call timm_rep.attach_grad_mults(model, scales) again and '
+                'make a new optimizer.')
+        layer = grad_mult.layers.get(grad_mult.name) if grad_mult.layers is not None else None
+        if layer is not None:
+            try:
+                layer.check_weight()  # a parametrization may have been registered meanwhile
+            except ValueError as e:
+                raise ValueError(f'{grad_mult.name}: {e}') from None
+        grad_mult.vectors(self._rule, param.device, param.dtype)  # raises OverflowError; cached
+
+
+class RepSGD(_RepOptimizer, SGD):
+    """``torch.optim.SGD``, with the gradient of each parameter that has a GradMult multiplied by it.
+
+    The multiplier is the sum of the squared scales of the branches (rule of iteration). It is applied before momentum;
+    weight decay is not multiplied, and ``p.grad`` is left unchanged. Parameters without a GradMult are updated as by
+    torch. The multiplier is not part of the state: state dicts can be exchanged with ``torch.optim.SGD``.
+
+    Clipping the gradients breaks the equivalence with the CSLA block, whose gradients have another norm. Hugging Face's
+    Trainer clips at 1.0 by default: set ``max_grad_norm=0`` there.
+    """
+    _rule = 'squared'
+    _takes_sparse = True
+
+    def __init__(
+            self,
+            params: Params,
+            lr: Union[float, torch.Tensor] = 1e-3,
+            momentum: float = 0.,
+            dampening: float = 0.,
+            weight_decay: float = 0.,
+            nesterov: bool = False,
+            *,
+            maximize: bool = False,
+            foreach: Optional[bool] = None,
+            fused: Optional[bool] = None,
+            strict: bool = True,
+    ):
+        """
+        Args:
+            params: Parameters or parameter groups.
+            lr: Learning rate.
+            momentum: Momentum factor.
+            dampening: Dampening of the momentum.
+            weight_decay: Weight decay.
+            nesterov: Nesterov momentum.
+            maximize: Maximize the objective instead of minimizing it.
+            foreach: As in torch.
+            fused: As in torch. On a CPU, kernels with a GradMult use torch's fused implementation by default.
+            strict: Raise an error if no parameter has a GradMult, or a layer of the model has lost its own.
+
+        Raises:
+            ValueError: With strict, GradMults are missing; or an option is invalid.
+        """
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=foreach, fused=fused)
+        if strict:
+            self._check_grad_mults()
+
+    def _sgd(self, params: list, grads: list, buffers: list, group: Dict[str, Any]) -> None:
+        names = 'lr', 'momentum', 'dampening', 'weight_decay', 'nesterov', 'maximize', 'foreach', 'fused'
+        sgd(
+            params,
+            grads,
+            buffers,
+            has_sparse_grad=any(g.is_sparse for g in grads),
+            **self._scalers,
+            **{name: group[name] for name in names},
+        )
+
+    def _update_plain(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
+        buffers = [self.state[p].get('momentum_buffer') for p in params]
+        if self._scalers['found_inf'] is not None and group['momentum'] != 0 and any(b is None for b in buffers):
+            # torch's fused kernel, where it skips its first step, leaves a new buffer uninitialized for the second one
+            group = {**group, 'dampening': 0} if all(b is None for b in buffers) else group
+            buffers = [torch.zeros_like(p) if b is None else b for p, b in zip(params, buffers)]
+        self._sgd(params, [p.grad for p in params], buffers, group)
+        if group['momentum'] != 0:
+            for param, buffer in zip(params, buffers):
+                self.state[param]['momentum_buffer'] = buffer
+
+    def _momentum(
+            self,
+            param: torch.Tensor,
+            group: Dict[str, Any],
+    ) -> Tuple[Optional[torch.Tensor], Dict[str, Any]]:
+        """Momentum buffer of a parameter, None without momentum, and the group with the dampening of this step."""
+        if group['momentum'] == 0:
+            return None, group
+        buffer = self.state[param].get('momentum_buffer')
+        if buffer is None:
+            # stays zero if this step fails or is skipped; the first update is not dampened
+            buffer, group = torch.zeros_like(param), {**group, 'dampening': 0}
+        self.state[param]['momentum_buffer'] = match_strides(param, buffer)
+        return to_local(self.state[param]['momentum_buffer']), group
+
+    def _update_list(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
+        # parameters that take their first step have another dampening
+        new = [p for p in params if 'momentum_buffer' not in self.state[p]]
+        for some in (new, [p for p in params if all(p is not q for q in new)]):
+            if some:
+                buffers, groups = zip(*(self._momentum(p, group) for p in some))
+                products = [
+                    get_grad_mult(p).multiply(to_local(p.grad), self._rule, out=torch.empty_like(to_local(p)))
+                    for p in some]
+                self._sgd([to_local(p).detach() for p in some], products, list(buffers), groups[0])
+
+    def _update_chunks(self, param: torch.Tensor, group: Dict[str, Any], scratch: Scratch) -> None:
+        grad_mult = get_grad_mult(param)
+        buffer, group = self._momentum(param, group)
+        param, grad = to_local(param).detach(), to_local(param.grad)
+        fused = use_fused(param, group)
+        in_order = flat if fused else lambda x: x
+        group = {**group, 'foreach': False, 'fused': fused}
+        for rows in row_chunks(param):
+            chunk, chunk_buffer = param[rows], None if buffer is None else in_order(buffer[rows])
+            product = grad_mult.multiply(grad[rows], self._rule, out=scratch.like(chunk), start=rows.start)
+            self._sgd([in_order(chunk)], [in_order(product)], [chunk_buffer], group)
+
+
+class RepAdamW(_RepOptimizer, AdamW):
+    """``torch.optim.AdamW``, with the update of each parameter that has a GradMult multiplied by it.
+
+    The update of AdamW does not depend on the magnitude of the gradient: a branch's weight moves by
+    ``-lr * sign(scale) * u`` and its contribution to the kernel by ``scale`` times that. The multiplier is therefore
+    the sum of the *absolute* scales, applied to the update (rule of iteration). Weight decay is not multiplied. The
+    equivalence with the CSLA block is exact up to ``eps``. Parameters without a GradMult are updated as by torch. The
+    multiplier is not part of the state: state dicts can be exchanged with ``torch.optim.AdamW``.
+
+    Clipping the gradients breaks the equivalence with the CSLA block, whose gradients have another norm. Hugging Face's
+    Trainer clips at 1.0 by default: set ``max_grad_norm=0`` there.
+    """
+    _rule = 'absolute'
+    _takes_sparse = False
+
+    def __init__(
+            self,
+            params: Params,
+            lr: Union[float, torch.Tensor] = 1e-3,
+            betas: Tuple[float, float] = (0.9, 0.999),
+            eps: float = 1e-8,
+            weight_decay: float = 1e-2,
+            amsgrad: bool = False,
+            *,
+            maximize: bool = False,
+            foreach: Optional[bool] = None,
+            capturable: bool = False,
+            fused: Optional[bool] = None,
+            strict: bool = True,
+    ):
+        """
+        Args:
+            params: Parameters or parameter groups.
+            lr: Learning rate.
+            betas: Coefficients of the running averages of the gradient and its square.
+            eps: Term added to the denominator.
+            weight_decay: Decoupled weight decay.
+            amsgrad: Use the AMSGrad variant.
+            maximize: Maximize the objective instead of minimizing it.
+            foreach: As in torch.
+            capturable: As in torch.
+            fused: As in torch. On a CPU, kernels with a GradMult use torch's fused implementation by default.
+            strict: Raise an error if no parameter has a GradMult, or a layer of the model has lost its own.
+
+        Raises:
+            ValueError: With strict, GradMults are missing; or an option is invalid.
+        """
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
+            fused=fused)
+        if strict:
+            self._check_grad_mults()
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add a parameter group.
+
+        Raises:
+            ValueError: An option is not supported.
+        """
+        if not param_group.get('decoupled_weight_decay', True):
+            raise ValueError('decoupled_weight_decay must be True for RepAdamW, got False.')
+        super().add_param_group(param_group)
+
+    def _adamw(self, params: list, grads: list, state: Dict[str, list], group: Dict[str, Any]) -> None:
+        names = 'lr', 'eps', 'weight_decay', 'amsgrad', 'maximize', 'capturable', 'foreach', 'fused'
+        adamw(
+            params,
+            grads,
+            **state,
+            beta1=group['betas'][0],
+            beta2=group['betas'][1],
+            has_complex=any(p.is_complex() for p in params),
+            **self._scalers,
+            **{name: group[name] for name in names},
+        )
+
+    def _state_of(self, params: List[torch.Tensor], group: Dict[str, Any]) -> Dict[str, List[torch.Tensor]]:
+        """The state of some parameters as the lists that adamw() takes, initialized where it is new, as torch does."""
+        names = {'exp_avgs': 'exp_avg', 'exp_avg_sqs': 'exp_avg_sq'}
+        if group['amsgrad']:
+            names['max_exp_avg_sqs'] = 'max_exp_avg_sq'
+        for param in params:
+            state = self.state[param]
+            if not state:
+                on_device = group['capturable'] or group['fused']
+                state['step'] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else 'cpu')
+                for name in names.values():
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        lists = {key: [self.state[p][name] for p in params] for key, name in names.items()}
+        return {'max_exp_avg_sqs': [], **lists, 'state_steps': [self.state[p]['step'] for p in params]}
+
+    def _local_state_of(self, params: List[torch.Tensor], group: Dict[str, Any]) -> Dict[str, List[torch.Tensor]]:
+        """The local shards of the state of parameters with a GradMult, with the strides of the parameters."""
+        for param in params:
+            for name, x in self.state[param].items():
+                if name != 'step':
+                    self.state[param][name] = match_strides(param, x)
+        return {name: [to_local(x) for x in xs] for name, xs in self._state_of(params, group).items()}
+
+    def _update_plain(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
+        self._adamw(params, [p.grad for p in params], self._state_of(params, group), group)
+
+    # torch's arithmetic on parameters of zeros gives the bare update
+    def _update_list(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
+        locals_ = [to_local(p).detach() for p in params]
+        updates = [torch.zeros_like(p) for p in locals_]
+        grads = [match_strides(p, to_local(param.grad)) for p, param in zip(locals_, params)]
+        self._adamw(updates, grads, self._local_state_of(params, group), {**group, 'weight_decay': 0.})
+        for local, param, update in zip(locals_, params, updates):
+            local.mul_(1 - group['lr'] * group['weight_decay'] * self._steps_taken(local.device))
+            get_grad_mult(param).add_product(local, update, self._rule)
+
+    def _update_chunks(self, param: torch.Tensor, group: Dict[str, Any], scratch: Scratch) -> None:
+        grad_mult, state = get_grad_mult(param), self._local_state_of([param], group)
+        step, = state.pop('state_steps')
+        param, grad = to_local(param).detach(), to_local(param.grad)
+        fused = use_fused(param, group)
+        in_order = flat if fused else lambda x: x
+        decay = 1 - group['lr'] * group['weight_decay'] * self._steps_taken(param.device)
+        group = {**group, 'weight_decay': 0., 'foreach': False, 'fused': fused}
+        for rows in row_chunks(param):
+            chunk = param[rows]
+            update = scratch.like(chunk).zero_()
+            chunk_state = {name: [in_order(x[rows]) for x in tensors] for name, tensors in state.items()}
+            chunk_state['state_steps'] = [step.clone()]
+            self._adamw([in_order(update)], [in_order(match_strides(chunk, grad[rows]))], chunk_state, group)
+            chunk.mul_(decay)
+            grad_mult.add_product(chunk, update, self._rule, start=rows.start)
+        step.add_(self._steps_taken(step.device))
+
+    def _steps_taken(self, device: torch.device):
+        """1, or 0 as a tensor where GradScaler leaves it to a fused kernel to skip a step."""
+        found_inf = self._scalers['found_inf']
+        return 1 if found_inf is None else 1 - found_inf.to(device)
+
+
+def _is_copy(param: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a parameter has the values of a weight, such as a float32 copy that a trainer made."""
+    if param is weight or param.shape != weight.shape:
+        return False
+    if any(x.is_meta or to_local(x) is not x for x in (param, weight)):
+        return False
+    return torch.equal(param.detach().to(weight), weight.detach())
