@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
-from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy, recorded_base
+from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
+from timm_rep.convert.record import recorded_base
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import contiguous_copy
 from timm_rep.utils.data import PREPROCESSING, Images, batch_images

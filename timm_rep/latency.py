@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 import torch
 import torch.nn as nn
 
-from timm_rep.convert import find_ffns
+from timm_rep.convert.ffn import find_blocks
 from timm_rep.utils.profiling import synchronize
 
 __all__ = ['PARTS', 'profile_latency']
@@ -21,15 +21,15 @@ class _Stopwatch:
     def __init__(self, model: nn.Module):
         self.model = model
         self.marks: List[Tuple[str, Any]] = []
-        ffns = find_ffns(model)
-        if not ffns:
+        blocks = list(find_blocks(model))
+        if not blocks:
             raise ValueError(f'{type(model).__name__} has no known blocks of a token mixer and an FFN.')
         embed, mixer, mlp, _ = PARTS
         self.hooks = [
-            handle for ffn in ffns for handle in (
-                ffn.block.register_forward_pre_hook(lambda *args: self._mark(mixer)),
-                getattr(ffn.block, ffn.norm).register_forward_pre_hook(lambda *args: self._mark(mlp)),
-                ffn.block.register_forward_hook(lambda *args: self._mark(embed)),
+            handle for block in blocks for handle in (
+                block.module.register_forward_pre_hook(lambda *args: self._mark(mixer)),
+                getattr(block.module, block.norm).register_forward_pre_hook(lambda *args: self._mark(mlp)),
+                block.module.register_forward_hook(lambda *args: self._mark(embed)),
             )
         ]
 

@@ -18,7 +18,8 @@ from procedures.train import trained
 from procedures.workspace import Images, Workspace
 
 import timm_rep
-from timm_rep.convert import find_pointwise_ffns, linearize, linearize_ffns, replace_module
+from timm_rep.convert import linearize, linearize_ffns
+from timm_rep.convert.ffn import find_ffns, replace_module
 from timm_rep.layers import Affine, active_channels
 from timm_rep.utils.profiling import count_macs, time_passes
 from timm_rep.utils.training import distil, evaluate
@@ -48,7 +49,7 @@ def closed_form(model: nn.Module, loader, ratio: float) -> nn.Module:
 @torch.no_grad()
 def fold_first_channels(model: nn.Module) -> nn.Module:
     """Fold FFNs whose first channels have an activation and whose others have none."""
-    for ffn in find_pointwise_ffns(model)[0]:
+    for ffn in find_ffns(model)[0]:
         idle = ffn.module.get_submodule(ffn.act_name)
         active = idle.active_channels
         ffn.module.set_submodule(ffn.act_name, idle.act)
@@ -72,7 +73,7 @@ def first_channels(model: nn.Module, loader, ratio: float) -> nn.Module:
 @torch.no_grad()
 def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Module:
     """Variance-based pruning: the hidden channels of least variance are replaced by their mean, FFN after FFN."""
-    for ffn in find_pointwise_ffns(model)[0]:
+    for ffn in find_ffns(model)[0]:
         count = ffn.pruned_features(active_channels(ffn.hidden_features, ratio))
         seen = []
         hook = ffn.last.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))

@@ -5,7 +5,8 @@ import torch.nn as nn
 from timm.models import fasternet_t0, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, RepVggBlock
 
-from timm_rep.convert import find_pointwise_ffns, set_scales, use_repopt_convs
+from timm_rep.convert.ffn import find_ffns
+from timm_rep.convert.repopt import set_scales, use_repopt_convs
 from timm_rep.layers import ChannelIdle
 from timm_rep.scales import ScalesLike
 
@@ -14,7 +15,7 @@ __all__ = ['fasternet_idle', 'idle_first_channels', 'mobileone_small', 'repvgg_s
 
 def idle_first_channels(model: nn.Module, idle_ratio: float) -> nn.Module:
     """Remove the activation of all but the first channels of each FFN, behind the BatchNorm of the hidden channels."""
-    for ffn in find_pointwise_ffns(model)[0]:
+    for ffn in find_ffns(model)[0]:
         act = ffn.module.get_submodule(ffn.act_name)
         ffn.module.set_submodule(
             ffn.act_name,

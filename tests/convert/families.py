@@ -39,7 +39,7 @@ from timm.models import (
     xcit,
 )
 
-from tests.convert.test_ffn import MODELS
+from tests.convert.test_to_train import MODELS
 from tests.helpers import images
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from tests.convert.families import FAMILIES, KINDS, build
 from tests.helpers import images, relative
-from timm_rep.convert import find_pointwise_ffns, linearize_ffns
+from timm_rep.convert import linearize_ffns
+from timm_rep.convert.ffn import find_ffns
 from timm_rep.layers import RePaMlpDeploy
 from timm_rep.utils.profiling import count_macs
 
@@ -101,12 +102,12 @@ def check_ffn(ffn, new, calls, lost_variance):
 def test_family(family):
     model, x = build(family)
     original, before = copy.deepcopy(model), model(x)
-    ffns, _ = find_pointwise_ffns(original)
+    ffns, _ = find_ffns(original)
     assert ffns
     ffns = {ffn.name: ffn for ffn in ffns}
     report = linearize_ffns(model, [x], idle_ratio=.5, ridge=1e-10)
     assert {ffn.name for ffn in report.ffns} | report.kept.keys() >= ffns.keys()
-    assert not find_pointwise_ffns(model)[0] or report.kept
+    assert not find_ffns(model)[0] or report.kept
     converted = [model.get_submodule(ffn.name) for ffn in report.ffns]
     outputs = []
     calls = record(model, converted, lambda: outputs.append(model(x)))
@@ -132,7 +133,7 @@ def test_layers_after_an_ffn_stay():
     x = images(32, 64)
     original, before = copy.deepcopy(model), model(x)
     with_ese = [name for name, m in model.named_modules() if type(m).__name__ == 'BlockESE']
-    assert [ffn.name for ffn in find_pointwise_ffns(model)[0]][-1] == f'{with_ese[0]}.layers'
+    assert [ffn.name for ffn in find_ffns(model)[0]][-1] == f'{with_ese[0]}.layers'
     report = linearize_ffns(model, [x], idle_ratio=.5, ridge=1e-10)
     block, old = model.get_submodule(with_ese[0]), original.get_submodule(with_ese[0])
     assert len(report.ffns) == 3

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from timm_rep.convert import eliminate
 from timm_rep.convert.budget import allocate
-from timm_rep.convert.least_squares import LeastSquares, Moments
+from timm_rep.convert.least_squares import LeastSquares, Moments, eliminate
 from timm_rep.layers import Affine
 
 F64 = torch.float64

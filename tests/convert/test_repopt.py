@@ -15,7 +15,8 @@ from timm.utils import reparameterize_model
 import timm_rep
 from tests.convert.multi_branch import FAMILIES, build
 from tests.helpers import images, normal_scales, relative, same_weights, save_model
-from timm_rep.convert import find_linear_sums, use_repopt_convs
+from timm_rep.convert.linear_sums import find_linear_sums
+from timm_rep.convert.repopt import use_repopt_convs
 from timm_rep.layers import CslaBlock, CslaConv2d, csla_layers
 from timm_rep.optim import RepAdamW, RepSGD
 from timm_rep.scales import Scales

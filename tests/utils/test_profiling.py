@@ -8,7 +8,7 @@ from timm.layers import Attention
 from torch.torch_version import TorchVersion
 
 import timm_rep
-from timm_rep.convert.ffn import find_ffns
+from timm_rep.convert.ffn import find_blocks
 from timm_rep.latency import profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import VANILLA
@@ -188,5 +188,5 @@ def test_vanilla_backbone_has_the_same_ffns(name):
     vanilla, args = VANILLA[name]
     repa = timm.create_model(name, device='meta')
     found = [m.fc1.weight.shape[:2] for m in repa.modules() if isinstance(m, RePaMlp)]
-    ffns = find_ffns(timm.create_model(vanilla, device='meta', **args))
-    assert found == [getattr(f.block, f.mlp).fc1.weight.shape[:2] for f in ffns]
+    blocks = find_blocks(timm.create_model(vanilla, device='meta', **args))
+    assert found == [getattr(block.module, block.mlp).fc1.weight.shape[:2] for block in blocks]

@@ -67,7 +67,7 @@ def run(args) -> int:
     from pathlib import Path
 
     from timm_rep.accelerate import STATE, accelerate, check_output, table, write_model
-    from timm_rep.convert import check_convertible
+    from timm_rep.convert.linearize import check_convertible
     from timm_rep.utils.atomic import check_writable
     from timm_rep.utils.checkpoints import load_checkpoint
     from timm_rep.utils.data import Images

@@ -16,47 +16,38 @@ def add_parser(commands) -> None:
     parser = commands.add_parser('models', help='print parameters and MACs beside those in the papers')
     parser.add_argument('filter', nargs='?', default='*', help='pattern of model names, e.g. "repa_deit_*" (all)')
     parser.add_argument(
-        '--convertible', action='store_true', help="instead list timm's architectures with FFNs that convert_to_repa() "
-        'and parallel linear branches that convert_to_repopt() converts: the smallest one of each family, or every one '
-        'that matches the pattern')
-    parser.add_argument(
-        '--time-steps', action='store_true', help='with --convertible, measure the training step of multi-branch '
-        'networks on the CPU, as timm has them and as plain ones')
+        '--convertible', action='store_true', help="instead list timm's architectures that match the pattern, with the "
+        'FFNs that convert_to_repa() and the parallel linear branches that convert_to_repopt() converts')
     parser.set_defaults(run=run)
 
 
-def _run_convertible(pattern: str, time_steps: bool) -> int:
-    layout = '{:<26} {:>6}  {:<44} {:>5}  {}'
+def _run_convertible(pattern: str) -> int:
+    layout = '{:<26} {:<44} {:>5}  {}'
     found, plain, count = 0, 0, 0
-    for row in survey_convertible(pattern, time_steps):
+    for row in survey_convertible(pattern):
         if not count:
-            print(layout.format('family', 'models', 'model', 'FFNs', 'classes; FFNs that stay; sums of branches'))
+            print(layout.format('family', 'model', 'FFNs', 'classes; FFNs that stay; sums of branches'))
         notes = [', '.join(row.classes)] * bool(row.classes)
         notes += [f'{n} stay: each {reason}' for reason, n in row.others.items()]
         notes += [f'{n} {name} of linear branches' for name, n in row.sums.items()]
         if row.branches:
-            step = '' if row.step_ratio is None else f', training step {row.step_ratio:.2f}x'
-            notes.append(f'{row.branches} branches, MACs {row.macs_ratio:.2f}x those of the plain network{step}')
+            notes.append(f'{row.branches} branches, {row.macs_ratio:.2f}x the MACs of the plain network')
         ffns = sum(row.classes.values())
         found_here = '; '.join(notes) or 'no FFN and no branches'
-        print(layout.format(row.family, row.models, row.model, ffns, found_here), flush=True)
+        print(layout.format(row.family, row.model, ffns, found_here), flush=True)
         count, found, plain = count + 1, found + (ffns > 0), plain + (row.branches > 0)
     if not count:
         raise ValueError(f'no model of timm matches {pattern!r}.')
     print(f'\n{found} of these {count} models have FFNs that convert_to_repa() converts, {plain} have parallel linear '
           'branches that convert_to_repopt() converts.')
-    if pattern == '*':
-        print('They are the smallest of each family, and of each series in it that has other blocks, by name; the '
-              'others may differ: a pattern lists every model that matches, for example timm-rep models --convertible '
-              '"convnext*".')
     return 0
 
 
 def run(args) -> int:
-    if args.time_steps and not args.convertible:
-        raise ValueError('--time-steps is an option of --convertible.')
     if args.convertible:
-        return _run_convertible(args.filter, args.time_steps)
+        if args.filter == '*':
+            raise ValueError('--convertible builds each model: name some, for example "convnext*".')
+        return _run_convertible(args.filter)
     rows = [row for row in PAPER_ROWS if fnmatch.fnmatch(row.model, args.filter)]
     if not rows:
         raise ValueError(f'no model of the papers\' tables matches {args.filter!r}; see timm-rep models.')

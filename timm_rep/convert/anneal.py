@@ -19,10 +19,10 @@ from timm_rep.layers import (
     check_annealing,
 )
 
-from .ffn import affine_names, batch_norm_like, check_batch_norm, find_supported_ffns, take_layer_scale
+from .ffn import Ffn, deploy_of, linear_of, ratios_of, replace_module
 from .linearize import check_convertible
-from .pointwise import PointwiseFfn, deploy_of, linear_of, ratios_of, replace_module
 from .report import ConversionReport, ConvertedFfn
+from .to_train import affine_names, batch_norm_like, check_batch_norm, find_trainable_ffns, take_layer_scale
 
 __all__ = ['AnnealedFfn', 'anneal_ffns']
 
@@ -37,7 +37,7 @@ class AnnealedFfn(nn.Module):
 
     def __init__(
             self,
-            ffn: PointwiseFfn,
+            ffn: Ffn,
             active_features: int,
             anneal_steps: int,
             anneal_schedule: str = 'linear',
@@ -102,7 +102,7 @@ class AnnealedFfn(nn.Module):
         """
         ffn, annealed = self.pointwise, self.act
         annealed.check_end()
-        reason = ffn.obstacle()
+        reason = ffn.unsupported_reason()
         if reason:
             raise ValueError(f'The FFN {reason}.')
         first, out = linear_of(ffn.first).weight, ffn.fc_out()
@@ -195,29 +195,26 @@ def anneal_ffns(
 
 def _anneal_with_norms(
         model: nn.Module,
-        chosen: Sequence[Tuple[PointwiseFfn, int]],
+        chosen: Sequence[Tuple[Ffn, int]],
         anneal_steps: int,
         anneal_schedule: str,
         bn_momentum: float,
         bn_eps: float,
 ) -> None:
     check_batch_norm(bn_momentum, bn_eps)
-    blocks = find_supported_ffns(model)
-    found = {ffn.module: (ffn, active) for ffn, active in chosen}
-    missing = [f'{b.path}.{b.mlp}' for b in blocks if getattr(b.block, b.mlp) not in found]
-    if missing or len(chosen) != len(blocks):
+    missing = {ffn.name for ffn in find_trainable_ffns(model)} - {ffn.name for ffn, _ in chosen}
+    if missing:
         raise ValueError(
-            "norm='batch' converts all FFNs of a model, each in one block: "
-            f'{", ".join(missing[:3]) or "some are shared or in no block"}. Nothing was changed.')
-    for b in blocks:
-        ffn, active = found[getattr(b.block, b.mlp)]
-        norm = getattr(b.block, b.norm)
+            f"idle_ratio must be a number for each FFN with norm='batch', got None for {sorted(missing)[0]}.")
+    for ffn, active in chosen:
+        block, = ffn.blocks
+        norm = getattr(block.module, block.norm)
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
             bn = batch_norm_like(norm, linear_of(ffn.first), bn_momentum, bn_eps)
             norm = AnnealedNorm(norm, bn, anneal_steps, anneal_schedule, ffn.use_conv)
-        ls = take_layer_scale(b.block, b.ls, ffn.use_conv)
-        setattr(b.block, b.norm, nn.Identity())
-        setattr(b.block, b.mlp, AnnealedFfn(ffn, active, anneal_steps, anneal_schedule, norm, ls))
+        ls = take_layer_scale(block.module, block.ls, ffn.use_conv)
+        setattr(block.module, block.norm, nn.Identity())
+        setattr(block.module, block.mlp, AnnealedFfn(ffn, active, anneal_steps, anneal_schedule, norm, ls))
 
 
 def _take_plain_weights(

@@ -1,284 +1,421 @@
-"""RePa FFNs in the blocks of timm models: the registered RePaFormers, and any model whose FFNs are timm's Mlp.
+"""The pointwise FFNs of a model: two linear layers and an activation, or a gated unit, applied to each token alone."""
+import copy
+import re
+from functools import partial
+from numbers import Real
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-`RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equation 3.
-"""
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
-
+import torch
 import torch.nn as nn
-from timm.layers import LayerScale, LayerScale2d, Mlp
-from timm.models.metaformer import Scale
+from timm.models.nextvit import merge_pre_bn
 
-from timm_rep.layers import RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
+from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios, modified
 
-from .pointwise import plain_ratio, ratios_of
-from .report import ConversionReport, ConvertedFfn
+from .ffn_classes import FfnSpec, block_spec, class_name, ffn_spec
 
 __all__ = [
+    'Block',
     'Ffn',
-    'affine_names',
-    'batch_norm_like',
-    'check_batch_norm',
+    'deploy_of',
+    'find_blocks',
     'find_ffns',
-    'find_supported_ffns',
-    'take_layer_scale',
-    'use_repa_ffns',
+    'linear_of',
+    'plain_ratio',
+    'ratios_of',
+    'replace_module',
 ]
 
-# timm's block classes whose forward() adds ls(mlp(norm(x))) to x: their names for norm, MLP and layer scale
-_NAMES = ('norm2', 'mlp', 'ls2')
-_BLOCKS: Dict[str, Tuple[str, str, str]] = {
-    'beit.Block': _NAMES,
-    'cait.LayerScaleBlock': _NAMES,
-    'cait.LayerScaleBlockClassAttn': _NAMES,
-    'convit.Block': _NAMES,
-    'convnext.ConvNeXtBlock': ('norm', 'mlp', 'gamma'),
-    'davit.ChannelBlock': _NAMES,
-    'davit.SpatialBlock': _NAMES,
-    'eva.EvaBlock': _NAMES,
-    'gcvit.GlobalContextVitBlock': _NAMES,
-    'hiera.HieraBlock': _NAMES,
-    'hieradet_sam2.MultiScaleBlock': _NAMES,
-    'maxxvit.ParallelPartitionAttention': _NAMES,
-    'maxxvit.PartitionAttentionCl': _NAMES,
-    'metaformer.MetaFormerBlock': ('norm2', 'mlp', 'layer_scale2'),
-    'mlp_mixer.MixerBlock': ('norm2', 'mlp_channels', 'ls2'),
-    'mlp_mixer.ResBlock': ('norm2', 'mlp_channels', 'ls2'),
-    'nest.TransformerLayer': _NAMES,
-    'sequencer.Sequencer2dBlock': ('norm2', 'mlp_channels', 'ls2'),
-    'swin_transformer.SwinTransformerBlock': _NAMES,
-    'twins.Block': _NAMES,
-    'vision_transformer.Block': _NAMES,
-    'vision_transformer_relpos.RelPosBlock': _NAMES,
-    'vision_transformer_sam.Block': _NAMES,
-    'volo.ClassBlock': _NAMES,
-    'volo.Outlooker': _NAMES,
-    'volo.Transformer': _NAMES,
-}
+# MLPs of timm that are not block FFNs: position biases, squeeze and excitation, pooling and classifier heads; and MLPs
+# over tokens, which RePaFormer leaves alone
+_OTHER_ROLES = re.compile(
+    r'(^|\.)(attn_pool|rel_pos|shared_rel_pos|meta_mlp|mlp_tokens|mlp_add|mlp_scale|attn\.attn|head|pre_logits)(\.|$)')
+
+# blocks whose reparameterize() folds the norm before the FFN into ``mlp.fc1``
+_NORM_FOLDING = ('timm.models.nextvit.NextConvBlock', 'timm.models.nextvit.NextTransformerBlock')
 
 
-class Ffn(NamedTuple):
-    """FFN of a block.
+def _chain(module: nn.Module, names: str) -> List[nn.Module]:
+    return [module.get_submodule(name) for name in names.split()]
+
+
+def linear_of(layer: nn.Module) -> nn.Module:
+    """The linear layer in a composite."""
+    return next(m for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
+
+
+def deploy_of(replacement: nn.Module) -> RePaMlpDeploy:
+    """The matrices in the result of :meth:`Ffn.replacement`."""
+    return next(m for m in replacement.modules() if isinstance(m, RePaMlpDeploy))
+
+
+def _affine(layers: Sequence[nn.Module]) -> Affine:
+    """The affine map of a linear layer followed by BatchNorms, with composites of both expanded."""
+    affine = None
+    for layer in layers:
+        parts = [layer]
+        if not isinstance(layer, (nn.Linear, nn.Conv2d, nn.modules.batchnorm._BatchNorm)):
+            parts = [m for m in layer.children() if not isinstance(m, (nn.Identity, nn.Dropout))]
+        for part in parts:
+            affine = Affine.from_linear(part) if affine is None else affine.before_norm(part)
+    return affine
+
+
+def _type_name(module: nn.Module) -> str:
+    cls = type(module)
+    return re.sub(r'^torch\.nn\.modules\.[a-z]+\.', '', f'{cls.__module__}.{cls.__qualname__}')
+
+
+def _unsupported_linear(part: nn.Module) -> Optional[str]:
+    """Why a module in the place of a linear layer is not one, or one with BatchNorms; None if it is."""
+    if type(part) is nn.Linear or type(part) is nn.Conv2d:
+        if isinstance(part, nn.Conv2d) and not (
+                part.kernel_size == part.stride == (1, 1) and part.groups == 1
+                and part.padding in ((0, 0), 'same', 'valid')):
+            return f'has a {_type_name(part)} where a linear layer is expected'
+        weight = part.weight
+        # quantized and distributed weights are subclasses of Tensor
+        if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
+            return f'has a weight that is a {type(weight.data).__name__} of {weight.dtype}'
+        return None
+    known = isinstance(part, (nn.modules.batchnorm._BatchNorm, nn.Identity, nn.Dropout)) or (
+        # composites of timm; adapters are subclasses of linear layers
+        type(part).__module__.startswith('timm.') and any(part.children())
+        and not isinstance(part, (nn.Linear, nn.Conv2d)))
+    return None if known else f'has a {_type_name(part)} where a linear layer is expected'
+
+
+def _unsupported(module: nn.Module, spec: FfnSpec) -> Optional[str]:
+    """Why a module of a registered class is not a pointwise FFN; None if it is."""
+    try:
+        parts = {part: _chain(module, names) for part, names in spec._asdict().items() if (
+            isinstance(names, str) and part not in ('norm', 'absent', 'attribute'))}
+    except AttributeError as e:
+        return f'does not have the registered parts ({e})'
+    norm, absent = (getattr(module, name) if name else None for name in (spec.norm, spec.absent))
+    if absent is not None and not isinstance(absent, nn.Identity):
+        return 'has a convolution between its linear layers'
+    act, = parts['act']
+    for layer in (*parts['first'], *parts['last'], *parts['value']):
+        for part in layer.modules():
+            reason = None if part in act.modules() else _unsupported_linear(part)  # composites hold the activation
+            if reason:
+                return reason
+    if any(p.numel() > 1 for p in act.parameters()):
+        return 'has an activation with parameters for every channel'
+    use_conv = isinstance(linear_of(parts['first'][0]), nn.Conv2d)
+    # LayerNorm2d is a LayerNorm
+    if norm is not None and not isinstance(norm, nn.Identity if use_conv else (nn.Identity, nn.LayerNorm)):
+        return f'has a {type(norm).__name__} before its last linear layer'
+    named = [m for layers in (*parts.values(), [norm, absent]) for m in layers if m is not None]
+    known = {p for m in named for p in m.parameters()}
+    others = [name for name, p in module.named_parameters() if p not in known]
+    if others and not spec.inline:
+        return f'has parameters outside of its registered parts: {others[0]}'
+    return modified(module)
+
+
+class _One(nn.Module):
+    """1, the values of a gated unit in a block that multiplies them by gates with its whole function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_ones(())
+
+
+class Block(NamedTuple):
+    """A block that adds ``ls(mlp(norm(x)))`` to x.
 
     Attributes:
         path: Name of the block in the model.
-        block: The block.
-        norm: Attribute of the block that holds the norm before the MLP.
-        mlp: Attribute that holds the MLP.
+        module: The block.
+        norm: Attribute that holds the norm.
+        mlp: Attribute that holds the FFN.
         ls: Attribute that holds the layer scale, if the block has one.
     """
     path: str
-    block: nn.Module
+    module: nn.Module
     norm: str
     mlp: str
     ls: str
 
 
-def _attribute_names(block: nn.Module) -> Optional[Tuple[str, str, str]]:
-    """Attributes of a known block that hold norm, MLP and layer scale, None of any other module."""
-    if hasattr(block, 'ffn_names'):
-        return block.ffn_names
-    # a subclass with a forward() of its own may use them differently
-    cls = next(c for c in type(block).__mro__ if 'forward' in vars(c))
-    return _BLOCKS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))
+def find_blocks(model: nn.Module) -> Iterator[Block]:
+    """The blocks of registered classes, see :func:`timm_rep.convert.register_block`, whatever the type of their FFN."""
+    for path, module in model.named_modules():
+        spec = block_spec(type(module))
+        if spec is not None and getattr(module, spec.mlp) is not None:
+            yield Block(path, module, *spec)
 
 
-def find_ffns(model: nn.Module) -> List[Ffn]:
-    """The FFNs of all blocks of known classes, whatever the type of their MLP.
+class Ffn:
+    """A pointwise FFN in a model: ``y = W2 g(u) + b2`` with the hidden features ``g(u)`` of each token.
 
-    A block class declares its attributes as ``ffn_names = (norm, mlp, layer scale)``, or is in the table of this file.
+    Attributes:
+        name: Name of the module in the model.
+        module: The FFN, or the block with the layers of one.
+        class_name: Name of its class; of the block around a Sequential.
+        in_features: Channels of u.
+        hidden_features: Channels of g.
+        out_features: Channels of y.
+        use_conv: Whether channels are at dimension 1 (N, C, H, W) instead of the last one.
+        hidden_norm: LayerNorm of the hidden features, None if the FFN has none.
+        blocks: The blocks that it is the FFN of: one, unless it is shared; none if their class is not registered.
     """
-    named = ((path, block, _attribute_names(block)) for path, block in model.named_modules())
-    return [Ffn(path, block, *names) for path, block, names in named if names and getattr(block, names[1]) is not None]
+
+    def __init__(self, name: str, module: nn.Module, spec: FfnSpec, cls: str, blocks: Sequence[Block] = ()):
+        self.name, self.module, self._spec = name, module, spec
+        self.class_name = cls.rpartition('.')[2]
+        first, last = linear_of(self.first), linear_of(self.last)
+        self.use_conv = isinstance(first, nn.Conv2d)
+        self.in_features = first.weight.shape[1]
+        self.out_features, self.hidden_features = last.weight.shape[:2]
+        norm = getattr(module, spec.norm) if spec.norm else None
+        self.hidden_norm = norm if isinstance(norm, nn.LayerNorm) else None
+        self.blocks = tuple(blocks)
+
+    @property
+    def first(self) -> nn.Module:
+        """The layer whose input is u."""
+        return _chain(self.module, self._spec.first)[0]
+
+    @property
+    def last(self) -> nn.Module:
+        """The layer whose input is g."""
+        return _chain(self.module, self._spec.last)[0]
+
+    @property
+    def output_layer(self) -> nn.Module:
+        """The layer whose output is y."""
+        return _chain(self.module, self._spec.last)[-1]
+
+    @property
+    def drops(self) -> List[nn.Module]:
+        """Dropouts after the activation and after the last linear layer."""
+        return _chain(self.module, self._spec.drop) or [nn.Identity(), nn.Identity()]
+
+    @property
+    def act_name(self) -> str:
+        """Name of the activation in the module."""
+        return self._spec.act
+
+    @property
+    def gated(self) -> bool:
+        """Whether the hidden features are products of two linear maps of u, one of them activated."""
+        return self._spec.packed or bool(self._spec.value)
+
+    @property
+    def channel_macs(self) -> int:
+        """Multiply-accumulates of a hidden channel, for a token."""
+        return self.in_features * (2 if self.gated else 1) + self.out_features
+
+    def pruned_features(self, active_features: int) -> int:
+        """Number of hidden channels of two matrices that cost as much as three with ``active_features``."""
+        return min(self.hidden_features, active_features + self.in_features * self.out_features // self.channel_macs)
+
+    def unsupported_reason(self) -> Optional[str]:
+        """Why the module, which may have changed, is not a pointwise FFN; None if it is."""
+        return _unsupported(self.module, self._spec)
+
+    def unsupported_training_reason(self) -> Optional[str]:
+        """Why norm, FFN and layer scale of a block cannot become a RePaMlp; None if they can."""
+        spec = self._spec
+        chains = [_chain(self.module, names) for names in (spec.first, spec.last)]
+        plain = all(len(layers) == 1 and type(layers[0]) in (nn.Linear, nn.Conv2d) for layers in chains)
+        if not plain or self.gated or any((spec.before, spec.after, spec.absent, spec.attribute, spec.inline)):
+            return f'is a {type(self.module).__name__}, which is more than two linear layers and an activation'
+        if len(self.blocks) != 1:
+            return 'is shared by several blocks' if self.blocks else (
+                'is in a block of a class that is not registered with timm_rep.convert.register_block()')
+        return None
+
+    def _affine(self, names: str) -> Affine:
+        try:
+            return _affine(_chain(self.module, names))
+        except ValueError as e:  # running statistics that are missing or not finite
+            raise ValueError(f'{self.name}: {e}') from e
+
+    def fc_in(self, channels: torch.Tensor) -> Affine:
+        """The map of u to the given hidden channels before the activation; of a gated unit gates, then values."""
+        maps = [self._affine(names) for names in (self._spec.first, self._spec.value) if names]
+        if self._spec.packed:
+            half = self.hidden_features
+            maps = [maps[0].outputs(0, half), maps[0].outputs(half)]
+            if getattr(self.module, 'gate_last', False):
+                maps.reverse()
+        return Affine(*(torch.cat([parts[channels] for parts in group]) for group in zip(*maps)))
+
+    def fc_out(self) -> Affine:
+        """The map of the hidden features to the output."""
+        return self._affine(self._spec.last)
+
+    def unit(self, act: nn.Module) -> nn.Module:
+        """The map of gates and values, or of the output of the first layer, to hidden features."""
+        return GatedUnit(act, dim=1 if self.use_conv else -1) if self.gated else act
+
+    def act(self, channels: torch.Tensor) -> nn.Module:
+        """The map of the output of :meth:`fc_in` to the hidden features of the given channels.
+
+        A LayerNorm of the hidden features becomes one over these channels alone, which is another function.
+        """
+        act = self.unit(self.module.get_submodule(self.act_name))
+        if self.hidden_norm is None or not len(channels):
+            return act
+        old = self.hidden_norm
+        norm = nn.LayerNorm(len(channels), eps=old.eps, elementwise_affine=old.elementwise_affine, device='meta')
+        for name, value in old.named_parameters():
+            channels = channels.to(value.device)
+            setattr(norm, name, nn.Parameter(value.detach()[channels], requires_grad=value.requires_grad))
+        return nn.Sequential(act, norm)
+
+    def replacement(
+            self,
+            active_features: int,
+            act: Optional[nn.Module] = None,
+            linear_path: bool = True,
+            **dd,
+    ) -> nn.Module:
+        """The module that takes the place of the FFN: at most three matrices, between the layers before and after.
+
+        Args:
+            active_features: Number of hidden channels that keep the activation.
+            act: Map of the output of ``fc_in`` to the hidden features; that of the first channels by default.
+            linear_path: Whether the idle channels become a matrix, or are dropped.
+            dd: Device and dtype of the new parameters; those of the FFN by default.
+        """
+        like = linear_of(self.first).weight
+        return self.around(RePaMlpDeploy(
+            self.in_features,
+            self.hidden_features if linear_path else active_features,
+            active_features=active_features,
+            out_features=self.out_features,
+            gated=self.gated,
+            act_layer=lambda: act or self.act(torch.arange(active_features)),
+            use_conv=self.use_conv,
+            **{'device': like.device, 'dtype': like.dtype, **dd},
+        ))
+
+    def around(self, deploy: nn.Module) -> nn.Module:
+        """The module that takes the place of the FFN, given the part between the layers that are kept.
+
+        Args:
+            deploy: Map of u to y.
+        """
+        if self._spec.inline:
+            return self._block_with(deploy)
+        if self._spec.before or self._spec.after:
+            deploy = nn.Sequential(
+                *_chain(self.module, self._spec.before), deploy, *_chain(self.module, self._spec.after))
+        return deploy.train(self.module.training)
+
+    def _block_with(self, deploy: nn.Module) -> nn.Module:
+        """A copy of the block with one of its layers for the whole FFN; the others are shared."""
+        block, spec = copy.copy(self.module), self._spec
+        layers = {name: nn.Identity() for name in (*spec.first.split(), spec.act, *spec.last.split())}
+        layers[spec.first.split()[0]] = deploy.train(block.training)
+        if spec.value:
+            layers[spec.value] = _One()
+        block._modules = {**block._modules, **layers}
+        return block
 
 
-def _unsupported(model: nn.Module, ffns: List[Ffn]) -> List[str]:
-    """Descriptions of the FFNs that cannot be converted: MLPs of other types, and unknown blocks with an MLP."""
-    known = {ffn.block for ffn in ffns}
-    return [
-        f'{ffn.path}.{ffn.mlp} is a {type(mlp).__name__}'
-        for ffn in ffns for mlp in [getattr(ffn.block, ffn.mlp)] if type(mlp) is not Mlp
-    ] + [
-        f'{path} is a {type(block).__name__}'
-        for path, block in model.named_modules()
-        if block not in known and hasattr(block, 'norm1') and isinstance(getattr(block, 'mlp', None), nn.Module)
-    ]
-
-
-def find_supported_ffns(model: nn.Module) -> List[Ffn]:
-    """The FFNs of a model whose blocks are all known and whose MLPs are all ``timm.layers.Mlp``.
-
-    Raises:
-        ValueError: The model has no such FFN, or others beside them, which are named.
-    """
-    ffns = find_ffns(model)
-    unsupported = _unsupported(model, ffns)
-    if unsupported or not ffns:
-        more = f' and {len(unsupported) - 5} more' if len(unsupported) > 5 else ''
-        raise ValueError(
-            f"Cannot convert {type(model).__name__}, nothing was changed. Its FFNs must be timm.layers.Mlp, each "
-            "between a norm and a shortcut in a block of timm's, but "
-            + (f'{", ".join(unsupported[:5])}{more}.' if unsupported else 'it has none.'))
-    return ffns
-
-
-def affine_names(norm: nn.Module) -> Dict[str, str]:
-    """Names of scale and shift in the state dict of a norm, with those of a BatchNorm."""
-    renames = {'alpha': 'weight', 'beta': 'bias'}  # ResMLP's Affine
-    names = {name: renames.get(name, name) for name in norm.state_dict()}
-    return {name: affine for name, affine in names.items() if affine in ('weight', 'bias')}
-
-
-def check_batch_norm(bn_momentum: Optional[float], bn_eps: float) -> None:
-    """Check the arguments of BatchNorms.
-
-    Raises:
-        ValueError: One is out of range.
-    """
-    if not bn_eps > 0 or not (bn_momentum is None or 0 <= bn_momentum <= 1):
-        raise ValueError(
-            f'bn_eps must be positive and bn_momentum from 0 to 1 (or None), got bn_eps={bn_eps}, '
-            f'bn_momentum={bn_momentum}.')
-
-
-def batch_norm_like(
-        norm: nn.Module,
-        linear: Union[nn.Linear, nn.Conv2d],
-        bn_momentum: Optional[float],
-        bn_eps: float,
-        outputs: bool = False,
-) -> nn.modules.batchnorm._BatchNorm:
-    """A BatchNorm for the inputs or outputs of a linear layer, with the scale and shift of another norm.
-
-    Args:
-        norm: Norm over the same channels, or an identity.
-        linear: Linear layer, or 1 x 1 convolution for images, whose device and dtype it takes.
-        bn_momentum: Momentum.
-        bn_eps: Epsilon.
-        outputs: Whether it normalizes the outputs of the layer, not its inputs.
-    """
-    weight = linear.weight
-    bn = (nn.BatchNorm2d if isinstance(linear, nn.Conv2d) else nn.BatchNorm1d)(
-        weight.shape[0 if outputs else 1], eps=bn_eps, momentum=bn_momentum, device=weight.device, dtype=weight.dtype)
-    own, old = bn.state_dict(), norm.state_dict()
-    for name, affine in affine_names(norm).items():
-        if old[name].numel() == own[affine].numel():
-            own[affine] = old[name].reshape(-1)
-    bn.load_state_dict(own)
-    frozen = [not p.requires_grad for p in norm.parameters()]
-    return bn.requires_grad_(not frozen or not all(frozen))
-
-
-def take_layer_scale(block: nn.Module, name: str, use_conv: bool) -> Optional[nn.Module]:
-    """Replace the layer scale of a block by an identity.
+def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
+    """The pointwise FFNs of a model, in the order of its modules.
 
     Returns:
-        The layer scale as timm's LayerScale, or LayerScale2d with use_conv; None if the block has none that can move.
+        The FFNs, and for each other module of a registered class its name and the reason.
     """
-    ls = getattr(block, name, None)
-    gamma = {LayerScale: 'gamma', LayerScale2d: 'gamma', Scale: 'scale'}.get(type(ls))
-    if gamma is None:
-        return None
-    setattr(block, name, nn.Identity())
-    moved = (LayerScale2d if use_conv else LayerScale)(getattr(ls, gamma).numel(), device='meta')
-    moved.gamma = getattr(ls, gamma)
-    return moved.train(ls.training)
+    blocks: Dict[nn.Module, List[Block]] = {}
+    for block in find_blocks(model):
+        blocks.setdefault(getattr(block.module, block.mlp), []).append(block)
+    ffns, others = [], {}
+    for name, module in model.named_modules():
+        spec, key = ffn_spec(type(module)), class_name(type(module))
+        if spec is None or (key.startswith('timm.') and _OTHER_ROLES.search(name)):
+            continue
+        if isinstance(spec, str):
+            others[name] = spec
+            continue
+        if (spec.attribute or spec.inline) and any(isinstance(m, RePaMlpDeploy) for m in module.modules()):
+            continue  # converted already
+        if spec.attribute:
+            module, name = module.get_submodule(spec.attribute), f'{name}.{spec.attribute}'
+        reason = _unsupported(module, spec)
+        if reason:
+            others[name] = reason
+        else:
+            ffns.append(Ffn(name, module, spec, key, blocks.get(module, ())))
+    return ffns, others
 
 
-def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: float, bn_eps: float) -> RePaMlp:
-    """The training structure with the linear layers, dropout, norm scales and layer scale of an FFN of timm's."""
-    mlp: Mlp = getattr(ffn.block, ffn.mlp)
-    use_conv = isinstance(mlp.fc1, nn.Conv2d)
-    hidden_features, in_features = mlp.fc1.weight.shape[:2]
-    repa = RePaMlp(
-        in_features,
-        hidden_features,
-        idle_ratio=idle_ratio,
-        act_layer=lambda: mlp.act,
-        use_conv=use_conv,
-        device='meta',  # every parameter is replaced below
-    )
-    repa.norm1 = batch_norm_like(getattr(ffn.block, ffn.norm), mlp.fc1, bn_momentum, bn_eps)
-    repa.norm2 = batch_norm_like(mlp.norm, mlp.fc1, bn_momentum, bn_eps, outputs=True)
-    repa.fc1, repa.fc2, repa.drop1, repa.drop2 = mlp.fc1, mlp.fc2, mlp.drop1, mlp.drop2
-    repa.ls = take_layer_scale(ffn.block, ffn.ls, use_conv) or nn.Identity()
-    return repa.train(mlp.training)
-
-
-def _repa_mlp_deploy(ffn: Ffn, idle_ratio: float) -> RePaMlpDeploy:
-    """The deploy structure of the size of an FFN of timm's, its weights newly initialized."""
-    mlp: Mlp = getattr(ffn.block, ffn.mlp)
-    use_conv = isinstance(mlp.fc1, nn.Conv2d)
-    take_layer_scale(ffn.block, ffn.ls, use_conv)
-    hidden_features, in_features = mlp.fc1.weight.shape[:2]
-    return RePaMlpDeploy(
-        in_features,
-        hidden_features,
-        idle_ratio=idle_ratio,
-        act_layer=lambda: mlp.act,
-        use_conv=use_conv,
-        device=mlp.fc1.weight.device,
-        dtype=mlp.fc1.weight.dtype,
-    ).train(mlp.training)
-
-
-def _ratios(ffns: Sequence[Ffn], idle_ratio: Union[float, Sequence[float]], idle_schedule: str) -> List[float]:
-    """The idle ratio of every FFN.
+def plain_ratio(idle_ratio: Any) -> Union[float, List[Optional[float]]]:
+    """An idle ratio, or one per FFN, as Python's numbers, which config.json can hold.
 
     Raises:
-        ValueError: One is out of range, or there are several, but not one for each FFN.
+        ValueError: It is neither a number from 0 to 1 nor a sequence of such numbers and None.
+    """
+    given = idle_ratio.tolist() if hasattr(idle_ratio, 'tolist') else idle_ratio  # of torch and NumPy
+    try:
+        if isinstance(given, Real):
+            given = float(given)
+            active_channels(1, given)
+            return given
+        if isinstance(given, (list, tuple)):
+            given = [None if ratio is None else float(ratio) for ratio in given]
+            for ratio in given:
+                active_channels(1, 0. if ratio is None else ratio)
+            return given
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        'idle_ratio must be a number from 0 to 1 or a sequence of one number per FFN, None to keep an FFN, got '
+        f'{idle_ratio!r}.')
+
+
+def ratios_of(
+        names: Sequence[str],
+        idle_ratio: Union[float, Sequence[Optional[float]]],
+        idle_schedule: str = 'constant',
+) -> List[Optional[float]]:
+    """The idle ratio of each FFN, None for those that are kept.
+
+    Args:
+        names: Names of the FFNs.
+        idle_ratio: One ratio, or one per FFN.
+        idle_schedule: 'constant', or for one ratio 'linear', see :func:`timm_rep.layers.idle_ratios`.
+
+    Raises:
+        ValueError: A ratio is out of range, there are several but not one per FFN, or the schedule does not fit.
     """
     given = plain_ratio(idle_ratio)
     if not isinstance(given, list):
-        return idle_ratios(len(ffns), given, idle_schedule)
+        return idle_ratios(len(names), given, idle_schedule)
     if idle_schedule != 'constant':
+        raise ValueError(f"idle_schedule must be 'constant' with one idle ratio per FFN, got {idle_schedule!r}.")
+    if len(given) != len(names):
         raise ValueError(
-            f"With several idle ratios, idle_schedule is 'constant', got {idle_ratio!r} and {idle_schedule!r}.")
-    ratios = ratios_of([ffn.path for ffn in ffns], given)
-    if None in ratios:
-        raise ValueError('This conversion changes all FFNs, each needs an idle ratio: got None for one.')
-    for ratio in ratios:
-        active_channels(1, ratio)
-    return ratios
+            f'Expected one idle_ratio or one for each of the {len(names)} FFNs, but got {len(given)}: '
+            f'{", ".join(names)}.')
+    return given
 
 
-def use_repa_ffns(
-        model: nn.Module,
-        idle_ratio: Union[float, Sequence[float]] = 0.75,
-        idle_schedule: str = 'constant',
-        bn_momentum: float = 0.1,
-        bn_eps: float = 1e-5,
-        reparameterized: bool = False,
-) -> ConversionReport:
-    """Replace the FFNs in the blocks of a timm model by RePa FFNs, in place.
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in all places of another one, which several parents may share."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
+                if class_name(type(parent)) in _NORM_FOLDING:
+                    parent.__dict__.pop('reparameterize', None)
+                    if ffn_spec(type(new)) is None:  # not the original, put back
+                        parent.reparameterize = partial(_fold_norms, parent)
 
-    In each block a RePaMlp takes the place of the MLP and includes its norm and layer scale, whose places hold
-    identities; shortcut and stochastic depth stay the block's. Linear layers, dropout and activation are the MLP's own.
 
-    Args:
-        model: Model whose FFNs are all ``timm.layers.Mlp``.
-        idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; or one for each FFN.
-        idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
-            several ratios.
-        bn_momentum: Momentum of the BatchNorms.
-        bn_eps: Epsilon of the BatchNorms.
-        reparameterized: Use the deploy structure, with new weights, for checkpoints of a folded model.
-
-    Returns:
-        The report.
-
-    Raises:
-        ValueError: The model has no such FFN, or others beside them, which are named; or an argument is out of range.
-            The model is unchanged.
-    """
-    ffns = find_supported_ffns(model)
-    ratios = _ratios(ffns, idle_ratio, idle_schedule)
-    check_batch_norm(bn_momentum, bn_eps)
-    converted = []
-    for ffn, ratio in zip(ffns, ratios):
-        hidden_features = getattr(ffn.block, ffn.mlp).fc1.weight.shape[0]
-        converted.append(
-            ConvertedFfn(f'{ffn.path}.{ffn.mlp}', hidden_features, active_channels(hidden_features, ratio)))
-        mlp = _repa_mlp_deploy(ffn, ratio) if reparameterized else _repa_mlp(ffn, ratio, bn_momentum, bn_eps)
-        setattr(ffn.block, ffn.mlp, mlp)
-        setattr(ffn.block, ffn.norm, nn.Identity())
-    return ConversionReport(converted, {})
+def _fold_norms(block: nn.Module) -> None:
+    """The ``reparameterize()`` of a NextViT block with a converted FFN, several of whose layers may have its input."""
+    mlp, norm = block.mlp, block.norm2 if hasattr(block, 'norm2') else block.norm
+    first, *others = (m for name, m in mlp.named_modules() if name.split('.')[-1] in ('fc1', 'fc_in', 'fc_idle'))
+    if not block.is_fused:
+        for layer in others:
+            merge_pre_bn(layer, norm)
+    block.mlp = nn.ModuleDict({'fc1': first})  # where timm looks for it
+    type(block).reparameterize(block)
+    block.mlp = mlp

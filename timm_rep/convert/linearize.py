@@ -17,24 +17,24 @@ from timm_rep.layers import Affine, RePaMlpDeploy, active_channels
 from timm_rep.utils.data import take_images
 from timm_rep.utils.profiling import count_macs
 
+from ._reparameterize import check_unconverted
 from .budget import allocate
-from .least_squares import LeastSquares, Moments
-from .pointwise import (
-    PointwiseFfn,
+from .ffn import (
+    Ffn,
     deploy_of,
-    find_pointwise_ffns,
+    find_ffns,
     linear_of,
     ratios_of,
     replace_module,
 )
+from .least_squares import LeastSquares, Moments
 from .recording import Recorder, wide
-from ._reparameterize import check_unconverted
 from .report import ConversionReport, ConvertedFfn
 
 __all__ = ['check_convertible', 'linearize_ffns']
 
 
-def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, str]]:
+def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
     """The pointwise FFNs of a model, and the names of other FFNs with the reason why they cannot be converted.
 
     Raises:
@@ -42,7 +42,7 @@ def check_convertible(model: nn.Module) -> Tuple[List[PointwiseFfn], Dict[str, s
         ValueError: The model has no pointwise FFN, or is wrapped, compiled or converted already.
     """
     check_unconverted(model)
-    ffns, others = find_pointwise_ffns(model)
+    ffns, others = find_ffns(model)
     if not ffns:
         reasons = [f'{name} {reason}' for name, reason in others.items()]
         more = f' and {len(reasons) - 3} more' if len(reasons) > 3 else ''
@@ -153,15 +153,15 @@ def _matrix_entries(module: nn.Module) -> int:
 
 def _survey(
         recorder: Recorder,
-        ffns: Sequence[PointwiseFfn],
+        ffns: Sequence[Ffn],
         kept: Dict[str, str],
         images: int,
-) -> Tuple[List[PointwiseFfn], Dict[str, int], Dict[str, int]]:
+) -> Tuple[List[Ffn], Dict[str, int], Dict[str, int]]:
     """FFNs in the order of execution, with their tokens and passes for each image; checks that the images suffice."""
     tokens: Dict[str, int] = {}
     calls: Dict[str, int] = {}
 
-    def see(ffn: PointwiseFfn, u: torch.Tensor, g: torch.Tensor) -> None:
+    def see(ffn: Ffn, u: torch.Tensor, g: torch.Tensor) -> None:
         tokens[ffn.name] = tokens.get(ffn.name, 0) + len(u)
         calls[ffn.name] = calls.get(ffn.name, 0) + 1
 
@@ -210,7 +210,7 @@ def _outputs(recorder: Recorder) -> torch.Tensor:
     return wide(torch.cat(outputs)).log_softmax(1)
 
 
-def _even_counts(ffns: Sequence[PointwiseFfn], macs: Sequence[torch.Tensor], budget: float) -> List[int]:
+def _even_counts(ffns: Sequence[Ffn], macs: Sequence[torch.Tensor], budget: float) -> List[int]:
     """Active channels of every FFN, for one idle ratio of at most 1 that meets a budget."""
     for percent in range(101):
         counts = [active_channels(ffn.hidden_features, percent / 100) for ffn in ffns]
@@ -221,7 +221,7 @@ def _even_counts(ffns: Sequence[PointwiseFfn], macs: Sequence[torch.Tensor], bud
 
 def _budget_weight(
         recorder: Recorder,
-        ffn: PointwiseFfn,
+        ffn: Ffn,
         problem: LeastSquares,
         active_features: int,
         calls: int,
@@ -248,7 +248,7 @@ def _budget_weight(
 
 def _counts_for_budget(
         recorder: Recorder,
-        ffns: Sequence[PointwiseFfn],
+        ffns: Sequence[Ffn],
         tokens: Dict[str, int],
         calls: Dict[str, int],
         ridge: float,
@@ -295,7 +295,7 @@ class _Fit(NamedTuple):
     error: float
 
 
-def _fit(problem: LeastSquares, ffn: PointwiseFfn, active_features: int) -> _Fit:
+def _fit(problem: LeastSquares, ffn: Ffn, active_features: int) -> _Fit:
     """The better fit of three matrices, and of two with as many multiply-accumulates."""
     fits = []
     for linear_path, count in ((False, ffn.pruned_features(active_features)), (True, active_features)):
@@ -310,7 +310,7 @@ def _fit(problem: LeastSquares, ffn: PointwiseFfn, active_features: int) -> _Fit
 
 def _replacement(
         recorder: Recorder,
-        ffn: PointwiseFfn,
+        ffn: Ffn,
         problem: LeastSquares,
         active_features: int,
         calls: int,
@@ -334,10 +334,10 @@ def _replacement(
     return new, fit, fit.error / variance if variance > 0 else 0.
 
 
-def _least_squares(recorder: Recorder, ffn: PointwiseFfn, calls: int, ridge: float) -> LeastSquares:
+def _least_squares(recorder: Recorder, ffn: Ffn, calls: int, ridge: float) -> LeastSquares:
     moments = Moments()
 
-    def see(ffn: PointwiseFfn, u: torch.Tensor, g: torch.Tensor) -> None:
+    def see(ffn: Ffn, u: torch.Tensor, g: torch.Tensor) -> None:
         moments.add(wide(torch.cat([g, u], 1)))
 
     recorder.run([ffn], see, calls)
@@ -351,7 +351,7 @@ def _least_squares(recorder: Recorder, ffn: PointwiseFfn, calls: int, ridge: flo
 
 def _fit_to_new_features(
         recorder: Recorder,
-        ffn: PointwiseFfn,
+        ffn: Ffn,
         deploy: RePaMlpDeploy,
         active: torch.Tensor,
         calls: int,
@@ -362,7 +362,7 @@ def _fit_to_new_features(
     kept = out.weight[:, active]
     moments = Moments()
 
-    def see(ffn: PointwiseFfn, u: torch.Tensor, g: torch.Tensor) -> None:
+    def see(ffn: Ffn, u: torch.Tensor, g: torch.Tensor) -> None:
         x, y = wide(u), wide(g) @ out.weight.T + out.bias
         if not a:
             moments.add(torch.cat([y, x], 1))

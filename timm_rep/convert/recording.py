@@ -4,7 +4,7 @@ from typing import Any, Callable, Dict, Optional, Sequence
 import torch
 import torch.nn as nn
 
-from .pointwise import PointwiseFfn
+from .ffn import Ffn
 
 __all__ = ['Recorder', 'wide']
 
@@ -26,8 +26,8 @@ class Recorder:
 
     def run(
             self,
-            ffns: Sequence[PointwiseFfn],
-            see: Callable[[PointwiseFfn, torch.Tensor, torch.Tensor], None],
+            ffns: Sequence[Ffn],
+            see: Callable[[Ffn, torch.Tensor, torch.Tensor], None],
             calls: Optional[int] = None,
             batches: Optional[int] = None,
     ) -> None:
@@ -42,14 +42,14 @@ class Recorder:
         inputs: Dict[str, torch.Tensor] = {}
         count = 0
 
-        def tokens(ffn: PointwiseFfn, x: torch.Tensor) -> torch.Tensor:
+        def tokens(ffn: Ffn, x: torch.Tensor) -> torch.Tensor:
             x = x.movedim(1, -1) if ffn.use_conv else x
             return x.reshape(-1, x.shape[-1])
 
-        def at_first(ffn: PointwiseFfn, x: torch.Tensor) -> None:
+        def at_first(ffn: Ffn, x: torch.Tensor) -> None:
             inputs[ffn.name] = tokens(ffn, x).clone()  # the activation may work in place
 
-        def at_last(ffn: PointwiseFfn, x: torch.Tensor) -> None:
+        def at_last(ffn: Ffn, x: torch.Tensor) -> None:
             nonlocal count
             see(ffn, inputs.pop(ffn.name), tokens(ffn, x))
             count += 1

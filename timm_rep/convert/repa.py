@@ -7,13 +7,13 @@ import torch.nn as nn
 
 from timm_rep.layers import active_channels
 
-from .anneal import anneal_ffns
-from .ffn import use_repa_ffns
-from .linearize import check_convertible, linearize_ffns
-from .pointwise import plain_ratio
-from .record import make_foldable, record_conversion
 from ._reparameterize import check_unconverted
+from .anneal import anneal_ffns
+from .ffn import plain_ratio
+from .linearize import check_convertible, linearize_ffns
+from .record import make_foldable, record_conversion
 from .report import ConversionReport
+from .to_train import use_repa_ffns
 
 __all__ = ['convert_to_repa']
 

@@ -14,9 +14,9 @@ from timm.utils import reparameterize_model
 from timm_rep.layers import Affine, Csla, RepOptConv, RepOptConvDeploy, csla_layers
 from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage_of
 
+from ._reparameterize import check_unconverted
 from .linear_sums import LinearSum, find_linear_sums
 from .record import make_foldable, record_conversion, record_scales
-from ._reparameterize import check_unconverted
 
 __all__ = [
     'ConvertedSum',

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from timm.models import save_for_hf
 
-from timm_rep.convert import is_folded
+from timm_rep.convert.record import is_folded
 from timm_rep.deploy import quantized_files
 from timm_rep.scales import Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files, replacing_folder

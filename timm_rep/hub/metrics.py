@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from timm.utils import reparameterize_model
 
-from timm_rep.convert import is_folded
+from timm_rep.convert.record import is_folded
 from timm_rep.utils.data import ImageFolder, image_config, load_images
 from timm_rep.utils.files import COUNT, MAPPING, NUMBER, POSITIVE, STRING, TEXT, check_fields, list_of, read_json
 from timm_rep.utils.profiling import (

@@ -10,14 +10,9 @@ import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
 from timm.utils import reparameterize_model
 
-from timm_rep.convert import (
-    anneal_ffns,
-    find_pointwise_ffns,
-    make_foldable,
-    ratios_of,
-    replace_module,
-    use_repa_ffns,
-)
+from timm_rep.convert import anneal_ffns, use_repa_ffns
+from timm_rep.convert.ffn import find_ffns, ratios_of, replace_module
+from timm_rep.convert.record import make_foldable
 from timm_rep.layers import active_channels
 
 from ._from_base import base_cfg, create_from_base
@@ -76,12 +71,14 @@ def use_linearized_ffns(
     Raises:
         ValueError: The model has no pointwise FFN, or another number of them than ratios.
     """
-    ffns, _ = find_pointwise_ffns(model)
+    ffns, _ = find_ffns(model)
     if not ffns:
         raise ValueError(f'{type(model).__name__} has no pointwise FFN that can be converted.')
     paths = [linear_path] * len(ffns) if isinstance(linear_path, bool) else linear_path
-    if len(paths) != len(ffns):
-        raise ValueError(f'linear_path is one value or one for each of the {len(ffns)} FFNs, got {linear_path!r}.')
+    if not isinstance(paths, (list, tuple)) or len(paths) != len(ffns) or not all(isinstance(p, bool) for p in paths):
+        raise ValueError(
+            f'linear_path must be a bool or a sequence of one bool for each of the {len(ffns)} FFNs, got '
+            f'{linear_path!r}.')
     for ffn, ratio, path in zip(ffns, ratios_of([ffn.name for ffn in ffns], idle_ratio), paths):
         if ratio is not None:
             replace_module(model, ffn.module, ffn.replacement(

@@ -15,6 +15,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch.jit import Final
 
+from timm_rep.convert import register_block
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 
@@ -69,7 +70,6 @@ class ConvPatchEmbed(PatchEmbed):
 
 class LvVitBlock(Block):
     """timm's block with its branches scaled by a constant before they are added to the shortcut."""
-    ffn_names = ('norm2', 'mlp', 'ls2')
     residual_scale: Final[float]
 
     def __init__(self, *args, residual_scale: float, **kwargs):
@@ -85,6 +85,9 @@ class LvVitBlock(Block):
         y = self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
         x = torch.add(x, y, alpha=self.residual_scale)
         return torch.add(x, self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), alpha=self.residual_scale)
+
+
+register_block(LvVitBlock)
 
 
 class TokenLabelMixin:

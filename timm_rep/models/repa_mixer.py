@@ -8,7 +8,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
-from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
+from timm_rep.convert import ReparameterizeMixin, register_block, use_repa_ffns
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 
@@ -20,7 +20,6 @@ class TokenNormMixerBlock(MixerBlock):
 
     Input and output: (N, seq_len, dim).
     """
-    ffn_names = ('norm2', 'mlp_channels', 'ls2')
 
     def __init__(self, dim: int, seq_len: int, *args, device=None, dtype=None, **kwargs):
         super().__init__(dim, seq_len, *args, device=device, dtype=dtype, **kwargs)
@@ -29,6 +28,9 @@ class TokenNormMixerBlock(MixerBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop_path(self.mlp_tokens(self.norm1(x.transpose(1, 2))).transpose(1, 2))
         return x + self.drop_path(self.mlp_channels(self.norm2(x)))
+
+
+register_block(TokenNormMixerBlock, mlp='mlp_channels')
 
 
 class RePaMlpMixer(ReparameterizeMixin, MlpMixer):

@@ -12,7 +12,8 @@ from timm.layers import GroupNorm1
 from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, Pooling
 
-from timm_rep.convert import ReparameterizeMixin, take_layer_scale, use_repa_ffns
+from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
+from timm_rep.convert.to_train import take_layer_scale
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
 from timm_rep.layers import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size

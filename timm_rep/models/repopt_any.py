@@ -8,7 +8,8 @@ import timm
 import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
 
-from timm_rep.convert import make_foldable, record_scales, refuse_branches, set_scales, use_repopt_convs
+from timm_rep.convert.record import make_foldable, record_scales
+from timm_rep.convert.repopt import refuse_branches, set_scales, use_repopt_convs
 from timm_rep.layers import RepOptConv
 from timm_rep.scales import ScalesLike
 

@@ -14,8 +14,9 @@ from timm.utils import reparameterize_model
 import timm_rep
 from tests.helpers import relative, wild_
 from tests.models import contract
-from timm_rep.convert import recorded_base
-from timm_rep.convert.ffn import _BLOCKS, find_ffns
+from timm_rep.convert.ffn import find_blocks
+from timm_rep.convert.ffn_classes import _BLOCKS
+from timm_rep.convert.record import recorded_base
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, is_reparameterized
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
@@ -85,9 +86,9 @@ def test_what_is_kept_and_what_folds(kind):
     converted = copy.deepcopy(model)
     timm_rep.convert_to_repa(converted, idle_ratio=0.)
     replaced = 0
-    for ffn in find_ffns(plain):
-        setattr(ffn.block, ffn.norm, nn.Identity())
-        getattr(ffn.block, ffn.mlp).norm = nn.Identity()
+    for block in find_blocks(plain):
+        setattr(block.module, block.norm, nn.Identity())
+        getattr(block.module, block.mlp).norm = nn.Identity()
         replaced += 1
     assert replaced == len(ffns(converted)) > 0
     for mlp in ffns(converted):
@@ -124,9 +125,9 @@ def test_what_is_kept_and_what_folds(kind):
 
 
 def test_every_class_of_blocks_is_tested():
-    tested = {cls for kind in MODELS for ffn in find_ffns(build(kind)[0]) for cls in type(ffn.block).__mro__}
-    names = {f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.') for cls in tested}
-    assert _BLOCKS.keys() <= names
+    tested = {cls for kind in MODELS for block in find_blocks(build(kind)[0]) for cls in type(block.module).__mro__}
+    names = {f'{cls.__module__}.{cls.__qualname__}' for cls in tested}
+    assert {name for name in _BLOCKS if name.startswith('timm.')} <= names
 
 
 def test_weights_that_have_a_place_are_kept():
@@ -189,11 +190,11 @@ def test_dtypes_devices_and_frozen_weights():
 
 
 @pytest.mark.parametrize('name,args,message', [
-    ('eva02_tiny_patch14_224', dict(VIT), r'blocks\.0\.mlp is a GluMlp, blocks\.1\.mlp is a GluMlp\.'),
+    ('eva02_tiny_patch14_224', dict(VIT), r'blocks\.0\.mlp is a GluMlp.*blocks\.1\.mlp is a GluMlp'),
     ('eva02_tiny_patch14_224', dict(VIT, swiglu_mlp=True, scale_mlp=True), r'blocks\.0\.mlp is a SwiGLU'),
-    ('swinv2_tiny_window8_256', dict(), r'layers\.0\.blocks\.0 is a SwinTransformerV2Block.* and 7 more'),
-    ('pvt_v2_b0', dict(), r'stages\.0\.blocks\.0 is a Block'),
-    ('resnet18', dict(), 'it has none'),
+    ('swinv2_tiny_window8_256', dict(), r'layers\.0\.blocks\.0\.mlp is in a block .*register_block.* and 7 more'),
+    ('pvt_v2_b0', dict(), r'stages\.0\.blocks\.0\.mlp has a depthwise convolution'),
+    ('resnet18', dict(), 'ResNet'),
     ('repa_deit_tiny', dict(), 'RePaVisionTransformer has foldable layers already'),
 ])
 def test_other_models_are_refused_and_left_alone(name, args, message):

@@ -1,0 +1,219 @@
+"""Registry of FFN classes, which are pointwise: applied to each token alone, and of the blocks around them."""
+from typing import Dict, NamedTuple, Optional, Tuple, Type, Union
+
+import torch.nn as nn
+
+__all__ = ['BlockSpec', 'FfnSpec', 'block_spec', 'class_name', 'ffn_spec', 'register_block', 'register_ffn']
+
+
+class FfnSpec(NamedTuple):
+    """Attribute names of the parts of an FFN class, see :func:`register_ffn`."""
+    first: str = 'fc1'
+    act: str = 'act'
+    last: str = 'fc2'
+    value: str = ''
+    packed: bool = False
+    norm: str = ''
+    drop: str = ''
+    before: str = ''
+    after: str = ''
+    absent: str = ''
+    attribute: str = ''
+    inline: bool = False
+
+
+class BlockSpec(NamedTuple):
+    """Attribute names of norm, FFN and layer scale of a block class, see :func:`register_block`."""
+    norm: str = 'norm2'
+    mlp: str = 'mlp'
+    ls: str = 'ls2'
+
+
+# by qualified name; a reason for classes that have the role of an FFN and are not pointwise
+_FFNS: Dict[str, Union[FfnSpec, str]] = {}
+_BLOCKS: Dict[str, BlockSpec] = {}
+
+
+def _defining_class(cls: Type[nn.Module]) -> Type[nn.Module]:
+    return next(c for c in cls.__mro__ if 'forward' in vars(c))
+
+
+def class_name(cls: Type[nn.Module]) -> str:
+    """Qualified name of the class that defines ``forward()``: a subclass with its own may use its parts differently."""
+    cls = _defining_class(cls)
+    return f'{cls.__module__}.{cls.__qualname__}'
+
+
+def _registered_name(cls: Union[Type[nn.Module], str]) -> str:
+    if isinstance(cls, str):
+        return cls
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f'cls must be a class of modules or its qualified name, got {cls!r}.')
+    defining = _defining_class(cls)
+    if defining is not cls:
+        raise ValueError(f'{cls.__qualname__} inherits its forward(): register {defining.__qualname__} instead.')
+    return class_name(cls)
+
+
+def register_ffn(
+        cls: Union[Type[nn.Module], str],
+        first: str = 'fc1',
+        act: str = 'act',
+        last: str = 'fc2',
+        *,
+        value: str = '',
+        packed: bool = False,
+        norm: str = '',
+        drop: str = '',
+        before: str = '',
+        after: str = '',
+        absent: str = '',
+        attribute: str = '',
+        inline: bool = False,
+) -> None:
+    """Register a class of pointwise FFNs, so that :func:`timm_rep.convert_to_repa` converts them.
+
+    The class computes ``after(drop2(last(norm(drop1(act(first(before(x))))))))``, or with ``value`` or ``packed``
+    ``act(gates) * values`` instead of ``act``. Parts are given by attribute names, with dots for nested ones
+    (``'fc1.conv'``); several layers in a row are separated by spaces in the order of execution (``'fc1 bn1'``). Linear
+    parts are ``nn.Linear``, ungrouped 1 x 1 ``nn.Conv2d`` with channels at dimension 1, BatchNorms after them, or
+    timm's composites of these. Parameters outside of the named parts, and modules with hooks, keep an FFN from being
+    converted; so does a part of another type.
+
+    A registration holds for the class that defines ``forward()`` and for subclasses that inherit it. A subclass with a
+    ``forward()`` of its own needs its own registration. It lasts as long as the process: register in the module that
+    defines the class.
+
+    From data, all such FFNs convert. Annealed, those without ``norm``. To train, and annealed with ``norm='batch'``,
+    those with one plain layer each as ``first`` and ``last`` and without ``value``, ``packed``, ``before``, ``after``
+    and ``absent``, in a block that :func:`register_block` knows.
+
+    Example::
+
+        class Ffn(nn.Module):
+            def __init__(self, dim):
+                super().__init__()
+                self.up, self.act, self.down = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+
+            def forward(self, x):
+                return self.down(self.act(self.up(x)))
+
+        timm_rep.convert.register_ffn(Ffn, first='up', last='down')
+
+    Args:
+        cls: The class, or its qualified name.
+        first: First linear layer.
+        act: Element-wise activation.
+        last: Last linear layer.
+        value: Second linear layer on the same input, by whose output the activated one is multiplied (gated unit).
+        packed: Whether the first linear layer computes gates and values of a gated unit, in this order unless the
+            attribute ``gate_last`` of the FFN is True.
+        norm: LayerNorm of the hidden features before the last linear layer, or an attribute that is None.
+        drop: Dropouts after the activation and after the last linear layer: two names.
+        before: Layers before the first linear layer; they are kept.
+        after: Layers after the last linear layer; they are kept.
+        absent: Layer between the linear ones that mixes tokens. The FFN is pointwise where it is None or an identity.
+        attribute: Attribute that holds the FFN, an ``nn.Sequential``, if cls is the block around it.
+        inline: Whether cls is a block with its own linear layers in place of an FFN module.
+
+    Raises:
+        TypeError: cls is not a module class, or a part is not a string.
+        ValueError: cls inherits its ``forward()``.
+    """
+    spec = FfnSpec(first, act, last, value, packed, norm, drop, before, after, absent, attribute, inline)
+    for part, names in spec._asdict().items():
+        kind = type(FfnSpec._field_defaults[part])
+        if not isinstance(names, kind):
+            raise TypeError(f'{part} must be a {kind.__name__}, got {names!r}.')
+    _FFNS[_registered_name(cls)] = spec
+
+
+def register_block(
+        cls: Union[Type[nn.Module], str],
+        norm: str = 'norm2',
+        mlp: str = 'mlp',
+        ls: str = 'ls2',
+) -> None:
+    """Register a class of blocks whose ``forward()`` adds ``ls(mlp(norm(x)))`` to x, possibly with stochastic depth.
+
+    :func:`timm_rep.convert_to_repa` needs it where norm and layer scale become a part of the FFN: to train, and
+    annealed with ``norm='batch'``. The rule for subclasses is that of :func:`register_ffn`.
+
+    Args:
+        cls: The class, or its qualified name.
+        norm: Attribute that holds the norm before the FFN.
+        mlp: Attribute that holds the FFN.
+        ls: Attribute that holds the layer scale. A block may have no such attribute; a layer scale that is a parameter
+            stays in the block.
+
+    Raises:
+        TypeError: cls is not a module class.
+        ValueError: cls inherits its ``forward()``.
+    """
+    _BLOCKS[_registered_name(cls)] = BlockSpec(norm, mlp, ls)
+
+
+def ffn_spec(cls: Type[nn.Module]) -> Union[FfnSpec, str, None]:
+    """The registered FFN class, a reason why the class is not pointwise, or None for any other module."""
+    found = _FFNS.get(class_name(cls))
+    if found is None and any(f'{c.__module__}.{c.__qualname__}' in _FFNS for c in cls.__mro__):
+        return 'has a forward() of its own: add its class with timm_rep.convert.register_ffn()'
+    return found
+
+
+def block_spec(cls: Type[nn.Module]) -> Optional[BlockSpec]:
+    """The registered block class, None for any other module."""
+    return _BLOCKS.get(class_name(cls))
+
+
+_BUILT_IN: Tuple[Tuple[str, dict], ...] = (
+    ('layers.mlp.Mlp', dict(norm='norm', drop='drop1 drop2')),
+    ('layers.mlp.ConvMlp', dict(first='fc1 norm')),
+    ('layers.mlp.GluMlp', dict(norm='norm', packed=True)),
+    ('layers.mlp.SwiGLU', dict(first='fc1_g', value='fc1_x', norm='norm')),
+    ('models.efficientformer.ConvMlpWithNorm', dict(first='fc1 norm1', last='fc2 norm2')),
+    ('models.efficientformer_v2.ConvMlpWithNorm', dict(
+        first='fc1.conv fc1.bn', act='fc1.bn.act', last='fc2.conv fc2.bn', absent='mid')),
+    ('models.efficientvim.FFN', dict(first='fc1.conv fc1.norm', act='fc1.act', last='fc2.conv fc2.norm')),
+    ('models.efficientvit_msra.ConvMlp', dict(first='pw1', last='pw2')),
+    ('models.fasternet.MLPBlock', dict(first='0 1', act='2', last='3', attribute='mlp')),
+    ('models.fastvit.ConvMlp', dict(before='conv')),
+    ('models.iformer.ConvBlock', dict(first='1', act='2', last='3', before='0', attribute='mixer.module')),
+    ('models.iformer.FFN', dict(first='0', act='1', last='2', attribute='mixer.module')),
+    ('models.inception_next.ConvMlp', dict(first='fc1 norm')),
+    ('models.levit.LevitMlp', dict(first='ln1', last='ln2')),
+    ('models.rdnet.Block', dict(first='2', act='3', last='4', before='0 1', attribute='layers')),
+    ('models.rdnet.BlockESE', dict(first='2', act='3', last='4', before='0 1', after='5', attribute='layers')),
+    ('models.repvit.RepVitMlp', dict(first='conv1', last='conv2')),
+    ('models.shvit.FFN', dict(first='pw1', last='pw2')),
+    ('models.starnet.Block', dict(first='f1', last='g', value='f2', inline=True)),
+    ('models.swiftformer.ConvEncoder', dict(first='pwconv1', last='pwconv2', inline=True)),
+    ('models.swiftformer.Mlp', dict(before='norm1')),
+    ('models.tiny_vit.NormMlp', dict(before='norm')),
+    ('models.visformer.SpatialMlp', dict(first='conv1', act='act1', last='conv3', absent='conv2')),
+    ('models.vitamin.GeGluMlp', dict(first='w0', last='w2', value='w1', before='norm')),
+)
+for _name, _parts in _BUILT_IN:
+    register_ffn(f'timm.{_name}', **_parts)
+
+_FFNS.update({f'timm.{name}': reason for name, reason in {
+    'layers.mlp.GatedMlp': 'gates with other positions (spatial gating unit)',
+    'layers.mlp.GlobalResponseNormMlp': 'normalizes over all positions (global response norm)',
+    'models.gemma4_vit.Gemma4GatedMlp': 'has clipped linear layers',
+    'models.pvt_v2.MlpWithDepthwiseConv': 'has a depthwise convolution between its linear layers',
+    'models.vision_transformer.DiffParallelScalingBlock': 'computes FFN and attention with one matrix',
+    'models.vision_transformer.ParallelScalingBlock': 'computes FFN and attention with one matrix',
+}.items()})
+
+for _name in (
+        'beit.Block', 'cait.LayerScaleBlock', 'cait.LayerScaleBlockClassAttn', 'convit.Block', 'davit.ChannelBlock',
+        'davit.SpatialBlock', 'eva.EvaBlock', 'gcvit.GlobalContextVitBlock', 'hiera.HieraBlock',
+        'hieradet_sam2.MultiScaleBlock', 'maxxvit.ParallelPartitionAttention', 'maxxvit.PartitionAttentionCl',
+        'nest.TransformerLayer', 'swin_transformer.SwinTransformerBlock', 'twins.Block', 'vision_transformer.Block',
+        'vision_transformer_relpos.RelPosBlock', 'vision_transformer_sam.Block', 'volo.ClassBlock', 'volo.Outlooker',
+        'volo.Transformer'):
+    register_block(f'timm.models.{_name}')
+for _name in ('mlp_mixer.MixerBlock', 'mlp_mixer.ResBlock', 'sequencer.Sequencer2dBlock'):
+    register_block(f'timm.models.{_name}', mlp='mlp_channels')
+register_block('timm.models.convnext.ConvNeXtBlock', norm='norm', ls='gamma')
+register_block('timm.models.metaformer.MetaFormerBlock', ls='layer_scale2')
