@@ -143,8 +143,8 @@ def test_int8(script, request, tmp_path, name, backbone):
         folded = module.DenseRetinaNet(folded)
     quantized = load_quantized(tmp_path)
     layers = {n for n, m in folded.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
-    assert set(quantized.report.int8) == layers
-    assert not layers & set(quantized.report.float)
+    assert set(quantized.report.int8_layers) == layers
+    assert not layers & set(quantized.report.float_layers)
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         outputs, expected = quantized.program.graph(x), folded(x)

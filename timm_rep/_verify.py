@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten
 
 from timm_rep.convert import folded_copy
 
-__all__ = ['Difference', 'Verification', 'check_finite', 'compare', 'verify']
+__all__ = ['Difference', 'Verification', 'check_finite', 'check_images', 'check_tolerance', 'compare', 'verify']
 
 # bound of a folded error, in multiples of the rounding error of the unfolded model
 _FACTOR = 16
@@ -141,16 +141,15 @@ def verify(
         ValueError: The images are not finite or not (N, channels, height, width), the tolerance is negative, the
             values in the unfolded model are not finite, or a layer cannot be folded; the message names the layer.
     """
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f'tolerance is a relative error of at least 0, got {tolerance!r}.')
+    if tolerance is not None:
+        check_tolerance(tolerance)
     if images is None:
         from timm_rep.utils.profiling import model_input_size  # brings torch's counter of operations
 
         if getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass images.')
         images = torch.randn(8, *model_input_size(model), generator=torch.Generator().manual_seed(0))
-    if images.ndim != 4 or not len(images) or not images.isfinite().all():
-        raise ValueError(f'images are finite, of shape (N, channels, height, width), got {tuple(images.shape)}.')
+    check_images(images)
     images = images.detach().cpu()
     unfolded = copy.deepcopy(model).cpu().float().eval()
     check_finite(unfolded, images[:1].float())
@@ -235,6 +234,20 @@ def check_finite(model: nn.Module, x: torch.Tensor) -> None:
     for name, y in _record(model, [name for name, _ in model.named_modules() if name], x).items():
         if not y.isfinite().all():
             raise ValueError(f'The outputs of {name or "the model"} are not finite, before any folding.')
+
+
+def check_images(images: Any) -> None:
+    """Raise ValueError unless images are a finite tensor (N, channels, height, width) with N >= 1."""
+    if not isinstance(images, torch.Tensor):
+        raise ValueError(f'images must be a tensor (N, channels, height, width), got {type(images).__name__}.')
+    if images.ndim != 4 or not len(images) or not images.isfinite().all():
+        raise ValueError(f'images must be finite, (N, channels, height, width), got {tuple(images.shape)}.')
+
+
+def check_tolerance(tolerance: Any) -> None:
+    """Raise ValueError unless a tolerance is a number >= 0."""
+    if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise ValueError(f'tolerance must be a number >= 0, got {tolerance!r}.')
 
 
 def _folded_layers(unfolded: nn.Module, folded: nn.Module) -> List[str]:

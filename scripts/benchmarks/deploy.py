@@ -82,7 +82,7 @@ def int8(args):
                 **row,
                 **{side: round(rate, 2) for side, rate in throughput(len(x), times).items()},
                 **{f'{side}: speedup': speedup(times[side], times['compiled']) for side in ('frozen', *quantized)},
-                'layers in int8': {side: len(model.report.int8) for side, model in quantized.items()},
+                'layers in int8': {side: len(model.report.int8_layers) for side, model in quantized.items()},
                 'spread (%)': timing_columns(times)['spread (%)'],
                 **{package: importlib.metadata.version(package) for package in ('torchao', 'onnxruntime')},
             }

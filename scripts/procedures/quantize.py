@@ -78,4 +78,4 @@ def quantize(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any
     after = evaluate(quantized, images.validation(), cpu)[1]
     return {
         'top-1': round(after, 2), 'change': round(after - before, 2),
-        'layers in int8': len(quantized.report.int8), 'in float': len(quantized.report.float)}
+        'layers in int8': len(quantized.report.int8_layers), 'in float': len(quantized.report.float_layers)}

@@ -33,7 +33,7 @@ def test_writes_a_folder_and_reports_the_accuracy(images, tmp_path, capsys, args
     report = quantized.report
     assert str(report) in printed
     assert report.backend == backend
-    assert len(report.int8) == 6
+    assert len(report.int8_layers) == 6
     assert report.accuracy.images == 8
     assert report.images == (8 if '--images' in args else 20)
     assert report.qat_epochs == ('--qat-epochs' in args)
@@ -56,7 +56,7 @@ def test_wrong_use(images, tmp_path, capsys, monkeypatch):
         return error
 
     assert 'leave out --backend' in refused('--qat-epochs', '2', '--backend', 'onnxruntime')
-    assert 'percentile is above 50' in refused('--percentile', '3')
+    assert 'percentile must be' in refused('--percentile', '3')
     assert "there is no folder for the split 'test'" in refused('--val-split', 'test')
     assert not (tmp_path / 'out').exists()
     (tmp_path / 'file').write_text('')

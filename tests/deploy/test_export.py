@@ -17,13 +17,13 @@ from tests.deploy.models import MODELS, VIT, build
 from tests.helpers import images, needs_recorded_args, needs_torch_2_6, randomize_, relative, same_weights, tiny
 from timm_rep.cli import main
 from timm_rep.convert import use_repa_ffns
-from timm_rep.deploy import VERIFICATION, onnx_runner
+from timm_rep.deploy import FORMATS, VERIFICATION_NAME, onnx_runner
 from timm_rep.layers import RePaMlp, is_reparameterized
 
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 needs_onnx = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ONNX)), reason=f'needs {", ".join(ONNX)}: the extra deploy')
-SUFFIXES = {'safetensors': '', 'onnx': '.onnx', 'pt2': '.pt2', 'aoti': '.pt2'}
+SUFFIXES = {name: format.suffix or '' for name, format in FORMATS.items()}
 
 ARGS = ['--model-kwargs', *(f'{name}={value}' for name, value in VIT.items())]
 
@@ -35,6 +35,11 @@ def load(path, format):
     if format == 'onnx':
         return onnx_runner(path)
     return torch.export.load(path).module() if format == 'pt2' else torch._inductor.aoti_load_package(str(path))
+
+
+def verification(path):
+    """The file with the measured differences."""
+    return path / VERIFICATION_NAME if path.is_dir() else path.with_name(f'{path.name}.{VERIFICATION_NAME}')
 
 
 def check(kind, format, folder, reparameterize=True):
@@ -56,8 +61,7 @@ def check(kind, format, folder, reparameterize=True):
             assert expected.std() > 0
             assert relative(exported(x), expected) < 1e-4
 
-    measured = json.loads(((path if format == 'safetensors' else folder) / VERIFICATION).read_text())
-    entry, = measured.values()
+    entry = json.loads(verification(path).read_text())
     assert (entry['format'], entry['reparameterized'], entry['tolerance']) == (format, reparameterize, 1e-4)
     assert entry['input'] == ['batch', *input_size]
     assert {'torch', 'timm_rep'} <= entry['versions'].keys()
@@ -79,9 +83,9 @@ def test_folded(kind, format, tmp_path):
     path, exported = check(kind, format, tmp_path)
     if format == 'safetensors':
         assert is_reparameterized(exported)
-        assert {p.name for p in path.iterdir()} == {'model.safetensors', 'config.json', VERIFICATION}
+        assert {p.name for p in path.iterdir()} == {'model.safetensors', 'config.json', VERIFICATION_NAME}
         return
-    assert {p.name for p in tmp_path.iterdir()} == {path.name, VERIFICATION}
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, verification(path).name}
     if format == 'onnx':
         import onnx
 
@@ -139,7 +143,7 @@ def test_large_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules['timm_rep.deploy.formats'], '_MAX_ONNX_WEIGHTS', 1000)
     model = nn.Conv2d(3, 64, 3)
     timm_rep.export(model, tmp_path / 'model.onnx', 'onnx', input_size=(3, 8, 8))
-    assert {p.name for p in tmp_path.iterdir()} == {'model.onnx', 'model.onnx.data', VERIFICATION}
+    assert {p.name for p in tmp_path.iterdir()} == {'model.onnx', 'model.onnx.data', f'model.onnx.{VERIFICATION_NAME}'}
     x = images(2, 8)
     with torch.no_grad():
         assert relative(onnx_runner(tmp_path / 'model.onnx')(x), model(x)) < 1e-5
@@ -168,35 +172,70 @@ def test_network_inside_another(format, tmp_path):
     logits = outputs[0] if format == 'onnx' else outputs['logits']
     with torch.no_grad():
         assert relative(logits, model(x)['logits']) < 1e-5
-    with pytest.raises(ValueError, match='Nested has no pretrained_cfg with an input size: pass input_size'):
+    with pytest.raises(ValueError, match=r'Nested.*input_size'):
         timm_rep.export(model, path, format)
 
 
-def test_several_files_in_a_folder(tmp_path):
-    """verify.json keeps what it says of the others, and is refused if it is something else."""
+def test_each_file_has_its_own_differences(tmp_path):
+    """Also of files of the same stem, and whatever else the folder holds."""
+    (tmp_path / VERIFICATION_NAME).write_text('3')
     model = nn.Conv2d(3, 3, 1)
     for name in ('a.pt2', 'b.pt2', 'a.pt2'):
         timm_rep.export(model, tmp_path / name, 'pt2', input_size=(3, 8, 8))
-    assert json.loads((tmp_path / VERIFICATION).read_text()).keys() == {'a.pt2', 'b.pt2'}
-    (tmp_path / VERIFICATION).write_text('[]')
-    with pytest.raises(RuntimeError, match=r'verify\.json.*has to be a mapping'):
-        timm_rep.export(model, tmp_path / 'c.pt2', 'pt2', input_size=(3, 8, 8))
-    assert not (tmp_path / 'c.pt2').exists()
+    assert {p.name for p in tmp_path.iterdir()} == {
+        'a.pt2', 'b.pt2', f'a.pt2.{VERIFICATION_NAME}', f'b.pt2.{VERIFICATION_NAME}', VERIFICATION_NAME}
+    assert (tmp_path / VERIFICATION_NAME).read_text() == '3'
 
 
-def test_two_exports_at_once(tmp_path):
-    """verify.json has both files."""
-    models = {name: nn.Conv2d(3, 3, 1) for name in ('a.pt2', 'b.pt2', 'c.pt2')}
-    context = multiprocessing.get_context('fork')
-    processes = [
-        context.Process(target=timm_rep.export, args=(model, tmp_path / name, 'pt2'), kwargs=dict(input_size=(3, 8, 8)))
-        for name, model in models.items()]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    assert json.loads((tmp_path / VERIFICATION).read_text()).keys() == models.keys()
+def _export_to_a_full_disk(path, size):
+    """torch's archive writer would end the process with SIGABRT."""
+    resource = importlib.import_module('resource')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    with pytest.raises(OSError, match='File too large'):
+        timm_rep.export(nn.Conv2d(3, 64, 9), path, 'pt2', input_size=(3, 16, 16))
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='limits the size of files')
+def test_a_full_disk(tmp_path):
+    (tmp_path / 'm.pt2').write_text('old')
+    process = multiprocessing.get_context('fork').Process(
+        target=_export_to_a_full_disk, args=(tmp_path / 'm.pt2', 1 << 14))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {'m.pt2': 'old'}
+
+
+def test_a_format_is_one_entry(tmp_path, monkeypatch):
+    """A new format that is a folder, with a fixed batch size and a check of the model."""
+    seen = []
+
+    def write(model, images, folder):
+        seen.append(len(images))
+        torch.save(model.state_dict(), folder / 'weights.pt')
+
+    def load(folder):
+        model.load_state_dict(torch.load(folder / 'weights.pt', weights_only=True))
+        return lambda x: seen.append(len(x)) or model(x)
+
+    def check_model(model):
+        if not isinstance(model, nn.Conv2d):
+            raise ValueError('Expected a convolution')
+
+    entry = FORMATS['pt2']._replace(
+        suffix=None, write=write, load=load, dynamic_batch=False, check_model=check_model, packages=('torch',))
+    monkeypatch.setitem(FORMATS, 'weights', entry)
+    model = nn.Conv2d(3, 3, 1)
+    result = timm_rep.export(model, tmp_path / 'new', 'weights', images=images(2, 8))
+    assert seen == [1] * 6  # traced, three random images, two real ones
+    assert {p.name for p in (tmp_path / 'new').iterdir()} == {'weights.pt', VERIFICATION_NAME}
+    assert json.loads(verification(result.path).read_text())['input'] == [1, 3, 8, 8]
+    assert 'batch size 1 only' in str(result)
+    with pytest.raises(ValueError, match='Expected a convolution'):
+        timm_rep.export(nn.Flatten(), tmp_path / 'other', 'weights', input_size=(3, 8, 8))
+    monkeypatch.setitem(FORMATS, 'weights', entry._replace(packages=('no_such_package',), extra='deploy'))
+    with pytest.raises(ModuleNotFoundError, match=r'no_such_package.*timm-rep\[deploy\]'):
+        timm_rep.export(model, tmp_path / 'other', 'weights', input_size=(3, 8, 8))
 
 
 @pytest.mark.parametrize('format', [
@@ -232,6 +271,18 @@ def test_a_difference_on_real_images_alone(tmp_path):
     with pytest.raises(RuntimeError, match=r'differs from the model by .* on real images, more than the tolerance'):
         timm_rep.export(Clipped(), tmp_path / 'm.pt2', 'pt2', images=200 + 0 * images(2, 8))
     assert not (tmp_path / 'm.pt2').exists()
+
+
+def test_a_difference_on_a_single_image_alone(tmp_path):
+    class Single(nn.Module):
+        """Another network for single images, unless it is exported."""
+
+        def forward(self, x):
+            return x if torch.compiler.is_compiling() else x + float(len(x) == 1)
+
+    with pytest.raises(RuntimeError, match=r'differs from the model by .* on random images'):
+        timm_rep.export(Single(), tmp_path / 'm.pt2', 'pt2', input_size=(3, 8, 8))
+    assert not list(tmp_path.iterdir())
 
 
 deit = partial(tiny, 'repa_deit_tiny')
@@ -274,19 +325,19 @@ def _changed_otherwise():
 
 
 REFUSED = [
-    (deit, 'm', dict(format='onx'), ValueError, r"format is one of .*'pt2', 'aoti', got 'onx'"),
-    (deit, 'm.onnx', dict(format='pt2'), ValueError, r"'pt2' is named \*\.pt2, got .*m\.onnx"),
-    (deit, 'm', dict(format=['onnx']), ValueError, r"format is one of .* got \['onnx'\]"),
-    (deit, 'm.safetensors', {}, ValueError, r"writes a folder, got the file '.*': name a folder\.$"),
-    (deit, 'm.onnx', {}, ValueError, "writes a folder, got the file '.*': name a folder, or pass format='onnx'"),
-    (deit, 'm.pt2', {}, ValueError, "name a folder, or pass format='pt2' or format='aoti'"),
-    (deit, '', {}, FileExistsError, 'holds files: name a new one'),
-    (deit, 'folder.pt2', dict(format='pt2'), IsADirectoryError, 'is a folder: name a file'),
+    (deit, 'm', dict(format='onx'), ValueError, r"format must be .*'pt2', 'aoti'.* got 'onx'"),
+    (deit, 'm.onnx', dict(format='pt2'), ValueError, r"path must end with \.pt2 .*'pt2', got .*m\.onnx"),
+    (deit, 'm', dict(format=['onnx']), ValueError, r"format must be .* got \['onnx'\]"),
+    (deit, 'm.safetensors', {}, ValueError, r"path must be a folder .* got the file '.*': name a folder\.$"),
+    (deit, 'm.onnx', {}, ValueError, "path must be a folder .* or pass format='onnx'"),
+    (deit, 'm.pt2', {}, ValueError, "or pass format='pt2' or format='aoti'"),
+    (deit, '', {}, FileExistsError, 'is not empty'),
+    (deit, 'folder.pt2', dict(format='pt2'), IsADirectoryError, 'got the folder'),
     (deit, 'text/m.pt2', dict(format='pt2'), OSError, 'cannot write to the output folder'),
-    (lambda: 'repa_deit_tiny', 'm', {}, TypeError, "model is a module, got 'repa_deit_tiny'"),
+    (lambda: 'repa_deit_tiny', 'm', {}, TypeError, "model must be a module, got 'repa_deit_tiny'"),
     (lambda: nn.DataParallel(deit()), 'm', {}, ValueError, 'DataParallel wraps another model'),
     (lambda: torch.compile(deit()), 'm', {}, ValueError, 'OptimizedModule wraps another model'),
-    (lambda: deit().half(), 'm', {}, ValueError, r'weights in torch\.float16: take model\.float'),
+    (lambda: deit().half(), 'm', {}, ValueError, r'got weights in torch\.float16: pass model\.float'),
     (lambda: deit(device='meta'), 'm', {}, ValueError, 'on the meta device'),
     (_quantized, 'm.pt2', dict(format='pt2', input_size=(3, 1, 1)), ValueError, 'Sequential is quantized'),
     (_annealing, 'm', {}, ValueError, 'annealing is at step 0 of 9'),
@@ -295,21 +346,24 @@ REFUSED = [
     (_nan, 'm', {}, ValueError, r'outputs of blocks\.0\.attn\.proj are not finite'),
     (lambda: tiny('repopt_vgg_a0', structure='csla'), 'm', dict(reparameterize=False), ValueError,
      'has the csla structure, which is for training'),
-    (deit, 'm', dict(tolerance=float('nan')), ValueError, 'tolerance is a relative error'),
-    (deit, 'm', dict(images=torch.zeros(3, 32, 32)), ValueError, 'images are finite, of shape'),
+    (deit, 'm', dict(tolerance=float('nan')), ValueError, 'tolerance must be .* got nan'),
+    (deit, 'm', dict(tolerance='x'), ValueError, "tolerance must be .* got 'x'"),
+    (deit, 'm', dict(images=[1]), ValueError, 'images must be a tensor .* got list'),
+    (deit, 'm', dict(images=torch.zeros(3, 32, 32)), ValueError, 'images must be finite'),
     (deit, 'm', dict(images=images(2, 32), input_size=(3, 64, 64)), ValueError,
-     r'images are of size \(3, 32, 32\), input_size is \(3, 64, 64\)'),
-    (deit, 'm', dict(input_size=(32, 32)), ValueError, r'input_size is \(channels, height, width\), got \(32, 32\)'),
-    (deit, 'm', dict(input_size=32), ValueError, r'input_size is \(channels, height, width\), got 32'),
+     r'input_size \(3, 64, 64\), got \(3, 32, 32\)'),
+    (deit, 'm', dict(input_size=(32, 32)), ValueError,
+     r'input_size must be \(channels, height, width\), got \(32, 32\)'),
+    (deit, 'm', dict(input_size=32), ValueError, r'input_size must be \(channels, height, width\), got 32'),
     (deit, 'm.onnx', dict(format='onnx', input_size=(3, 64, 64)), ValueError, 'cannot compute images of .3, 64, 64.:'),
     (lambda: timm.create_model('repa_deit_tiny', features_only=True, out_indices=(0,), **VIT), 'm', {}, ValueError,
-     'is made by features_only, which config.json cannot say'),
+     'features_only'),
     (Branching, 'm.pt2', dict(format='pt2', input_size=(3, 8, 8)), RuntimeError,
-     r"Branching cannot be exported as 'pt2': \w+: \w+"),
-    (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Conv2d is no model of timm'),
+     r"Cannot export Branching as 'pt2': \w+: \w+"),
+    (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Expected a timm model .* got Conv2d'),
     (_changed_otherwise, 'm', {}, RuntimeError, 'builds another structure'),
     (lambda: timm.create_model('repghostnet_050', num_classes=5), 'm', dict(input_size=(3, 32, 32)), RuntimeError,
-     r'not what timm folds itself, .*: export it with reparameterize=False \(--no-reparam\), convert it first, or'),
+     r'reparameterize=False \(--no-reparam\)'),
 ]
 
 
@@ -325,7 +379,7 @@ def test_refused(model, path, kwargs, error, message, tmp_path):
 def test_missing_package(tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in ONNX[:2] else find_spec(name))
-    with pytest.raises(ModuleNotFoundError, match=r"needs onnx, onnxscript.*: pip install onnx onnxscript"):
+    with pytest.raises(ModuleNotFoundError, match='requires onnx, onnxscript: pip install onnx onnxscript'):
         timm_rep.export(deit(), tmp_path / 'm.onnx', 'onnx')
 
 
@@ -333,7 +387,7 @@ def test_missing_package(tmp_path, monkeypatch):
 def test_missing_compiler(tmp_path):
     # monkeypatch would remove the setting from torch's configuration at the end
     config = importlib.import_module('torch._inductor.config')
-    message = r"'aoti' compiles C\+\+, and torch finds no compiler"
+    message = r"'aoti' requires a C\+\+ compiler"
     with config.patch({'cpp.cxx': ('no-such-compiler',)}), pytest.raises(RuntimeError, match=message):
         timm_rep.export(deit(), tmp_path / 'm.pt2', 'aoti')
 
@@ -372,8 +426,8 @@ class TestCommand:
 
     def test_errors(self, tmp_path, capsys):
         for args, message in (
-                (['repa_deit_tiny', '-o', str(tmp_path / 'm.txt'), '--format', 'pt2'], r"is named *.pt2, got"),
-                (['repa_deit_tiny', '-o', str(tmp_path / 'm'), '--tolerance', '-1', *ARGS], 'tolerance is')):
+                (['repa_deit_tiny', '-o', str(tmp_path / 'm.txt'), '--format', 'pt2'], 'path must end with .pt2'),
+                (['repa_deit_tiny', '-o', str(tmp_path / 'm'), '--tolerance', '-1', *ARGS], 'tolerance must be')):
             assert main(['export', *args]) == 1
             error = capsys.readouterr().err
             assert error.startswith('timm-rep: ')

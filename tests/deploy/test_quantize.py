@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 import zipfile
+from functools import partial
 
 import pytest
 import timm
@@ -122,7 +123,7 @@ def test_layer_that_is_called_twice_runs_in_int8(backend):
     pytest.importorskip('onnxruntime')
     torch.manual_seed(0)
     quantized = timm_rep.quantize_ptq(randomize_(Shared()), [images(4)], backend)
-    assert (quantized.report.int8, quantized.report.float) == (['conv'], {})
+    assert (quantized.report.int8_layers, quantized.report.float_layers) == (['conv'], {})
     assert 1e-4 < quantized.report.relative_rms < 0.03
 
 
@@ -160,13 +161,13 @@ def test_any_batch_size_in_any_mode(quantized):
 def test_report(model, quantized, calibration):
     report = quantized.report
     folded = timm.utils.reparameterize_model(model)
-    assert report.int8 == list(layers(folded))
-    assert report.float == {}
+    assert report.int8_layers == list(layers(folded))
+    assert report.float_layers == {}
     assert (report.images, report.input_size, report.backend) == (8, (3, 64, 64), 'inductor')
     y, q = model(calibration[0]), quantized(calibration[0])
     assert report.relative_rms == pytest.approx(((q - y).norm() / y.norm()).item(), rel=1e-3)
     predicted = [torch.cat([f(x) for x in calibration]).argmax(1) for f in (model, quantized)]
-    assert [report.accuracy.float, report.accuracy.int8] == [
+    assert [report.accuracy.fp32, report.accuracy.int8] == [
         round((p == 0).float().mean().item() * 100, 2) for p in predicted]
     assert 'int8: 8 convolutions and linear layers\nfloat: no products' in str(report)
 
@@ -218,6 +219,72 @@ def test_a_program_of_a_cpu_with_vnni(model, calibration, tmp_path, monkeypatch,
     assert len(found) == (bits == 8)
 
 
+def test_layers_of_a_program_that_was_called():
+    """inductor generates code for the first call only; each kernel found there is one layer's."""
+    from timm_rep.deploy.inductor import InductorProgram, _take
+
+    torch.manual_seed(0)
+    program = InductorProgram.quantize(nn.Conv2d(16, 8, 3).eval(), [torch.ones(2, 16, 8, 8)], True, 'minmax', 100.)
+    x = images(2, 8).repeat(1, 6, 1, 1)[:, :16]
+    y = program(x)
+    for _ in range(2):
+        assert program.layers(x)[1] == {}
+    assert torch.equal(program(x), y)
+    scales = [torch.ones(8), torch.zeros(8)]
+    assert [_take(scales, scale) for scale in (torch.zeros(8), torch.zeros(8), None)] == [True, False, False]
+    assert len(scales) == 1
+
+
+def test_outputs_of_onnxruntime_are_nested_as_the_models(tmp_path):
+    """And a convolution's output keeps its negative values where not only a ReLU reads it."""
+    pytest.importorskip('onnxruntime')
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return {'maps': [y, y.relu()], 'sum': (x.sum((2, 3)),)}
+
+    torch.manual_seed(0)
+    model, x = Nested().eval(), images(2, 8)
+    quantized = timm_rep.quantize_ptq(model, [x], 'onnxruntime')
+    quantized.save(tmp_path)
+    for found in (quantized(x), load_quantized(tmp_path)(x)):
+        assert isinstance(found['maps'], list)
+        assert isinstance(found['sum'], tuple)
+        for y, expected in zip((*found['maps'], *found['sum']), (*model(x)['maps'], *model(x)['sum']), strict=True):
+            assert relative(y, expected.detach()) < 0.05
+
+    class Constant(Nested):
+        def forward(self, x):
+            return self.conv(x), 'name'
+
+    with pytest.raises(RuntimeError, match=r'outputs are tensors .* got str'):
+        timm_rep.quantize_ptq(Constant().eval(), [x], 'onnxruntime')
+
+
+def test_ranges_of_onnxruntime():
+    """Lowest and highest value that scale and zero point represent, not the zero point's distance from the highest."""
+    onnx, _ = pytest.importorskip('onnx'), pytest.importorskip('onnxruntime')
+    from timm_rep.deploy.observers import ACTIVATION_OBSERVERS
+    from timm_rep.deploy.ort import _ranges
+
+    value = partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=[None, 4])
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node('Neg', ['input'], ['output'])], 'graph', [value('input')], [value('output')])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid('', 18)], ir_version=10)
+    x = torch.tensor([[-1., 0., 1., 3.]])
+    ranges = _ranges(model, ['input', 'output'], [x, x / 2], lambda: ACTIVATION_OBSERVERS['minmax'](
+        dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255))
+    step = 4 / 255
+    found = {name: [float(y) for y in (data.lowest, data.highest)] for name, data in ranges.items()}
+    assert found['input'] == pytest.approx([-1, 3], abs=step)
+    assert found['output'] == pytest.approx([-3, 1], abs=step)
+
+
 def test_pickled_values_are_refused(quantized, tmp_path):
     """torch.export.load would unpickle them."""
     quantized.save(tmp_path)
@@ -233,31 +300,47 @@ def test_pickled_values_are_refused(quantized, tmp_path):
         with zipfile.ZipFile(path, 'w') as archive:
             for name, content in {**entries, **change}.items():
                 archive.writestr(name, content)
-        with pytest.raises(RuntimeError, match='is no quantized program of this package: '):
+        with pytest.raises(RuntimeError, match='is not a quantized program of this package: '):
             load_quantized(tmp_path)
+    with zipfile.ZipFile(path, 'w') as archive, warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for name, content in (*entries.items(), (config, json.dumps(weights))):  # torch may read the second one
+            archive.writestr(name, content)
+    with pytest.raises(RuntimeError, match='several entries of the same name'):
+        load_quantized(tmp_path)
+    with zipfile.ZipFile(path, 'w') as archive:
+        for name, content in {**entries, 'version': '8.0', 'serialized_state_dict.json': 'pickled'}.items():
+            archive.writestr(name, content)
+    with pytest.raises(RuntimeError, match='is not a quantized program of this package'):
+        load_quantized(tmp_path)
+    with zipfile.ZipFile(path, 'w') as archive:  # an entry that a newer torch may add
+        for name, content in {**entries, f'{inputs.partition("/")[0]}/data/new/tensors.bin': '0'}.items():
+            archive.writestr(name, content)
+    load_quantized(tmp_path)
     path.write_bytes(b'PK')
-    with pytest.raises(RuntimeError, match='is no quantized program of this package: BadZipFile'):
+    with pytest.raises(RuntimeError, match='is not a quantized program of this package: BadZipFile'):
         load_quantized(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r'model\.pt2'):
         load_quantized(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r'holds no quantization\.json'):
+    with pytest.raises(FileNotFoundError, match=r'has no quantization\.json'):
         load_quantized(tmp_path / 'missing')
 
 
 def test_wrong_images(quantized):
-    with pytest.raises(ValueError, match=r'images of size \(N, 3, 64, 64\), got \(2, 3, 32, 32\)'):
+    with pytest.raises(ValueError, match=r'images of size \(N, 3, 64, 64\), but got \(2, 3, 32, 32\)'):
         quantized(images(2, 32))
-    with pytest.raises(ValueError, match=r'float32 images on the CPU, got torch\.float64 on cpu'):
+    with pytest.raises(ValueError, match=r'float32 images on the CPU, but got torch\.float64 on cpu'):
         quantized(images(2).double())
     with pytest.raises(ValueError, match='cannot be trained'):
         quantized.train()
 
 
 @pytest.mark.parametrize('kwargs, message', [
-    (dict(backend='tensorrt'), "backend is one of 'inductor', 'onnxruntime', got 'tensorrt'"),
-    (dict(calibrator='mse'), "calibrator is one of 'minmax', 'entropy', 'percentile', got 'mse'"),
-    (dict(percentile=10), 'percentile is above 50 and at most 100, got 10'),
+    (dict(backend='tensorrt'), "backend must be one of 'inductor', 'onnxruntime'.* got 'tensorrt'"),
+    (dict(calibrator='mse'), "calibrator must be one of 'minmax', 'entropy', 'percentile', got 'mse'"),
+    (dict(percentile=10), 'percentile must be .* got 10'),
+    (dict(percentile='x'), "percentile must be .* got 'x'"),
     (dict(max_images=0), 'max_images is a number of images, at least 1, got 0'),
 ])
 def test_wrong_settings(model, calibration, kwargs, message):
@@ -270,16 +353,16 @@ def test_wrong_models_and_loaders(model, quantized, calibration):
         with pytest.raises(error, match=message):
             timm_rep.quantize_ptq(model, loader)
 
-    refused('repopt_vgg_a0', calibration, 'model is a module', TypeError)
-    refused(copy.deepcopy(model).train(), calibration, 'RepOptVgg is in training mode: call model.eval')
+    refused('repopt_vgg_a0', calibration, 'model must be a module', TypeError)
+    refused(copy.deepcopy(model).train(), calibration, 'RepOptVgg must be in eval mode: call model.eval')
     refused(tiny('repopt_vgg_a0', device='meta').eval(), calibration, 'meta device')
-    refused(copy.deepcopy(model).half(), calibration, r'has weights in torch\.float16')
-    refused(quantized, calibration, 'Quantized is quantized: take the float model')
+    refused(copy.deepcopy(model).half(), calibration, r'got weights in torch\.float16')
+    refused(quantized, calibration, 'Quantized is quantized: pass the float model')
     refused(nn.Sequential(quantized, nn.Linear(5, 2)).eval(), calibration, 'is quantized')
     refused(model, [], 'The calibration loader has no images')
     refused(model, [{'label': 3}], 'A batch is a tensor of images', TypeError)
     refused(model, [images(2), images(2, 32)], r'of one size, got \(2, 3, 32, 32\) and.*\(2, 3, 64, 64\)')
-    refused(model, [images(2) * float('nan')], 'Calibration images are finite')
+    refused(model, [images(2) * float('nan')], 'Calibration images must be finite')
     annealed = timm.create_model(
         'repa_any', base='deit_tiny_patch16_224', img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3,
         num_classes=5, anneal_steps=5).eval()
@@ -291,8 +374,11 @@ def test_wrong_models_and_loaders(model, quantized, calibration):
     ([images(2)], TypeError, r'images \(N, C, H, W\) and labels \(N,\), got \(2, 3, 64, 64\)\.'),
     ([{'image': images(2), 'label': torch.zeros(2)}], TypeError, 'and labels .* got dict'),
     ([(images(2), torch.zeros(2, 5))], TypeError, r'and labels .* got \(2, 3, 64, 64\), \(2, 5\)'),
-    ([(images(2, 32), torch.zeros(2))], ValueError, r'of size \(3, 64, 64\), validation_loader has \(3, 32, 32\)'),
+    ([(images(2, 32), torch.zeros(2))], ValueError, r'size \(3, 64, 64\), got \(3, 32, 32\)'),
     (iter([(images(2), torch.zeros(2))]), TypeError, 'got an iterator'),
+    ([(images(2) * float('nan'), torch.zeros(2))], ValueError, 'validation_loader must have finite images'),
+    ([(images(2), torch.tensor([0, 99]))], ValueError, 'labels from 0 to 4, got 0 to 99'),
+    ([(images(2), torch.tensor([-1, 0]))], ValueError, 'labels from 0 to 4, got -1 to 0'),
 ])
 def test_wrong_validation_loaders(model, calibration, loader, error, message, monkeypatch):
     """Refused before the model is quantized."""
@@ -346,5 +432,5 @@ def test_missing_package(monkeypatch, model, calibration):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"'inductor' needs torchao: pip install torchao\."):
+    with pytest.raises(ModuleNotFoundError, match=r"'inductor' requires torchao: pip install torchao"):
         timm_rep.quantize_ptq(model, calibration)

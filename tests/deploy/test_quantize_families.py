@@ -88,8 +88,8 @@ def test_all_layers_run_in_int8(name, backend):
     report = quantized.report
     folded = timm.utils.reparameterize_model(model)
     layers = {n for n, m in folded.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
-    assert set(report.int8) | set(report.float) >= layers - {''}
-    assert not layers & set(report.float)
+    assert set(report.int8_layers) | set(report.float_layers) >= layers - {''}
+    assert not layers & set(report.float_layers)
     assert report.relative_rms < 0.1
     x = images(3, SIZES[name], seed=3)
     assert ((quantized(x) - model(x)).norm() / model(x).norm()).item() < 0.1
@@ -103,7 +103,7 @@ def test_reparameterizable_models_of_timm(name):
     model = timm.create_model(name, num_classes=5).eval()
     report = timm_rep.quantize_ptq(model, [images(2, 64)]).report
     folded = timm.utils.reparameterize_model(model)
-    assert {n for n, m in folded.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))} == set(report.int8)
+    assert {n for n, m in folded.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))} == set(report.int8_layers)
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_generated_code_calls_int8_kernels():
     _, code = run_and_get_code(quantized, x)
     calls = [line for line in '\n'.join(code).splitlines() if ' = ' in line or line.strip().startswith('torch.ops')]
     int8 = [line for line in calls if 'onednn.qconv' in line or 'onednn.qlinear' in line]
-    assert len(int8) == len(quantized.report.int8) == 8
+    assert len(int8) == len(quantized.report.int8_layers) == 8
     assert not [line for line in calls if 'extern_kernels' in line or 'mkldnn._' in line]
 
 

@@ -60,8 +60,8 @@ def test_trains_on_images_and_resumes(images, tmp_path):
 
     quantized = train(validation_loader=data.validation())
     folded = timm.utils.reparameterize_model(model)
-    assert quantized.report.int8 == [name for name, m in folded.named_modules() if hasattr(m, 'weight')]
-    assert quantized.report.float == {}
+    assert quantized.report.int8_layers == [name for name, m in folded.named_modules() if hasattr(m, 'weight')]
+    assert quantized.report.float_layers == {}
     assert (quantized.report.qat_epochs, quantized.report.accuracy.images) == (2, 8)
     assert not model.training
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())

@@ -102,7 +102,7 @@ def test_int8_form(images, name):
     int8 = load_quantized(HUB / name)
     _, logits, accuracy = predictions(int8, images, name)
     measured, top1 = int8.report.accuracy, read_metrics(HUB / name)['accuracy']['top1']
-    assert measured.float == top1
+    assert measured.fp32 == top1
     assert abs(measured.int8 - top1) < 1
     assert within_three_deviations(accuracy, measured.int8, len(logits))
 

@@ -1,18 +1,18 @@
-from ._export import Exported, check_target, export
-from .formats import FORMATS, check_format, onnx_runner, write_onnx
+from ._export import VERIFICATION_NAME, Exported, check_target, export
+from .formats import BACKENDS, FORMATS, Backend, Format, check_format, onnx_runner, write_onnx
 from .quantize import Quantized, check_quantization, check_settings, load_quantized, quantize_ptq, quantize_qat
-from .report import BACKENDS, CALIBRATORS, MODEL_FILENAMES, REPORT_NAME, Accuracy, QuantizationReport, quantized_files, read_report
-from .verification import VERIFICATION, read_verifications, write_verification
+from .report import CALIBRATORS, REPORT_NAME, Accuracy, QuantizationReport, quantized_files, read_report
 
 __all__ = [
     'BACKENDS',
     'CALIBRATORS',
     'FORMATS',
-    'MODEL_FILENAMES',
     'REPORT_NAME',
-    'VERIFICATION',
+    'VERIFICATION_NAME',
     'Accuracy',
+    'Backend',
     'Exported',
+    'Format',
     'QuantizationReport',
     'Quantized',
     'check_format',
@@ -26,7 +26,5 @@ __all__ = [
     'quantize_qat',
     'quantized_files',
     'read_report',
-    'read_verifications',
     'write_onnx',
-    'write_verification',
 ]

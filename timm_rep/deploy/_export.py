@@ -1,5 +1,7 @@
-"""Exporting a model for inference: safetensors, ONNX, torch.export or AOTInductor, checked against the model."""
+"""Export of models for inference, checked against eager mode."""
 import copy
+import importlib.metadata
+import json
 import os
 import re
 from dataclasses import asdict, dataclass
@@ -10,27 +12,30 @@ import torch
 import torch.nn as nn
 from timm.utils import unwrap_model
 
+from timm_rep._verify import Difference, check_finite, check_images, check_tolerance, compare
 from timm_rep.convert import folded_copy
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, foldable_layers
-from timm_rep.utils.atomic import check_writable, locking_folder, replacing_files
-from timm_rep.utils.profiling import model_input_size
-from timm_rep._verify import Difference, check_finite, compare
+from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.profiling import device_name, model_input_size, versions
 
 from .formats import FORMATS, Format, check_format
-from .verification import read_verifications, write_verification
 
-__all__ = ['Exported', 'check_model', 'check_target', 'export']
+__all__ = ['VERIFICATION_NAME', 'Exported', 'check_model', 'check_target', 'export']
+
+# name of the JSON file with the measured differences; for a single file, after its name and a dot
+VERIFICATION_NAME = 'verify.json'
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What :func:`export` wrote.
+    """Result of :func:`export`.
 
     Attributes:
-        path: File, or folder of the format 'safetensors'.
+        path: Written file or folder.
         format: Format.
         reparameterized: Whether the model was folded first.
-        differences: Differences of the outputs from those of the model, by 'random' and, with images, 'real'.
+        differences: Differences between the outputs of the file and of the model, by kind of images: 'random' and,
+            with ``images``, 'real'.
     """
     path: Path
     format: str
@@ -39,31 +44,32 @@ class Exported:
 
     def __str__(self) -> str:
         return '\n'.join([
-            f'{self.path}: {self.format}, {"" if self.reparameterized else "not "}folded',
+            f'{self.path}: {self.format}, {"" if self.reparameterized else "not "}folded'
+            + ('' if FORMATS[self.format].dynamic_batch else ', batch size 1 only'),
             *(f'{difference.images} {kind} images: relative rms difference {difference.relative_rms:.2g}, '
               f'at most {difference.max_difference:.2g}' for kind, difference in self.differences.items()),
         ])
 
 
 def check_target(path: Union[str, os.PathLike], format: str) -> Format:
-    """Check that a format can be written here, and to this path; before a model is loaded.
+    """Check that this machine can write a format, and to a path, before any model is loaded.
 
     Raises:
         ModuleNotFoundError, OSError, RuntimeError, ValueError: As :func:`export`.
     """
     target, path = check_format(format), Path(path)
-    if not target.suffix:
-        if path.suffix in ('.safetensors', '.onnx', '.pt2') or path.is_file():
-            others = [f'format={name!r}' for name, other in FORMATS.items() if other.suffix == path.suffix != '']
+    if target.suffix is None:
+        others = [f'format={name!r}' for name, other in FORMATS.items() if path.suffix and other.suffix == path.suffix]
+        if others or path.suffix == '.safetensors' or path.is_file():
             raise ValueError(
-                f'{format!r} writes a folder, got the file {str(path)!r}: name a folder'
+                f'path must be a folder for format={format!r}, got the file {str(path)!r}: name a folder'
                 + (f', or pass {" or ".join(others)}.' if others else '.'))
         if path.is_dir() and any(path.iterdir()):
-            raise FileExistsError(f'The folder {str(path)!r} holds files: name a new one.')
+            raise FileExistsError(f'The folder {str(path)!r} is not empty: name a new one.')
     elif path.suffix != target.suffix:
-        raise ValueError(f'A file of the format {format!r} is named *{target.suffix}, got {str(path)!r}.')
+        raise ValueError(f'path must end with {target.suffix} for format={format!r}, got {str(path)!r}.')
     elif path.is_dir():
-        raise IsADirectoryError(f'{str(path)!r} is a folder: name a file to write.')
+        raise IsADirectoryError(f'path must be a file for format={format!r}, got the folder {str(path)!r}.')
     return target
 
 
@@ -88,89 +94,89 @@ def export(
     'aoti'         file.pt2, compiled by AOTInductor for this kind of CPU     ``torch._inductor.aoti_load_package``
     =============  =========================================================  ==================================
 
-    The batch size is dynamic, the other sizes are fixed (not in a folder). A copy of the model is exported, in eval
-    mode, and loaded again; its outputs for a batch and for a single image are those of the given model, unfolded, up to
-    the tolerance. The differences are in verify.json beside the file, by its name. An existing file is replaced;
-    a folder is to be new or empty.
+    The batch size is dynamic, the size of the images fixed (in a folder, nothing is). A copy of the model is exported
+    in eval mode and loaded again. Its outputs, for a batch and for a single image, must be those of the given, unfolded
+    model up to the tolerance. The differences are written as JSON: ``FILE.verify.json``, or ``verify.json`` in a
+    folder. An existing file is replaced; a folder must be new or empty.
 
     Args:
-        model: Model with parameters in float32: of this package, of timm, or a network that has one inside. Its input
-            is one tensor (N, channels, height, width), its output a tensor or a nesting of tensors. Unchanged.
-        path: File with the suffix of the format, or a folder.
-        format: 'safetensors', 'onnx', 'pt2' or 'aoti'.
+        model: Model of this package or of timm, or a network around one, with float32 parameters. Its input is one
+            tensor (N, channels, height, width), its output a tensor or a nesting of tensors. Not modified.
+        path: File with the suffix of the format, or folder.
+        format: Key of ``timm_rep.deploy.FORMATS``.
         reparameterize: Fold the copy first, as :func:`timm_rep.convert.folded_copy`.
-        images: Real images to compare on (N, channels, height, width), normalized as the model expects. Default: only
-            images of normally distributed values are compared.
-        input_size: (channels, height, width) of the images. Default: that of ``images``, or else of the model.
-        tolerance: Largest difference, root mean square relative to that of the outputs.
+        images: Real images (N, channels, height, width) to compare on, normalized as the model expects. Default:
+            normally distributed values only.
+        input_size: (channels, height, width) of the images. Default: from ``images``, else from the model.
+        tolerance: Largest root mean square of the difference, relative to the outputs' own.
 
     Returns:
         The differences; ``print()`` shows them.
 
     Raises:
-        ModuleNotFoundError: The format needs a package that is not installed (extra ``deploy``).
-        OSError: The path cannot be written to, is a folder where a file is written, or a folder that holds files.
-        RuntimeError: The model cannot be written in this format, the message has the reason; its outputs there differ
-            by more than the tolerance; or the format needs a newer torch or a C++ compiler.
-        TypeError: model is not a module.
-        ValueError: There is no such format, or the path has another suffix; the model is quantized, compiled, wrapped,
-            on the meta device, of another dtype, in the middle of an annealing, no model of timm ('safetensors') or, if
-            it is not to be folded, of a structure for training only; it cannot be folded, or has outputs that are not
-            finite.
+        ModuleNotFoundError: The format requires a package that is not installed.
+        OSError: The path cannot be written, is a folder where a file is expected, or a folder that is not empty.
+        RuntimeError: The exporter fails; the outputs differ by more than the tolerance; or the format requires a newer
+            torch or a C++ compiler.
+        TypeError: ``model`` is not a module.
+        ValueError: An argument is invalid; the model is quantized, compiled, wrapped, on the meta device, not in
+            float32, not yet annealed, not a timm model (format 'safetensors') or, with ``reparameterize=False``, in a
+            training-only structure; or it cannot be folded, or its outputs are not finite.
 
-        Where an error is raised, no file is written.
+        If an error is raised, nothing is written.
     """
     target = check_target(path, format)
     path = Path(path)
     check_model(model, reparameterize)
-    if not target.suffix and not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture'):
-        raise ValueError(
-            f'{type(model).__name__} is no model of timm, which the format {format!r} is for: name another format.')
-    if not target.suffix and not hasattr(model, 'num_classes'):
-        raise ValueError(
-            f'{type(model).__name__} is made by features_only, which config.json cannot say: export the whole model, '
-            'or name another format.')
-    if not tolerance >= 0:
-        raise ValueError(f'tolerance is a relative error of at least 0, got {tolerance!r}.')
+    if target.check_model is not None:
+        target.check_model(model)
+    check_tolerance(tolerance)
     batches = _batches(model, images, input_size)
-    file = path if target.suffix else path / 'model.safetensors'
+    is_folder = target.suffix is None
+    folder = path if is_folder else path.parent
 
     original = copy.deepcopy(model).cpu().eval()
-    example = batches['random'][:2]
+    example = batches['random'][:2 if target.dynamic_batch else 1]
     check_finite(original, example)
     deployed = folded_copy(original) if reparameterize else original
-    check_writable(file.parent)
-    # the lock is for verify.json, which has an entry for each file of the folder
-    with locking_folder(file.parent), replacing_files(file.parent) as draft:
-        others = read_verifications(file.parent)
+    check_writable(folder)
+    with replacing_files(folder) as draft:
+        written = draft if is_folder else draft / path.name
         try:
-            target.write(deployed, example, draft / file.name)
-            exported = target.read(draft / file.name)
-            differences = {kind: _measure(original, exported, batch) for kind, batch in batches.items()}
-        except Exception as e:  # exporters raise many types, over many lines
+            target.write(deployed, example, written)
+            exported = target.load(written)
+            differences = {
+                kind: _measure(original, exported, batch, target.dynamic_batch) for kind, batch in batches.items()}
+        except OSError:
+            raise
+        except Exception as e:  # exporters raise many types
             cause = e.__cause__ if format == 'onnx' and e.__cause__ else e
-            reason = next(iter(str(cause).strip().splitlines()), '')
             raise RuntimeError(
-                f'{type(model).__name__} cannot be exported as {format!r}: {type(cause).__name__}: {reason}') from e
+                f'Cannot export {type(model).__name__} as {format!r}: {type(cause).__name__}: {str(cause).strip()}'
+            ) from e
         for kind, difference in differences.items():
             if not difference.relative_rms <= tolerance:
                 raise RuntimeError(
                     f'{type(model).__name__} as {format!r} differs from the model by {difference.relative_rms:.2g} '
-                    f'(relative rms) on {kind} images, more than the tolerance {tolerance:g}: nothing is written.')
-        write_verification(draft, others, file.name, dict(
+                    f'(relative rms) on {kind} images, more than the tolerance {tolerance:g}; nothing was written.')
+        report = dict(
             format=format,
             model=(getattr(model, 'pretrained_cfg', None) or {}).get('architecture') or type(model).__name__,
             reparameterized=reparameterize,
-            input=['batch', *example.shape[1:]],
+            input=['batch' if target.dynamic_batch else 1, *example.shape[1:]],
             tolerance=tolerance,
             differences={kind: asdict(difference) for kind, difference in differences.items()},
-        ), target.packages)
+            machine=device_name(torch.device('cpu')),
+            versions={**versions(), **{name: importlib.metadata.version(name) for name in target.packages}},
+        )
+        name = VERIFICATION_NAME if is_folder else f'{path.name}.{VERIFICATION_NAME}'
+        (draft / name).write_text(json.dumps(report, indent=2) + '\n', encoding='utf-8')
     return Exported(path, format, reparameterize, differences)
 
 
-def _measure(model: nn.Module, exported, images: torch.Tensor) -> Difference:
-    """Difference on a batch, and on its first image alone: the batch size is no constant."""
-    batches = images, images[:1]
+def _measure(model: nn.Module, exported, images: torch.Tensor, dynamic_batch: bool) -> Difference:
+    """Difference on a batch and on its first image alone; or on each image alone, if the batch size is fixed."""
+    batches = (images, images[:1]) if dynamic_batch else images.split(1)
     return compare([model(x) for x in batches], [exported(x) for x in batches], len(images))
 
 
@@ -179,57 +185,58 @@ def _batches(
         images: Optional[torch.Tensor],
         input_size: Optional[Tuple[int, int, int]],
 ) -> Dict[str, torch.Tensor]:
-    """Random images, and the real ones."""
-    if images is not None and (images.ndim != 4 or not len(images) or not images.isfinite().all()):
-        raise ValueError(f'images are finite, of shape (N, channels, height, width), got {tuple(images.shape)}.')
+    """Random images and, if given, the real ones."""
+    if images is not None:
+        check_images(images)
     if input_size is None:
         if images is None and getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass input_size.')
         input_size = model_input_size(model) if images is None else images.shape[1:]
     sizes = input_size if isinstance(input_size, Sequence) else ()
     if len(sizes) != 3 or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise ValueError(f'input_size is (channels, height, width), got {input_size!r}.')
+        raise ValueError(f'input_size must be (channels, height, width), got {input_size!r}.')
     if images is not None and tuple(images.shape[1:]) != tuple(input_size):
-        raise ValueError(f'images are of size {tuple(images.shape[1:])}, input_size is {tuple(input_size)}.')
+        raise ValueError(
+            f'images must be of input_size {tuple(input_size)}, got {tuple(images.shape[1:])}: leave input_size out.')
     batches = {'random': torch.randn(3, *input_size, generator=torch.Generator().manual_seed(0))}
     return batches if images is None else {**batches, 'real': images.detach().float().cpu()}
 
 
 def check_model(model: nn.Module, reparameterize: bool = True) -> None:
-    """Refuse what is no float32 model for inference.
+    """Raise unless a model is an unwrapped float32 model that can be deployed.
 
     Args:
         model: The model.
-        reparameterize: Whether it is to be folded.
+        reparameterize: Whether it will be folded.
 
     Raises:
-        TypeError: model is not a module.
+        TypeError: ``model`` is not a module.
         ValueError: As :func:`export`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f'model is a module, got {model!r:.100}: create it with timm.create_model.')
+        raise TypeError(f'model must be a module, got {model!r:.100}: create it with timm.create_model.')
     name = type(model).__name__
     if unwrap_model(model) is not model:
-        raise ValueError(f'{name} wraps another model (DDP, torch.compile): take the model inside.')
+        raise ValueError(f'{name} wraps another model (DDP, torch.compile): pass the wrapped model.')
     if _is_quantized(model):
-        raise ValueError(f'{name} is quantized: take the float model; quantized models have their own formats.')
+        raise ValueError(f'{name} is quantized: pass the float model. Quantized models have their own formats.')
     tensors = [x for x in model.state_dict().values() if x.is_floating_point()]
     if any(x.is_meta for x in tensors):
         raise ValueError(f'{name} is on the meta device and has no weights: load them first.')
     others = {str(x.dtype) for x in tensors} - {'torch.float32'}
     if others:
-        raise ValueError(f'{name} has weights in {", ".join(sorted(others))}: take model.float().')
+        raise ValueError(f'{name} must be in float32, got weights in {", ".join(sorted(others))}: pass model.float().')
     for module in model.modules():
         if isinstance(module, (AnnealedActivation, AnnealedNorm)):
             module.check_end()
     structures = {layer.structure for _, layer in foldable_layers(model)} & {'search', 'csla'}
     if structures and not reparameterize:
         raise ValueError(
-            f'{name} has the {structures.pop()} structure, which is for training: export it with reparameterize=True.')
+            f'{name} has the {structures.pop()} structure, which is for training only: pass reparameterize=True.')
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    """Whether a model holds weights of torchao, layers of torch.ao, or the graph of an exported quantization."""
+    """Whether a model holds torchao tensors, quantized layers of torch.ao, or the graph of an exported quantization."""
     tensors = model.state_dict(keep_vars=True).values()
     if any(type(x) not in (torch.Tensor, nn.Parameter) or x.is_quantized for x in tensors):
         return True

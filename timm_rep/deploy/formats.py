@@ -1,8 +1,15 @@
-"""The formats that a model is exported to: how a file is written, and how it is run."""
+"""The table of deploy formats and int8 backends.
+
+A new format is one entry of :data:`FORMATS`: a function that writes a model and one that loads what was written.
+:func:`timm_rep.export`, the command line and the tests take it from there.
+"""
 import importlib.util
+import io
 import os
+import shutil
+import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, NamedTuple, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import timm
 import torch
@@ -11,12 +18,56 @@ from timm.models import save_for_hf
 
 from timm_rep.utils.checkpoints import contiguous_copy
 
-__all__ = ['FORMATS', 'Format', 'check_format', 'export_program', 'onnx_runner', 'tracing_batch', 'write_onnx']
+__all__ = [
+    'BACKENDS', 'FORMATS', 'Backend', 'Format', 'check_format', 'check_packages', 'export_program', 'onnx_runner',
+    'save_program', 'tracing_batch', 'write_onnx',
+]
 
-# largest file that protobuf reads, less what the graph takes
+# largest total size of weights inside an ONNX file: protobuf's limit of 2 GiB, minus space for the graph
 _MAX_ONNX_WEIGHTS = (2 << 30) - (16 << 20)
 
 Runner = Callable[[torch.Tensor], Any]
+
+
+class Format(NamedTuple):
+    """A deploy format.
+
+    Attributes:
+        description: One line for the documentation and the command line.
+        suffix: Suffix of the file, None if the format is a folder.
+        write: Function of a model in eval mode on the CPU, images to trace it with (N, channels, height, width), and
+            the file or folder to write.
+        load: Function from the file or folder to a function from images to outputs.
+        packages: Modules to import besides torch.
+        extra: Extra of this package that installs them.
+        dynamic_batch: Whether what is written takes any batch size, instead of that of the traced images alone.
+        check_machine: Raises if this machine cannot write the format.
+        check_model: Raises if the format cannot hold a model.
+    """
+    description: str
+    suffix: Optional[str]
+    write: Callable[[nn.Module, torch.Tensor, Path], None]
+    load: Callable[[Path], Runner]
+    packages: Tuple[str, ...] = ()
+    extra: str = ''
+    dynamic_batch: bool = True
+    check_machine: Optional[Callable[[], None]] = None
+    check_model: Optional[Callable[[nn.Module], None]] = None
+
+
+class Backend(NamedTuple):
+    """An int8 backend.
+
+    Attributes:
+        program: Module of this package and class in it, a :class:`~timm_rep.deploy.program.Program`.
+        files: Names of the files of a quantized model; the first one is loaded, the others hold its weights.
+        packages: Modules to import besides torch; torchao has the calibrators.
+        extra: Extra of this package that installs them.
+    """
+    program: Tuple[str, str]
+    files: Tuple[str, ...]
+    packages: Tuple[str, ...]
+    extra: str
 
 
 def _dynamic_batch() -> Tuple[Dict[int, Any]]:
@@ -24,28 +75,35 @@ def _dynamic_batch() -> Tuple[Dict[int, Any]]:
 
 
 def tracing_batch(images: torch.Tensor) -> torch.Tensor:
-    """A batch to trace a model with: at least two images, since torch.export takes a size of 1 for a constant."""
+    """At least two images to trace a model with: torch.export specializes a batch size of 1."""
     return torch.cat([images, images])[:max(2, len(images))]
 
 
 def export_program(model: nn.Module, images: torch.Tensor) -> 'torch.export.ExportedProgram':
-    """``torch.export`` of a model for any batch size.
+    """``torch.export`` of a model with a dynamic batch size.
 
     Args:
-        model: Model in eval mode, on the CPU.
-        images: As for :func:`write_onnx`.
+        model: Model in eval mode on the CPU.
+        images: Images (N, channels, height, width), see :func:`tracing_batch`.
     """
     return torch.export.export(model, (images,), dynamic_shapes=_dynamic_batch())
 
 
-def write_onnx(model: nn.Module, images: torch.Tensor, path: Path) -> None:
-    """Write a model as an ONNX file, of any batch size, with ``torch.onnx.export(dynamo=True)``.
+def save_program(program: 'torch.export.ExportedProgram', path: Path) -> None:
+    """``torch.export.save`` that raises OSError on a full disk, where torch's writer would abort the process."""
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
 
-    The input is named 'input', an output that is one tensor 'output'. Weights of more than 2 GB go into PATH.data.
+
+def write_onnx(model: nn.Module, images: torch.Tensor, path: Path) -> None:
+    """Write an ONNX file with a dynamic batch size, by ``torch.onnx.export(dynamo=True)``.
+
+    The input is named 'input', a single output 'output'. Weights of more than 2 GB are in PATH.data.
 
     Args:
-        model: Model in eval mode, on the CPU.
-        images: Images (N, channels, height, width) to trace the model with, see :func:`tracing_batch`.
+        model: Model in eval mode on the CPU.
+        images: Images (N, channels, height, width), see :func:`tracing_batch`.
         path: File to write.
     """
     with torch.no_grad():
@@ -64,14 +122,13 @@ def write_onnx(model: nn.Module, images: torch.Tensor, path: Path) -> None:
 
 
 def onnx_runner(path: Path) -> Runner:
-    """An ONNX file as a function from images to outputs, with ONNX Runtime on the CPU.
+    """An ONNX file as a function from images to outputs, run by ONNX Runtime on the CPU with torch's threads.
 
     Args:
         path: File with one input.
 
     Returns:
-        A function of images (N, ...), float32, on the CPU; it returns the output, or a list if there are several. It
-        uses as many threads as torch.
+        A function of images (N, ...), float32, on the CPU. It returns the output, or a list of several.
     """
     import onnxruntime
 
@@ -89,84 +146,108 @@ def onnx_runner(path: Path) -> Runner:
 
 
 def _write_pt2(model: nn.Module, images: torch.Tensor, path: Path) -> None:
-    torch.export.save(export_program(model, images), path)
+    save_program(export_program(model, images), path)
 
 
-def _pt2_runner(path: Path) -> Runner:
+def _load_pt2(path: Path) -> Runner:
     return torch.export.load(path).module()
 
 
 def _write_aoti(model: nn.Module, images: torch.Tensor, path: Path) -> None:
-    torch._inductor.aoti_compile_and_package(export_program(model, images), package_path=os.fspath(path))
+    with tempfile.TemporaryDirectory() as folder:  # torch's writer would abort the process on a full disk
+        package = Path(folder) / path.name
+        torch._inductor.aoti_compile_and_package(export_program(model, images), package_path=os.fspath(package))
+        shutil.copyfile(package, path)
 
 
-def _aoti_runner(path: Path) -> Runner:
+def _load_aoti(path: Path) -> Runner:
     return torch._inductor.aoti_load_package(os.fspath(path))
-
-
-def _write_safetensors(model: nn.Module, images: torch.Tensor, path: Path) -> None:
-    save_for_hf(contiguous_copy(model), os.fspath(path.parent), safe_serialization=True)
-
-
-def _folder_runner(path: Path) -> Runner:
-    try:
-        return timm.create_model(f'local-dir:{path.parent}', pretrained=True).eval()
-    except RuntimeError as e:
-        raise ValueError(
-            'timm.create_model builds another structure. It knows models of timm whose arguments timm recorded (since '
-            '1.0.31, in create_model) and what timm_rep.convert_to_repa and convert_to_repopt make of them, not what '
-            'timm folds itself, as in MobileOne and RepVGG, or what was changed otherwise: export it with '
-            'reparameterize=False (--no-reparam), convert it first, or choose another format') from e
-
-
-class Format(NamedTuple):
-    """A format of :func:`timm_rep.export`.
-
-    Attributes:
-        suffix: Suffix of the file; '' for a folder.
-        write: Function of a model in eval mode, images to trace it with and the file to write.
-        read: Function from the file to a function from images to outputs.
-        packages: Packages that it needs beside torch.
-    """
-    suffix: str
-    write: Callable[[nn.Module, torch.Tensor, Path], None]
-    read: Callable[[Path], Runner]
-    packages: Tuple[str, ...] = ()
-
-
-FORMATS = {
-    'safetensors': Format('', _write_safetensors, _folder_runner),
-    'onnx': Format('.onnx', write_onnx, onnx_runner, ('onnx', 'onnxscript', 'onnxruntime')),
-    'pt2': Format('.pt2', _write_pt2, _pt2_runner),
-    'aoti': Format('.pt2', _write_aoti, _aoti_runner),
-}
-
-
-def check_format(format: str) -> Format:
-    """Check that this machine can write and run a format.
-
-    Raises:
-        ModuleNotFoundError: A package is missing.
-        RuntimeError: torch is too old, or there is no C++ compiler.
-        ValueError: There is no such format.
-    """
-    if not isinstance(format, str) or format not in FORMATS:
-        raise ValueError(f'format is one of {", ".join(map(repr, FORMATS))}, got {format!r}.')
-    missing = [name for name in FORMATS[format].packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(f"The format {format!r} needs {', '.join(missing)}: pip install {' '.join(missing)}.")
-    if format == 'aoti':
-        _check_compiler()
-    return FORMATS[format]
 
 
 def _check_compiler() -> None:
     if not hasattr(torch._inductor, 'aoti_load_package'):
-        raise RuntimeError(f"The format 'aoti' needs torch 2.6 or newer, this is {torch.__version__}.")
-    from torch._inductor.cpp_builder import get_cpp_compiler  # nothing else here loads the compiler
+        raise RuntimeError(f"format='aoti' requires torch >= 2.6, but found {torch.__version__}.")
+    from torch._inductor.cpp_builder import get_cpp_compiler  # imports the compiler, which nothing else here needs
 
     try:
         get_cpp_compiler()
     except RuntimeError as e:
         raise RuntimeError(
-            "The format 'aoti' compiles C++, and torch finds no compiler: install g++ or clang, or set CXX.") from e
+            "format='aoti' requires a C++ compiler, but torch found none: install g++ or clang, or set CXX.") from e
+
+
+def _write_folder(model: nn.Module, images: torch.Tensor, folder: Path) -> None:
+    save_for_hf(contiguous_copy(model), os.fspath(folder), safe_serialization=True)
+
+
+def _load_folder(folder: Path) -> Runner:
+    try:
+        return timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+    except RuntimeError as e:
+        raise ValueError(
+            'timm.create_model builds another structure from config.json. It rebuilds timm models whose arguments timm '
+            'recorded (timm >= 1.0.31) and what timm_rep.convert_to_repa and convert_to_repopt make of them, but not '
+            'blocks that timm folds itself, such as those of MobileOne and RepVGG: export with reparameterize=False '
+            '(--no-reparam), convert the model first, or choose another format') from e
+
+
+def _check_timm_model(model: nn.Module) -> None:
+    name = type(model).__name__
+    if not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture'):
+        raise ValueError(f"Expected a timm model for format='safetensors', but got {name}: choose another format.")
+    if not hasattr(model, 'num_classes'):
+        raise ValueError(
+            f"{name} was created with features_only=True, which config.json cannot describe: export the whole model "
+            'or choose another format.')
+
+
+FORMATS: Dict[str, Format] = {
+    'safetensors': Format(
+        "folder for timm.create_model('local-dir:FOLDER')", None, _write_folder, _load_folder,
+        check_model=_check_timm_model),
+    'onnx': Format(
+        'ONNX', '.onnx', write_onnx, onnx_runner, packages=('onnx', 'onnxscript', 'onnxruntime'), extra='deploy'),
+    'pt2': Format('torch.export', '.pt2', _write_pt2, _load_pt2),
+    'aoti': Format(
+        'compiled by AOTInductor for this kind of CPU', '.pt2', _write_aoti, _load_aoti, check_machine=_check_compiler),
+}
+
+BACKENDS: Dict[str, Backend] = {
+    'inductor': Backend(('inductor', 'InductorProgram'), ('model.pt2',), ('torchao',), 'deploy'),
+    'onnxruntime': Backend(
+        ('ort', 'OnnxProgram'), ('model.onnx', 'model.onnx.data'), ('onnx', 'onnxscript', 'onnxruntime', 'torchao'),
+        'deploy'),
+}
+
+
+def check_format(format: str) -> Format:
+    """Check that this machine can write and load a format.
+
+    Raises:
+        ModuleNotFoundError: A package is not installed.
+        RuntimeError: torch is too old, or there is no C++ compiler.
+        ValueError: The format is unknown.
+    """
+    if not isinstance(format, str) or format not in FORMATS:
+        raise ValueError(f'format must be one of {", ".join(map(repr, FORMATS))}, got {format!r}.')
+    found = FORMATS[format]
+    check_packages(f'format={format!r}', found)
+    if found.check_machine is not None:
+        found.check_machine()
+    return found
+
+
+def check_packages(name: str, entry: Union[Format, Backend]) -> None:
+    """Check that the packages of an entry of the table are installed, without importing them.
+
+    Args:
+        name: What requires them, for the error message.
+        entry: Format or backend.
+
+    Raises:
+        ModuleNotFoundError: One is not.
+    """
+    missing = [package for package in entry.packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"{name} requires {', '.join(missing)}: pip install {' '.join(missing)}, or 'timm-rep[{entry.extra}]'.")

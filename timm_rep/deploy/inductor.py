@@ -1,4 +1,5 @@
-"""Int8 on the CPU by torchao's export-based quantization and inductor. Imported only with torchao installed."""
+"""Int8 backend 'inductor': torchao's export-based quantization. Imported only with torchao installed."""
+import copy
 import json
 import re
 import warnings
@@ -22,32 +23,29 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantiza
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
-from .formats import export_program, tracing_batch
+from .formats import export_program, save_program, tracing_batch
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
 from .program import Program
 
 __all__ = ['InductorProgram', 'finish_training', 'prepare_training']
 
 aten = torch.ops.aten
-# layers of which inductor has int8 kernels
+# layers with int8 kernels in inductor
 _LAYERS = (aten.conv1d.default, aten.conv2d.default, aten.linear.default)
-# further products, which stay float
+# names of all products, for the report
 _PRODUCTS = (
     'conv1d', 'conv2d', 'conv3d', 'conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d', 'convolution', 'linear',
     'matmul', 'mm', 'addmm', 'bmm', 'baddbmm', 'einsum', 'scaled_dot_product_attention')
 
-# entries of an archive of torch.export.save without pickled values, and of the values in it
-_ENTRIES = re.compile(
-    r'models/model\.json|data/(weights/weight|constants/tensor)_\d+|data/(weights|constants)/model_\w+_config\.json|'
-    r'data/sample_inputs/model\.pt|archive_format|archive_version|byteorder|\.data/(version|serialization_id)')
-_VALUES = re.compile(r'(weight|tensor)_\d+')
+# names of tensors in an archive of torch.export.save; objects of other names are unpickled
+_TENSORS = re.compile(r'(weight|tensor)_\d+')
 
 
 class _LayerQuantizer(X86InductorQuantizer):
-    """Int8 inputs and weights of all convolutions and linear layers.
+    """Quantizes inputs and weights of all convolutions and linear layers.
 
-    torchao's X86InductorQuantizer finds layers by the class of the module, which subclasses of nn.Conv2d and nn.Linear
-    such as timm's do not have; and it makes shortcuts int8, whose rounding adds up from block to block.
+    torchao's X86InductorQuantizer finds layers by the exact class of the module, so it misses timm's subclasses of
+    nn.Conv2d and nn.Linear; and it quantizes shortcuts, whose rounding errors accumulate from block to block.
     """
 
     def __init__(self, activation: QuantizationSpec, weight: QuantizationSpec):
@@ -55,7 +53,7 @@ class _LayerQuantizer(X86InductorQuantizer):
         self.activation, self.weight = activation, weight
 
     def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        # inductor has no int8 kernel for linear layers of transposed inputs, as of an MLP-Mixer
+        # inductor has no int8 kernel for linear layers with transposed inputs, as in an MLP-Mixer
         contiguous: Dict[torch.fx.Node, torch.fx.Node] = {}
         for node in list(model.graph.nodes):
             if node.target == aten.linear.default:
@@ -80,10 +78,10 @@ class _LayerQuantizer(X86InductorQuantizer):
 
 
 def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
-    """The exported graph, where every call of a layer has parameters by names of its own.
+    """The exported graph, with separate parameters for each call of a layer.
 
-    A layer that is called several times, as the head of a detector, would stay float: inductor computes its float
-    weight once for all calls. And torchao would fold the BatchNorms behind all calls into the one weight.
+    A layer that is called several times, such as the head of a detector, would stay in float: inductor computes its
+    float weight once for all calls. And torchao would fold the BatchNorms after all calls into the one weight.
     """
     graph = export_program(model, tracing_batch(images)).module()
     used: Set[str] = set()
@@ -104,8 +102,8 @@ def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
 
 
 def _quantizer(activation, weight) -> _LayerQuantizer:
-    # without VNNI, kernels add pairs of products in 16 bits: inputs of 8 bits saturate, those of 7 do not (torchao's
-    # reduce_range); torchao's default eps of 2 ** -12 would be the smallest scale: more than small weights need
+    # Without VNNI, kernels add pairs of products in 16 bits, which saturate with 8-bit inputs but not with 7 bits
+    # (torchao's reduce_range). Its default eps, 2 ** -12, would be the smallest scale, too large for small weights.
     return _LayerQuantizer(
         QuantizationSpec(
             dtype=torch.uint8, quant_min=0, quant_max=255 if torch.cpu._is_vnni_supported() else 127,
@@ -116,7 +114,7 @@ def _quantizer(activation, weight) -> _LayerQuantizer:
 
 
 class _Kernels(CustomGraphPass):
-    """Reads the weight scales of the int8 kernels from the graph that inductor generates code for."""
+    """Collects the weight scales of the int8 kernels from the graph that inductor generates code for."""
 
     def __init__(self):
         self.scales: List[torch.Tensor] = []
@@ -129,7 +127,7 @@ class _Kernels(CustomGraphPass):
                 self.scales += [x.flatten() for x in tensors if not x.is_mkldnn and x.dtype == torch.float32]
 
     def uuid(self) -> None:
-        return None  # the code is generated anew, not taken from a cache
+        return None  # do not take the code from a cache, without a call of this pass
 
 
 class InductorProgram(Program):
@@ -140,7 +138,7 @@ class InductorProgram(Program):
         self._compiled = torch.compile(graph)
 
     def __call__(self, images: torch.Tensor) -> Any:
-        # one mode, since the compiler would generate code for each; without gradients weights are constants
+        # a fixed mode, because torch compiles for each; weights are constants only without gradients
         with torch.inference_mode(False), torch.no_grad(), inductor_config.patch(freezing=True):
             return self._compiled(images.clone() if images.is_inference() else images)
 
@@ -163,6 +161,7 @@ class InductorProgram(Program):
 
     def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
         kernels = _Kernels()
+        self._compiled = torch.compile(copy.deepcopy(self.graph))  # a graph that was called is not compiled again
         with inductor_config.patch(post_grad_custom_post_pass=kernels):
             self(images)
         int8, other = [], {}
@@ -179,8 +178,8 @@ class InductorProgram(Program):
 
     def write(self, path: Path) -> None:
         program = export_program(self.graph, torch.zeros(2, *self.input_size))
-        program.example_inputs = None  # the only part that torch would pickle
-        torch.export.save(program, path)
+        program.example_inputs = None  # torch pickles them
+        save_program(program, path)
 
     @classmethod
     def read(cls, path: Path) -> 'InductorProgram':
@@ -188,23 +187,23 @@ class InductorProgram(Program):
         try:
             program = torch.export.load(path)
             graph = program.module()
-        except Exception as e:  # torch raises many types for damaged files
+        except Exception as e:  # many types for damaged files
             raise RuntimeError(f'Cannot read {str(path)!r} as an exported program: {type(e).__name__}: {e}') from e
         if not torch.cpu._is_vnni_supported() and _input_levels(graph) > 127:
             warnings.warn(
-                f'{str(path)!r} was quantized on a CPU with VNNI, with inputs of 8 bits, whose sums saturate on this '
-                'one: quantize the model here.', stacklevel=3)
+                f'{str(path)!r} was quantized on a CPU with VNNI. Its 8-bit inputs saturate on this CPU: quantize the '
+                'model here.', stacklevel=3)
         images = next(node for node in graph.graph.nodes if node.op == 'placeholder')
         return cls(graph, images.meta['val'].shape[1:])
 
 
 def _input_levels(graph: torch.fx.GraphModule) -> int:
-    """The largest integer that an activation is rounded to."""
+    """Largest integer of the quantized activations."""
     return max((node.args[4] for node in graph.graph.nodes if '.quantize_per_tensor' in str(node.target)), default=0)
 
 
 def _weight_scale(graph: torch.fx.GraphModule, layer: torch.fx.Node) -> Optional[torch.Tensor]:
-    """The scales of a layer's weight, None if it is not quantized."""
+    """Scales of a layer's weight, None if the weight is not quantized."""
     weight = layer.args[1]
     if 'dequantize_per_channel' not in str(weight.target):
         return None
@@ -212,7 +211,7 @@ def _weight_scale(graph: torch.fx.GraphModule, layer: torch.fx.Node) -> Optional
 
 
 def _take(scales: List[torch.Tensor], scale: Optional[torch.Tensor]) -> bool:
-    """Remove one tensor from a list; whether it was there."""
+    """Remove the first equal tensor from a list. Returns whether one was found."""
     for i, other in enumerate(scales):
         if scale is not None and torch.equal(other, scale):
             del scales[i]
@@ -221,54 +220,53 @@ def _take(scales: List[torch.Tensor], scale: Optional[torch.Tensor]) -> bool:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse what ``InductorProgram.write`` does not write: torch would unpickle values, or load machine code.
-
-    Raises:
-        RuntimeError: The file has other entries, or pickled values.
-    """
-    refusal = f'{str(path)!r} is no quantized program of this package'
+    """Raise RuntimeError if ``torch.export.load`` would unpickle something in an archive, or load machine code."""
+    refusal = f'{str(path)!r} is not a quantized program of this package'
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [name.partition('/')[2] for name in archive.namelist()]
-            for name, entry in zip(names, archive.infolist()):
-                if not _ENTRIES.fullmatch(name) or names.count(name) > 1:
-                    raise RuntimeError(f'{refusal}: it holds {name!r}.')
-                if name.endswith('.pt') and entry.file_size:
-                    raise RuntimeError(f'{refusal}: {name!r} in it is pickled.')
+            entries = archive.infolist()
+            roots, names = zip(*(entry.filename.split('/', 1) for entry in entries))
+            if len({*roots}) > 1 or len({*names}) < len(names):
+                raise RuntimeError(f'{refusal}: it has several folders, or several entries of the same name.')
+            for name, entry in zip(names, entries):
+                if name.startswith('data/aotinductor/'):
+                    raise RuntimeError(f'{refusal}: {name!r} is machine code.')
+                if name.endswith(('.pt', '.pkl')) and entry.file_size:
+                    raise RuntimeError(f'{refusal}: {name!r} is pickled.')
                 if name.endswith('_config.json'):
                     for value in json.loads(archive.read(entry))['config'].values():
-                        if value['use_pickle'] is not False or not _VALUES.fullmatch(value['path_name']):
-                            raise RuntimeError(f'{refusal}: {value["path_name"]!r} in it is pickled.')
+                        if value['use_pickle'] is not False or not _TENSORS.fullmatch(value['path_name']):
+                            raise RuntimeError(f'{refusal}: {value["path_name"]!r} is pickled.')
     except (zipfile.BadZipFile, AttributeError, LookupError, TypeError, ValueError) as e:
         raise RuntimeError(f'{refusal}: {type(e).__name__}: {e}') from e
 
 
 def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
-    """A graph that rounds inputs and weights of its layers as int8 does, to train; for :func:`finish_training`.
+    """Graph for quantization-aware training, with inputs and weights of its layers rounded to int8 values.
 
-    It computes what the model computes in eval mode, without dropout and with the running statistics of BatchNorms.
+    Computes the model in eval mode: without dropout, and with the running statistics of BatchNorms.
 
     Args:
-        model: Model in eval mode, on the CPU, folded.
+        model: Folded model in eval mode on the CPU.
         images: Batch of images (N, channels, height, width).
     """
     graph = _graph(model, images)
-    _fuse_conv_bn_(graph)  # as prepare_pt2e; prepare_qat_pt2e would take the statistics of the batch
-    # not FusedMovingAvgObsFakeQuantize, torchao's default: it rounds with another scale than the converted graph
+    _fuse_conv_bn_(graph)  # as in prepare_pt2e; prepare_qat_pt2e would use batch statistics
+    # torchao's default, FusedMovingAvgObsFakeQuantize, rounds with another scale than the converted graph
     prepared = prepare_qat_pt2e(graph, _quantizer(
         FakeQuantize.with_args(observer=MovingAverageMinMaxObserver),
         FakeQuantize.with_args(observer=MovingAveragePerChannelMinMaxObserver, averaging_constant=1.)))
-    # torchao's own switch to training would give every dropout a rate of 0.5, and BatchNorms its eps and momentum
+    # torchao's switch to train mode would set every dropout rate to 0.5, and eps and momentum of BatchNorms to its own
     prepared.train = lambda mode=True: prepared
     prepared.eval = lambda: prepared
     return prepared
 
 
 def finish_training(prepared: torch.fx.GraphModule, input_size: Sequence[int]) -> InductorProgram:
-    """The quantized model of a trained graph of :func:`prepare_training`.
+    """Quantized model of a trained graph.
 
     Args:
-        prepared: The graph, trained.
+        prepared: Graph of :func:`prepare_training`.
         input_size: (channels, height, width) of the images.
     """
     return InductorProgram(convert_pt2e(prepared), input_size)

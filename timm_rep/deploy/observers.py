@@ -1,4 +1,4 @@
-"""Calibrators of torchao: what ranges int8 covers. Imported only with torchao installed."""
+"""Calibrators: observers that choose the range of an int8 tensor. Imported only with torchao installed."""
 from typing import Tuple
 
 import torch
@@ -6,23 +6,23 @@ from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChan
 
 __all__ = ['ACTIVATION_OBSERVERS', 'EntropyObserver', 'PerTensorWeightObserver', 'PercentileObserver', 'entropy_range']
 
-_LEVELS = 256  # values of eight bits
-_CANDIDATES = 128  # ranges that the search of the smallest divergence tries
+_LEVELS = 256  # 8 bits
+_CANDIDATES = 128  # ranges tried by entropy_range
 
 
 class PercentileObserver(HistogramObserver):
-    """The range that holds a share of the values, as much cut off below as above."""
+    """Covers a percentage of the values, and cuts off equal shares below and above."""
 
     def __init__(self, percentile: float = 99.99, **kwargs):
         """
         Args:
-            percentile: Share of the values in percent.
-            kwargs: As for torchao's HistogramObserver.
+            percentile: Percentage of the values.
+            kwargs: Arguments of torchao's HistogramObserver.
         """
         super().__init__(**kwargs)
         self.percentile = percentile
 
-    def _non_linear_param_search(self) -> Tuple[torch.Tensor, torch.Tensor]:  # torchao's hook for the choice of a range
+    def _non_linear_param_search(self) -> Tuple[torch.Tensor, torch.Tensor]:  # torchao's hook
         share = self.histogram.double().cumsum(0)
         share /= share[-1].clone()
         cut = (1 - self.percentile / 100) / 2
@@ -31,13 +31,13 @@ class PercentileObserver(HistogramObserver):
 
 
 class EntropyObserver(HistogramObserver):
-    """The range that changes the distribution least, by the Kullback-Leibler divergence (:func:`entropy_range`)."""
+    """Covers the range with the smallest Kullback-Leibler divergence after rounding (:func:`entropy_range`)."""
 
     def __init__(self, percentile: float = 100., **kwargs):
         """
         Args:
-            percentile: Unused, an argument of all calibrators.
-            kwargs: As for torchao's HistogramObserver.
+            percentile: Unused; an argument of all calibrators.
+            kwargs: Arguments of torchao's HistogramObserver.
         """
         super().__init__(**kwargs)
 
@@ -48,14 +48,14 @@ class EntropyObserver(HistogramObserver):
 
 
 class _MinMaxObserver(MinMaxObserver):
-    """All values that were seen."""
+    """Covers all values."""
 
     def __init__(self, percentile: float = 100., **kwargs):
         super().__init__(**kwargs)
 
 
 class PerTensorWeightObserver(PerChannelMinMaxObserver):
-    """The range of the whole weight, for every channel: inductor's kernels take one scale for each channel."""
+    """One range for the whole weight, repeated for each channel as inductor's kernels require."""
 
     def calculate_qparams(self) -> Tuple[torch.Tensor, torch.Tensor]:
         low, high = (x.expand_as(self.min_val) for x in (self.min_val.min(), self.max_val.max()))
@@ -70,25 +70,25 @@ ACTIVATION_OBSERVERS = {
 
 
 def _edges(observer: HistogramObserver, first: int, end: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Lowest and highest value of the bins from ``first`` to before ``end``."""
+    """Lowest and highest value of the bins ``first`` to ``end - 1``."""
     width = (observer.max_val - observer.min_val) / observer.bins
     return observer.min_val + width * first, observer.min_val + width * end
 
 
 def entropy_range(histogram: torch.Tensor, zero: int) -> Tuple[int, int]:
-    """The bins whose values, in 256 levels, have the distribution closest to that of all values.
+    """Range of histogram bins that minimizes KL(P || Q) under quantization to 256 levels.
 
-    The candidates keep the ratio of the range below zero to that above, and cover at least 256 bins. ``P`` is the
-    histogram with the values outside added to the outermost bins, ``Q`` that of the values inside after rounding: each
-    level's count spread evenly over its bins that are not empty. Sought is the smallest ``KL(P || Q)``. Zeros, of which
-    a ReLU makes many, are rounded without an error: the bin that holds them counts no more than those beside it.
+    Candidate ranges keep the ratio between the parts below and above zero, and cover at least 256 bins. P is the
+    histogram with the values outside the range added to its outermost bins. Q is the histogram of the values inside
+    after rounding, each level's count spread evenly over its nonempty bins. Zeros, which a ReLU produces in large
+    numbers, are exact after rounding: the count of their bin is limited to the median of its neighbourhood.
 
     Args:
         histogram: Counts (bins,), float64.
         zero: Index of the first bin of positive values, from 0 to the number of bins.
 
     Returns:
-        The first bin, and the one behind the last.
+        First bin, and last bin plus one.
     """
     bins = len(histogram)
     around = slice(max(zero - 1, 0), zero + 2)
@@ -105,7 +105,7 @@ def entropy_range(histogram: torch.Tensor, zero: int) -> Tuple[int, int]:
         counts = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, level, inside)
         filled = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, level, (p > 0).double())
         q = torch.where(p > 0, (counts / filled.clamp(min=1))[level], 0)
-        # where only values from outside fell into a level, Q is empty and P is not: as one value
+        # a level with values from outside only has nonempty P but empty Q: count one value
         q = torch.where((p > 0) & (q == 0), 1, q)
         p, q = p / p.sum(), q / q.sum()
         divergence = torch.special.xlogy(p, p / q.clamp(min=torch.finfo(q.dtype).tiny)).sum().item()

@@ -1,8 +1,9 @@
-"""Int8 on the CPU by ONNX Runtime's static quantization. Imported only with its packages installed."""
+"""Int8 backend 'onnxruntime': static quantization. Imported only with its packages installed."""
 import ast
 import itertools
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Sequence, Set, Tuple
 
@@ -12,34 +13,41 @@ import onnxruntime
 import torch
 import torch.nn as nn
 from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType, TensorData, TensorsData
+from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from .formats import onnx_runner, tracing_batch, write_onnx
 from .observers import ACTIVATION_OBSERVERS
-from .program import Program
+from .program import Program, dump_structure
 
 __all__ = ['OnnxProgram']
 
-# with the operators that have int8 kernels, activations that the quantization of a convolution's output replaces
+# operators with int8 kernels, and activations that are absorbed into the quantization of a convolution's output
 _OPERATORS = ('Conv', 'Gemm', 'MatMul')
 _ACTIVATIONS = ('Relu', 'Clip')
-_IMAGES = 8  # whose activations are all in memory at once, to calibrate
-_SCOPES = 'pkg.torch.onnx.name_scopes'  # torch's key of the modules that a node is in, from the outermost
+_CALIBRATION_BATCH = 8  # all activations of a batch are in memory at once
+_SCOPES = 'pkg.torch.onnx.name_scopes'  # torch's key for the modules around a node, from the outermost
+_STRUCTURE = 'timm_rep.outputs'  # key for the structure of several outputs
 
 
 class OnnxProgram(Program):
-    """An ONNX file in QDQ format, run by ONNX Runtime on as many threads as torch."""
+    """An ONNX file in QDQ format, run with torch's number of threads."""
 
     def __init__(self, folder: tempfile.TemporaryDirectory):
         """
         Args:
-            folder: Folder with model.onnx, removed with the program.
+            folder: Temporary folder with model.onnx; removed with the program.
         """
         self.folder = folder
         self.path = Path(folder.name) / 'model.onnx'
         self._run = onnx_runner(self.path)
+        properties = {x.key: x.value for x in onnx.load(self.path, load_external_data=False).metadata_props}
+        self._structure = treespec_loads(properties[_STRUCTURE]) if _STRUCTURE in properties else None
 
     def __call__(self, images: torch.Tensor) -> Any:
-        return self._run(images.detach())
+        outputs = self._run(images.detach())
+        if self._structure is None:
+            return outputs
+        return tree_unflatten(outputs if isinstance(outputs, list) else [outputs], self._structure)
 
     @classmethod
     def quantize(
@@ -50,7 +58,8 @@ class OnnxProgram(Program):
             calibrator: str,
             percentile: float,
     ) -> 'OnnxProgram':
-        # ONNX Runtime's own calibrators are not used: with its settings 'entropy' covers all values, as 'minmax' does
+        with torch.no_grad():
+            structure = dump_structure(model(batches[0][:1]))
         folder = tempfile.TemporaryDirectory()
         path = Path(folder.name) / 'model.onnx'
         write_onnx(model, tracing_batch(batches[0]), path)
@@ -58,13 +67,16 @@ class OnnxProgram(Program):
         graph = exported.graph
         _unshare(graph)
         weights = {x.name for x in graph.initializer}
-        # products of activations, as of attention, stay float: quantized they cost most of the accuracy
+        # products of activations, as in attention, stay in float: quantized, they cost most of the accuracy
         layers = [node for node in graph.node if node.op_type in _OPERATORS and node.input[1] in weights]
-        following = {name for node in layers for name in node.output}
+        # ONNX Runtime replaces these activations by the range of their output, so nothing else may read their input
+        uses = Counter([*(name for node in graph.node for name in node.input), *(x.name for x in graph.output)])
+        following = {name for node in layers for name in node.output if uses[name] == 1}
         activations = [
             node for node in graph.node if node.op_type in _ACTIVATIONS and node.input[0] in following]
         tensors = dict.fromkeys(
             name for node in (*layers, *activations) for name in (node.input[0], node.output[0]))
+        # torchao's calibrators, because ONNX Runtime's 'entropy' covers all values with its default settings
         ranges = _ranges(exported, list(tensors), batches, lambda: ACTIVATION_OBSERVERS[calibrator](
             percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255))
         quantizer = QDQQuantizer(
@@ -80,6 +92,8 @@ class OnnxProgram(Program):
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
         quantizer.quantize_model()
+        if structure:
+            onnx.helper.set_model_props(quantizer.model.model, {_STRUCTURE: structure})
         external = (path.parent / f'{path.name}.data').exists()
         for file in path.parent.iterdir():
             file.unlink()
@@ -90,11 +104,11 @@ class OnnxProgram(Program):
         with tempfile.TemporaryDirectory() as folder:
             optimized = Path(folder) / 'optimized.onnx'
             options = onnxruntime.SessionOptions()
-            options.log_severity_level = 3  # a warning that the optimized file is for this machine
+            options.log_severity_level = 3  # do not warn that the optimized file is for this machine
             options.optimized_model_filepath = str(optimized)
             onnxruntime.InferenceSession(str(self.path), options, providers=['CPUExecutionProvider'])
             nodes = onnx.load(optimized, load_external_data=False).graph.node
-        # an int8 kernel has the integers of the weight as an input; fused nodes lose their names
+        # int8 kernels take the integer weight as input; fused nodes lose their names
         used = {name: node.op_type for node in nodes for name in node.input if node.op_type.startswith(
             ('QLinear', 'QGemm', 'MatMulInteger', 'ConvInteger'))}
         int8, other = [], {}
@@ -122,12 +136,12 @@ class OnnxProgram(Program):
             shutil.copyfile(file, Path(folder.name) / file.name)
         try:
             return cls(folder)
-        except Exception as e:  # ONNX Runtime raises types of its own
+        except Exception as e:  # ONNX Runtime raises its own types
             raise RuntimeError(f'Cannot read {str(path)!r} as an ONNX file: {type(e).__name__}: {e}') from e
 
 
 def _unshare(graph: onnx.GraphProto) -> None:
-    """Give each use of a layer weights of its own: ONNX Runtime does not load them quantized and shared."""
+    """Give each use of a layer separate weights: ONNX Runtime cannot load weights that are quantized and shared."""
     initializers = {x.name: x for x in graph.initializer}
     used: Set[str] = set()
     for node in graph.node:
@@ -145,7 +159,7 @@ def _ranges(
         batches: Iterable[torch.Tensor],
         observer,
 ) -> Dict[str, TensorData]:
-    """Ranges of tensors of a graph, as chosen by one observer each."""
+    """Ranges of tensors of a graph, chosen by one observer each."""
     model = onnx.ModelProto()
     model.CopyFrom(exported)
     present = {x.name for x in model.graph.output}
@@ -159,7 +173,7 @@ def _ranges(
             str(Path(folder) / 'model.onnx'), options, providers=['CPUExecutionProvider'])
         observers = {name: observer() for name in tensors}
         computed = [name for name in tensors if name not in inputs]
-        for images in itertools.chain.from_iterable(batch.split(_IMAGES) for batch in batches):
+        for images in itertools.chain.from_iterable(batch.split(_CALIBRATION_BATCH) for batch in batches):
             values = session.run(computed, {name: images.numpy() for name in inputs})
             for name, value in zip(computed, values):
                 observers[name](torch.from_numpy(value))
@@ -174,7 +188,7 @@ def _ranges(
 
 
 def _module(node: onnx.NodeProto, weight: str = '') -> str:
-    """Name of the module that a node comes from, or else its own; a folded BatchNorm leaves only that of the weight."""
+    """Name of the module of a node, else of the node; where a BatchNorm was folded, only the weight has a name."""
     module, found, _ = weight.rpartition('.weight')
     if found:
         return module

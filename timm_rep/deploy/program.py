@@ -1,16 +1,17 @@
-"""What the backends of the quantization have in common."""
+"""Interface of the int8 backends."""
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_flatten, treespec_dumps
 
-__all__ = ['Program']
+__all__ = ['Program', 'dump_structure']
 
 
 class Program(ABC):
-    """A quantized model, compiled by a backend; called as the model."""
+    """A quantized model compiled by a backend; called as the model."""
 
     @abstractmethod
     def __call__(self, images: torch.Tensor) -> Any:
@@ -26,27 +27,27 @@ class Program(ABC):
             calibrator: str,
             percentile: float,
     ) -> 'Program':
-        """Quantize a model after its training.
+        """Post-training quantization.
 
         Args:
-            model: Model in eval mode, on the CPU, folded.
-            batches: Batches of images (N, channels, height, width), float32, to calibrate with.
-            per_channel: A scale for each output channel of a weight, else one for the weight.
-            calibrator: Name in ``ACTIVATION_OBSERVERS``.
-            percentile: Share of the values that the calibrator 'percentile' covers, in percent.
+            model: Folded model in eval mode on the CPU.
+            batches: Calibration batches of images (N, channels, height, width), float32.
+            per_channel: One scale for each output channel of a weight, instead of one for the weight.
+            calibrator: Key of ``ACTIVATION_OBSERVERS``.
+            percentile: Percentage of values covered by the calibrator 'percentile'.
         """
 
     @abstractmethod
     def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
-        """Compile for a batch, and look at what was compiled.
+        """Layers by precision, read from the program compiled for a batch.
 
         Returns:
-            Names of the layers that run in int8; operators of the other products by name of their module.
+            Names of the layers computed in int8, and operators of the other products by name of their module.
         """
 
     @abstractmethod
     def write(self, path: Path) -> None:
-        """Write a file that :meth:`read` reads, without pickled values; beside it, weights that it cannot hold."""
+        """Write a file for :meth:`read`, without pickled values, and a second one for weights it cannot hold."""
 
     @classmethod
     @abstractmethod
@@ -54,6 +55,20 @@ class Program(ABC):
         """Read what :meth:`write` wrote.
 
         Raises:
-            OSError: There is no such file.
+            OSError: The file does not exist.
             RuntimeError: The file cannot be read, or holds pickled values.
         """
+
+
+def dump_structure(outputs: Any) -> str:
+    """Structure of outputs as JSON for ``treespec_loads``; '' for a single tensor.
+
+    Raises:
+        TypeError: The outputs are not tensors in lists, tuples and dicts.
+    """
+    leaves, structure = tree_flatten(outputs)
+    others = {type(x).__name__ for x in leaves if not isinstance(x, torch.Tensor)}
+    if others:
+        raise TypeError(
+            f'Expected a model whose outputs are tensors in lists, tuples and dicts, but got {", ".join(others)}.')
+    return '' if isinstance(outputs, torch.Tensor) else treespec_dumps(structure)

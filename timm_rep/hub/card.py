@@ -5,7 +5,7 @@ from typing import Any, Mapping, Tuple, Union
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from timm_rep.deploy import MODEL_FILENAMES, REPORT_NAME, quantized_files, read_report
+from timm_rep.deploy import BACKENDS, REPORT_NAME, quantized_files, read_report
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.files import COUNT, MAPPING, check_fields, read_text
 
@@ -52,7 +52,7 @@ _FILES = {
     METRICS: 'figures of this card, with machine, versions and dates',
     PREDICTIONS: 'predictions for a sample of the validation images',
     REPORT_NAME: 'how the int8 form was quantized, and what runs in int8',
-    **dict.fromkeys(MODEL_FILENAMES.values(), 'the int8 form, folded'),
+    **dict.fromkeys((name for backend in BACKENDS.values() for name in backend.files), 'the int8 form, folded'),
     CONFIG: "configuration in timm's format, with the sha256 of the other files",
 }
 
@@ -179,7 +179,7 @@ def _int8(folder: Path, name: str) -> str:
     runtime = {'inductor': 'torch on x86', 'onnxruntime': 'ONNX Runtime'}[report.backend]
     accuracy = (
         f' Top-1 accuracy on {report.accuracy.images} images: {report.accuracy.int8:.2f}%, in float32 '
-        f'{report.accuracy.float:.2f}%.' if report.accuracy else '')
+        f'{report.accuracy.fp32:.2f}%.' if report.accuracy else '')
     return f'''## Int8
 
 The folded model with int8 weights and activations, for {runtime} on a CPU, {megabytes:.1f} MB.{accuracy}
