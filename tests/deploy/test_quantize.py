@@ -428,6 +428,41 @@ def test_a_model_frozen_for_inference_is_trained_as_a_whole(images, monkeypatch)
         assert not any(p.requires_grad for p in model.parameters())
 
 
+class Dead(nn.Module):
+    """A classifier without gradients in its first layer, whose outputs do not pass the ReLU."""
+
+    num_classes, pretrained_cfg = 4, dict(input_size=(3, 8, 8))
+
+    def __init__(self):
+        super().__init__()
+        self.dead, self.conv, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Linear(4, 4)
+        nn.init.constant_(self.dead.bias, -100.)
+
+    def forward(self, x):
+        return self.head((self.conv(x) + self.dead(x).relu()).mean((2, 3)))
+
+
+def test_quantization_aware_training(images, monkeypatch):
+    """Trains what has a gradient, decays no weight, and leaves the model as it is."""
+    from timm_rep.deploy.inductor import InductorProgram
+
+    monkeypatch.setattr(InductorProgram, '__call__', lambda self, x: self.graph(x))  # nothing is compiled
+    torch.manual_seed(0)
+    model = Dead().eval()
+    before = copy.deepcopy(model)
+    data = Images(model, str(images), val_split='validation', batch_size=10, img_size=8)
+    quantized = quantize_qat(model, data, 1, lr=.1, validation_loader=data.validation())
+    assert same_weights(model, before)
+    report = quantized.report
+    assert (report.qat_epochs, report.images, report.accuracy.images) == (1, 20, 8)
+    scales = [
+        x.flatten() for name, x in quantized.program.graph.state_dict().items()
+        if 'scale' in name and x.numel() == 4]
+    dead, *others = ((layer.weight.flatten(1).abs().amax(1) / 127.5) for layer in (model.dead, model.conv, model.head))
+    assert any(torch.allclose(scale, dead, rtol=1e-5) for scale in scales)
+    assert not any(torch.allclose(scale, other, rtol=1e-3) for scale in scales for other in others)
+
+
 def test_missing_package(monkeypatch, model, calibration):
     import importlib.util
 

@@ -139,7 +139,7 @@ def test_what_is_of_the_previous_weights_goes(released_vgg, vgg_scales, tmp_path
         (folder / name).write_text('')
     (folder / 'quantization.json').write_text(json.dumps(dict(
         backend='onnxruntime', per_channel=True, calibrator='minmax', percentile=100., images=8, qat_epochs=0,
-        input_size=[3, 32, 32], int8=[], float={}, relative_rms=.1)))
+        input_size=[3, 32, 32], int8_layers=[], float_layers={}, relative_rms=.1)))
     accuracy = dict(top1=50., top5=90., images=8, split='val', date='2025-01-01', weights=sha256(folder / WEIGHTS))
     write_metrics(folder / 'metrics.json', dict(accuracy=accuracy))
     before = {name: (folder / name).read_bytes() for name in {*of_weights, WEIGHTS}}
