@@ -26,7 +26,7 @@ from benchmarks.repa_train import ffn_train, repa_train
 from benchmarks.repopt_train import repopt_any, repopt_parts, repopt_train
 from benchmarks.scaling import scaling
 from benchmarks.search_step import search_step
-from report import print_table, rows_measured, save
+from experiments.report import print_table, rows_measured, save
 
 # each yields the rows of its table; args.pending() are the cases without one
 SECTIONS = {

@@ -14,16 +14,18 @@ A cell is a figure of a file of results. It is described by what is said of its 
 
     file:     path in scripts/results, without the suffix
     where:    values of columns, which choose rows of the file
-    get:      column of the figure: the mean over the rows chosen, and the standard deviation where there are several
+    get:      column of the figure, or the keys of a nested one: the mean over the rows chosen, and the standard
+              deviation where there are several
     over:     column by which each is divided
     minus:    ``where`` of the rows that are subtracted, paired by their seed
     digits:   decimals (those of the file)
     value:    a figure of a paper or another text, in place of all of the above
 
-A column without a heading of its own in a row is left empty by ``null``: ``{HEADING: null}``; ``{HEADING: {...}}`` in a
-row describes that cell alone.
+A row may describe a single cell by ``{HEADING: {...}}``, give its text by ``{HEADING: TEXT}``, or leave it empty by
+``{HEADING: null}``.
 """
 import argparse
+import functools
 import json
 import os
 import re
@@ -58,7 +60,9 @@ def _chosen(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Lis
 def _figures(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> List[float]:
     """The figures of the chosen rows, in the order of their seeds."""
     rows = sorted(_chosen(cell, where, name), key=lambda row: row.get('seed', 0))
-    return [row[cell['get']] / row[cell['over']] if 'over' in cell else row[cell['get']] for row in rows]
+    keys = [cell['get']] if isinstance(cell['get'], str) else cell['get']
+    figures = [functools.reduce(lambda part, key: part[key], keys, row) for row in rows]
+    return [figure / row[cell['over']] for figure, row in zip(figures, rows)] if 'over' in cell else figures
 
 
 def _text(cell: Mapping[str, Any], name: str) -> str:
@@ -70,10 +74,11 @@ def _text(cell: Mapping[str, Any], name: str) -> str:
     if 'minus' in cell:
         pairs = zip(figures, _figures(cell, {**where, **cell['minus']}, name), strict=True)
         figures = [a - b for a, b in pairs]
+    sign = '+' if 'minus' in cell else ''
     if len(figures) > 1:
         digits = cell.get('digits', 2)
-        return f'{statistics.fmean(figures):.{digits}f} ± {statistics.stdev(figures):.{digits}f}'
-    return f'{figures[0]:.{cell["digits"]}f}' if 'digits' in cell else str(figures[0])
+        return f'{statistics.fmean(figures):{sign}.{digits}f} ± {statistics.stdev(figures):.{digits}f}'
+    return f'{figures[0]:{sign}.{cell["digits"]}f}' if 'digits' in cell else str(figures[0])
 
 
 def _merged(*parts: Optional[Mapping[str, Any]]) -> Dict[str, Any]:

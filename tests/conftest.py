@@ -103,11 +103,11 @@ def images(tmp_path_factory):
 def load_script(monkeypatch, tmp_path):
     """Imports a script by its path in scripts/, or 'examples/NAME'; its results go to a temporary folder."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    monkeypatch.setattr(importlib.import_module('report'), 'RESULTS', tmp_path / 'results')
+    monkeypatch.setattr(importlib.import_module('experiments.report'), 'RESULTS', tmp_path / 'results')
 
     def load(name):
         folder, _, stem = name.rpartition('/')
-        if folder in ('benchmarks', 'procedures', 'tools'):  # packages
+        if folder in ('benchmarks', 'experiments'):  # packages
             return importlib.import_module(f'{folder}.{stem}')
         monkeypatch.syspath_prepend((ROOT if folder == 'examples' else SCRIPTS) / folder)
         return importlib.import_module(stem)

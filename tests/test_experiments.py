@@ -1,4 +1,4 @@
-"""scripts/experiments.py: its data files, its procedures at toy size, and what a stopped or second process leaves."""
+"""scripts/experiments: data files, procedures at toy size, interrupted and concurrent runs."""
 import argparse
 import copy
 import json
@@ -31,7 +31,7 @@ def start(script, images, tmp_path):
     """Runs an experiment at toy size and returns the rows of its file."""
     def begin(name, *args, settings=(), output='out', epochs=2):
         status = script(
-            'experiments', 'run', name, '--data-dir', images, '--val-split', 'validation', '--output',
+            'experiments/run', name, '--data-dir', images, '--val-split', 'validation', '--output',
             tmp_path / output, *args, '--set', *TOY, *settings, f'epochs={epochs}')
         paths = list((tmp_path / 'results').glob(f'*/{name}.json'))
         return status, json.loads(paths[0].read_text())['rows'] if paths else []
@@ -42,7 +42,7 @@ def start(script, images, tmp_path):
 @pytest.fixture
 def models_trained(load_script, monkeypatch):
     """(model before its first step, optimizer) of each training, in turn."""
-    module, seen = load_script('procedures/train'), []
+    module, seen = load_script('experiments/train'), []
     fit = module.fit
 
     def spied(model, optimizer, *args, **kwargs):
@@ -56,13 +56,13 @@ def models_trained(load_script, monkeypatch):
 @pytest.mark.parametrize('supported', [False, True])
 def test_bfloat16_where_the_cpu_has_it(script, load_script, images, tmp_path, monkeypatch, supported):
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: supported)
-    module, dtypes = load_script('procedures/train'), []
+    module, dtypes = load_script('experiments/train'), []
     fit = module.fit
     monkeypatch.setattr(module, 'fit', lambda *args, **kw: dtypes.append(kw['amp_dtype']) or fit(*args, **kw))
     settings = [setting for setting in TOY if not setting.startswith('amp')]
     args = ['--rows', 'sgd', '--seeds', '0', '--set', *settings, VGG, 'epochs=1']
     assert script(
-        'experiments', 'run', 'repoptimizers', '--data-dir', images, '--val-split', 'validation',
+        'experiments/run', 'repoptimizers', '--data-dir', images, '--val-split', 'validation',
         '--output', tmp_path / 'out', *args) == 0
     content = json.loads(next((tmp_path / 'results').glob('*/repoptimizers.json')).read_text())
     assert (dtypes, content['settings']['amp']) == ([torch.bfloat16 if supported else None], supported)
@@ -86,8 +86,8 @@ def built():
 @pytest.mark.parametrize('name', NAMES)
 def test_data_files(load_script, built, name):
     """Every row can begin: its models can be built, and start from each other; all names exist."""
-    module, train = load_script('procedures/experiment'), load_script('procedures/train')
-    methods = load_script('procedures/accelerate')
+    module, train = load_script('experiments/experiment'), load_script('experiments/train')
+    methods = load_script('experiments/convert')
 
     def model(settings):
         kind = 'init' if isinstance(settings.get('scales'), dict) else settings.get('scales')
@@ -102,7 +102,6 @@ def test_data_files(load_script, built, name):
         document = experiment.document
         assert document['what'].strip().endswith('.')
         assert len({(json.dumps(row.identity), row.seed) for row in experiment.rows}) == len(experiment.rows)
-        assert {*(document.get('picture') or {}).get('rows', ())} <= {row.name for row in experiment.rows}
         used = {json.dumps(t, sort_keys=True) for row in experiment.rows for t in trainings(row.settings)}
         for settings in map(json.loads, used):
             net = model(settings)
@@ -138,72 +137,43 @@ def test_toy_jobs(load_script, name):
     command = load_script('gpu/run').JOBS[name](argparse.Namespace(
         output=SCRIPTS, device='cpu', data_dir=SCRIPTS, val_split='val', toy='any'), 0.)
     parser = argparse.ArgumentParser()
-    parser.add_argument('--set', nargs='+', action=load_script('experiments').ModelKwargs)
+    parser.add_argument('--set', nargs='+', action=load_script('experiments/run').ModelKwargs)
     settings = parser.parse_args(command[command.index('--set'):]).set
-    experiment = load_script('procedures/experiment').load(name, 'gpu', settings)
+    experiment = load_script('experiments/experiment').load(name, 'gpu', settings)
     assert all(t['epochs'] == 1 for row in experiment.rows for t in trainings(row.settings))
-
-
-def test_like(load_script, monkeypatch, tmp_path):
-    """An experiment like another one shares its settings, trainings and sizes, not its rows; its own come last."""
-    module = load_script('procedures/experiment')
-    monkeypatch.setattr(module, 'EXPERIMENTS', tmp_path)
-    files = {
-        'x': dict(
-            what='X.', claim='C.', procedure='train', seeds=[3, 4],
-            settings={'model': 'vit_tiny_patch16_224', 'lr': 1., 'model_args': {'depth': 2, 'num_heads': 2}},
-            trainings={'big': {'epochs': 9}}, rows={'a': {}, 'b': {}}, picture={'rows': ['a']},
-            cpu={'settings': {'epochs': 5}, 'rows': {'a': {'lr': 7.}}}, gpu={'settings': {'epochs': 50, 'lr': 2.}}),
-        'y': dict(
-            what='Y.', like='x', settings={'model_args': {'depth': 3}}, rows={'a': {'teacher': 'big'}},
-            cpu={'settings': {'batch_size': 4}}),
-        'z': dict(what='Z.', like='y', seeds=[0], rows={'c': {'lr': 3.}}),
-    }
-    for name, content in files.items():
-        (tmp_path / f'{name}.yaml').write_text(yaml.safe_dump(content))
-    rows = module.load('y').rows
-    assert [(row.name, row.seed) for row in rows] == [('a', 3), ('a', 4)]
-    expected = dict(lr=1., epochs=5, batch_size=4, model_args={'depth': 3, 'num_heads': 2})
-    assert {k: rows[0].settings[k] for k in expected} == expected
-    assert rows[0].settings['teacher']['epochs'] == 9
-    assert not {'claim', 'picture'} & module.load('y').document.keys()
-    row, = module.load('z', 'gpu').rows
-    assert (row.seed, row.settings['lr'], row.settings['epochs'], row.settings['batch_size']) == (0, 3., 50, 128)
-    assert row.settings['model_args'] == expected['model_args']
 
 
 def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     """A wrong data file or command is named in one line."""
-    module = load_script('procedures/experiment')
+    module = load_script('experiments/experiment')
     monkeypatch.setattr(module, 'EXPERIMENTS', tmp_path)
 
     def message(changes, *args):
         content = dict(what='What.', seeds=[0], settings={'model': 'vit_tiny_patch16_224'}, rows={'a': {}})
         (tmp_path / 'x.yaml').write_text(yaml.safe_dump({**content, **changes}))
         with pytest.raises(SystemExit):
-            script('experiments', 'run', *(args or ['x']), '--output', tmp_path / 'out', '--data-dir', tmp_path)
+            script('experiments/run', *(args or ['x']), '--output', tmp_path / 'out', '--data-dir', tmp_path)
         return capsys.readouterr().err.splitlines()[-1]
 
-    assert "x.yaml has 'row'" in message({'row': {}})
-    assert "row 'a' has 'opd', expected" in message({'rows': {'a': {'opd': 'sgd'}}})
-    assert "row 'a' has no 'model'" in message({'settings': {}})
-    assert "there is no experiment 'y': expected one of x" in message({'like': 'y'})
-    assert "has the procedure 'trains', expected one of train, accelerate, quantize" in message({'procedure': 'trains'})
+    assert "x.yaml: keys must be among what, claim, procedure" in message({'row': {}})
+    assert "row 'a': keys must be among data, " in message({'rows': {'a': {'opd': 'sgd'}}})
+    assert "row 'a' lacks 'model'" in message({'settings': {}})
+    assert "procedure must be one of train, accelerate, quantize, got 'trains'" in message({'procedure': 'trains'})
     other = {'trainings': {'vit': {'procedure': 'quantize'}}, 'rows': {'a': {'teacher': 'vit'}}}
-    assert "training 'vit' has the procedure 'quantize', expected 'train' or 'search'" in message(other)
+    assert "training 'vit': procedure must be 'train' or 'search', got 'quantize'" in message(other)
     other['trainings'] = {'deit': {}}
-    assert "row 'a' has no training 'vit', expected one of deit" in message(other)
-    assert "row 'a' has 'seed', expected 'seeds'" in message({'rows': {'a': {'seed': 9}}})
-    assert 'x.yaml has no \'seeds\'' in message({'seeds': []})
-    assert "x.yaml: picture has 'z', expected rows, x, y" in message({'picture': {'z': 'lr'}})
-    assert "x.yaml: gpu has 'setting'" in message({'gpu': {'setting': {}}})
+    assert "row 'a': teacher must be one of deit, got 'vit'" in message(other)
+    assert "row 'a': expected 'seeds', but got 'seed'" in message({'rows': {'a': {'seed': 9}}})
+    assert "x.yaml lacks 'seeds'" in message({'seeds': []})
+    assert "x.yaml: gpu: keys must be among" in message({'gpu': {'setting': {}}})
     accelerated = {'procedure': 'accelerate', 'trainings': {'vit': {}}, 'settings': {'model': 'm', 'trained': 'vit'}}
-    assert 'two rows closed form, 0.75, 0, None, 0 with these' in message({**accelerated, 'rows': {'a': {}, 'b': {}}})
-    assert "there is no experiment 'y': expected one of x" in message({}, 'y')
-    assert "x has no row 'b', expected some of a" in message({}, 'x', '--rows', 'b')
-    assert 'x has no such row with the seed 7, expected some of 0' in message({}, 'x', '--seeds', '0', '7')
-    assert 'choose among 0 with --seeds' in message({}, 'x', '--set', 'seed=5')
-    assert "'foo' is not a model" in message({}, 'x', '--set', 'model=foo')
+    accelerated['rows'] = {'a': {}, 'b': {}}
+    assert 'two rows closed form, 0.75, 0, None, 0, expected one' in message(accelerated)
+    assert "Experiment must be one of x, got 'y'" in message({}, 'y')
+    assert "Rows of x must be among a, got 'b'" in message({}, 'x', '--rows', 'b')
+    assert 'Seeds of these rows must be among 0, got 7' in message({}, 'x', '--seeds', '0', '7')
+    assert 'choose from [0] with --seeds' in message({}, 'x', '--set', 'seed=5')
+    assert "model must be a model of timm, got 'foo'" in message({}, 'x', '--set', 'model=foo')
     assert "argument --set: expected NAME=VALUE, got 'epochs'" in message({}, 'x', '--set', 'epochs')
     assert "cannot use the device 'foo'" in message({}, 'x', '--device', 'foo')
     if not torch.cuda.is_available():
@@ -212,7 +182,7 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     message({})
     (tmp_path / 'x.yaml').write_text('what: [')
     with pytest.raises(SystemExit):
-        script('experiments', 'list')
+        script('experiments/run')
     assert 'x.yaml is not valid YAML' in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / 'out').exists()
 
@@ -224,17 +194,17 @@ def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
             start('repoptimizers', '--seeds', 0, '--rows', 'sgd', *args, **kwargs)
         return capsys.readouterr().err.splitlines()[-1]
 
-    assert f"{str(images)!r} has 4 classes, the experiment 3: " in error(settings=[VGG, 'num_classes=3'])
+    assert f'Expected at most 3 classes, but got 4 in {str(images)!r}' in error(settings=[VGG, 'num_classes=3'])
     assert not (tmp_path / 'out').exists()
     (tmp_path / 'file').write_text('')
     assert 'cannot write to the output folder' in error(settings=[VGG], output='file')
     _, rows = start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG])
-    assert 'has 1 rows of other settings (lr=0.1 instead of 7): move it' in error(settings=[VGG, 'lr=7'])
+    assert 'has 1 rows of other settings (lr=0.1 instead of 7). Move it' in error(settings=[VGG, 'lr=7'])
     assert start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG]) == (0, rows)
     path, = (tmp_path / 'results').glob('*/repoptimizers.json')
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, 'versions': {**content['versions'], 'torch': '2.4.0'}}))
-    assert 'repoptimizers.json has rows of torch 2.4.0: move it away' in error(settings=[VGG])
+    assert 'repoptimizers.json has rows of torch 2.4.0. Move it away' in error(settings=[VGG])
     for found in {'train': 50, 'val': 10}, {**content['images'], 'digest': 'of as many others'}:
         path.write_text(json.dumps({**content, 'images': found}))
         assert f"has rows of other images, {found}, than these, {content['images']}" in error(settings=[VGG])
@@ -243,7 +213,7 @@ def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
     path.write_text(json.dumps({**content, 'images': counts}))  # of an earlier version of the script
     assert start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG]) == (0, rows)
     path.write_text('{"rows"')
-    assert 'repoptimizers.json is no file of results, move it away' in error(settings=[VGG])
+    assert 'repoptimizers.json is not valid JSON, move it away' in error(settings=[VGG])
 
 
 def test_other_classes(start, images, tmp_path, capsys):
@@ -253,7 +223,7 @@ def test_other_classes(start, images, tmp_path, capsys):
     with pytest.raises(SystemExit):
         start('repoptimizers', '--seeds', 0, '--data-dir', tmp_path / 'images', settings=[VGG])
     message = capsys.readouterr().err.splitlines()[-1]
-    assert 'has not the same classes in train and validation, only in one of them are 1: ' in message
+    assert f'of {str(tmp_path / "images")!r}, but got 1 in one of them only' in message
     assert not (tmp_path / 'out').exists()
 
 
@@ -263,11 +233,12 @@ def test_settings_that_nothing_takes(start, capsys):
         with pytest.raises(SystemExit):
             start(name, '--seeds', 0, settings=[f'{setting}=1'])
         message = capsys.readouterr().err.splitlines()[-1]
-        assert f'{name} takes no setting {setting!r}, expected some of amp, ' in message
+        assert f'Settings of {name} must be among amp, ' in message
+        assert message.endswith(f'got {setting!r}.')
     with pytest.raises(SystemExit):
         start('repa', settings=['amp=false'])
-    assert "amp is True or False, got 'false'" in capsys.readouterr().err.splitlines()[-1]
-    assert start('strides', '--seeds', 0, '--minutes', 0, settings=['smoothing=0.2']) == (75, [])
+    assert "amp must be True or False, got 'false'" in capsys.readouterr().err.splitlines()[-1]
+    assert start('repoptimizers', '--seeds', 0, '--minutes', 0, settings=['smoothing=0.2']) == (75, [])
 
 
 def test_one_epoch(start):
@@ -278,7 +249,7 @@ def test_one_epoch(start):
 
 def test_a_row_that_fails(start, load_script, images, monkeypatch, capsys):
     """The other rows do not depend on it; the next run tries it again."""
-    module, args = load_script('procedures/train'), ('repoptimizers', '--seeds', 0, '--rows', 'sgd', 'adamw')
+    module, args = load_script('experiments/train'), ('repoptimizers', '--seeds', 0, '--rows', 'sgd', 'adamw')
     create = module.create_optimizer_v2
 
     def failing(model, opt, **kwargs):
@@ -298,28 +269,23 @@ def test_a_row_that_fails(start, load_script, images, monkeypatch, capsys):
     assert (status, [row['row'] for row in rows]) == (0, ['adamw', 'sgd'])
 
 
-def test_arguments_of_small_models():
+def test_arguments_of_small_models(load_script):
+    load_script('experiments/models')
     for name in 'mobileone_small', 'repvgg_small':
-        with pytest.raises(TypeError, match="has no argument 'widhts'"):
+        with pytest.raises(TypeError, match="'widhts'"):
             timm.create_model(name, widhts=[8, 16])
 
 
 def test_repoptimizers(start, models_trained, tmp_path):
-    """Rows start from and train with what their names say; the experiments share their search and two trainings."""
-    optimizers = ['sgd', 'rmsprop', 'adamw', 'repvgg', 'repsgd', 'repadamw']
-    ablation = ['sgd', 'repsgd', 'no-init', 'no-gradients', 'ones', 'init', 'mean']
-    other = ["repvgg, timm's start"]
-    found = []
-    for name, names in (
-            ('repoptimizers', optimizers), ('repoptimizers-ablation', ablation), ('repoptimizers-settings', other)):
-        status, rows = start(name, '--seeds', 0, '--rows', *names, settings=[VGG])
-        assert status == 0
-        assert [row['row'] for row in rows] == names
-        found += rows
+    """Rows start from and train with what their names say; those with searched scales share the search."""
+    names = [
+        'repsgd', 'sgd', 'rmsprop', 'adamw', 'repadamw', 'repvgg', "repvgg, timm's start", 'init', 'ones', 'mean',
+        'no-init', 'no-gradients']
+    status, found = start('repoptimizers', '--seeds', 0, '--rows', *names, settings=[VGG])
+    assert status == 0
+    assert [row['row'] for row in found] == names
     assert all(len(row['curve']) == 2 and row['curve'][-1] == row['top-1'] for row in found)
-    names = list(dict.fromkeys(optimizers + ablation + other))
-    seen = dict(zip(names, models_trained))
-    assert len(models_trained) == len(names)
+    seen = dict(zip(names, models_trained, strict=True))
     path, = tmp_path.glob('out/*/scales.safetensors')
     searched = Scales.load(path)
     expected = {
@@ -353,10 +319,8 @@ def test_repoptimizers(start, models_trained, tmp_path):
 @pytest.mark.parametrize('scale', ['cpu', 'gpu'])
 def test_repoptimizers_settings(load_script, scale):
     """Multiples of the learning rate and of the epochs are what their names say, at both sizes."""
-    load = load_script('procedures/experiment').load
-    rows = {
-        row.name: row.settings for name in ('repoptimizers', 'repoptimizers-settings', 'repoptimizers-longer')
-        for row in load(name, scale).rows}
+    load = load_script('experiments/experiment').load
+    rows = {row.name: row.settings for row in load('repoptimizers', scale).rows}
     deeper = {name for name in rows if 'layers' in name}
     assert deeper == ({'sgd, 22 layers', 'init, 22 layers'} if scale == 'cpu' else set())
     for name in deeper:
@@ -370,60 +334,50 @@ def test_repoptimizers_settings(load_script, scale):
 
 def test_multi_branch(start, models_trained):
     """Rows differ in structure, optimizer, learning rate and scales only."""
-    rows = {}
-    for name in 'multi-branch', 'multi-branch-step', 'multi-branch-settings':
-        found = start(name, '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])[1]
-        rows.update({(name, row['row']): row for row in found})
-    assert len(models_trained) == len(rows)
-    models = {key: model for key, (model, _) in zip(rows, models_trained)}
+    _, found = start('multi-branch', '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])
+    rows = {row['row']: row for row in found}
+    models = dict(zip(rows, (model for model, _ in models_trained), strict=True))
     assert [type(optimizer).__name__ for _, optimizer in models_trained] == [
-        'RepSGD' if row.startswith(('init', 'searched')) else 'SGD' for _, row in rows]
-    rates = {key: optimizer.defaults['lr'] for key, (_, optimizer) in zip(rows, models_trained)}
-    assert rates == {
-        (name, row): 1. if name.endswith('step') else .3 if ' 3 ' in row else 3. if ' 30 ' in row else .1
-        for name, row in rows}
-    branches, init, plain = (models['multi-branch', name] for name in ('branches', 'init', 'plain'))
-    searched, faster = models['multi-branch-settings', 'searched'], models['multi-branch-step', 'plain']
-    assert not csla_layers(branches)
-    assert {row for (_, row), found in rows.items() if 'search (top-1)' in found} == {'searched'}
+        'RepSGD' if row.startswith('repsgd') else 'SGD' for row in rows]
+    assert [optimizer.defaults['lr'] for _, optimizer in models_trained] == [
+        float(row.partition(', lr ')[2] or .1) for row in rows]
+    assert [row for row in rows if 'search (top-1)' in rows[row]] == ['repsgd, searched scales']
     macs = [
-        {found['MACs (M)'] for (_, row), found in rows.items() if row.startswith('branches') == many}
+        {found['MACs (M)'] for row, found in rows.items() if row.startswith('branches') == many}
         for many in (False, True)]
     assert [len(each) for each in macs] == [1, 1]
     assert macs[0] < macs[0] | macs[1]
+    assert not csla_layers(models['branches'])
+    plain, repsgd, searched = (models[name] for name in ('plain', 'repsgd', 'repsgd, searched scales'))
     multipliers = [
-        [layer.grad_mult.dense('squared') for layer in csla_layers(model).values()] for model in (init, searched)]
+        [layer.grad_mult.dense('squared') for layer in csla_layers(model).values()] for model in (repsgd, searched)]
     assert all(not torch.equal(a, b) for a, b in zip(*multipliers))
-    assert all(torch.equal(a, b) for a, b in zip(init.parameters(), plain.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(init.parameters(), faster.parameters()))
+    for other in plain, models['plain, lr 1.0']:
+        assert all(torch.equal(a, b) for a, b in zip(repsgd.parameters(), other.parameters()))
 
 
 @pytest.mark.slow
 def test_weight_selection(start, models_trained):
-    """Every row starts as its name says; the teacher is trained once, and shared by other experiments."""
+    """Every row starts as its name says; the teacher is trained once."""
     small = ["model_args={'img_size': 32, 'patch_size': 16}"]
-    names = []
-    for part in '', '-layers', '-distillation':
-        _, rows = start(f'weight-selection{part}', '--seeds', 0, settings=small, epochs=1)
-        names += [row['row'] for row in rows if row['row'] not in names]
-    assert len(models_trained) == len(names) + 1  # after the model of the first row that needs it is built
-    before = len(models_trained)
-    start('repa-student', '--seeds', 0, settings=small, epochs=1)
-    assert len(models_trained) == before + 6
-    starts = [model.state_dict() for model, _ in models_trained[:before] if len(model.blocks) == 3]
-    first = dict(zip(names, starts))
-    assert all(torch.equal(state['head.weight'], first['random']['head.weight']) for state in starts)
-    qkv = {tuple(first[name]['blocks.0.attn.qkv.weight'].flatten().tolist()) for name in names}
+    _, rows = start('weight-selection', '--seeds', 0, settings=small, epochs=1)
+    names = [row['row'] for row in rows]
+    assert len(models_trained) == len(names) + 1  # the teacher once, after the model of the first row that needs it
+    teacher = next(i for i, (model, _) in enumerate(models_trained) if len(model.blocks) == 6)
+    first = dict(zip(names, [model for i, (model, _) in enumerate(models_trained) if i != teacher]))
+    plain = {name: model.state_dict() for name, model in first.items() if not name.startswith('RePa')}
+    assert all(torch.equal(state['head.weight'], plain['random']['head.weight']) for state in plain.values())
+    qkv = {tuple(state['blocks.0.attn.qkv.weight'].flatten().tolist()) for state in plain.values()}
     # the distilled rows start as random and uniform, and the first of uniform layers is the first
-    assert len(qkv) == len(names) - 3
-    student = models_trained[before + 1][0]
+    assert len(qkv) == len(plain) - 3
+    student = first['RePa, uniform']
     assert student.blocks[0].mlp.norm1.running_var.std() > 0
 
 
 @pytest.mark.slow
 def test_accelerate(start, load_script):
     """Each method changes the model as its name says, at the same cost."""
-    module = load_script('procedures/accelerate')
+    module = load_script('experiments/convert')
     size = "model_args={'embed_dim': 16, 'depths': [1, 1], 'feature_dim': 24}"
     small = [size, 'images=40', 'batch_size=5']
     methods = [method for method in module.METHODS if not method.startswith('budget')]
@@ -437,11 +391,14 @@ def test_accelerate(start, load_script):
     assert len({row['original'] for row in rows}) == 1
     assert all(row['speedup'] > 0 for row in rows)
     budgets = [method for method in module.METHODS if method.startswith('budget')]
-    _, rows = start('accelerate-budget', '--seeds', 0, '--rows', *(
+    _, rows = start('accelerate', '--seeds', 0, '--rows', *(
         f'budget, {method}, 0.5' for method in budgets), settings=small, epochs=1)
+    rows = [row for row in rows if row['method'] in budgets]
+    assert len(rows) == len(budgets)
     assert all(.9 * macs['closed form', .5] < row['MACs'] <= macs['closed form', .5] for row in rows)
-    _, rows = start('accelerate-distillation', '--seeds', 0, '--rows', *(
+    _, rows = start('accelerate', '--seeds', 0, '--rows', *(
         f'distilled, 1, {method}' for method in ('closed form', module.ANNEALED)), settings=small, epochs=1)
+    rows = [row for row in rows if row['distil_epochs']]
     assert [row['method'] for row in rows] == ['closed form', module.ANNEALED]
     assert len({round(row['MACs'], 2) for row in rows}) == 1
 
@@ -460,7 +417,7 @@ def test_pruning(load_script):
     features, second, errors = seen[0].detach(), mlp[3].weight.flatten(1), []
     scale = mlp[1].weight / (mlp[1].running_var + mlp[1].eps).sqrt()
     first = mlp[0].weight.flatten(1) * scale[:, None]
-    prune = load_script('procedures/accelerate').prune
+    prune = load_script('experiments/convert').prune
     for refit in (False, True):
         pruned = prune(copy.deepcopy(model), [(x, None)], .5, refit).stages[0].blocks[0].mlp
         rows = pruned.fc_in.weight.flatten(1)
@@ -477,7 +434,7 @@ def test_pruning(load_script):
 
 
 @pytest.mark.slow
-def test_quantization(start, tmp_path):
+def test_quantization(start):
     """Rows of tables 10 and 11; the entries of RepVGG's kernel are those that folding makes."""
     pytest.importorskip('torchao')
     rows = [f'{model}, {how}' for how in ('float32', 'channel', 'tensor', 'qat') for model in ('repopt', 'repvgg')]
@@ -491,24 +448,23 @@ def test_quantization(start, tmp_path):
     added = found[1]['std of the branches added']
     assert found[1]['std of the BatchNorm folded'] != added
     assert added['surrounding'] == found[1]['std of the BatchNorm folded']['surrounding']
-    assert {path.name for path in tmp_path.glob('results/*/*.png')} == {
-        'quantization--repopt-float32.png', 'quantization--repvgg-float32.png'}
 
 
-def test_strides_and_other_data(start, load_script, tmp_path):
+def test_strides_and_other_data(start):
     """Scales of a search with other strides or of other images fit the network that is trained."""
     pytest.importorskip('sklearn')
-    for name, row in ('strides', 'strides 1 2 1 2 1'), ('transfer', 'digits to CIFAR-10'):
-        _, found = start(name, '--seeds', 0, '--rows', row, settings=[VGG])
-        assert [each['row'] for each in found] == [row]
+    rows = ['digits', 'strides 1 2 1 2 1']
+    _, found = start('repoptimizers', '--seeds', 0, '--rows', *rows, settings=[VGG])
+    assert [row['row'] for row in found] == rows
 
 
 def test_classes(load_script, images, tmp_path):
     """A class split has the images of these classes only, numbered from 0; digits are resized and not flipped."""
     pytest.importorskip('sklearn')
-    module = load_script('procedures/workspace')
+    module = load_script('experiments/workspace')
     workspace = module.Workspace(tmp_path, str(images), torch.device('cpu'), 'validation')
-    settings = dict(data='folders', img_size=16, classes=[3, 1], num_classes=4, train_images=6, batch_size=4, seed=0)
+    settings = dict(
+        data='folders', img_size=16, classes=[3, 1], num_classes=4, train_images=6, holdout=0, batch_size=4, seed=0)
     loader = workspace.loader(settings, True, workspace.device)
     assert loader.targets.tolist() == [1, 1, 1, 0, 0, 0]
     assert workspace.loader(settings, False, workspace.device).targets.tolist() == [1, 1, 0, 0]
@@ -523,12 +479,34 @@ def test_classes(load_script, images, tmp_path):
     assert [len(x) for x, _ in calibration] == [4, 1]
 
 
+def test_held_out_images(start, load_script, images, tmp_path):
+    """Training and held-out images partition the training split; the latter are measured after the last epoch."""
+    module = load_script('experiments/workspace')
+    workspace = module.Workspace(tmp_path, str(images), torch.device('cpu'), 'validation')
+    settings = dict(
+        data='folders', img_size=16, classes=None, num_classes=4, train_images=None, holdout=4, batch_size=8, seed=0)
+    found = module.Images(workspace, settings, workspace.device)
+    held, train = found.held_out(), found._train
+    assert held.targets.tolist() == [0, 1, 2, 3]
+    assert not held.is_training
+    assert len(train.targets) == 16
+    both = {image.numpy().tobytes() for loader in (held, train) for image in loader.images}
+    everything = module.Images(workspace, dict(settings, holdout=0), workspace.device)._train
+    assert both == {image.numpy().tobytes() for image in everything.images}
+    assert len(both) == 20
+    for epochs in 1, 2:
+        _, rows = start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG, 'holdout=4'], epochs=epochs,
+                        output=f'{epochs}')
+        assert rows[-1]['held-out'] in (0., 25., 50., 75., 100.)
+        load_script('experiments/report').RESULTS.rename(tmp_path / f'{epochs} epochs')
+
+
 def test_stopped(start, load_script, monkeypatch, tmp_path, capsys):
     """Killed after every epoch, a training ends with the same weights; finished rows are skipped."""
-    train = load_script('procedures/train')
+    train = load_script('experiments/train')
     args = ['repoptimizers', '--seeds', 1, '--rows', 'repsgd']
     _, once = start(*args, settings=[VGG], epochs=3)
-    load_script('report').RESULTS.rename(tmp_path / 'once')
+    load_script('experiments/report').RESULTS.rename(tmp_path / 'once')
     write = train.write_training_state
 
     def killed(path, state):
@@ -560,10 +538,10 @@ def test_stopped(start, load_script, monkeypatch, tmp_path, capsys):
 
 def test_stopped_search(start, load_script, monkeypatch, tmp_path):
     """Killed at the beginning of every second epoch, a search ends with the same scales."""
-    workspace = load_script('procedures/workspace')
+    workspace = load_script('experiments/workspace')
     args = ['repoptimizers', '--seeds', 0, '--rows', 'repsgd']
     start(*args, settings=[VGG], epochs=3)
-    load_script('report').RESULTS.rename(tmp_path / 'once')
+    load_script('experiments/report').RESULTS.rename(tmp_path / 'once')
     begin, epochs = workspace.Timed.__iter__, []
 
     def killed(self):
@@ -596,7 +574,7 @@ def test_trainings_of_other_images(start, load_script, images, tmp_path, monkeyp
         if name == 'changed':
             Image.new('RGB', (40, 40)).save(tmp_path / 'copy' / 'train' / '0' / '0.png')
         if name == 'torch':
-            monkeypatch.setattr(load_script('procedures/workspace'), 'versions', lambda: {'torch': '2.4.0'})
+            monkeypatch.setattr(load_script('experiments/workspace'), 'versions', lambda: {'torch': '2.4.0'})
         before = len(list(tmp_path.glob('out/*/last.pth')))
         assert start(*args, *data, settings=[VGG], epochs=1)[0] == 0
         assert len(list(tmp_path.glob('out/*/last.pth'))) == before + (name != 'copy')
@@ -604,7 +582,7 @@ def test_trainings_of_other_images(start, load_script, images, tmp_path, monkeyp
 
 def test_calibration_of_a_start(load_script, images, tmp_path, monkeypatch):
     """The start from a plain teacher depends on the seed alone, not on whether this process trained the teacher."""
-    train, workspace = load_script('procedures/train'), load_script('procedures/workspace')
+    train, workspace = load_script('experiments/train'), load_script('experiments/workspace')
     common = dict(
         train.DEFAULTS, num_classes=4, epochs=1, warmup_epochs=0, batch_size=8, train_images=16, opt='adamw', lr=1e-3)
     vit = dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2)
@@ -628,24 +606,10 @@ def test_calibration_of_a_start(load_script, images, tmp_path, monkeypatch):
     assert first.blocks[0].mlp.norm1.running_mean.abs().min() > 0
 
 
-def test_picture_of_a_stopped_row(load_script, monkeypatch, tmp_path):
-    """A picture is written before its row, so that a kill between them loses neither."""
-    module, experiment = load_script('experiments'), load_script('procedures/experiment')
-    one = experiment.load('quantization')
-    row = one.rows[0]
-    figure = load_script('procedures/page').plot_means({'a': {0.: [1.]}}, 'x', 'y')
-    monkeypatch.setitem(module.PROCEDURES, 'quantize', lambda *args: {'top-1': 1., 'picture': figure})
-    monkeypatch.setattr(figure, 'savefig', lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
-    workspace = load_script('procedures/workspace').Workspace(tmp_path, '', torch.device('cpu'))
-    with pytest.raises(KeyboardInterrupt):
-        module.finish(one, row, workspace)
-    assert not module.is_finished(one, row, workspace.device)
-
-
 def test_committed_rows(load_script, monkeypatch):
     """Committed results are of the data files, which count them as finished."""
-    module, experiment = load_script('experiments'), load_script('procedures/experiment')
-    results = load_script('report')
+    module, experiment = load_script('experiments/run'), load_script('experiments/experiment')
+    results = load_script('experiments/report')
     workspace = module.Workspace(None, None, torch.device('cpu'))
     for path in (SCRIPTS / 'results').glob('*/*.json'):
         if path.stem in NAMES:
@@ -656,20 +620,19 @@ def test_committed_rows(load_script, monkeypatch):
             one = experiment.load(path.stem, 'cpu', changes)
             finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
             assert len(finished) == len(content['rows'])
-            on_digits = all(row.settings.get('data') == 'digits' for row in one.rows)  # scikit-learn's, not counted
-            workspace.images = {} if on_digits else {'train': 50000, 'val': 10000}
+            workspace.images = {'train': 50000, 'val': 10000}
             module.check_results(one, workspace)
 
 
 def _add_rows(report, results, first):
     report.RESULTS = results
     for i in range(first, first + 20):
-        report.add_row('a', 'What.', {'row': str(i), 'seed': 0}, torch.device('cpu'), {}, ['row', 'seed'], lambda r: r)
+        report.save('a', 'What.', [{'row': str(i), 'seed': 0}], torch.device('cpu'), {}, ['row', 'seed'], keep_all=True)
 
 
 def test_rows_of_two_processes(load_script, tmp_path):
     """Rows that two processes save at the same time are all kept, and so are older ones."""
-    report, context = load_script('report'), multiprocessing.get_context('fork')
+    report, context = load_script('experiments/report'), multiprocessing.get_context('fork')
     processes = [context.Process(target=_add_rows, args=(report, tmp_path, first)) for first in (0, 20)]
     for process in processes:
         process.start()
@@ -678,15 +641,14 @@ def test_rows_of_two_processes(load_script, tmp_path):
         assert process.exitcode == 0
     content = json.loads(next(tmp_path.glob('*/a.json')).read_text())
     assert {row['row'] for row in content['rows']} == {str(i) for i in range(40)}
-    assert len(content['summary']) == 40
 
 
 @pytest.mark.slow
 def test_the_same_command_twice(images, tmp_path):
     """Two processes share the rows of an experiment and do every training once."""
     command = [
-        sys.executable, str(SCRIPTS / 'experiments.py'), 'run', 'repoptimizers-ablation', '--rows', 'repsgd', 'sgd',
-        'init', 'mean', '--seeds', '0', '1', '--data-dir', str(images), '--val-split', 'validation',
+        sys.executable, str(SCRIPTS / 'experiments' / 'run.py'), 'repoptimizers', '--rows', 'repsgd', 'sgd', 'init',
+        'mean', '--seeds', '0', '1', '--data-dir', str(images), '--val-split', 'validation',
         '--output', str(tmp_path / 'out'), '--set', *TOY, VGG, 'epochs=2']
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'TIMM_REP_RESULTS': str(tmp_path / 'results')}
     processes = [
@@ -694,26 +656,10 @@ def test_the_same_command_twice(images, tmp_path):
         for _ in range(2)]
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    rows = json.loads(next(tmp_path.glob('results/*/repoptimizers-ablation.json')).read_text())['rows']
+    rows = json.loads(next(tmp_path.glob('results/*/repoptimizers.json')).read_text())['rows']
     assert len(rows) == len({(row['row'], row['seed']) for row in rows}) == 8
     assert sum(output.count('curve') for output in outputs) == 8
     assert 'nothing is left' in run(command, env=env)
-
-
-def test_report(script, load_script, start, tmp_path):
-    """The page has a table for every file of results, and pictures."""
-    start('multi-branch', '--seeds', 0, 1, '--rows', 'init', 'plain',
-          settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])
-    results = load_script('report').RESULTS
-    machine = next(results.glob('*/multi-branch.json')).parent
-    script('experiments', 'report')
-    text = (results / 'experiments.md').read_text()
-    rows = json.loads((machine / 'multi-branch.json').read_text())['rows']
-    both = [row['top-1'] for row in rows if row['row'] == 'plain']
-    mean, deviation = sum(both) / 2, abs(both[0] - both[1]) / 2 ** .5
-    assert f'| plain | plain, SGD | 2 | {mean:.2f} ± {deviation:.2f} |' in text
-    assert (machine / 'multi-branch.png').is_file()
-    assert f'({machine.name}/multi-branch.png)' in text
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -726,5 +672,5 @@ def test_can_begin(name, start):
 
 
 def test_list(script, capsys):
-    script('experiments', 'list')
-    assert [line.partition(':')[0] for line in capsys.readouterr().out.splitlines()] == NAMES
+    script('experiments/run')
+    assert [line.partition(' ')[0] for line in capsys.readouterr().out.splitlines()] == NAMES

@@ -107,7 +107,7 @@ def run_blocks(document, folder):
     return states
 
 
-@pytest.mark.parametrize('document', DOCUMENTS[1:])
+@pytest.mark.parametrize('document', [document for document in DOCUMENTS[1:] if blocks(document, 'python')])
 def test_python_blocks(document, tmp_path):
     run_blocks(document, tmp_path)
 
@@ -251,7 +251,7 @@ def _check_command(command, monkeypatch):
         assert command == ['pytest']
 
 
-@pytest.mark.parametrize('document', DOCUMENTS)
+@pytest.mark.parametrize('document', [document for document in DOCUMENTS if blocks(document, 'sh')])
 def test_commands(document, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path('IMAGES').mkdir()

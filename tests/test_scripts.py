@@ -1,6 +1,5 @@
 """The scripts of scripts/ at the smallest sizes."""
 import copy
-import io
 import itertools
 import json
 import os
@@ -10,18 +9,17 @@ import subprocess
 import sys
 import tarfile
 import time
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
-import yaml
 
 import timm_rep.layers.repa_mlp as repa_mlp
 import timm_rep.scales.packaged as packaged
 from tests.helpers import ROOT, SCRIPTS, TINY, relative, run, tiny
+from timm_rep.cli import hyper_search
 from timm_rep.cli import main as cli_main
 from timm_rep.layers import RePaMlp, use_fused_idle
 from timm_rep.paper import SPEEDUPS
@@ -53,7 +51,7 @@ def test_compare_scales(script, tmp_path):
     Scales(unsearched).save(tmp_path / 'b.safetensors')
     ghost = Scales.from_model(timm.create_model('repopt_ghostnet_050', structure='search', scales='init'))
     changed(ghost, noise).save(tmp_path / 'ghost.safetensors')
-    script('tools/compare_scales', *(f'repopt_vgg_a0={tmp_path / x}.safetensors={x}' for x in 'ab'),
+    script('scales', 'compare', *(f'repopt_vgg_a0={tmp_path / x}.safetensors={x}' for x in 'ab'),
            f'repopt_ghostnet_050={tmp_path / "ghost.safetensors"}=ghost')
     rows = {row['branch']: row for row in reported(tmp_path, 'scales')['rows']}
     assert rows.keys() == {'conv3x3', 'conv1x1', 'identity'}
@@ -73,7 +71,7 @@ def test_compare_scales(script, tmp_path):
 
 def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
     """The file of the package has the layers in the model's order, the card a row for it."""
-    module = load_script('tools/package_scales')
+    module = load_script('scales')
     card = tmp_path / 'packaged' / 'README.md'
     card.parent.mkdir()
     card.write_text(module.CARD.read_text())
@@ -89,10 +87,10 @@ def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
     Scales(found, {'model': 'repopt_vgg_a0', 'date': '2020-01-01'}).save(tmp_path / 'unknown.safetensors')
     before = card.read_text()
     with pytest.raises(ValueError, match=r'has no metadata for dataset, epochs, batch_size, accuracy, timm_rep: pass'):
-        script('tools/package_scales', tmp_path / 's.safetensors', tmp_path / 'unknown.safetensors')
+        script('scales', 'package', tmp_path / 's.safetensors', tmp_path / 'unknown.safetensors')
     assert packaged_scales() == []
     assert card.read_text() == before
-    script('tools/package_scales', tmp_path / 's.safetensors', '--metadata', 'dataset=Noise')
+    script('scales', 'package', tmp_path / 's.safetensors', '--metadata', 'dataset=Noise')
     again = Scales.load('repopt_vgg_a0')
     assert again == found
     assert list(again) == list(found)
@@ -383,7 +381,7 @@ def test_parts_of_a_training_step(load_script, monkeypatch):
 
 def test_rows_kept_in_a_file(load_script, monkeypatch, tmp_path, capsys):
     """Rows with other keys and their commands are kept if versions and settings are the same."""
-    module = load_script('report')
+    module = load_script('experiments/report')
     monkeypatch.setattr(module, 'RESULTS', tmp_path)
     for name in module._SWITCHES:
         monkeypatch.delenv(name, raising=False)
@@ -398,7 +396,6 @@ def test_rows_kept_in_a_file(load_script, monkeypatch, tmp_path, capsys):
     both = ['python bench.py p', 'python bench.py q']
     assert report('q', 2, rounds=3) == ({'p': 1, 'q': 2}, both)
     assert report('q', 3, rounds=3) == ({'p': 1, 'q': 3}, both)
-    assert '`python bench.py p`, `python bench.py q`; ' in (tmp_path / 'README.md').read_text()
     assert 'Removed' not in capsys.readouterr().out
     monkeypatch.setenv('TIMM_FUSED_ATTN', '2')
     assert report('q', 4, rounds=5) == ({'q': 4}, ['TIMM_FUSED_ATTN=2 python bench.py q'])
@@ -467,43 +464,19 @@ def test_exponent(load_script):
         assert abs(exponent([2, 5, 7, 100], [3 * n ** b for n in (2, 5, 7, 100)]) - b) < 1e-9
 
 
-def test_tables_of_the_results(load_script, tmp_path):
-    """The committed tables are generated from the committed files."""
-    tables = load_script('tools/tables')
-    results = SCRIPTS / 'results'
-    assert (results / 'README.md').read_text() == tables.tables(results)
+def test_committed_results(load_script):
+    """Files of results are in the folder of their machine, by commands of scripts that exist."""
     sections = load_script('bench').SECTIONS
-    for path in results.glob('*/*.json'):
+    for path in (SCRIPTS / 'results').glob('*/*.json'):
         recorded = json.loads(path.read_text())
         assert re.sub(r'[^a-z0-9]+', '-', recorded['machine'].lower()) == path.parent.name
+        assert recorded['section'] == path.stem
         for command in recorded['commands']:
-            script, *names = re.search(r'python (\S+)(.*)', command).groups()
-            if not script.startswith('scripts/experiments/'):  # of an earlier day
-                assert (SCRIPTS.parent / script).is_file(), command
-            if script == 'scripts/bench.py':
+            name, arguments = re.search(r'python (\S+)(.*)', command).groups()
+            assert (ROOT / name).is_file(), command
+            if name == 'scripts/bench.py':
                 assert recorded['section'] in sections
-                assert recorded['section'] in names[0].split()
-    content = dict(
-        section='a', what='What\n  it is.', machine='M', date='2026-01-01', commands=['python a.py'],
-        versions={'torch': '1'}, rounds=3,
-        img_size=[2, 3], nothing=None, rows=[dict(x=1.5, y=True), dict(x=None, z={'p': 2}, y=False)])
-    (tmp_path / 'm').mkdir()
-    (tmp_path / 'm' / 'a.json').write_text(json.dumps(content))
-    tables.write_tables(tmp_path)
-    text = (tmp_path / 'README.md').read_text()
-    assert text.endswith("""## M
-
-### a
-
-What it is.
-
-`python a.py`; 2026-01-01; torch 1; rounds 3, img_size 2 x 3.
-
-| x | y | z |
-| --- | --- | --- |
-| 1.5 | yes |  |
-|  | no | p 2 |
-""")
+                assert recorded['section'] in arguments.split()
 
 
 @pytest.mark.slow
@@ -540,14 +513,14 @@ def test_gpu_jobs(script, load_script, tmp_path, monkeypatch, capsys):
         archive.add(SCRIPTS, 'train')
     half.write_bytes(half.read_bytes()[:half.stat().st_size // 2])
     for archive, message in (
-            ('cifar10.tar.gz', 'nor the archive cifar10.tar.gz exist'), (none, 'not a gzip file'),
+            ('cifar10.tar.gz', 'or the archive cifar10.tar.gz'), (none, 'not a gzip file'),
             (half, 'half.tar.gz: ')):
-        assert script('gpu/run', '--device', 'cpu', '--seconds', 9, '--output', out, '--jobs', 'search', '--data-dir',
-                      tmp_path / 'no', '--archive', archive) == 1
+        assert script('gpu/run', '--device', 'cpu', '--seconds', 9, '--output', out, '--jobs', 'search-repopt_vgg_b1',
+                      '--data-dir',                      tmp_path / 'no', '--archive', archive) == 1
         assert message in capsys.readouterr().err
     assert not (out / 'cifar10').exists()
     with module.locking_folder(out), pytest.raises(SystemExit):
-        start(9, 'search')
+        start(9, 'search-repopt_vgg_b1')
     assert 'Another process is using' in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     with pytest.raises(SystemExit):
@@ -570,17 +543,30 @@ def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
         monkeypatch.setitem(bench.SECTIONS, name, section)
     experiments = {path.stem for path in (SCRIPTS / 'experiments').glob('*.yaml')}
     assert experiments <= module.JOBS.keys()
-    others = {'search', 'train'} | experiments
     for toy in (None, 'repa_deit_tiny'):
         options = SimpleNamespace(toy=toy, device='cpu')
         for name, job in module.JOBS.items():
-            if name not in others:
+            if name not in experiments and not name.startswith('search-'):
                 path, *args = job(options, 0.)
                 assert Path(path) == SCRIPTS / 'bench.py'
                 script('bench', *args)
                 assert not toy or called[-1] == (2, 1, [toy])
-    assert len(called) == 2 * (len(module.JOBS) - len(others))
+    assert len(called) == 2 * sum(name in bench.SECTIONS or name == 'repa-infer-all' for name in module.JOBS)
     assert called[list(module.JOBS).index('repa-infer-all')] == (128, 11, list(SPEEDUPS))
+
+
+def test_gpu_searches_parse(load_script, tmp_path, monkeypatch):
+    """The command lines of the searches are accepted by timm-rep, at full and at toy size."""
+    jobs, parsed = load_script('gpu/run').JOBS, []
+    monkeypatch.setattr(hyper_search, 'run', parsed.append)
+    for toy in (None, 'repa_deit_tiny'):
+        options = SimpleNamespace(toy=toy, device='cpu', output=tmp_path, data_dir=tmp_path, val_split='val')
+        for name in (name for name in jobs if name.startswith('search-')):
+            module, command, *args = jobs[name](options, 0.)
+            assert (module, command) == ('-m', 'timm_rep.cli')
+            assert not cli_main(args)
+            assert parsed[-1].model == name.removeprefix('search-')
+            assert parsed[-1].epochs == (1 if toy else 240)
 
 
 @pytest.mark.slow
@@ -607,85 +593,6 @@ def test_gpu_job_without_an_installation_is_killed_with_the_script(tmp_path):
         os.kill(int(log.read_text()), 0)
 
 
-class InProcess:
-    """Replaces subprocess.Popen: runs a command of timm-rep in this process, its output into the log."""
-
-    def __init__(self, command, stdout, stderr):
-        assert command[:3] == [sys.executable, '-m', 'timm_rep.cli']
-        output = io.StringIO()
-        with redirect_stdout(output), redirect_stderr(output):
-            self.returncode = cli_main(command[3:])
-        stdout.write(output.getvalue())
-        stdout.close()
-
-    def poll(self):
-        return self.returncode
-
-
-def test_gpu_hyper_search(script, load_script, images, tmp_path, monkeypatch, capsys):
-    """Stopped before the search, run to the end, nothing left to do; then with missing images."""
-    module = load_script('gpu/hyper_search')
-    monkeypatch.setattr(module.subprocess, 'Popen', InProcess)
-    small = 'repopt_ghostnet_050'
-
-    def search(minutes, output=tmp_path, data=images):
-        status = script(
-            'gpu/hyper_search', '--output', output, '--models', small, '--data-dir', data, '--val-split', 'validation',
-            '--epochs', 1, '--warmup-epochs', 0, '--batch-size', 10, '--workers', 0, '--device', 'cpu', '--minutes',
-            minutes)
-        return status, capsys.readouterr()
-
-    status, printed = search(0)
-    assert status == 75
-    assert f'left: {small}; run this again' in printed.out
-    path = tmp_path / f'{small}.safetensors'
-    for _ in range(2):
-        status, printed = search(5)
-        assert status == 0
-        assert 'nothing is left' in printed.out
-        assert "epochs='1'" in printed.out
-        time_written = path.stat().st_mtime_ns
-    assert path.stat().st_mtime_ns == time_written
-    status, printed = search(5, tmp_path / 'other', tmp_path / 'nothing')
-    assert status == 1
-    assert f'failed: {small}' in printed.err
-    assert 'Cannot open the split' in printed.out
-    assert timm.create_model(small, scales=str(path))
-
-
-@pytest.mark.slow
-def test_gpu_training(script, load_script, tmp_path, monkeypatch, capsys, images):
-    """Stopped after every epoch, a training ends with the same weights; the recipe is saved with its changes."""
-    module = load_script('gpu/train')
-    monkeypatch.setattr(module, 'HUB', tmp_path / 'hub')
-    folder = tmp_path / 'hub' / 'repa_lvvit_s.test'
-    folder.mkdir(parents=True)
-    recipe = yaml.safe_load((ROOT / 'hub' / 'repa_lvvit_s.cifar10' / 'train.yaml').read_text())
-    recipe['model_kwargs'] |= dict(embed_dim=24, depth=2)
-    (folder / 'train.yaml').write_text(yaml.safe_dump(dict(recipe, num_classes=4)))
-    args = [
-        '--device', 'cpu', '--data-dir', images, '--val-split', 'validation', '--workers', 0, '--epochs', 3,
-        '--batch-size', 10]
-    assert script('gpu/train', '--output', tmp_path / 'once', *args) == 0
-    for left in (2, 1, 0):
-        # the clock advances one second per call: the deadline is between the start and the end of an epoch
-        monkeypatch.setattr(module, 'time', SimpleNamespace(monotonic=itertools.count().__next__))
-        status = script('gpu/train', '--output', tmp_path / 'often', *args, '--minutes', 1.5 / 60)
-        assert status == (75 if left else 0)
-    assert f'left: {folder.name}; run this again' in capsys.readouterr().out
-    assert script('gpu/train', '--output', tmp_path / 'often', *args) == 0
-    assert capsys.readouterr().out.endswith('%\nnothing is left\n')
-    with pytest.raises(SystemExit):
-        script('gpu/train', '--output', tmp_path / 'often', *args[:-2], '--batch-size', 5)
-    assert 'has a training with other settings, in its train.yaml' in capsys.readouterr().err
-    states = [torch.load(tmp_path / run / folder.name / 'last.pth', weights_only=True) for run in ('once', 'often')]
-    assert states[0]['epoch'] == states[1]['epoch'] == 3
-    assert all(torch.equal(x, states[1]['state_dict'][name]) for name, x in states[0]['state_dict'].items())
-    followed = yaml.safe_load((tmp_path / 'often' / folder.name / 'train.yaml').read_text())
-    assert (followed['epochs'], followed['batch_size'], followed['lr']) == (3, 10, recipe['lr'])
-    assert float((tmp_path / 'often' / folder.name / 'accuracy.txt').read_text()) <= 100
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_gpu_job(images, tmp_path):
@@ -696,8 +603,8 @@ def test_every_gpu_job(images, tmp_path):
     args = ['--output', tmp_path / 'out', '--data-dir', tmp_path / 'nothing', '--archive', tmp_path / 'images.tar.gz']
     for toy, jobs in (
             ('repa_deit_tiny', [
-                'repa-infer', 'repa-train', 'ffn-train', 'deploy-ffn', 'scaling', 'repa-infer-all', 'parts', 'search',
-                'train', 'multi-branch']),
+                'repa-infer', 'repa-train', 'ffn-train', 'deploy-ffn', 'scaling', 'repa-infer-all', 'parts',
+                'search-repopt_ghostnet_050', 'multi-branch']),
             ('repopt_vgg_a0', ['optim', 'repopt-train', 'repopt-parts']), ('repghostnet_050', ['repopt-any']),
             ('fasternet_cifar10', ['converted-infer'])):
         out = run([
@@ -710,4 +617,3 @@ def test_every_gpu_job(images, tmp_path):
         'repopt-parts', 'repopt-any', 'converted-infer', 'multi-branch'}
     assert 'nothing is left to measure' in (out / 'repa-infer-all.log').read_text()
     assert (out / 'search' / 'repopt_ghostnet_050.safetensors').is_file()
-    assert (out / 'train' / 'repopt_vgg_a0.cifar10' / 'last.pth').is_file()

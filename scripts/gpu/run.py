@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Run the jobs that need a GPU one after the other within a time limit.
 
-Run it again until it reports that nothing is left: finished jobs are skipped, stopped ones are resumed. Jobs that
-failed, or were stopped after most of the time of a run, come last. Requires this checkout (installed or not), torch,
-timm, and for searches, trainings and experiments CIFAR-10 as folders of images or as an archive of them. Everything is
-written to --output: copy the folder of the machine in results/ to scripts/results and run scripts/experiments.py
-report, pass search/ to scripts/tools/package_scales.py and train/ to timm-rep card.
+Run it again until nothing is left: finished jobs are skipped, stopped ones are resumed. Jobs that failed, or were
+stopped after most of the time of a run, come last. Requires this checkout (installed or not), torch, timm, and for
+searches and experiments CIFAR-10 as folders of images or as an archive of them. Everything is written to --output: copy
+the folder of the machine in results/ to scripts/results, and pass search/*.safetensors to scripts/scales.py package.
 """
 import argparse
 import os
@@ -17,13 +16,13 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Sequence
+from typing import Callable, Dict, List, Optional
 
 GPU = Path(__file__).resolve().parent
 CHECKOUT = GPU.parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-_START = time.monotonic()  # before the imports, which take seconds
+_START = time.monotonic()  # the imports below take seconds
 
 import torch  # noqa: E402
 
@@ -32,7 +31,7 @@ from timm_rep.utils.atomic import locking_folder  # noqa: E402
 
 UNFINISHED = 75  # exit status of a job to resume (EX_TEMPFAIL)
 
-# returns the arguments of Python for the options and the deadline
+# function of the options and the deadline that returns arguments of Python
 Job = Callable[[argparse.Namespace, float], List[str]]
 
 
@@ -46,25 +45,36 @@ def bench(*args: str) -> Job:
     return command
 
 
-def on_images(script: Path, folder: str, toy: List[str], full: Sequence[str] = (), first: Sequence[str] = ()) -> Job:
+def experiment(name: str) -> Job:
     def command(options: argparse.Namespace, deadline: float) -> List[str]:
         data = data_folder(options)  # before the remaining time is computed: unpacking takes some
+        # torch 2.15 on a CPU crashes in the channels-last backward pass of a 1x1 convolution with stride 2, as in stems
+        toy = [
+            '--seeds', '0', '--set', 'epochs=1', 'warmup_epochs=0', 'batch_size=10', 'train_images=20', 'amp=False',
+            'channels_last=False'] if options.toy else []
         return [
-            str(script), *first, '--output', str(options.output / folder), '--device', options.device,
-            '--data-dir', str(data), '--val-split', options.val_split,
-            '--minutes', str(max(0., deadline - time.monotonic() - 20) / 60),
-            *(toy if options.toy else full),
-        ]
+            str(GPU.parent / 'experiments' / 'run.py'), name, '--scale', 'gpu',
+            '--output', str(options.output / 'experiments'), '--device', options.device, '--data-dir', str(data),
+            '--val-split', options.val_split,
+            '--minutes', str(max(0., deadline - time.monotonic() - 20) / 60), *toy]
 
     return command
 
 
-def experiment(name: str) -> Job:
-    return on_images(
-        GPU.parent / 'experiments.py', 'experiments', first=['run', name, '--scale', 'gpu'],
-        # torch 2.15 on a CPU crashes in the channels-last backward pass of a 1x1 convolution with stride 2, as in stems
-        toy=['--seeds', '0', '--set', 'epochs=1', 'warmup_epochs=0', 'batch_size=10', 'train_images=20', 'amp=False',
-             'channels_last=False'])
+def search(model: str, *args: str) -> Job:
+    """Hyper-Search as in section 4.1 of the RepOptimizers paper, for RepOpt-GhostNet as in the released code."""
+
+    def command(options: argparse.Namespace, deadline: float) -> List[str]:
+        sizes = ['--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10', '-j', '0'] if options.toy else [
+            '--epochs', '240', '--amp', '--channels-last', '-j', '4']
+        path = options.output / 'search' / f'{model}.safetensors'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return [
+            '-m', 'timm_rep.cli', 'hyper-search', model, *args, *sizes, '--dataset', '', '--data-dir',
+            str(data_folder(options)), '--val-split', options.val_split, '--device', options.device, '--preload',
+            '--resume', '--checkpoint-epochs', '10', '-o', str(path)]
+
+    return command
 
 
 _BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
@@ -90,34 +100,23 @@ JOBS: Dict[str, Job] = {
     'repopt-parts': bench('repopt-parts', '--batch-size', '128'),
     'repa-infer-all': infer(*SPEEDUPS),
     'parts': bench('parts', *_BF16),
-    'search': on_images(GPU / 'hyper_search.py', 'search', toy=[
-        '--models', 'repopt_ghostnet_050', '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '10',
-        '--workers', '0']),
-    'train': on_images(
-        GPU / 'train.py', 'train', full=['--epochs', '100', '--amp'],
-        toy=['repopt_vgg_a0.cifar10', '--epochs', '1', '--batch-size', '10', '--workers', '1']),
+    **{f'search-{model}': search(model, *options) for model, options in {
+        'repopt_vgg_b1': (), 'repopt_vgg_l1': (), 'repopt_vgg_b2': (), 'repopt_vgg_l2': (), 'repopt_vgg_a0': (),
+        'repopt_vgg_a1': (), 'repopt_vgg_b0': (), 'repopt_ghostnet_050': ('--weight-decay', '1e-5')}.items()},
     **{name: experiment(name) for name in (
-        'repoptimizers', 'repa', 'weight-selection', 'repa-widths', 'repoptimizers-ablation', 'accelerate',
-        'multi-branch', 'transfer', 'strides', 'quantization', 'packaged-scales', 'weight-selection-layers',
-        'weight-selection-distillation', 'repa-student', 'repoptimizers-settings', 'repoptimizers-longer',
-        'multi-branch-settings', 'repa-settings', 'accelerate-budget', 'accelerate-distillation',
-        'multi-branch-step', 'packaged-scales-step', 'packaged-scales-seeds', 'weight-selection-digits')},
+        'repoptimizers', 'repa', 'weight-selection', 'accelerate', 'multi-branch', 'quantization', 'packaged-scales')},
 }
 
 
 def data_folder(options: argparse.Namespace) -> Path:
-    """Path of the folders of images, unpacked from the archive if --data-dir does not exist.
-
-    Raises:
-        FileNotFoundError: Neither the folders nor the archive exist.
-        tarfile.TarError: The archive is invalid.
-    """
+    """Path of the folders of images, unpacked from the archive if --data-dir does not exist."""
     if options.data_dir.is_dir():
         return options.data_dir
     folder = options.output / 'cifar10'  # which searches record as the data set
     if not folder.is_dir():
         if not options.archive.is_file():
-            raise FileNotFoundError(f'neither the images {options.data_dir} nor the archive {options.archive} exist')
+            raise FileNotFoundError(
+                f'Expected images in {options.data_dir} or the archive {options.archive}, but neither exists.')
         with tempfile.TemporaryDirectory(dir=options.output) as temporary:
             try:
                 with tarfile.open(options.archive) as archive:
@@ -131,7 +130,7 @@ def data_folder(options: argparse.Namespace) -> Path:
 
 
 def run(name: str, options: argparse.Namespace, deadline: float) -> int:
-    """Run a job until the deadline at most; returns its exit status, UNFINISHED if it was stopped."""
+    """Run a job until the deadline at most. Returns the exit status, UNFINISHED if the job was stopped."""
     path = [str(CHECKOUT), *filter(None, [os.environ.get('PYTHONPATH')])]
     environment = {
         **os.environ, 'TIMM_REP_RESULTS': str(options.output / 'results'), 'PYTHONPATH': os.pathsep.join(path)}
@@ -176,13 +175,16 @@ def main(start: Optional[float] = None) -> int:
 
 
 def run_all(options: argparse.Namespace, deadline: float, finished: Path, tried: Path) -> int:
-    """Run the jobs of the options until the deadline, those that took longest or failed last; the exit status.
+    """Run the jobs of the options until the deadline; those that failed or took longest come last.
 
     Args:
         options: Command-line arguments.
-        deadline: Time, of ``time.monotonic()``.
-        finished: Folder with a file for each job that is finished.
-        tried: Folder with a file for each job that failed or was stopped, as many bytes as times.
+        deadline: Time, as of ``time.monotonic()``.
+        finished: Folder with a file for each finished job.
+        tried: Folder with a file for each job that failed or was stopped, one byte for each time.
+
+    Returns:
+        Exit status.
     """
 
     def times_tried(name: str) -> int:
@@ -221,5 +223,5 @@ def run_all(options: argparse.Namespace, deadline: float, finished: Path, tried:
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # kills the job, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # run() kills the job
     sys.exit(main(_START))

@@ -1,0 +1,120 @@
+"""Small networks of timm's classes for images of 32 x 32 pixels; importing this registers them with timm."""
+from typing import Any, Mapping, Optional, Sequence, Union
+
+import torch.nn as nn
+from timm.models import fasternet_t0, register_model
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, RepVggBlock
+
+from timm_rep.convert.ffn import find_ffns
+from timm_rep.convert.repopt import set_scales, use_repopt_convs
+from timm_rep.layers import ChannelIdle
+from timm_rep.scales import ScalesLike
+
+__all__ = ['fasternet_idle', 'idle_first_channels', 'mobileone_small', 'repvgg_small']
+
+
+def idle_first_channels(model: nn.Module, idle_ratio: float) -> nn.Module:
+    """Remove the activation of all but the first hidden channels of each FFN."""
+    for ffn in find_ffns(model)[0]:
+        act = ffn.module.get_submodule(ffn.act_name)
+        ffn.module.set_submodule(
+            ffn.act_name,
+            ChannelIdle(ffn.hidden_features, idle_ratio, lambda act=act: act, dim=1 if ffn.use_conv else -1))
+    return model
+
+
+@register_model
+def fasternet_idle(pretrained: bool = False, idle_ratio: float = 0.75, **kwargs) -> nn.Module:
+    """timm's ``fasternet_t0`` with idle channels in its FFNs, as in a RePaFormer; the arguments are timm's."""
+    return idle_first_channels(fasternet_t0(**kwargs), idle_ratio)
+
+
+@register_model
+def mobileone_small(
+        pretrained: bool = False,
+        num_classes: int = 10,
+        widths: Sequence[int] = (32, 64, 128),
+        depths: Sequence[int] = (1, 2, 2),
+        branches: int = 4,
+        structure: str = 'target',
+        scales: Union[ScalesLike, bool, None] = None,
+        **kwargs,
+) -> nn.Module:
+    """MobileOne with alternating depthwise and pointwise blocks; all stages but the first begin with a stride of 2.
+
+    Args:
+        pretrained: Ignored.
+        num_classes: Number of classes.
+        widths: Channels of each stage.
+        depths: Pairs of blocks of each stage.
+        branches: Convolutions of the same size in a block.
+        structure: 'target', or 'search' for Hyper-Search.
+        scales: Scales of the plain network; None for timm's branches.
+    """
+    _check_arguments('mobileone_small', kwargs)
+    before, stages = widths[0], []
+    for i, (width, depth) in enumerate(zip(widths, depths)):
+        sums = dict(num_conv_branches=branches)
+        stages.append(tuple(
+            block for j in range(depth) for block in (
+                ByoBlockCfg(type='one', d=1, c=before if j == 0 else width, s=2 if i and j == 0 else 1, gs=1,
+                            block_kwargs=sums),
+                ByoBlockCfg(type='one', d=1, c=width, s=1, gs=0, block_kwargs=dict(kernel_size=1, **sums)))))
+        before = width
+    config = ByoModelCfg(
+        blocks=tuple(stages), stem_type='one', stem_chs=widths[0], stem_pool='', num_features=0)
+    model = ByobNet(config, num_classes=num_classes)
+    if structure == 'search':
+        use_repopt_convs(model, structure)
+        set_scales(model, 'init', reinit=False)
+    elif scales is not None:
+        use_repopt_convs(model)
+        set_scales(model, scales, reinit=True)
+    return model
+
+
+@register_model
+def repvgg_small(
+        pretrained: bool = False,
+        num_classes: int = 10,
+        depths: Sequence[int] = (2, 4, 14, 1),
+        widths: Sequence[int] = (48, 96, 192, 1280),
+        stem_width: int = 48,
+        strides: Sequence[int] = (2, 2, 2, 2, 2),
+        norm_weight: Optional[float] = None,
+        **kwargs,
+) -> nn.Module:
+    """timm's RepVGG with the arguments of RepOpt-VGG.
+
+    Args:
+        pretrained: Ignored.
+        num_classes: Number of classes.
+        depths: Blocks of each stage.
+        widths: Channels of each stage.
+        stem_width: Channels of the stem.
+        strides: Strides of the stem and of the stages.
+        norm_weight: Initial weight of the BatchNorms, with biases of 0; 1 in the released code. Default: timm's random
+            weights (0.1 ± 0.1) and biases (0 ± 0.1).
+    """
+    _check_arguments('repvgg_small', kwargs)
+    blocks = tuple(
+        ByoBlockCfg(type='rep', d=depth, c=width, s=stride)
+        for depth, width, stride in zip(depths, widths, strides[1:]))
+    model = ByobNet(
+        ByoModelCfg(blocks=blocks, stem_type='rep', stem_chs=stem_width, stem_pool=''), num_classes=num_classes)
+    if strides[0] != 2:  # the stride of all stems of timm
+        model.stem = RepVggBlock(3, stem_width, stride=strides[0], layers=LayerFn())
+        model.stem.init_weights()
+    if norm_weight is not None:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.constant_(module.weight, norm_weight)
+                nn.init.zeros_(module.bias)
+    return model
+
+
+def _check_arguments(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments other than those that create_model adds."""
+    unknown = kwargs.keys() - {'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir'}
+    if unknown:
+        raise TypeError(f'{name}() got an unexpected argument {", ".join(map(repr, sorted(unknown)))}.')

@@ -1,0 +1,119 @@
+"""Results of benchmarks and experiments: printed as tables and kept as JSON, one file for each section and machine."""
+import json
+import os
+import re
+import shlex
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+import torch
+
+from timm_rep.utils.atomic import locking_folder, replacing_files
+from timm_rep.utils.profiling import device_name, versions
+
+__all__ = ['print_table', 'read', 'report', 'result_file', 'rows_measured', 'save']
+
+RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or Path(__file__).parents[1] / 'results')
+# environment variables of timm and of this package that change what is measured
+_SWITCHES = ('TIMM_FUSED_ATTN', 'TIMM_REP_FUSED_IDLE')
+
+
+def result_file(section: str, device: torch.device) -> Path:
+    """Path of the file of a section for the machine of a device."""
+    return RESULTS / re.sub(r'[^a-z0-9]+', '-', device_name(device).lower()).strip('-') / f'{section}.json'
+
+
+def read(section: str, device: torch.device) -> Optional[Dict[str, Any]]:
+    """Content of the file of a section, None if it does not exist."""
+    path = result_file(section, device)
+    try:
+        return json.loads(path.read_text()) if path.is_file() else None
+    except ValueError as e:
+        raise ValueError(f'{path} is not valid JSON, move it away: {e}') from e
+
+
+def _same_conditions(content: Dict[str, Any], settings: Dict[str, Any]) -> bool:
+    return content['versions'] == versions() and all(content.get(k) == v for k, v in settings.items())
+
+
+def rows_measured(section: str, device: torch.device, settings: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """Rows in the file of a section, empty unless its versions and settings are the current ones."""
+    content = read(section, device)
+    return content['rows'] if content and _same_conditions(content, settings) else []
+
+
+def save(
+        section: str,
+        what: str,
+        rows: List[Dict[str, Any]],
+        device: torch.device,
+        settings: Dict[str, Any],
+        keys: Sequence[str] = (),
+        keep_all: bool = False,
+) -> Path:
+    """Write scripts/results/<machine>/<section>.json; other processes may add rows at the same time.
+
+    Args:
+        section: Name of the section.
+        what: Description of the rows.
+        rows: Results, one dict for each row of the table.
+        device: Device they were measured on.
+        settings: Further conditions of the measurement. Versions and the command are added.
+        keys: Columns that identify a row. Rows of the existing file with other values in these columns are kept if
+            they were measured with the same versions and settings. Default: replace the file.
+        keep_all: Keep rows of other settings, too; for experiments, whose rows have settings of their own.
+
+    Returns:
+        Path of the file.
+    """
+    path = result_file(section, device)
+    commands = [_command()]
+    with locking_folder(path.parent):
+        old = read(section, device)
+        if keys and old:
+            before, now = ({tuple(row.get(k) for k in keys): row for row in part} for part in (old['rows'], rows))
+            others = len(before.keys() - now.keys())
+            if keep_all or _same_conditions(old, settings):
+                rows = list({**before, **now}.values())
+                if others:
+                    commands = list(dict.fromkeys([*old['commands'], *commands]))
+            elif others:
+                print(f'\nRemoved {others} rows of {path}: they were measured with other settings or versions.')
+        content = {
+            'section': section,
+            'what': ' '.join(what.split()),
+            'machine': device_name(device),
+            'date': date.today().isoformat(),
+            'commands': commands,
+            'versions': versions(),
+            **settings,
+            'rows': rows,
+        }
+        with replacing_files(path.parent) as temporary:
+            (temporary / path.name).write_text(json.dumps(content, indent=2) + '\n')
+    return path
+
+
+def _command() -> str:
+    switches = [f'{name}={os.environ[name]}' for name in _SWITCHES if name in os.environ]
+    arguments = sys.argv[1:]
+    if '--minutes' in arguments:  # the limit of a run, after which another one goes on
+        limit = arguments.index('--minutes')
+        del arguments[limit:limit + 2]
+    return shlex.join([*switches, 'python', os.path.relpath(sys.argv[0]), *arguments])
+
+
+def print_table(rows: List[Dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(k for row in rows for k in row))
+    widths = {k: max(len(k), *(len(str(row.get(k, ''))) for row in rows)) for k in columns}
+    print('\n' + '  '.join(k.ljust(w) for k, w in widths.items()))
+    for row in rows:
+        print('  '.join(str(row.get(k, '')).ljust(w) for k, w in widths.items()))
+
+
+def report(section: str, what: str, rows: List[Dict[str, Any]], *args, **kwargs) -> None:
+    """Print rows as a table and :func:`save` them."""
+    print_table(rows)
+    print(f'\n{save(section, what, rows, *args, **kwargs)}')
