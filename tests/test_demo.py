@@ -147,10 +147,8 @@ def test_learns(tmp_path):
 
 
 @pytest.mark.parametrize('args,message', [
-    (['--output', '{file}'], "cannot write to the output folder '{file}'"),
-    (['--seed', '-1'], 'seed'),
-    (['--seed', str(2 ** 32)], 'seed'),
-    (['--output', '{parent}'], "demo.png in it is a folder"),
+    (['-o', '{file}'], "cannot write to the output folder '{file}'"),
+    (['--output', '{parent}'], "its demo.png is a folder"),
     (['--output', '{blocked}'], "cannot write to the output folder '{blocked}/model'"),
 ], ids=str)
 def test_refused_before_any_training(tmp_path, capsys, monkeypatch, args, message):
@@ -167,6 +165,14 @@ def test_refused_before_any_training(tmp_path, capsys, monkeypatch, args, messag
     assert message.format(**places).lower() in captured.err.lower()
     assert places['file'].read_text() == (places['blocked'] / 'model').read_text() == 'old'
     assert not (tmp_path / 'timm-rep-demo').exists()
+
+
+@pytest.mark.parametrize('kwargs', [dict(seed=-1), dict(seed=2 ** 32), dict(epochs=0)], ids=str)
+def test_arguments_refused_before_any_training(tmp_path, kwargs):
+    name, = kwargs
+    with pytest.raises(ValueError, match=f'{name} must be'):
+        run_demo(tmp_path / 'new', **kwargs)
+    assert not (tmp_path / 'new').exists()
 
 
 @pytest.mark.parametrize('device', ['cuda:99', 'toaster', 'meta'])
@@ -190,7 +196,7 @@ def test_gpu_by_default(monkeypatch, args, expected):
         devices.append(device)
         raise RuntimeError('enough')
 
-    monkeypatch.setattr('timm_rep.demo.run_demo', run)
+    monkeypatch.setattr('timm_rep.cli.demo.run_demo', run)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     assert main(['demo', *args]) == 1
     assert devices == [torch.device(expected)]

@@ -136,7 +136,7 @@ def test_command(tmp_path, capsys):
 def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
     save_file(model().state_dict(), tmp_path / 'm.safetensors')
     drawn = []
-    monkeypatch.setattr('timm_rep.plotting.plot_kernels', lambda *args: drawn.append(plot_kernels(*args)) or drawn[-1])
+    monkeypatch.setattr('timm_rep.cli.plot_scales.plot_kernels', lambda *args: drawn.append(plot_kernels(*args)) or drawn[-1])
     layers = ['stages.2.1.conv.weight', 'stages.2.0.conv.weight']
     assert main([
         'plot-scales', '--kernels', *[str(tmp_path / 'm.safetensors')] * 2, '-o', str(tmp_path / 'x.png'),
@@ -147,12 +147,12 @@ def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
 @pytest.mark.parametrize('args,message', [
     (['{tmp}/nothing.safetensors'], 'No scales at'),
     (['nothing'], 'a model with packaged scales'),
-    (['--kernels', '{tmp}/nothing.pth'], 'No checkpoint at'),
+    (['--kernels', '{tmp}/nothing.pth'], 'Expected a checkpoint'),
     (['--kernels', __file__], 'as a checkpoint'),
     (['--kernels', '{tmp}/s.safetensors'], 'no kernel of 3 x 3'),
-    (['--kernels', '{tmp}/s.safetensors', '--layer', 'a', '--layer', 'b'], '--layer is given once'),
-    (['{tmp}/s.safetensors', '--layer', 'a'], '--layer is for --kernels'),
-    (['{tmp}/s.safetensors', '-o', '{tmp}/figure.txt'], '--output is a .png'),
+    (['--kernels', '{tmp}/s.safetensors', '--layer', 'a', '--layer', 'b'], 'Expected --layer once'),
+    (['{tmp}/s.safetensors', '--layer', 'a'], '--layer requires --kernels'),
+    (['{tmp}/s.safetensors', '-o', '{tmp}/figure.txt'], '--output must be a .png'),
 ], ids=str)
 def test_command_refuses(tmp_path, capsys, args, message):
     normal_scales(model(), seed=0).save(tmp_path / 's.safetensors')
@@ -218,7 +218,7 @@ def test_plot_attention_weights(tmp_path, capsys, monkeypatch):
     save_file({'blocks.0.attn.qkv.weight': torch.zeros(3, 3)}, path)
     for args, message in [
         ([sources[1]], r'is not a checkpoint of vit_tiny_patch16_224: it has no blocks.0.attn.qkv.weight of the same'),
-        (['vit_tinny'], "There is no model 'vit_tinny'"), ([sources[0]] * 2, 'given twice'),
+        (['vit_tinny'], "Unknown model 'vit_tinny'"), ([sources[0]] * 2, 'twice'),
         ([sources[0], '--block', '9'], 'none numbered 9'),
     ]:
         assert main(['plot-attention-weights', *args, '-o', str(output)]) == 1

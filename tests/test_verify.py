@@ -1,7 +1,6 @@
 """verify(): what folding loses, and the layer at which it loses more than rounding."""
 import copy
 import math
-import sys
 
 import pytest
 import timm
@@ -12,9 +11,9 @@ from timm.models.byobnet import MobileOneBlock
 
 import timm_rep
 from tests.helpers import images, randomize_, same_weights, tiny
+from timm_rep._verify import Verification, compare
 from timm_rep.cli import main
 from timm_rep.layers import RePaMlp
-from timm_rep._verify import Verification, compare
 
 MODELS = [
     ('repa_deit_tiny', {}, 2),
@@ -215,7 +214,7 @@ class TestCommand:
             (tmp_path / 'val' / str(i % 2)).mkdir(parents=True, exist_ok=True)
             Image.new('RGB', (40, 40), (50 * i, 10, 90)).save(tmp_path / 'val' / str(i % 2) / f'{i}.png')
         command = ['verify', 'repa_deit_tiny', '--checkpoint', str(tmp_path / 'c.pth'), *ARGS]
-        assert main([*command, '--data-dir', str(tmp_path), '--num-images', '3']) == 0
+        assert main([*command, '--data-dir', str(tmp_path), '--images', '3']) == 0
         out = capsys.readouterr().out
         for kind in ('random', 'real'):
             assert f'repa_deit_tiny, {kind} images: 2 folded layers, 3 images\n' in out
@@ -223,7 +222,7 @@ class TestCommand:
         assert main([*command, '--tolerance', '0']) == 1
         assert '\nFAILED\n' in capsys.readouterr().out
 
-        assert main([*command, '--data-dir', str(tmp_path), '--split', 'test']) == 1
+        assert main([*command, '--data-dir', str(tmp_path), '--val-split', 'test']) == 1
         assert "no folder for the split 'test'" in capsys.readouterr().err
         assert main(command[:4]) == 1
         assert f'{str(tmp_path / "c.pth")!r} does not fit the model' in capsys.readouterr().err
@@ -239,8 +238,8 @@ class TestCommand:
             seen.append(x)
             return Verification(len(x), folded=1, folded_error=float(len(seen) - 1 == failing), tolerance=.5)
 
-        monkeypatch.setattr(sys.modules['timm_rep._verify'], 'verify', verify)
-        assert main(['verify', 'repa_deit_tiny', '--data-dir', str(tmp_path), '--num-images', '3', *ARGS]) == status
+        monkeypatch.setattr('timm_rep.cli.verify.verify', verify)
+        assert main(['verify', 'repa_deit_tiny', '--data-dir', str(tmp_path), '--images', '3', *ARGS]) == status
         random, real = seen
         assert (random.shape, real.shape) == ((3, 3, 32, 32), (3, 3, 32, 32))
         red = real[:, 0].mean((1, 2))
@@ -256,11 +255,11 @@ class TestCommand:
             return deploy
 
         monkeypatch.setattr(RePaMlp, 'fuse', broken)
-        assert main(['verify', 'repa_deit_tiny', '--num-images', '1', *ARGS]) == 1
+        assert main(['verify', 'repa_deit_tiny', '--images', '1', *ARGS]) == 1
         assert 'first layer that differs: blocks.0.mlp,' in capsys.readouterr().out
 
     def test_other_models(self, capsys):
-        args = ['verify', 'deit3_small_patch16_224', '--num-images', '1', *ARGS]
+        args = ['verify', 'deit3_small_patch16_224', '--images', '1', *ARGS]
         assert main(args) == 0
         assert capsys.readouterr().out == 'deit3_small_patch16_224, random images: nothing to fold\n'
         assert main([*args, '--convert-to-repa', 'idle_ratio=0.5']) == 0

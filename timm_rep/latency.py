@@ -11,7 +11,7 @@ from timm_rep.utils.profiling import synchronize
 
 __all__ = ['PARTS', 'profile_latency']
 
-# the parts of figure 3 of the RePaFormer paper, and the head
+# figure 3 of the RePaFormer paper has the first three
 PARTS = ('patch embedding', 'token mixers', 'FFNs', 'head')
 
 
@@ -23,7 +23,7 @@ class _Stopwatch:
         self.marks: List[Tuple[str, Any]] = []
         blocks = list(find_blocks(model))
         if not blocks:
-            raise ValueError(f'{type(model).__name__} has no known blocks of a token mixer and an FFN.')
+            raise ValueError(f'Expected blocks with a known FFN, but {type(model).__name__} has none.')
         embed, mixer, mlp, _ = PARTS
         self.hooks = [
             handle for block in blocks for handle in (
@@ -34,7 +34,7 @@ class _Stopwatch:
         ]
 
     def _mark(self, part: str) -> None:
-        if self.device.type == 'cuda':  # kernels run asynchronously, so time is taken by events on the stream
+        if self.device.type == 'cuda':  # kernels run asynchronously, so events on the stream measure the time
             now = torch.cuda.Event(enable_timing=True)
             now.record(torch.cuda.current_stream(self.device))
         else:
@@ -43,7 +43,7 @@ class _Stopwatch:
         self.marks.append((part, now))
 
     def run(self, inputs: torch.Tensor) -> Dict[str, float]:
-        """Seconds of one pass, by part."""
+        """Seconds of one pass by part."""
         embed, *_, head = PARTS
         self.device, self.marks = inputs.device, []
         synchronize(self.device)
@@ -71,24 +71,24 @@ def profile_latency(
 ) -> Dict[str, Dict[str, float]]:
     """Latency of a forward pass by part: patch embedding, token mixers, FFNs, head (RePaFormer, figure 3).
 
-    Norms, layer scales and shortcuts belong to their half of the block, downsampling and position embeddings to the
-    patch embedding. The models take turns; each part's latency is the median over the rounds.
+    Norms, layer scales and shortcuts count with their half of the block, downsampling and position embeddings with the
+    patch embedding. The models take turns, and each part's latency is the median over the rounds.
 
     Args:
-        models: Models in eval mode on the device of the inputs, by name: RePaFormers, folded or not, and timm models
+        models: Models in eval mode by name, on the device of the inputs: RePaFormers, folded or not, and timm models
             supported by :func:`timm_rep.convert_to_repa`.
         inputs: Batch of images (N, C, H, W).
         rounds: Number of timed passes of each model.
-        warmup: Number of untimed passes before them.
+        warmup: Number of untimed passes of each model, before the timed ones.
 
     Returns:
         Milliseconds by part, by name of the model.
 
     Raises:
-        ValueError: A model has no known blocks with an FFN, or rounds is less than 1.
+        ValueError: A model has no blocks with a known FFN, or rounds is less than 1.
     """
     if rounds < 1:
-        raise ValueError(f'rounds is the number of timed passes, at least 1, got {rounds}.')
+        raise ValueError(f'rounds must be an integer >= 1, got {rounds}.')
     watches: Dict[str, _Stopwatch] = {}
     passes: Dict[str, List[Dict[str, float]]] = {name: [] for name in models}
     try:

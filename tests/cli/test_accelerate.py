@@ -346,7 +346,7 @@ def test_a_sweep_needs_matplotlib_before_the_model(data, tmp_path, capsys, monke
     monkeypatch.setattr('timm_rep.cli.accelerate.create_model', lambda *args, **kwargs: pytest.fail('too late'))
     assert main(command(data, tmp_path / 'out', '--sweep')) == 1
     assert capsys.readouterr().err == (
-        "timm-rep: accelerate --sweep needs matplotlib: pip install matplotlib.\n")
+        "timm-rep: accelerate --sweep requires matplotlib: pip install matplotlib.\n")
 
 
 def test_a_damaged_image_in_a_worker_is_one_line(data, tmp_path, capsys):

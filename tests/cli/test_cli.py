@@ -1,3 +1,4 @@
+import argparse
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from tests.helpers import ROOT
-from timm_rep.cli import main
+from timm_rep.cli import _COMMANDS, main
 from timm_rep.version import __version__
 
 
@@ -43,7 +44,26 @@ def test_errors_are_one_line(capsys):
     assert main(['models', 'nothing']) == 1
     captured = capsys.readouterr()
     assert captured.out == ''
-    assert captured.err == "timm-rep: no model of the papers' tables matches 'nothing'; see timm-rep models.\n"
+    assert captured.err.startswith('timm-rep: ')
+    assert captured.err.count('\n') == 1
+    assert "'nothing'" in captured.err
+    assert main(['models', 'nothing', '--traceback']) == 1
+    error = capsys.readouterr().err
+    assert error.startswith('Traceback')
+    assert ', in run' in error
+    assert error.endswith(captured.err)
+
+
+@pytest.mark.parametrize('command', _COMMANDS, ids=lambda command: command.__name__.rpartition('.')[2])
+def test_options_are_spelt_alike(command):
+    """Each has --traceback, -o is --output, and an option of a name means the same everywhere."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    command.add_parser(commands)
+    parser, = commands.choices.values()
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    assert not {'--split', '--num-images', '--num-workers', '--val-dir'} & options.keys()
+    assert ('-o' in options) == ('--output' in options)
+    assert parser.get_default('run') is command.run
 
 
 def test_installed_command():
@@ -104,7 +124,10 @@ def test_run_imports_what_python_would(tmp_path):
 
 def test_run_without_script(capsys):
     assert main(['run', 'nowhere.py']) == 1
-    assert capsys.readouterr().err == "timm-rep: no script at 'nowhere.py'.\n"
+    error = capsys.readouterr().err
+    assert error.startswith('timm-rep: ')
+    assert "'nowhere.py'" in error
+    assert error.count('\n') == 1
 
 
 def test_run_shows_where_a_script_fails(tmp_path, capsys, monkeypatch):
@@ -116,15 +139,18 @@ def test_run_shows_where_a_script_fails(tmp_path, capsys, monkeypatch):
     assert 'line 2, in f' in capsys.readouterr().err
 
 
+_NO_FOLDER = "expected an existing folder, got 'nowhere'"
+
+
 @pytest.mark.parametrize('argv,status,message', [
     (['profile', 'repa_deit_tiny', '--model-kwargs', 'idle_ratio'], 2, "expected NAME=VALUE, got 'idle_ratio'"),
-    (['profile', 'repa_deit_tiny', '--batch-size', '0'], 2, "expected an integer of at least 1, got '0'"),
-    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--epochs', 'x'], 2, "at least 1, got 'x'"),
+    (['profile', 'repa_deit_tiny', '--batch-size', '0'], 2, "expected an integer >= 1, got '0'"),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--epochs', 'x'], 2, ">= 1, got 'x'"),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '2147483648'], 2, '2 ** 31 - 1, got'),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '-1'], 2, '2 ** 31 - 1, got'),
-    (['accelerate', 'vit_tiny_patch16_224', '--data-dir', 'nowhere', '-o', 'x'], 2, "there is no folder 'nowhere'"),
-    (['quantize', 'repopt_vgg_a0', '--data-dir', 'nowhere', '-o', 'x'], 2, "there is no folder 'nowhere'"),
-    (['verify', 'repopt_vgg_a0', '--data-dir', 'nowhere'], 2, "there is no folder 'nowhere'"),
+    (['accelerate', 'vit_tiny_patch16_224', '--data-dir', 'nowhere', '-o', 'x'], 2, _NO_FOLDER),
+    (['quantize', 'repopt_vgg_a0', '--data-dir', 'nowhere', '-o', 'x'], 2, _NO_FOLDER),
+    (['verify', 'repopt_vgg_a0', '--data-dir', 'nowhere'], 2, _NO_FOLDER),
 ])
 def test_arguments_are_checked_where_they_enter(capsys, argv, status, message):
     with pytest.raises(SystemExit) as e:
@@ -137,7 +163,7 @@ def test_a_folder_is_no_name_of_a_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'fast').mkdir()
     assert main(['verify', 'fast']) == 1
-    assert capsys.readouterr().err == "timm-rep: 'fast' is a folder: the model in it is named local-dir:fast.\n"
+    assert "the folder 'fast': to load it, pass local-dir:fast" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('argv', [
@@ -166,11 +192,13 @@ def test_a_model_without_a_released_layout(tmp_path, capsys):
 @pytest.mark.parametrize('error,status,printed', [
     (KeyboardInterrupt(), 130, 'timm-rep: interrupted.\n'),
     (ValueError('layer \x1b[31mred\x1b[0m'), 1, 'timm-rep: layer \\x1b[31mred\\x1b[0m\n'),
+    (RuntimeError('of an exporter:\n\tcause\n\n  advice'), 1, 'timm-rep: of an exporter: cause advice\n'),
+    (FileNotFoundError(), 1, 'timm-rep: FileNotFoundError\n'),
     (SafetensorError('damaged'), 1, 'timm-rep: damaged\n'),
     (ImportError('needs other releases of torch'), 1, 'timm-rep: needs other releases of torch\n'),
     (OverflowError('float16 cannot'), 1, 'timm-rep: float16 cannot\n'),
     (TypeError('f() got an unexpected keyword argument \'x\''), 1,
-     "timm-rep: f() got an unexpected keyword argument 'x'; is it a --model-kwargs?\n"),
+     "timm-rep: f() got an unexpected keyword argument 'x' (check --model-kwargs)\n"),
 ])
 def test_failures_are_one_line(monkeypatch, capsys, error, status, printed):
     def fail(args):
@@ -183,7 +211,7 @@ def test_failures_are_one_line(monkeypatch, capsys, error, status, printed):
 def test_an_interrupted_search_says_how_to_continue(monkeypatch, capsys, tmp_path):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
-    monkeypatch.setattr('timm_rep.search.create_search_dataset', interrupt)
+    monkeypatch.setattr('timm_rep.cli.hyper_search.create_search_dataset', interrupt)
     paths = ['--data-dir', str(tmp_path), '-o', str(tmp_path / 's.safetensors')]
     assert main(['hyper-search', 'repopt_vgg_a0', *paths]) == 130
     assert '--resume continues' in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_model(folder, capsys):
     assert main(['card', str(folder), '--checkpoint', 'other.pth']) == 1
     error = capsys.readouterr().err
     assert error.startswith("timm-rep: 'other.pth' does not fit the model. ")
-    assert '\n\tMissing key(s)' in error
+    assert 'Missing key(s)' in error
 
 
 # k is ten levels of ten references each: 10 ** 10 values
@@ -247,7 +247,7 @@ def test_configs(folder, capsys, field, value, parts):
     (['card', NAME, '--data-dir', 'nowhere'], ["there is no folder 'nowhere'", 'CLASS/IMAGE']),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--dataset', '', '--data-dir', 'nowhere'],
      ["there is no folder 'nowhere'"]),
-    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors'], ["'torch/cifar100'", 'pass --data-dir']),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors'], ["'torch/cifar100'", 'requires --data-dir']),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--data-dir', '.', '--device', 'nothing'],
      ["cannot use the device 'nothing'"]),
     (['profile', 'repa_deit_tiny', '--model-kwargs', 'num_heads=7'], ["{'num_heads': 7} cannot be used"]),

@@ -59,17 +59,17 @@ def test_multi_branch_network_of_timm(images, tmp_path):
     (['--data-dir', '/nowhere'], "Cannot open the split 'train' of the data set ''"),
     (['--val-split', 'nothing'], "Cannot open the split 'nothing'"),
     (['--dataset', 'torch/nothing'], "Cannot open the split 'train' of the data set 'torch/nothing'"),
-    (['-o', '{tmp}/scales.pth'], '--output is a .safetensors file'),
+    (['-o', '{tmp}/scales.pth'], '--output must be a .safetensors file'),
     (['-o', '{tmp}/file/s.safetensors'], "cannot write to the output folder '{tmp}/file'"),
-    (['--num-classes', '3'], '--num-classes is 3, but'),
-    (['--batch-size', '21'], '--batch-size is 21, more than the images'),
+    (['--num-classes', '3'], '--num-classes must be >= 4'),
+    (['--batch-size', '21'], '--batch-size must be'),
     (['--device', 'nothing'], 'nothing'),
     pytest.param(
         ['--device', 'cuda'], "cannot use the device 'cuda'",
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU here')),
     (['--epochs', '1', '--warmup-epochs', '1'], 'warmup_epochs is less than epochs'),
     (['--lr', 'nan'], 'lr is greater than 0, got nan'),
-    (['--model-kwargs', 'structure=target'], '--model-kwargs has structure: the search sets structure and scales'),
+    (['--model-kwargs', 'structure=target'], '--model-kwargs must not have structure'),
     (['--model-kwargs', 'num_classes=4'], '--num-classes the classes'),
 ], ids=str)
 def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, message):
@@ -89,7 +89,7 @@ def test_default_device(tmp_path, capsys, monkeypatch, gpu):
         raise AssertionError(f'asked for {args.device}')
 
     monkeypatch.setattr('torch.cuda.is_available', lambda: gpu)
-    monkeypatch.setattr('timm.utils.init_distributed_device', init)
+    monkeypatch.setattr('timm_rep.cli.hyper_search.init_distributed_device', init)
     args = ['-o', str(tmp_path / 's.safetensors'), '--data-dir', str(tmp_path)]
     for more, device in (([], 'cuda' if gpu else 'cpu'), (['--device', 'cpu'], 'cpu')):
         assert main(['hyper-search', 'repopt_vgg_a0', *args, *more]) == 1

@@ -38,9 +38,9 @@ def test_profile(tmp_path, capsys, monkeypatch):
 def profiled(monkeypatch):
     """Models and shape of the images of every profile, which takes no time."""
     found = []
-    monkeypatch.setattr('timm_rep.latency.profile_latency', lambda models, images, **kwargs: found.append(
+    monkeypatch.setattr('timm_rep.cli.profile.profile_latency', lambda models, images, **kwargs: found.append(
         (models, images.shape)) or {key: dict.fromkeys(('FFNs', 'head'), 1.) for key in models})
-    monkeypatch.setattr('timm_rep.plotting.plot_latency', lambda profiles: plt.figure())
+    monkeypatch.setattr('timm_rep.cli.profile.plot_latency', lambda profiles: plt.figure())
     return found
 
 
@@ -70,14 +70,14 @@ def test_a_converted_model(tmp_path, profiled):
 
 
 @pytest.mark.parametrize('args,message', [
-    (['repa_deit_tinny'], "There is no model 'repa_deit_tinny'"),
+    (['repa_deit_tinny'], "Unknown model 'repa_deit_tinny'"),
     (['resnet18'], 'Cannot convert ResNet'),
-    (['repa_lvvit_s.cifar10'], "'repa_lvvit_s.cifar10' names weights, on which times do not depend"),
-    (['local-dir:fast'], "'local-dir:fast' names weights"),
-    (['repa_any'], "base=NAME is the model of timm for 'repa_any', got base=None for 'repa_any'"),
+    (['repa_lvvit_s.cifar10'], "but got 'repa_lvvit_s.cifar10': times do not depend on weights"),
+    (['local-dir:fast'], "but got 'local-dir:fast'"),
+    (['repa_any'], "got base=None for 'repa_any'"),
     (['deit_tiny_patch16_224', '--model-kwargs', 'base=vit'], "got base='vit' for 'deit_tiny_patch16_224'"),
     (['repa_deit_tiny', '--model-kwargs', 'dept=2'], "unexpected keyword argument 'dept'"),
-    (['repa_deit_tiny', '-o', 'x.txt'], "a .png, .svg or .pdf file to write, got 'x.txt'"),
+    (['repa_deit_tiny', '-o', 'x.txt'], "--output must be a .png or .svg or .pdf file, got 'x.txt'"),
 ])
 def test_refusals(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

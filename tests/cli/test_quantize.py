@@ -63,7 +63,7 @@ def test_wrong_use(images, tmp_path, capsys, monkeypatch):
     assert 'cannot write to the output folder' in refused(output=tmp_path / 'file')
     (tmp_path / 'state').mkdir()
     (tmp_path / 'state' / 'training.pth').write_text('')
-    assert '--resume continues it' in refused('--qat-epochs', '1', output=tmp_path / 'state')
+    assert '--resume to continue it' in refused('--qat-epochs', '1', output=tmp_path / 'state')
     with pytest.raises(SystemExit):
         command(images, tmp_path, '--backend', 'tensorrt')
 
@@ -75,6 +75,6 @@ def test_an_interruption_names_resume_where_it_helps(
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f'timm_rep.deploy.{function}', interrupt)
+    monkeypatch.setattr(f'timm_rep.cli.quantize.{function}', interrupt)
     assert command(images, tmp_path / 'out', *args) == 130
     assert ('--resume' in capsys.readouterr().err) == resumable

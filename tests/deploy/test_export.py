@@ -399,7 +399,7 @@ class TestCommand:
         torch.save({'state_dict': model.state_dict()}, tmp_path / 'c.pth')
         command = [
             'export', 'repa_deit_tiny', '--checkpoint', str(tmp_path / 'c.pth'), '--data-dir',
-            str(request.getfixturevalue('images')), '--split', 'validation', '--num-images', '4', *ARGS]
+            str(request.getfixturevalue('images')), '--val-split', 'validation', '--images', '4', *ARGS]
         assert main([*command, '-o', str(tmp_path / 'out')]) == 0
         out = capsys.readouterr().out
         assert 'safetensors, folded' in out

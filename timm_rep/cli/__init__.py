@@ -1,7 +1,15 @@
-"""The ``timm-rep`` command."""
+"""The ``timm-rep`` command.
+
+Each command is a module with ``add_parser(commands)``, which adds its arguments and ends with
+``parser.set_defaults(run=run)``, and ``run(args)``, which calls the public API and returns the exit status, 0 if None.
+``args`` has three reserved names: ``run``, ``command`` (the command line as text) and ``traceback``. A command may set
+``args.interrupt_hint``, which is printed after an interruption. Errors of users are one line without a traceback, so
+whatever is wrong should be found before models are loaded.
+"""
 import argparse
 import shlex
 import sys
+import traceback
 from typing import List, Optional
 
 from safetensors import SafetensorError
@@ -31,13 +39,15 @@ __all__ = ['main']
 _COMMANDS = (
     accelerate, card, convert, demo, export, hyper_search, models, plot_attention_weights, plot_scales, profile, push,
     quantize, run, verify, weight_select)
+# printed as one line; others are defects of this package and show their traceback
+_ERRORS = (OSError, ValueError, RuntimeError, ImportError, OverflowError, SafetensorError, TypeError)
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run ``timm-rep``.
 
     Args:
-        argv: Command-line arguments. Default: those of the process.
+        argv: Command-line arguments. Default: ``sys.argv[1:]``.
 
     Returns:
         Exit status.
@@ -48,24 +58,27 @@ def main(argv: Optional[List[str]] = None) -> int:
     commands = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
+    for command in commands.choices.values():
+        command.add_argument('--traceback', action='store_true', help='show where in the code an error occurred')
     args = parser.parse_args(argv)
     args.command = shlex.join(['timm-rep', *(sys.argv[1:] if argv is None else argv)])
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:
-        hint = getattr(args, 'interrupt_hint', '')
-        _print_error(f'interrupted. {hint}' if hint else 'interrupted.')
+        _print_error(f'interrupted. {getattr(args, "interrupt_hint", "")}')
         return 130  # as a shell reports SIGINT
-    except (OSError, ValueError, RuntimeError, ImportError, OverflowError, SafetensorError) as e:
-        _print_error(str(e))
-    except TypeError as e:
-        _print_error(f'{e}; is it a --model-kwargs?' if 'unexpected keyword argument' in str(e) else str(e))
+    except _ERRORS as e:
+        if args.traceback:
+            traceback.print_exc()
+        hint = ' (check --model-kwargs)' if 'unexpected keyword argument' in str(e) else ''
+        _print_error(f'{str(e) or type(e).__name__}{hint}')
     return 1
 
 
 def _print_error(message: str) -> None:
-    if 'Original Traceback' in message:  # of a process that loads images, before its error
+    if 'Original Traceback' in message:  # of a data loading process; its last line is the error
         message = message.strip().splitlines()[-1]
-    # names of layers and data sets come from files, and may hold terminal escapes
-    message = ''.join(c if c.isprintable() or c in '\n\t' else repr(c)[1:-1] for c in message)
+    message = ' '.join(message.split())
+    # names of layers and data sets come from files and may hold terminal escapes
+    message = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in message)
     print(f'timm-rep: {message}', file=sys.stderr)

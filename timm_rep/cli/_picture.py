@@ -1,11 +1,20 @@
-"""What commands that draw need: matplotlib, and an ``--output``."""
+"""Parts of the commands that draw."""
 from pathlib import Path
 
-from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.atomic import replacing_files
+
+from ._arguments import check_output_file
+
+
+def add_picture(parser, default: str) -> None:
+    """Add --output, a picture with a default name."""
+    parser.add_argument(
+        '-o', '--output', default=default, metavar='FILE',
+        help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
 
 
 def check_matplotlib(command: str) -> None:
-    """Check, before any work is done, that matplotlib is installed.
+    """Check, before any work, that matplotlib is installed.
 
     Args:
         command: Name of the command, for the error message.
@@ -16,11 +25,11 @@ def check_matplotlib(command: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"{command} needs matplotlib: pip install matplotlib.") from e
+        raise ModuleNotFoundError(f'{command} requires matplotlib: pip install matplotlib.') from e
 
 
 def check_picture(output: str, command: str) -> Path:
-    """Check, before any work is done, that a picture can be written to ``--output``.
+    """Check, before any work, that a picture can be written.
 
     Args:
         output: Value of ``--output``.
@@ -30,20 +39,17 @@ def check_picture(output: str, command: str) -> Path:
         The path.
 
     Raises:
-        ValueError: ``output`` is not the name of a .png, .svg or .pdf file.
+        ValueError: ``output`` is not a .png, .svg or .pdf file.
         ModuleNotFoundError: matplotlib is not installed.
         OSError: The folder is not writable.
     """
-    path = Path(output)
-    if path.suffix not in ('.png', '.svg', '.pdf') or path.is_dir():
-        raise ValueError(f'--output is a .png, .svg or .pdf file to write, got {output!r}.')
     check_matplotlib(command)
-    check_writable(path.parent)
-    return path
+    check_output_file(output, '.png', '.svg', '.pdf')
+    return Path(output)
 
 
 def save_picture(figure, path: Path) -> None:
     """Write a matplotlib Figure to a file and print its absolute path."""
-    with replacing_files(path.parent) as temporary:
-        figure.savefig(temporary / path.name, dpi=150)
+    with replacing_files(path.parent) as draft:
+        figure.savefig(draft / path.name, dpi=150)
     print(f'Picture: {path.resolve()}')

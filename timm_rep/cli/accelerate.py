@@ -1,6 +1,6 @@
 """``timm-rep accelerate``: a faster model from a pretrained one."""
 from ._arguments import (
-    ModelKwargs,
+    add_model_kwargs,
     count,
     create_model,
     default_device,
@@ -27,9 +27,7 @@ def add_parser(commands) -> None:
         help='folder of images: DIR/train/IMAGE, or in folders by class, and DIR/val/CLASS/IMAGE for the accuracy')
     parser.add_argument('-o', '--output', required=True, metavar='DIR', help='folder to write')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of the model (default: pretrained weights)')
-    parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
-        help='arguments of the model, e.g. num_classes=10 img_size=32')
+    add_model_kwargs(parser, example='num_classes=10 img_size=32')
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         '--idle-ratio', type=ratio, metavar='R',

@@ -1,5 +1,5 @@
 """``timm-rep convert``: convert a released checkpoint or file of scales into a folder that loads."""
-from ._arguments import ModelKwargs
+from ._arguments import add_model_kwargs
 
 
 def add_parser(commands) -> None:
@@ -10,9 +10,7 @@ def add_parser(commands) -> None:
     parser.add_argument(
         '-o', '--output', required=True, metavar='DIR',
         help='folder to write, named MODEL.TAG, e.g. repopt_vgg_b1.in1k')
-    parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
-        help='arguments of create_model, e.g. idle_ratio=0.5')
+    add_model_kwargs(parser, example='idle_ratio=0.5')
     parser.set_defaults(run=run)
 
 

@@ -1,24 +1,23 @@
-"""``timm-rep demo``: train and fold a small RePaFormer; a plain net with RepSGD and SGD; a ViT converted."""
-from ._arguments import default_device, device, positive_int
+"""``timm-rep demo``: small models on handwritten digits, trained, folded and converted within minutes."""
+from timm_rep.demo import run_demo
+
+from ._arguments import add_device, add_seed, default_device, positive_int
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
         'demo', help='train a small RePaFormer and a small RepOpt-VGG on handwritten digits, convert a small ViT')
-    parser.add_argument('--output', default='timm-rep-demo', metavar='DIR', help='folder for the results (%(default)s)')
     parser.add_argument(
-        '--device', type=device,
-        help='device for training and measurements (the GPU if there is one, otherwise the CPU)')
-    parser.add_argument('--seed', type=int, default=0, help='random seed (%(default)s)')
+        '-o', '--output', default='timm-rep-demo', metavar='DIR', help='folder to write (%(default)s)')
+    add_device(parser)
+    add_seed(parser)
     parser.add_argument(
-        '--epochs', type=positive_int, default=12,
+        '--epochs', type=positive_int, default=12, metavar='N',
         help='training epochs of the first part; the second part trains half as many (%(default)s)')
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
-    from timm_rep.demo import run_demo
-
+def run(args) -> None:
     result = run_demo(args.output, device=args.device or default_device(), seed=args.seed, epochs=args.epochs)
     layout = '{:<22}{:>12}{:>14}{:>16}{:>12}'
     print()
@@ -33,13 +32,13 @@ def run(args) -> int:
         ))
     plain, converted, repa, folded = (row['throughput'] for row in result.rows.values())
     print(
-        f'\nThroughput of the folded RePa-DeiT: {folded / repa:.2f}x that of the unfolded one, '
-        f'{folded / plain:.2f}x that of the plain ViT.\n'
+        f'\nThroughput of the folded RePa-DeiT: {folded / repa:.2f}x the unfolded model, '
+        f'{folded / plain:.2f}x the plain ViT.\n'
         f'Largest relative difference of the logits after folding: {result.logits_difference:.1e}.')
     accuracy, difference = result.repopt.accuracy, result.repopt.csla_difference
     print(
         f'\nOne stack of 28 plain convolutions: {accuracy["RepSGD"]:.1f}% with RepSGD, {accuracy["SGD"]:.1f}% with SGD.'
-        f'\nRelative difference to the logits of the multi-branch (CSLA) net after {len(difference["SGD"])} steps in '
+        f'\nRelative difference from the logits of the multi-branch (CSLA) net after {len(difference["SGD"])} steps in '
         f"float64:\n{difference['RepSGD'][-1]:.1e} with RepSGD, {difference['SGD'][-1]:.1e} with SGD.")
     before, after = (result.rows[label]['accuracy'] for label in ('plain ViT', 'plain ViT, converted'))
     print(
@@ -47,4 +46,3 @@ def run(args) -> int:
         f'accuracy {before:.1f}% -> {after:.1f}%,\n'
         f'{result.agreement:.1f}% equal predictions, {converted / plain:.2f}x the throughput.')
     print(f'\nPicture: {result.picture}\nModel:   {result.model_folder}\n\nLoad and use it:\n\n{result.usage}')
-    return 0

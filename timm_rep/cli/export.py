@@ -1,36 +1,31 @@
 """``timm-rep export``: a model as a file or folder for inference."""
 from timm_rep.deploy import FORMATS, check_target, export
 
-from ._arguments import add_images, add_model, create_from, note_random_weights, positive_int
+from ._arguments import add_images, add_model, create_from, images_from, load_from, note_random_weights
 
 
 def add_parser(commands) -> None:
-    parser = commands.add_parser('export', help='write a model as safetensors, ONNX, .pt2 or an AOTInductor package')
+    parser = commands.add_parser('export', help=f'write a model for inference: {", ".join(FORMATS)}')
     add_model(parser)
+    folders = ' or '.join(name for name, format in FORMATS.items() if format.suffix is None)
     parser.add_argument(
-        '-o', '--output', required=True, metavar='PATH', help='file to write; with safetensors, a new folder')
+        '-o', '--output', required=True, metavar='PATH', help=f'file to write; with {folders}, a new folder')
     parser.add_argument(
-        '--format', choices=FORMATS, default='safetensors', help='pt2: torch.export; aoti: compiled (%(default)s)')
+        '--format', choices=FORMATS, default='safetensors',
+        help='; '.join(f'{name}: {format.description}' for name, format in FORMATS.items()) + ' (%(default)s)')
     parser.add_argument('--no-reparam', action='store_true', help='do not fold the model first')
     add_images(parser)
-    parser.add_argument(
-        '--num-images', type=positive_int, default=8, metavar='N', help='images of --data-dir (%(default)s)')
     parser.add_argument(
         '--tolerance', type=float, default=1e-4, metavar='X',
         help='largest relative rms difference from the model (%(default)s)')
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
-    from timm_rep.utils.checkpoints import load_checkpoint
-    from timm_rep.utils.data import read_images
-
+def run(args) -> None:
     check_target(args.output, args.format)
     model = create_from(args)
-    if args.checkpoint:
-        load_checkpoint(model, args.checkpoint)
-    images = read_images(model, args.data_dir, args.split, args.num_images) if args.data_dir else None
+    load_from(args, model)
     print(export(
-        model, args.output, args.format, reparameterize=not args.no_reparam, images=images, tolerance=args.tolerance))
+        model, args.output, args.format, reparameterize=not args.no_reparam, images=images_from(args, model),
+        tolerance=args.tolerance))
     note_random_weights(args, model)
-    return 0

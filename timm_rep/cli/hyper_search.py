@@ -4,31 +4,35 @@
 """
 from pathlib import Path
 
-from ._arguments import ModelKwargs, count, default_device, positive_int, seed
+import timm
+import torch
+from timm.utils import init_distributed_device, is_primary
+
+from timm_rep.search import DeviceLoader, count_classes, create_search_dataset, create_search_loader, hyper_search
+
+from ._arguments import add_model_kwargs, add_seed, check_output_file, count, default_device, positive_int
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small data set')
     parser.add_argument('model', help='name of a RepOpt model, e.g. repopt_vgg_b1')
-    parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
-        help='arguments of the model, e.g. base=mobileone_s0 for repopt_any')
+    add_model_kwargs(parser, example='base=mobileone_s0 for repopt_any')
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file of scales to write')
     parser.add_argument(
         '--dataset', default='torch/cifar100',
         help="name of the data set in timm, '' for folders of images, --data-dir/SPLIT/CLASS/IMAGE (%(default)s)")
     parser.add_argument('--data-dir', metavar='DIR', help='folder of the data set')
     parser.add_argument('--dataset-download', action='store_true', help='download the data set, if timm can')
-    parser.add_argument('--train-split', default='train', help='(%(default)s)')
-    parser.add_argument('--val-split', default='validation', help="'' for none (%(default)s)")
-    parser.add_argument('--num-classes', type=positive_int, help='classes, if the data set does not tell')
+    parser.add_argument('--train-split', default='train', metavar='SPLIT', help='(%(default)s)')
+    parser.add_argument('--val-split', default='validation', metavar='SPLIT', help="'' for none (%(default)s)")
+    parser.add_argument('--num-classes', type=positive_int, help='number of classes, if the data set does not have it')
     parser.add_argument('--img-size', type=positive_int, default=32, help='pixels (%(default)s)')
     parser.add_argument('--epochs', type=positive_int, default=240, help='(%(default)s)')
     parser.add_argument('--warmup-epochs', type=count, default=5, help='(%(default)s)')
     parser.add_argument('--batch-size', type=positive_int, default=256, help='for each process (%(default)s)')
     parser.add_argument('--lr', type=float, default=0.1, help='(%(default)s)')
     parser.add_argument('--weight-decay', type=float, default=4e-5, help='(%(default)s)')
-    parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
+    add_seed(parser)
     parser.add_argument('--device', help='(the GPU if there is one, otherwise the CPU)')
     parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
     parser.add_argument('--channels-last', action='store_true', help='train in channels-last memory')
@@ -40,38 +44,28 @@ def add_parser(commands) -> None:
         help='epochs between two checkpoints (%(default)s)')
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument('--resume', action='store_true', help='continue from FILE.checkpoint, if it exists')
-    existing.add_argument('--overwrite', action='store_true', help='start anew even if FILE.checkpoint exists')
+    existing.add_argument('--overwrite', action='store_true', help='start over even if FILE.checkpoint exists')
     parser.set_defaults(run=run, interrupt_hint='--resume continues from the last checkpoint, if there is one.')
 
 
-def run(args) -> int:
-    import timm
-    import torch
-    from timm.utils import init_distributed_device, is_primary
-
-    from timm_rep.search import DeviceLoader, count_classes, create_search_dataset, create_search_loader, hyper_search
-    from timm_rep.utils.atomic import check_writable
-
-    output = Path(args.output)
-    if output.suffix != '.safetensors' or output.is_dir():
-        raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
+def run(args) -> None:
     if not timm.is_model(args.model):
         raise ValueError(f'Unknown model {args.model!r}: see timm-rep models "repopt_*".')
     own = {'num_classes', 'structure', 'scales'} & args.model_kwargs.keys()
     if own:
         raise ValueError(
-            f'--model-kwargs has {", ".join(sorted(own))}: the search sets structure and scales, --num-classes the '
-            'classes.')
+            f'--model-kwargs must not have {", ".join(sorted(own))}: the search sets structure and scales, and '
+            '--num-classes the classes.')
     if not args.data_dir and args.dataset.partition('/')[0] in ('', 'torch'):
-        raise ValueError(f'The data set {args.dataset!r} is in a folder: pass --data-dir.')
-    check_writable(output.parent)
+        raise ValueError(f'The data set {args.dataset!r} requires --data-dir, its folder.')
+    check_output_file(args.output, '.safetensors')
     args.device = args.device or str(default_device())
     try:
         device = init_distributed_device(args)
     except (AssertionError, RuntimeError) as e:  # raised by timm for a missing device, by torch for an unknown one
         raise RuntimeError(f'cannot use the device {args.device!r}: {e}') from e
     if args.dataset_download and args.distributed:
-        raise ValueError('--dataset-download is for one process: download the data set before a distributed search.')
+        raise ValueError('--dataset-download requires a single process: download the data set before the search.')
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:
@@ -92,11 +86,11 @@ def run(args) -> int:
     known = count_classes(loaders[0].dataset)
     classes = args.num_classes or known
     if known and classes < known:
-        raise ValueError(f'--num-classes is {classes}, but {args.dataset!r} has {known}.')
+        raise ValueError(f'--num-classes must be >= {known}, the classes of {args.dataset!r}, got {classes}.')
     if not classes:
-        raise ValueError(f'The data set {args.dataset!r} does not tell its number of classes: pass --num-classes.')
+        raise ValueError(f'The data set {args.dataset!r} does not have its number of classes: pass --num-classes.')
     if not len(loaders[0]):
-        raise ValueError(f'--batch-size is {args.batch_size}, more than the images of {args.dataset!r}.')
+        raise ValueError(f'--batch-size must be <= the number of images of {args.dataset!r}, got {args.batch_size}.')
     scales = hyper_search(
         args.model,
         loaders[0],
@@ -109,7 +103,7 @@ def run(args) -> int:
         device=device,
         amp_dtype=torch.bfloat16 if args.amp else None,
         channels_last=args.channels_last,
-        checkpoint=f'{output}.checkpoint',
+        checkpoint=f'{args.output}.checkpoint',
         checkpoint_epochs=args.checkpoint_epochs,
         resume=args.resume,
         overwrite=args.overwrite,
@@ -123,8 +117,6 @@ def run(args) -> int:
     )
     if args.distributed:
         torch.distributed.destroy_process_group()
-    if not is_primary(args):
-        return 0
-    scales.save(output)
-    print(f'{scales.summary()}\n\n{scales!r}\nWritten: {output}')
-    return 0
+    if is_primary(args):
+        scales.save(args.output)
+        print(f'{scales.summary()}\n\n{scales!r}\nWritten: {args.output}')

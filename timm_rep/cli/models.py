@@ -13,7 +13,7 @@ published value that agrees with neither.
 
 
 def add_parser(commands) -> None:
-    parser = commands.add_parser('models', help='print parameters and MACs beside those in the papers')
+    parser = commands.add_parser('models', help='print counted and published parameters and MACs')
     parser.add_argument('filter', nargs='?', default='*', help='pattern of model names, e.g. "repa_deit_*" (all)')
     parser.add_argument(
         '--convertible', action='store_true', help="instead list timm's architectures that match the pattern, with the "
@@ -21,7 +21,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _run_convertible(pattern: str) -> int:
+def _run_convertible(pattern: str) -> None:
     layout = '{:<26} {:<44} {:>5}  {}'
     found, plain, count = 0, 0, 0
     for row in survey_convertible(pattern):
@@ -33,24 +33,23 @@ def _run_convertible(pattern: str) -> int:
         if row.branches:
             notes.append(f'{row.branches} branches, {row.macs_ratio:.2f}x the MACs of the plain network')
         ffns = sum(row.classes.values())
-        found_here = '; '.join(notes) or 'no FFN and no branches'
-        print(layout.format(row.family, row.model, ffns, found_here), flush=True)
+        print(layout.format(row.family, row.model, ffns, '; '.join(notes) or 'no FFNs, no branches'), flush=True)
         count, found, plain = count + 1, found + (ffns > 0), plain + (row.branches > 0)
     if not count:
-        raise ValueError(f'no model of timm matches {pattern!r}.')
+        raise ValueError(f'filter must match timm models, got {pattern!r}.')
     print(f'\n{found} of these {count} models have FFNs that convert_to_repa() converts, {plain} have parallel linear '
           'branches that convert_to_repopt() converts.')
-    return 0
 
 
-def run(args) -> int:
+def run(args) -> None:
     if args.convertible:
         if args.filter == '*':
-            raise ValueError('--convertible builds each model: name some, for example "convnext*".')
-        return _run_convertible(args.filter)
+            raise ValueError('--convertible requires a filter, because it builds each model: for example "convnext*".')
+        _run_convertible(args.filter)
+        return
     rows = [row for row in PAPER_ROWS if fnmatch.fnmatch(row.model, args.filter)]
     if not rows:
-        raise ValueError(f'no model of the papers\' tables matches {args.filter!r}; see timm-rep models.')
+        raise ValueError(f"filter must match models of the papers' tables, got {args.filter!r}: see timm-rep models.")
     header = ('paper', 'table', 'row', 'model', 'folded', 'params M', 'paper', 'MACs G: layers', 'all', 'paper')
     layout = '{:<13} {:>5}  {:<26} {:<28} {:<6} {:>8} {:>6}  {:>15} {:>9} {:>6}'
     print(layout.format(*header))
@@ -74,4 +73,3 @@ def run(args) -> int:
     for row in rows:
         if row.note:
             print(f'! {row.label} of table {row.table}, {row.gmacs} in the paper: {row.note}.')
-    return 0

@@ -1,6 +1,15 @@
 """``timm-rep plot-attention-weights``: draw the products of attention weights of several models."""
 from typing import Dict
 
+import timm
+import torch
+import torch.nn as nn
+
+from timm_rep.init import open_teacher
+from timm_rep.plotting import plot_attention
+
+from ._picture import add_picture, check_picture, save_picture
+
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
@@ -8,37 +17,25 @@ def add_parser(commands) -> None:
     parser.add_argument(
         'models', nargs='+', metavar='MODEL[=CHECKPOINT]',
         help='timm models: freshly initialized (name), pretrained (name.tag), or with weights of a checkpoint')
-    parser.add_argument(
-        '-o', '--output', default='attention.png', metavar='FILE',
-        help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
+    add_picture(parser, 'attention.png')
     parser.add_argument('--block', type=int, default=0, metavar='N', help='index of the block (%(default)s)')
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
-    from timm_rep.plotting import plot_attention
-
-    from ._picture import check_picture, save_picture
-
+def run(args) -> None:
     output = check_picture(args.output, 'plot-attention-weights')
-    models: Dict = {}
+    models: Dict[str, nn.Module] = {}
     for source in args.models:
         if source in models:
-            raise ValueError(f'{source!r} is given twice.')
+            raise ValueError(f'Expected each model once, but got {source!r} twice.')
         models[source] = _model(source)
     save_picture(plot_attention(models, args.block), output)
-    return 0
 
 
-def _model(source: str):
-    import timm
-    import torch
-
-    from timm_rep.init import open_teacher
-
+def _model(source: str) -> nn.Module:
     name, _, checkpoint = source.partition('=')
     if not timm.is_model(name):
-        raise ValueError(f'There is no model {name!r}.')
+        raise ValueError(f'Unknown model {name!r}.')
     torch.manual_seed(0)
     if not checkpoint:
         return timm.create_model(name, pretrained='.' in name)

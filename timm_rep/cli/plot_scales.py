@@ -2,15 +2,19 @@
 from pathlib import Path
 from typing import List
 
+from timm_rep.plotting import plot_kernels, plot_scales
+from timm_rep.scales import Scales
+from timm_rep.utils.checkpoints import read_state_dict
+
+from ._picture import add_picture, check_picture, save_picture
+
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('plot-scales', help='draw scales by block, or the kernels of checkpoints')
     parser.add_argument(
         'sources', nargs='+', metavar='SCALES',
         help='files of scales, models with packaged scales, or Hub repositories; with --kernels, checkpoints')
-    parser.add_argument(
-        '-o', '--output', default='scales.png', metavar='FILE',
-        help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
+    add_picture(parser, 'scales.png')
     parser.add_argument(
         '--kernels', action='store_true',
         help='draw the entries of a 3x3 kernel of each checkpoint, centre against surroundings')
@@ -18,23 +22,18 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
-    from timm_rep.plotting import plot_kernels, plot_scales
-    from timm_rep.scales import Scales
-    from timm_rep.utils.checkpoints import read_state_dict
-
-    from ._picture import check_picture, save_picture
-
+def run(args) -> None:
     output = check_picture(args.output, 'plot-scales')
     if args.layer and not args.kernels:
-        raise ValueError('--layer is for --kernels.')
+        raise ValueError('--layer requires --kernels.')
     if args.layer and len(args.layer) not in (1, len(args.sources)):
-        raise ValueError(f'--layer is given once, or once for each of the {len(args.sources)} checkpoints.')
+        raise ValueError(f'Expected --layer once, or once for each of the {len(args.sources)} checkpoints, but got it '
+            f'{len(args.layer)} times.')
     titles = _titles(args.sources)
     if args.kernels:
         missing = [source for source in args.sources if not Path(source).is_file()]
         if missing:
-            raise FileNotFoundError(f'No checkpoint at {missing[0]!r}.')
+            raise FileNotFoundError(f'Expected a checkpoint, but {missing[0]!r} does not exist.')
         checkpoints = {title: read_state_dict(source) for title, source in zip(titles, args.sources)}
         layers = args.layer * len(checkpoints) if args.layer and len(args.layer) == 1 else args.layer
         figure = plot_kernels(checkpoints, layers)
@@ -44,11 +43,10 @@ def run(args) -> int:
             print(f'{title}\n{each.summary()}\n')
         figure = plot_scales(scales)
     save_picture(figure, output)
-    return 0
 
 
 def _titles(sources: List[str]) -> List[str]:
-    """Unique titles: the names of the files, or else their paths, with numbers if these are equal too."""
+    """Unique titles: file names, else paths, numbered where these are equal too."""
     titles = [Path(source).name for source in sources]
     if len(set(titles)) < len(titles):
         titles = list(sources)

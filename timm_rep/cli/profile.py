@@ -1,6 +1,18 @@
 """``timm-rep profile``: latency by part, vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
+import inspect
 
-from ._arguments import ModelKwargs, create_model, default_device, device, positive_int
+import timm
+import torch
+from timm.utils import reparameterize_model
+
+from timm_rep.convert import anneal_ffns, convert_to_repa, use_repa_ffns
+from timm_rep.latency import profile_latency
+from timm_rep.paper import VANILLA
+from timm_rep.plotting import plot_latency
+from timm_rep.utils.profiling import model_input_size
+
+from ._arguments import add_device, add_model_kwargs, create_model, default_device, positive_int
+from ._picture import add_picture, check_picture, save_picture
 
 
 def add_parser(commands) -> None:
@@ -8,15 +20,11 @@ def add_parser(commands) -> None:
     parser.add_argument(
         'models', nargs='+', metavar='MODEL',
         help='RePa models, or other timm models that convert_to_repa() converts')
-    parser.add_argument(
-        '-o', '--output', default='profile.png', metavar='FILE',
-        help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
-    parser.add_argument('--device', type=device, help='device (the GPU if there is one, otherwise the CPU)')
+    add_picture(parser, 'profile.png')
+    add_device(parser)
     parser.add_argument('--batch-size', type=positive_int, default=1, metavar='N', help='batch size (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's own)")
-    parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
-        help='arguments of the models, those of RePaFormers only for these, e.g. depth=6 idle_ratio=0.5')
+    add_model_kwargs(parser, of='the models; vanilla models do not get those of RePaFormers', example='idle_ratio=0.5')
     parser.add_argument(
         '--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32', help='dtype (%(default)s)')
     parser.add_argument('--channels-last', action='store_true', help='use channels-last memory')
@@ -24,15 +32,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
-    import torch
-    from timm.utils import reparameterize_model
-
-    from timm_rep.latency import profile_latency
-    from timm_rep.plotting import plot_latency
-
-    from ._picture import check_picture, save_picture
-
+def run(args) -> None:
     output = check_picture(args.output, 'profile')
     args.device = args.device or default_device()
     profiles = {}
@@ -48,29 +48,22 @@ def run(args) -> int:
         profiles[name] = profile_latency(models, images, rounds=args.rounds)
         _print(name, profiles[name])
     save_picture(plot_latency(profiles), output)
-    return 0
 
 
 def _build(name: str, args):
-    """The vanilla timm model and its RePa form, both with initial weights."""
-    import timm
-    import torch
-
-    from timm_rep.convert import convert_to_repa
-    from timm_rep.paper import VANILLA
-
+    """Vanilla timm model and RePa model, both with initial weights."""
     architecture, _, tag = name.partition('.')
     if ':' in name or (tag and architecture in VANILLA):
         raise ValueError(
-            f'{name!r} names weights, on which times do not depend: profile takes the architecture without tag, as '
-            "in repa_deit_tiny, and its --model-kwargs, for a converted model 'repa_any' and base=NAME.")
+            f'Expected an architecture such as repa_deit_tiny, but got {name!r}: times do not depend on weights, '
+            "leave out the tag. For a converted model, pass 'repa_any' and --model-kwargs base=NAME.")
     if not timm.is_model(name):
-        raise ValueError(f'There is no model {name!r}.')
+        raise ValueError(f'Unknown model {name!r}.')
     both, own = _split(args.model_kwargs)
     base = own.pop('base', None)
     if (name == 'repa_any') != (base is not None):
         raise ValueError(
-            f"--model-kwargs base=NAME is the model of timm for 'repa_any', got base={base!r} for {name!r}.")
+            f"--model-kwargs base=NAME must be given for 'repa_any', and only for it, got base={base!r} for {name!r}.")
     fixed = timm.get_pretrained_cfg(base or name).fixed_input_size
     size = {'img_size': args.img_size} if args.img_size and fixed else {}
     if base is not None:
@@ -89,19 +82,13 @@ def _build(name: str, args):
 
 
 def _split(model_kwargs):
-    """The arguments of both models, and those that only a RePaFormer has."""
-    import inspect
-
-    from timm_rep.convert import anneal_ffns, use_repa_ffns
-
+    """Split arguments into those of both models and those of RePaFormers only."""
     args = (name for f in (use_repa_ffns, anneal_ffns) for name in inspect.signature(f).parameters)
     only = {*args, 'fold_token_mixer', 'base', 'linear_path'}
     return tuple({k: v for k, v in model_kwargs.items() if (k in only) == own} for own in (False, True))
 
 
 def _input_size(model, args):
-    from timm_rep.utils.profiling import model_input_size
-
     channels, *size = model_input_size(model)
     return (channels, *([args.img_size] * 2 if args.img_size else size))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import timm_rep
 
-# program of a new interpreter, whose arguments are the script's folder, this package's, the script, its arguments
+# program of a new interpreter: its arguments are the folders of the script and of this package, then the script's own
 _START = '''
 import sys
 folder, package, *sys.argv = sys.argv[1:]
@@ -30,7 +30,7 @@ def add_parser(commands) -> None:
 
 def run(args) -> int:
     if not os.path.isfile(args.script):
-        raise FileNotFoundError(f'no script at {args.script!r}.')
+        raise FileNotFoundError(f'Expected a script, but {args.script!r} does not exist.')
     folder = os.path.dirname(os.path.realpath(args.script))  # sys.path[0] of `python SCRIPT`
     if _shadows(folder):
         package = os.fspath(Path(timm_rep.__file__).resolve().parents[1])
@@ -43,14 +43,14 @@ def run(args) -> int:
     sys.path[0] = folder
     try:
         run_script(args.script)
-    except Exception:  # an error of the script: show its traceback, as python does
+    except Exception:  # an error of the script, shown as python does
         traceback.print_exc()
         return 1
     return 0
 
 
 def run_script(script: str) -> None:
-    """Run a script as the module ``__main__``; unlike runpy, with ``__file__`` and ``sys.argv`` as python has them."""
+    """Run a script as the module ``__main__``, with ``__file__`` and ``sys.argv`` as python sets them, unlike runpy."""
     main = types.ModuleType('__main__')
     main.__file__ = os.path.abspath(script)
     previous, sys.modules['__main__'] = sys.modules['__main__'], main
@@ -61,7 +61,7 @@ def run_script(script: str) -> None:
 
 
 def _shadows(folder: str) -> bool:
-    """Whether a folder has a module, such as the timm of a checkout, that is already imported from elsewhere."""
+    """Whether a folder has a module, such as timm in a checkout, that is already imported from elsewhere."""
     for path in Path(folder).iterdir():
         if path.stem in sys.modules and path.stem != '__main__':
             spec = PathFinder.find_spec(path.stem, [folder])

@@ -1,5 +1,11 @@
 """``timm-rep verify``: numeric self-test of folding a model."""
-from ._arguments import ModelKwargs, add_images, add_model, create_from, positive_int
+import torch
+
+from timm_rep._verify import verify
+from timm_rep.convert import convert_to_repa
+from timm_rep.utils.profiling import model_input_size
+
+from ._arguments import ModelKwargs, add_images, add_model, create_from, images_from, load_from
 
 
 def add_parser(commands) -> None:
@@ -10,8 +16,6 @@ def add_parser(commands) -> None:
         help='convert another timm model with convert_to_repa() before the checkpoint is loaded, e.g. idle_ratio=0.5')
     add_images(parser)
     parser.add_argument(
-        '--num-images', type=positive_int, default=8, metavar='N', help='random, and real, images (%(default)s)')
-    parser.add_argument(
         '--tolerance', type=float, metavar='X',
         help='largest relative rms error of outputs and layers (16 times the float32 rounding error of the unfolded '
              'model)')
@@ -19,25 +23,16 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    import torch
-
-    from timm_rep.convert import convert_to_repa
-    from timm_rep.utils.checkpoints import load_checkpoint
-    from timm_rep.utils.data import read_images
-    from timm_rep.utils.profiling import model_input_size
-    from timm_rep._verify import verify
-
     torch.manual_seed(0)
     model = create_from(args)
     if args.convert_to_repa is not None:
         convert_to_repa(model, **args.convert_to_repa)
-    if args.checkpoint:
-        load_checkpoint(model, args.checkpoint)
-    images = {'random': torch.randn(args.num_images, *model_input_size(model))}
-    if args.data_dir:
-        images['real'] = read_images(model, args.data_dir, args.split, args.num_images)
+    load_from(args, model)
+    images = {'random': torch.randn(args.images, *model_input_size(model)), 'real': images_from(args, model)}
     passed = True
     for kind, batch in images.items():
+        if batch is None:
+            continue
         result = verify(model, batch, args.tolerance)
         print(f'{args.model}, {kind} images: {result}')
         if not result.folded:

@@ -1,11 +1,17 @@
 """``timm-rep weight-select``: write initial weights of a model, selected from those of a larger one."""
 from pathlib import Path
 
+import timm
+import torch
+
+from timm_rep.init import weight_select_init
 from timm_rep.init.head_aware import HEADS
 from timm_rep.init.matching import LAYER_SELECTIONS
 from timm_rep.init.weight_select import ELEMENT_CHOICES
+from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.checkpoints import write_safetensors
 
-from ._arguments import ModelKwargs, create_model, positive_int, seed
+from ._arguments import add_model_kwargs, add_seed, check_output_file, create_model, positive_int
 
 
 def add_parser(commands) -> None:
@@ -18,8 +24,7 @@ def add_parser(commands) -> None:
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file to write')
     parser.add_argument(
         '--num-classes', type=positive_int, metavar='N', help="classes of the student (the model's default)")
-    parser.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V', help='arguments of the student')
+    add_model_kwargs(parser, of='the student')
     parser.add_argument(
         '--element-selection', choices=ELEMENT_CHOICES, default='uniform', help='elements of a tensor (%(default)s)')
     parser.add_argument(
@@ -31,30 +36,20 @@ def add_parser(commands) -> None:
     parser.add_argument('--include-head', action='store_true', help='select the classifier too, if the classes match')
     parser.add_argument(
         '--no-strict', dest='strict', action='store_false',
-        help='keep the own initialization of tensors without counterpart in the teacher, instead of an error')
-    parser.add_argument(
-        '--seed', type=seed, default=0, help='seed of the initialization and of random selections (%(default)s)')
+        help='keep the initialization of tensors without a counterpart in the teacher, instead of an error')
+    add_seed(parser)
     parser.add_argument('-v', '--verbose', action='store_true', help='print the origin of every tensor')
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
-    import timm
-    import torch
-
-    from timm_rep.init import weight_select_init
-    from timm_rep.utils.atomic import check_writable, replacing_files
-    from timm_rep.utils.checkpoints import write_safetensors
-
+def run(args) -> None:
+    check_output_file(args.output, '.safetensors')
     output = Path(args.output)
-    if output.suffix != '.safetensors' or output.is_dir():
-        raise ValueError(f'--output is a .safetensors file to write, got {args.output!r}.')
     if not timm.is_model(args.student):
-        raise ValueError(f'There is no model {args.student!r}.')
+        raise ValueError(f'Unknown model {args.student!r}.')
     classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
     if classes and 'num_classes' in args.model_kwargs:
-        raise ValueError('num_classes is given twice, as --num-classes and in --model-kwargs.')
-    check_writable(output.parent)
+        raise ValueError('Expected the number of classes once, but got --num-classes and --model-kwargs num_classes.')
     torch.manual_seed(args.seed)
     student = create_model(args.student, args.model_kwargs, **classes)
     report = weight_select_init(
@@ -73,7 +68,6 @@ def run(args) -> int:
         print(report)
     else:
         print('\n'.join(str(s) for s in report.own) + f'\n{report.coverage:.1f}% of the student is from the teacher.')
-    with replacing_files(output.parent) as temporary:
-        write_safetensors(student.state_dict(), temporary / output.name)
+    with replacing_files(output.parent) as draft:
+        write_safetensors(student.state_dict(), draft / output.name)
     print(f'{output}: start from it with train.py --initial-checkpoint {output}')
-    return 0

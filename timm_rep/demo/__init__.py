@@ -1,4 +1,4 @@
-"""``timm-rep demo``: a RePaFormer, a RepOpt-VGG and a converted ViT on small real images, within minutes."""
+"""Demo: a RePaFormer, a RepOpt-VGG and a converted ViT, trained on small real images within minutes."""
 import os
 from pathlib import Path
 from typing import Dict, NamedTuple, Union
@@ -25,16 +25,15 @@ class DemoResult(NamedTuple):
     """Results of :func:`run_demo`.
 
     Attributes:
-        rows: For the plain ViT, the converted plain ViT, the RePa model and the folded RePa model, by label:
+        rows: Figures of the plain ViT, the converted plain ViT, the RePa model and the folded RePa model, by label:
             ``accuracy`` (percent of the validation images), ``params``, ``macs`` (per image) and ``throughput`` (images
             per second).
         logits_difference: Largest difference between the logits before and after folding, relative to the largest
             logit.
-        repopt: Results of the second part, RepSGD against SGD.
-        agreement: Percent of the validation images for which the converted plain ViT predicts the class that the plain
-            ViT predicts.
+        repopt: Results of the second part, RepSGD and SGD.
+        agreement: Percentage of validation images with equal predictions of the plain and the converted ViT.
         conversion: Report of the conversion of the plain ViT.
-        model_folder: Folder with the model.safetensors and config.json of the folded model.
+        model_folder: Folder with model.safetensors and config.json of the folded model.
         picture: Path of the picture of the results.
         usage: Three lines of Python that load and run the folded model.
     """
@@ -63,7 +62,7 @@ def _usable_output(output: Union[str, os.PathLike]) -> Path:
         check_writable(folder)
     for file in ('demo.png', 'digit.png', 'model/model.safetensors', 'model/config.json'):
         if (output / file).is_dir():
-            raise OSError(f'cannot write to the output folder {str(output)!r}: {file} in it is a folder.')
+            raise OSError(f'cannot write to the output folder {str(output)!r}: its {file} is a folder.')
     return output
 
 
@@ -75,12 +74,12 @@ def run_demo(
 ) -> DemoResult:
     """Train, fold and compare small models on handwritten digits.
 
-    The first part trains a RePa-DeiT and the plain ViT of its size, folds the RePa-DeiT and compares the three. The
+    The first part trains a RePa-DeiT and a plain ViT of its size, folds the RePa-DeiT and compares the three. The
     second part trains a deep stack of plain convolutions with RepSGD and with SGD. The third part converts the plain
-    ViT with :func:`timm_rep.convert_to_repa` from its own weights and training images, without labels or training.
+    ViT by :func:`timm_rep.convert_to_repa`, from its weights and training images, without labels or training.
 
-    Writes demo.png, digit.png (a validation image) and the folded model to the output folder. Seeds the random number
-    generators of Python, NumPy and torch; the same seed, machine and number of threads give the same weights.
+    Writes demo.png, digit.png (a validation image) and the folded model. Seeds the random number generators of Python,
+    NumPy and torch; the same seed, machine and number of threads give the same weights.
 
     Args:
         output: Folder to write to, created if it does not exist.
@@ -98,7 +97,7 @@ def run_demo(
         ValueError: ``epochs`` or ``seed`` is out of range.
     """
     if epochs < 1:
-        raise ValueError(f'epochs must be at least 1, got {epochs}.')
+        raise ValueError(f'epochs must be an integer >= 1, got {epochs}.')
     if not 0 <= seed < 2 ** 32:
         raise ValueError(f'seed must be from 0 to 2 ** 32 - 1, got {seed}.')
     device = _usable(device)
@@ -107,7 +106,7 @@ def run_demo(
 
         train_set, val_set = load_split(seed)
     except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"The demo needs {e.name}: pip install matplotlib scikit-learn.") from e
+        raise ModuleNotFoundError(f'The demo requires {e.name}: pip install matplotlib scikit-learn.') from e
     output = _usable_output(output)
 
     repa = run_repa(train_set, val_set, device, seed, epochs)
@@ -124,7 +123,7 @@ def run_demo(
         usage=_USAGE.format(model=f'local-dir:{model_folder}', digit=str(output / 'digit.png')),
     )
     save_folded(repa.folded, model_folder)
-    with replacing_files(output) as temporary:
-        val_set.images[0].save(temporary / 'digit.png')
+    with replacing_files(output) as draft:
+        val_set.images[0].save(draft / 'digit.png')
     draw(result, val_set, repa.predictions[:16].tolist(), result.picture)
     return result

@@ -1,4 +1,4 @@
-"""The picture of the demo's results."""
+"""Picture of the demo's results."""
 from pathlib import Path
 from typing import List
 
@@ -32,8 +32,8 @@ def draw(result, samples: Images, predictions: List[int], path: Path) -> None:
     _draw_repa(top, result)
     _draw_repopt(middle, result.repopt)
     _draw_samples(bottom, samples, predictions)
-    with replacing_files(path.parent) as temporary:
-        figure.savefig(temporary / path.name, dpi=120)
+    with replacing_files(path.parent) as draft:
+        figure.savefig(draft / path.name, dpi=120)
 
 
 def _bars(axes, values, form: str, title: str) -> None:

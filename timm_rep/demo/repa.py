@@ -1,4 +1,4 @@
-"""First and third part of the demo: a RePa-DeiT and its folded form; the plain ViT of its size and its conversion."""
+"""First and third part of the demo: a RePa-DeiT, trained and folded; a plain ViT of its size, converted."""
 import copy
 from pathlib import Path
 from typing import Dict, NamedTuple
@@ -15,7 +15,7 @@ from timm_rep.utils.training import evaluate
 
 from . import training
 
-# trains within a minute on two CPU cores; average pooling learns faster than a class token on this few images
+# trains within a minute on two CPU cores; average pooling learns faster than a class token from so few images
 _MODEL_ARGS = dict(patch_size=4, embed_dim=128, depth=4, num_heads=4, global_pool='avg', img_size=16)
 
 
@@ -45,7 +45,7 @@ def run_repa(
         seed: int,
         epochs: int,
 ) -> RePaResult:
-    """Train the plain ViT and the RePa-DeiT, convert the former, fold the latter, and measure all four models."""
+    """Train a plain ViT and a RePa-DeiT, convert the former, fold the latter, and measure all four models."""
     trained = {}
     for label, name in (('plain ViT', 'deit_tiny_patch16_224'), ('RePa-DeiT', 'repa_deit_tiny')):
         trained[label] = model = training.create_model(name, seed, device, **_MODEL_ARGS)
@@ -76,7 +76,7 @@ def run_repa(
 
 def save_folded(model: nn.Module, folder: Path) -> None:
     """Write model.safetensors and config.json of the folded model to a folder."""
-    # timm before 1.0.31 does not record them
+    # timm < 1.0.31 does not record them
     model_args = dict(_MODEL_ARGS, in_chans=1, reparameterized=True)
-    with replacing_files(folder) as temporary:
-        save_for_hf(model.cpu(), str(temporary), model_args=model_args, safe_serialization=True)
+    with replacing_files(folder) as draft:
+        save_for_hf(model.cpu(), str(draft), model_args=model_args, safe_serialization=True)

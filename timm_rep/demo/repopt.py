@@ -1,4 +1,4 @@
-"""Second part of the demo: plain convolutions, as many as in RepOpt-VGG-B1, trained with RepSGD and with SGD."""
+"""Second part of the demo: as many plain convolutions as in RepOpt-VGG-B1, trained with RepSGD and with SGD."""
 from typing import Dict, List, NamedTuple
 
 import torch
@@ -27,8 +27,8 @@ class RepOptResult(NamedTuple):
     Attributes:
         accuracy: Accuracy in percent of the validation images.
         losses: Training loss of every step.
-        csla_difference: For each of 50 steps, the largest difference between the logits of the plain net and those of
-            the CSLA net, which torch's SGD trains on the same batches, relative to the largest logit.
+        csla_difference: Largest difference between the logits of the plain and the CSLA net, relative to the largest
+            logit, for each of 50 steps; torch's SGD trains the CSLA net on the same batches.
     """
     accuracy: Dict[str, float]
     losses: Dict[str, List[float]]
@@ -42,7 +42,7 @@ def run_repopt(
         seed: int,
         epochs: int,
 ) -> RepOptResult:
-    """Train one net with SGD and with RepSGD, and compare both with the CSLA net step by step."""
+    """Train one net with SGD and with RepSGD, and compare both with the CSLA net at each step."""
     accuracy, losses = {}, {}
     for label, opt, scales in (('SGD', 'sgd', False), ('RepSGD', 'repsgd', 'init')):
         model = training.create_model('repopt_vgg_b1', seed, device, scales=scales, **_MODEL_ARGS)

@@ -1,4 +1,4 @@
-"""Data and training of the demo: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
+"""Data and training of the demo: 1,797 handwritten digits of 8 x 8 pixels from scikit-learn."""
 from typing import List, Tuple
 
 import timm
@@ -81,7 +81,7 @@ def train(
     """Train a model in place, with a cosine schedule and one warm-up epoch.
 
     Returns:
-        Training loss of every step.
+        Training loss of each step.
     """
     optimizer = create_optimizer_v2(model, **optimizer_args)
     scheduler, _ = create_scheduler_v2(
