@@ -5,6 +5,7 @@ import pickle
 import pytest
 import timm
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, reparameterize_model
@@ -12,6 +13,7 @@ from timm.utils import ModelEmaV3, reparameterize_model
 import timm_rep
 from tests.convert.families import CLASSES, KINDS, build
 from tests.convert.test_families import record
+from tests.convert.test_to_train import build as build_to_train
 from tests.helpers import images, needs_recorded_args, relative, same_weights, save_model
 from tests.models.contract import train
 from tests.models.test_repa_any import CONVNEXT, VIT, plain
@@ -304,3 +306,91 @@ def test_compile(norm):
         optimizer.step()
     for (name, x), (_, y) in zip(a.state_dict().items(), b.state_dict().items()):
         assert torch.allclose(x.float(), y.float(), rtol=1e-3, atol=1e-5), name
+
+
+@torch.no_grad()
+def randomized(model, seed=0):
+    """A model with random norms, layer scales and biases."""
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        if p.numel() == max(p.shape, default=1):
+            p.uniform_(.2, 1.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize('family', ['poolformer', 'convnext', 'relpos', 'beit'])
+def test_norms_and_layer_scales_fold(family):
+    """Layer scales of images, of tokens, and parameters of a block."""
+    model, x = build_to_train(family)
+    randomized(model)
+    timm_rep.convert_to_repa(model, .5, anneal_steps=2, norm='batch')
+    steps(model, 3, x.shape[-1])
+    expected = model.eval()(x)
+    assert relative(model.reparameterize()(x), expected) < 1e-4
+
+
+@pytest.mark.parametrize('args', [VIT, CONVNEXT, RESMLP])
+def test_batch_norms_start_with_scale_and_shift_of_the_loaded_norms(args):
+    original = randomized(plain(args))
+    loaded = annealed_from(original, args, norm='batch')
+    torch.manual_seed(1)
+    converted = copy.deepcopy(original)
+    timm_rep.convert_to_repa(converted, anneal_steps=4, norm='batch')
+    for model in (loaded, converted):
+        norms = {name: m for name, m in model.named_modules() if isinstance(m, AnnealedNorm)}
+        assert norms
+        for name, m in norms.items():
+            path, _, _ = name.removesuffix('.norm').rpartition('.')
+            block = original.get_submodule(path)
+            old = block.norm2 if hasattr(block, 'norm2') else block.norm
+            for ours, theirs in (('weight', 'alpha'), ('bias', 'beta')):
+                value = getattr(old, ours, getattr(old, theirs, None))
+                assert torch.equal(getattr(m.bn, ours), value.flatten())
+                assert getattr(m.bn, ours).std() > .05
+
+
+def test_arguments_reach_the_layers():
+    original = plain(VIT)
+    model = copy.deepcopy(original)
+    timm_rep.convert_to_repa(
+        model, anneal_steps=5, norm='batch', anneal_schedule='cosine', bn_momentum=.3, bn_eps=1e-3)
+    norms = [m for m in model.modules() if isinstance(m, AnnealedNorm)]
+    assert {(m.bn.momentum, m.bn.eps, m.anneal_steps, m.anneal_schedule) for m in norms} == {(.3, 1e-3, 5, 'cosine')}
+    for norm in ('keep', 'batch'):
+        model = copy.deepcopy(original)
+        timm_rep.convert_to_repa(model, anneal_steps=5, norm=norm, anneal_schedule='cosine')
+        acts = [layer.act for layer in layers(model)]
+        assert {(act.anneal_steps, act.anneal_schedule, act.active_channels) for act in acts} == {(5, 'cosine', 24)}
+
+
+@pytest.mark.parametrize('frozen', ['norms', 'all', 'none'])
+def test_frozen_norms_stay_frozen(frozen):
+    model = plain(VIT)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (frozen == 'all' or (frozen == 'norms' and 'norm' in name)))
+    timm_rep.convert_to_repa(model, anneal_steps=5, norm='batch')
+    for m in model.modules():
+        if isinstance(m, AnnealedNorm):
+            assert {p.requires_grad for p in (*m.bn.parameters(), m.alpha)} == {frozen == 'none'}
+
+
+def test_a_batch_norm_of_the_model_stays():
+    """It is not annealed: it folds as it is."""
+    model = plain(VIT)
+    for block in model.blocks:
+        block.norm2 = _TokenNorm(24)
+    norms = [block.norm2 for block in model.blocks]
+    timm_rep.convert_to_repa(model, .5, anneal_steps=2, norm='batch')
+    assert not any(isinstance(m, AnnealedNorm) for m in model.modules())
+    assert [layer.norm for layer in layers(model)] == norms
+    steps(model, 3)
+    x = images(2, 32)
+    expected = model.eval()(x)
+    assert relative(model.reparameterize()(x), expected) < 1e-4
+
+
+class _TokenNorm(nn.BatchNorm1d):
+    """A BatchNorm of tokens in the last dimension but one."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)

@@ -15,6 +15,7 @@ from tests.convert.multi_branch import build as multi_branch
 from tests.helpers import images, needs_recorded_args, normal_scales, randomize_, same_weights
 from tests.models.contract import train
 from timm_rep.convert import use_repa_ffns
+from timm_rep.convert.record import is_folded
 from timm_rep.layers import AnnealedActivation, RePaMlp, csla_layers
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
@@ -270,3 +271,41 @@ def test_ratios_are_recorded_as_numbers(ratio, kwargs):
     assert json.dumps(getattr(model, '_model_args', {}), sort_keys=True) == json.dumps(
         getattr(plain, '_model_args', {}), sort_keys=True)
     assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
+
+
+@pytest.mark.parametrize('kind', ['vit', 'repvit'])
+def test_folded_models_are_created_folded(kind):
+    """Also where timm's folded layers look like unfolded ones."""
+    name, args, _ = BASES[kind]
+    for reparameterized in (False, True):
+        model = timm.create_model('repa_any', base=name, reparameterized=reparameterized, **args)
+        model.state_dict()
+        assert is_folded(model) == (reparameterized or kind == 'vit')  # of which nothing is left to fold
+        assert model._model_args['reparameterized'] == reparameterized
+
+
+@needs_recorded_args
+@pytest.mark.parametrize('conversion', ['in a base that folds', 'from scratch', 'init'])
+@pytest.mark.parametrize('fold', FOLDS)
+def test_reading_the_weights_changes_nothing(conversion, fold, tmp_path):
+    """What a model says about itself is the same before and after state_dict() and a save, and its copies' own."""
+    kind, convert = CONVERSIONS[conversion]
+    model, x = build(kind)
+    convert(model, x)
+    unfolded, cfg = model, model.pretrained_cfg
+    model = FOLDS[fold](model.eval())
+    if fold == 'utility':
+        model.state_dict()  # records that timm's function has folded it
+    before = {name: (id(value), copy.deepcopy(value)) for name, value in vars(model).items() if name in (
+        'pretrained_cfg', 'default_cfg', '_model_args', '_traits')}
+    assert len(before) == 4
+    model.state_dict()
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    assert before == {name: (id(getattr(model, name)), getattr(model, name)) for name in before}
+    if fold == 'utility':
+        assert unfolded.pretrained_cfg is cfg
+        assert 'reparameterized' not in unfolded._model_args
+        assert not is_folded(unfolded)
+    elif fold == 'unfolded':
+        assert model.pretrained_cfg is cfg
+    assert is_folded(model) == (fold != 'unfolded')

@@ -4,11 +4,13 @@ import json
 import pytest
 import timm
 import torch
+from timm.models import nextvit
 
 import timm_rep
 from tests.convert.families import VIT
 from tests.helpers import images
 from timm_rep.convert import ConversionReport
+from timm_rep.convert.ffn import find_ffns, replace_module
 
 WAYS = {'to train': {}, 'from data': dict(calibration=[images(64, 32)]), 'annealed': dict(anneal_steps=3)}
 
@@ -84,3 +86,66 @@ def test_contradictions(kwargs, message):
     with pytest.raises(ValueError, match=message):
         timm_rep.convert_to_repa(model, **kwargs)
     assert repr(model) == before
+
+
+def compiled(module):
+    module.compile(backend='eager')
+    return module
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('compile_', [lambda module: torch.compile(module, backend='eager'), compiled])
+def test_compiled_ffns_are_refused_by_name(way, compile_):
+    """Their wrapper would go on to run the old weights."""
+    model = vit()
+    model.blocks[1].mlp = mlp = compile_(model.blocks[1].mlp)
+    with pytest.raises(ValueError, match=r'blocks\.1\.mlp'):
+        timm_rep.convert_to_repa(model, .5, **WAYS[way])
+    assert model.blocks[1].mlp is mlp
+
+
+def test_nextvit_blocks_get_their_method_back():
+    """They fold the norm into the FFN, which a conversion replaces and a failed one puts back."""
+    model = nextvit.NextViT(3, stem_chs=(8, 8, 8), depths=(1, 1, 5, 1), head_dim=8)
+    attributes = {m: set(vars(m)) for m in model.modules()}
+    for ffn in find_ffns(model)[0]:
+        new = ffn.replacement(2)
+        replace_module(model, ffn.module, new)
+        assert model.get_submodule(ffn.name) is new
+        parent = model.get_submodule(ffn.name.rpartition('.')[0])
+        assert 'reparameterize' in vars(parent)
+        replace_module(model, new, ffn.module)
+        assert model.get_submodule(ffn.name) is ffn.module
+    assert {m: set(vars(m)) for m in model.modules()} == attributes
+
+
+@pytest.mark.parametrize('kwargs,message', [
+    (dict(bn_momentum='x'), 'bn_momentum'),
+    (dict(bn_momentum=1.5), 'bn_momentum'),
+    (dict(bn_eps='x'), 'bn_eps'),
+    (dict(bn_eps=0.), 'bn_eps'),
+    (dict(bn_eps=float('nan')), 'bn_eps'),
+    (dict(bn_eps=True), 'bn_eps'),
+    (dict(idle_ratio='x'), 'idle_ratio'),
+    (dict(idle_ratio=[.5, 'x']), 'idle_ratio'),
+    (dict(idle_ratio=[.5, 2.]), 'idle_ratio'),
+    (dict(idle_ratio=[.5, None]), 'idle_ratio'),
+    (dict(idle_ratio=[.5, .5], idle_schedule='linear'), 'idle_schedule'),
+    (dict(idle_schedule='step'), 'idle_schedule'),
+    (dict(anneal_steps=2, norm='batch', bn_momentum='x'), 'bn_momentum'),
+    (dict(anneal_steps=2, norm='batch', idle_ratio=[.5, None]), r'idle_ratio .*blocks\.1\.mlp'),
+    (dict(anneal_steps=2.5), 'anneal_steps'),
+])
+def test_wrong_values(kwargs, message):
+    model = vit()
+    before = repr(model)
+    with pytest.raises(ValueError, match=message):
+        timm_rep.convert_to_repa(model, **kwargs)
+    assert repr(model) == before
+    assert not hasattr(model, 'reparameterize')
+
+
+def test_momentum_none_is_a_cumulative_average():
+    model = vit()
+    timm_rep.convert_to_repa(model, bn_momentum=None)
+    assert {m.momentum for m in model.modules() if isinstance(m, torch.nn.BatchNorm1d)} == {None}

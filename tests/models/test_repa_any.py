@@ -191,7 +191,7 @@ def test_bases_that_timm_folds(args, tmp_path):
     (dict(base='resnet18'), 'ResNet has no pointwise FFN'),
     (dict(base='resnet18', norm='batch'), 'ResNet'),
     (dict(VIT, idle_ratio=[.5, .5]), r'4 FFNs.* 2: blocks.0.mlp'),
-    (dict(VIT, linear_path=[True]), 'linear_path'),
+    *((dict(VIT, linear_path=path), 'linear_path') for path in ([True], 5, 'x', ['x'] * 4)),
     (dict(VIT, idle_schedule='linear'), "norm='keep' or anneal_steps, idle_schedule is 'constant'"),
     (dict(VIT, norm='batch', linear_path=False), "linear_path is for norm='keep' without anneal_steps"),
     (dict(VIT, anneal_steps=4, linear_path=False), "linear_path is for norm='keep' without anneal_steps"),

@@ -12,21 +12,17 @@ __all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted',
 
 
 def check_unconverted(model: nn.Module) -> None:
-    """Refuse what is no plain timm model.
-
-    Raises:
-        TypeError: model is not a module.
-        ValueError: The model is wrapped (DDP, torch.compile, features_only) or compiled, or has foldable layers
-            already.
-    """
+    """Raise unless a model is an unwrapped, unconverted timm model, no part of which is compiled."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f'model is a timm model, got {model!r}: create it with timm.create_model({model!r}).')
+        raise TypeError(f'Expected a timm model, but got {model!r}: create it with timm.create_model().')
+    kind = type(model).__name__
     if any(True for _ in foldable_layers(model)):
-        raise ValueError(f'{type(model).__name__} has foldable layers already, it cannot be converted.')
+        raise ValueError(f'Expected an unconverted timm model, but {kind} has foldable layers already.')
     if unwrap_model(model) is not model or isinstance(model, nn.ModuleDict):  # the latter from features_only
-        raise ValueError(f'{type(model).__name__} wraps another model: convert the model before wrapping it.')
-    if any(m._compiled_call_impl is not None for m in model.modules()):
-        raise ValueError(f'{type(model).__name__} is compiled: convert the model before calling its compile().')
+        raise ValueError(f'Expected a timm model, but {kind} wraps another model: convert it before wrapping it.')
+    for name, module in model.named_modules():
+        if hasattr(module, '_orig_mod') or module._compiled_call_impl is not None:
+            raise ValueError(f'{name or kind} is compiled: convert the model before compiling it.')
 
 
 def reparameterize(model: nn.Module) -> nn.Module:

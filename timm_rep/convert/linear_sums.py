@@ -1,7 +1,7 @@
-"""The blocks of timm that are sums of linear branches: what their branches are, and where one convolution goes.
+"""Sums of linear branches in timm's blocks: their branches, and the attribute that takes the one convolution.
 
-A block is described by its terms, each ``gain * norm(conv(x))``. timm's own deploy structure says where the convolution
-that equals their sum belongs, so that the rest of the block's forward pass stays timm's.
+A sum consists of terms ``gain * norm(conv(x))``. The convolution that equals it takes the place that timm's own deploy
+structure gives it, so that the rest of the block's forward pass stays timm's.
 """
 import dataclasses
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
@@ -20,7 +20,7 @@ class Term(NamedTuple):
 
     Attributes:
         conv: Convolution; None for the identity.
-        norm: BatchNorm of its output, None for none.
+        norm: BatchNorm of its output, None without.
         gain: Factor of every output channel, of shape (channels,) after flattening; None for 1.
     """
     conv: Optional[nn.Conv2d]
@@ -36,10 +36,10 @@ class LinearSum:
         name: Name of the module that computes it.
         module: The module.
         terms: The branches.
-        slot: Attribute of the module that timm's folded convolution has; '' if it takes the place of the module.
-        replaced: New values of the attributes of the module that the convolution makes superfluous.
-        norm: BatchNorm behind the sum, None if there is none.
-        act: Activation that timm's deploy structure puts behind the convolution in the slot, None for none.
+        slot: Attribute of the module for timm's folded convolution; '' if the convolution replaces the module.
+        replaced: New values of the module's attributes that the convolution makes superfluous.
+        norm: BatchNorm applied to the sum, None without.
+        act: Activation that timm's deploy structure puts after the convolution in the slot, None without.
     """
     name: str
     module: nn.Module
@@ -95,12 +95,9 @@ class LinearSum:
         )
 
     def kernel(self, csla: Csla) -> Affine:
-        """Kernel and bias of the one convolution with the function of the branches in eval mode, in float64.
+        """Kernel and bias of the convolution that equals the sum in eval mode, in float64.
 
         The kernel has the shape (out_channels, in_channels / groups * height * width).
-
-        Raises:
-            ValueError: A BatchNorm has no finite running statistics.
         """
         out, inputs, height, width = csla.kernel_shape
         like = self.convs[0].weight
@@ -123,7 +120,7 @@ class LinearSum:
 
 
 def _conv_norms(layers: Sequence[nn.Module], norm: str = 'bn', **kwargs) -> List[Term]:
-    """Terms of timm's layers of a convolution and a BatchNorm, those that are not None."""
+    """Terms of timm's layers of a convolution and a BatchNorm; layers may be None."""
     return [
         Term(layer.get_submodule('conv' if hasattr(layer, 'conv') else 'c'), layer.get_submodule(norm), **kwargs)
         for layer in layers if layer is not None]
@@ -214,7 +211,7 @@ def _lcnet(name: str, block: nn.Module) -> List[LinearSum]:
 
 
 def _folded_already() -> None:
-    """Takes the place of ``reparameterize()`` in blocks of timm that fail if their branches are gone."""
+    """Replaces ``reparameterize()`` in blocks of timm that require their branches for it."""
 
 
 _READERS: Dict[str, Callable[[str, nn.Module], List[LinearSum]]] = {
@@ -233,11 +230,10 @@ _READERS: Dict[str, Callable[[str, nn.Module], List[LinearSum]]] = {
 }
 
 
-def _obstacle(linear_sum: LinearSum) -> Optional[str]:
-    """Why one convolution with a BatchNorm cannot take the place of a sum; None if it can."""
+def _unsupported_reason(linear_sum: LinearSum) -> Optional[str]:
+    """Why one convolution with a BatchNorm cannot replace a sum; None if it can."""
     if len(linear_sum.terms) < 2:
         return 'has a single branch'
-    convs = linear_sum.convs
     for conv, norm, _ in linear_sum.terms:
         if conv is not None and (type(conv) is not nn.Conv2d or type(conv.weight.data) is not torch.Tensor):
             return f'has a branch with a {type(conv).__name__} instead of a plain convolution'
@@ -245,18 +241,21 @@ def _obstacle(linear_sum: LinearSum) -> Optional[str]:
             return f'has a branch with a {type(norm).__name__} instead of a BatchNorm'
         if not isinstance(getattr(norm, 'act', None), (type(None), nn.Identity)):
             return f'has a branch with a {type(norm.act).__name__} in it'
-    superfluous = [getattr(linear_sum.module, name, None) for name in linear_sum.replaced]
-    for part in superfluous if linear_sum.slot else [linear_sum.module]:
+    replaced = [getattr(linear_sum.module, name, None) for name in linear_sum.replaced]
+    for part in replaced if linear_sum.slot else [linear_sum.module]:
         reason = modified(part) if isinstance(part, nn.Module) else None
         if reason:
             return reason
+    convs = linear_sum.convs
     whole = max(convs, key=lambda conv: conv.kernel_size)
     for conv in convs:
         same = all(
-            getattr(conv, name) == getattr(whole, name) for name in ('in_channels', 'out_channels', 'stride', 'groups'))
-        padding = tuple(k // 2 * d for k, d in zip(conv.kernel_size, conv.dilation))
-        odd = all(k % 2 for k in conv.kernel_size)
-        if not same or not odd or conv.padding != padding:
+            getattr(conv, name) == getattr(whole, name)
+            for name in ('in_channels', 'out_channels', 'stride', 'groups', 'padding_mode'))
+        centred = all(k % 2 for k in conv.kernel_size) and conv.padding_mode == 'zeros' and conv.padding == tuple(
+            k // 2 * d for k, d in zip(conv.kernel_size, conv.dilation))
+        dilated = all(k == 1 or d == w for k, d, w in zip(conv.kernel_size, conv.dilation, whole.dilation))
+        if not (same and centred and dilated):
             return f'has a branch {conv} that cannot be added to {whole}'
     return None
 
@@ -265,7 +264,7 @@ def find_linear_sums(model: nn.Module) -> Tuple[List[LinearSum], Dict[str, str]]
     """The blocks of a timm model that are sums of linear branches, in the order of its modules.
 
     Returns:
-        The sums, and for every block of a known class that is none its name and the reason.
+        The sums, and the names of other blocks of known classes with the reason.
     """
     sums: List[LinearSum] = []
     others: Dict[str, str] = {}
@@ -276,14 +275,14 @@ def find_linear_sums(model: nn.Module) -> Tuple[List[LinearSum], Dict[str, str]]
         if read is None or module in parts or _is_folded(module):
             continue
         found = read(name, module)
-        reasons = {f'{name}.{s.slot}'.rstrip('.'): _obstacle(s) for s in found}
+        reasons = {f'{name}.{s.slot}'.rstrip('.'): _unsupported_reason(s) for s in found}
         if any(reasons.values()):  # timm folds all sums of a block together
             others.update({slot: reason for slot, reason in reasons.items() if reason})
             continue
         sums.extend(found)
         for linear_sum in found:
-            superfluous = [getattr(module, attribute, None) for attribute in linear_sum.replaced]
-            parts.update(m for child in superfluous if isinstance(child, nn.Module) for m in child.modules())
+            replaced = [getattr(module, attribute, None) for attribute in linear_sum.replaced]
+            parts.update(m for child in replaced if isinstance(child, nn.Module) for m in child.modules())
     return sums, others
 
 

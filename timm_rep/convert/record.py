@@ -43,7 +43,7 @@ def is_timm_model(name: Any) -> bool:
 
 
 def recorded_base(model: nn.Module) -> Optional[str]:
-    """Name of the model of timm that this is; None if it, or the arguments it was created with, are unknown."""
+    """Name of the timm model that a model is; None if the name, or the arguments it was created with, are unknown."""
     name = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
     return name if hasattr(model, '_model_args') and is_timm_model(name) else None
 
@@ -51,13 +51,13 @@ def recorded_base(model: nn.Module) -> Optional[str]:
 def record_conversion(model: nn.Module, architecture: str, **args) -> None:
     """Let config.json say that a model is a registered architecture with ``base=`` what it was before the conversion.
 
-    What describes the weights, such as their licence, is kept, and what locates them is not. A model that is none of
-    timm's, or whose arguments timm did not record (before 1.0.31), stays as it is.
+    What describes the weights, such as their licence, is kept, and what locates them is not. A model without a recorded
+    base, see :func:`recorded_base`, stays as it is.
 
     Args:
         model: Converted model.
         architecture: 'repa_any' or 'repopt_any'.
-        args: Arguments of the architecture, beside those of the base.
+        args: Arguments of the architecture in addition to the arguments of the base.
     """
     base = recorded_base(model)
     if base is None:
@@ -81,7 +81,7 @@ def record_scales(model: nn.Module, structure: str = 'target') -> None:
         structure: 'target', 'search' or 'csla'.
     """
     _describe_scales(structure, model)
-    # timm's save_for_hf() reads the weights before the arguments
+    # create_model() records its arguments last of all, and timm's save_for_hf() reads the weights before them
     model.register_state_dict_pre_hook(partial(_describe_scales, structure))
 
 
@@ -91,11 +91,12 @@ def _describe_scales(structure: str, model: nn.Module, *hook_args) -> None:
     args = {name: value for name, value in model._model_args.items() if name != 'scales'}
     if csla_layers(model):
         args['scales'] = recorded_scales(model.scales_source, structure)
-    model._model_args = args
+    if args.get('scales') is not model._model_args.get('scales'):
+        model._model_args = args
 
 
 def _input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
-    """The layers that images enter: those of the given names, or the convolutions in their places.
+    """The layers that images enter: the layers of these names, or the convolutions in their places.
 
     None where the convolution has no weight of its own, as in the structures of Hyper-Search.
     """
@@ -115,7 +116,7 @@ def _input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> U
 def describe_input(model: nn.Module) -> None:
     """Let config.json say which layers images enter; timm reads it to load weights for other numbers of channels."""
     first_conv = _input_layers(model, model.pretrained_cfg.get('first_conv'))
-    model.pretrained_cfg['first_conv'] = first_conv
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'first_conv': first_conv}
     if hasattr(model, '_traits'):  # since timm 1.0.31
         model._traits = {**model._traits, 'first_conv': first_conv}
 
@@ -133,16 +134,18 @@ def _has(model: nn.Module, names: FrozenSet[str]) -> bool:
 
 
 def is_folded(model: nn.Module) -> bool:
-    """Whether a model has foldable layers, and nothing is left to fold, in the base of a converted model neither."""
+    """Whether all foldable layers of a model, the timm base's included, are folded."""
     unfolded = getattr(model, '_unfolded', frozenset())
     return is_reparameterized(model) and not (unfolded and _has(model, unfolded))
 
 
 def _describe_folded(model: nn.Module, *hook_args) -> None:
     """Let config.json say that a model is folded, if it is."""
-    if _is_recorded(model) and not _has(model, model._unfolded):
-        model._model_args = {**model._model_args, 'reparameterized': True}
-        describe_input(model)
+    if not _is_recorded(model) or model._model_args.get('reparameterized') or _has(model, model._unfolded):
+        return
+    args = {name: value for name, value in model._model_args.items() if name != 'scales'}  # of branches folded away
+    model._model_args = {**args, 'reparameterized': True}
+    describe_input(model)
 
 
 def _reparameterize(model: nn.Module) -> nn.Module:
@@ -152,14 +155,15 @@ def _reparameterize(model: nn.Module) -> nn.Module:
 
 
 def make_foldable(model: nn.Module, folded: bool = False) -> None:
-    """Add ``reparameterize()`` to a converted model, refuse checkpoints of others, and keep config.json up to date.
+    """Add ``reparameterize()`` to a converted model, and refuse checkpoints of another structure.
 
-    The latter in a state_dict pre-hook: ``timm.utils.reparameterize_model`` folds a model without calling it, and
-    timm's save_for_hf() reads the weights before the arguments.
+    Folding is recorded for config.json by ``reparameterize()``. ``timm.utils.reparameterize_model`` folds a model
+    without calling it, so the next ``state_dict()`` records it, which timm's save_for_hf() calls before it reads the
+    arguments.
 
     Args:
         model: Converted model.
-        folded: Whether it is folded already; timm's folded layers look like those that are not.
+        folded: Whether it is folded already; timm's folded layers look like unfolded ones.
     """
     model._unfolded = frozenset() if folded else _unfolded_names(model)
     if _is_recorded(model):

@@ -2,6 +2,7 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
+import copy
 import dataclasses
 from collections import Counter
 from functools import partial
@@ -231,7 +232,14 @@ def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
     model.scales_source = scales if isinstance(scales, str) else None
 
 
-@torch.inference_mode(False)  # whose tensors could not be trained later
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device, without copying its weights."""
+    memo = {id(p): nn.Parameter(p.to('meta'), p.requires_grad) for p in model.parameters()}
+    memo.update({id(b): b.to('meta') for b in model.buffers()})
+    return copy.deepcopy(model, memo)
+
+
+@torch.inference_mode(False)  # inference tensors cannot be trained
 def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptReport:
     """Turn a multi-branch network of timm into a plain one whose optimizer has the prior of the branches, in place.
 
@@ -256,21 +264,13 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
         ValueError: The model has no such block, or one with stochastic depth over its branches, or is wrapped or
             converted already; or the scales do not fit. The model is unchanged.
     """
-    before = [
-        (m, dict(m.__dict__), dict(m._modules), dict(m._buffers)) for m in model.modules()
-    ] if isinstance(model, nn.Module) else []
-    names = list(model.state_dict()) if before else []
-    try:
-        report = use_repopt_convs(model)
-        set_scales(model, scales, reinit=False)
-    except BaseException:
-        for module, attributes, children, buffers in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._modules.clear()
-            module._modules.update(children)
-            module._buffers.update(buffers)
-        raise
+    check_unconverted(model)
+    converted = _meta_copy(model)
+    use_repopt_convs(converted)
+    resolve_scales(converted, scales)  # before anything is changed
+    names = list(model.state_dict())
+    report = use_repopt_convs(model)
+    set_scales(model, scales, reinit=False)
     record_conversion(model, 'repopt_any')
     record_scales(model)
     refuse_branches(model, names)  # first: RepGhostNet's has names of the plain structure too
