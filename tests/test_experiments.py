@@ -301,7 +301,7 @@ def test_repoptimizers(start, models_trained, tmp_path):
             assert conv.grad_mult is None
         else:
             scales = scales(model) if callable(scales) else scales
-            mult = conv.csla.grad_mult(scales['stages.1.1.conv'])
+            mult = conv.csla.grad_mult(scales['stages.1.1.conv.0'])
             assert torch.equal(conv.grad_mult.dense('squared'), mult.dense('squared'))
         # by the rule of initialization the diagonal starts around 1
         diagonal = conv.weight[:, :, 1, 1].diagonal()

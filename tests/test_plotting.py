@@ -35,7 +35,7 @@ def points(axes):
 def test_figure_7():
     """A line for each branch of each stage, through the layer means."""
     scales = normal_scales(model(), seed=0)
-    for name in ('stages.1.1.conv', 'stages.1.2.conv'):
+    for name in ('stages.1.1.conv.0', 'stages.1.2.conv.0'):
         scales = Scales({**scales, name: {**scales[name], 'identity': torch.randn(16)}})
     figure = plot_scales({'a': scales, 'b': Scales.ones(model())})
     a, b = figure.axes
@@ -55,10 +55,10 @@ def test_figure_7():
 def test_figure_6():
     """Scales of the last layer of the longest stage by epoch."""
     scales = normal_scales(model(), seed=0)
-    history = {'stages.1.2.conv': {'conv3x3': [1., .5, .25], 'conv1x1': [1., 2., 3.]}, 'stem.conv': {'conv3x3': [0.]}}
+    history = {'stages.1.2.conv.0': {'conv3x3': [1., .5, .25], 'conv1x1': [1., 2., 3.]}, 'stem.conv.0': {'conv3x3': [0.]}}
     figure = plot_scales({'a': Scales(scales, history=history), 'b': scales})
     course, without = figure.axes[2:]
-    assert course.get_title() == 'stages.1.2.conv'
+    assert course.get_title() == 'stages.1.2.conv.0'
     assert [line for lines in points(course).values() for line in lines] == [
         [(1, 1.), (2, .5), (3, .25)], [(1, 1.), (2, 2.), (3, 3.)]]
     assert not without.lines
@@ -68,7 +68,7 @@ def test_figure_6():
 def test_figures_3_and_5():
     """Both histograms contain every entry once; the legends have the standard deviations."""
     state_dict = model().state_dict()
-    assert kernel_layer(state_dict) == 'stages.1.1.conv.weight'
+    assert kernel_layer(state_dict) == 'stages.1.1.conv.0.weight'
     kernel = torch.zeros(5, 4, 3, 3)
     kernel[:, :, 1, 1] = torch.arange(20.).view(5, 4)
     axes, = plot_kernels({'b1': {**state_dict, 'x': kernel}}, ['x']).axes
@@ -137,7 +137,7 @@ def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
     save_file(model().state_dict(), tmp_path / 'm.safetensors')
     drawn = []
     monkeypatch.setattr('timm_rep.cli.plot_scales.plot_kernels', lambda *args: drawn.append(plot_kernels(*args)) or drawn[-1])
-    layers = ['stages.2.1.conv.weight', 'stages.2.0.conv.weight']
+    layers = ['stages.2.1.conv.0.weight', 'stages.2.0.conv.0.weight']
     assert main([
         'plot-scales', '--kernels', *[str(tmp_path / 'm.safetensors')] * 2, '-o', str(tmp_path / 'x.png'),
         '--layer', layers[0], '--layer', layers[1]]) == 0

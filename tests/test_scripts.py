@@ -46,7 +46,7 @@ def test_compare_scales(script, tmp_path):
     a = changed(start, noise)
     b = changed(a, lambda n, b, s: 2 * s - start[n][b])  # twice the changes
     unsearched = {n: dict(branches) for n, branches in b.items()}
-    unsearched['stages.2.9.conv']['conv3x3'] = torch.full((192,), 99.)
+    unsearched['stages.2.9.conv.0']['conv3x3'] = torch.full((192,), 99.)
     a.save(tmp_path / 'a.safetensors')
     Scales(unsearched).save(tmp_path / 'b.safetensors')
     ghost = Scales.from_model(timm.create_model('repopt_ghostnet_050', structure='search', scales='init'))
@@ -58,7 +58,7 @@ def test_compare_scales(script, tmp_path):
     assert all((row['scales'], row['other'], row['changes']) == ('a', 'b', 1.) for row in rows.values())
     assert (rows['conv3x3']['layers'], rows['conv1x1']['layers']) == (21, 22)
     for branch, row in rows.items():
-        layers = [n for n in a if branch in a[n] and not (branch == 'conv3x3' and n == 'stages.2.9.conv')]
+        layers = [n for n in a if branch in a[n] and not (branch == 'conv3x3' and n == 'stages.2.9.conv.0')]
         means = torch.tensor([[x[n][branch].mean() for n in layers] for x in (a, b, start)])
         assert row['correlation'] == pytest.approx(torch.corrcoef(means)[0, 1].item(), abs=1e-3)
         distances = [(a[n][branch] / start[n][branch] - 1).abs().mean().item() for n in a if branch in a[n]]
@@ -101,7 +101,7 @@ def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
     model = timm.create_model('repopt_vgg_a0')
     layer = model.stages[2][5].conv
     assert torch.equal(
-        layer.grad_mult.dense('squared'), layer.csla.grad_mult(found['stages.2.5.conv']).dense('squared'))
+        layer.grad_mult.dense('squared'), layer.csla.grad_mult(found['stages.2.5.conv.0']).dense('squared'))
 
 
 def small_deit(monkeypatch, depth=2):

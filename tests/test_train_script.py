@@ -101,7 +101,7 @@ def test_resumed_is_uninterrupted(tmp_path, opt, kwargs):
 def test_multipliers_change_the_weights(opt, plain):
     ours = Run(opt).train(range(4)).model
     theirs = Run(plain).train(range(4)).model
-    assert relative(ours.stages[1][1].conv.weight, theirs.stages[1][1].conv.weight) > 1e-5
+    assert relative(ours.stages[1][1].conv[0].weight, theirs.stages[1][1].conv[0].weight) > 1e-5
     timm_rep.attach_grad_mults(ours, None)
     with pytest.raises(ValueError, match='GradMult'):
         create_optimizer_v2(ours, opt=opt, lr=.1)
@@ -119,7 +119,7 @@ def test_amp_skips_a_step_with_infinite_gradients(rep, fused):
         optimizer.zero_grad()
         scaler.scale(F.cross_entropy(model.eval()(x), y)).backward()
         if spoil:
-            model.stem.conv.weight.grad[0, 0, 0, 0] = float('inf')
+            model.stem.conv[0].weight.grad[0, 0, 0, 0] = float('inf')
         scaler.step(optimizer)
         scaler.update()
         changed = any(not torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -227,8 +227,8 @@ def test_arguments_of_the_command_line(tmp_path):
     args = parser.parse_args(
         ['--opt-kwargs', 'dampening=0.0', 'nesterov=False', '--model-kwargs', f'scales={str(path)!r}', 'reinit=False'])
     model = tiny('repopt_vgg_a0', **args.model_kwargs)
-    expected = csla_layers(create())['stages.1.1.conv'].grad_mult.dense('squared')
-    assert torch.equal(csla_layers(model)['stages.1.1.conv'].grad_mult.dense('squared'), expected)
+    expected = csla_layers(create())['stages.1.1.conv.0'].grad_mult.dense('squared')
+    assert torch.equal(csla_layers(model)['stages.1.1.conv.0'].grad_mult.dense('squared'), expected)
     cfg = argparse.Namespace(opt='repsgd', lr=.1, weight_decay=4e-5, momentum=.8)
     optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=cfg), **args.opt_kwargs)
     assert type(optimizer) is RepSGD

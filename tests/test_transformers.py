@@ -35,7 +35,7 @@ def test_documentation(transformers, image, monkeypatch):
     names = {}
     exec(compile(code, 'hub/README.md', 'exec'), names)
     assert names['classify'](image)
-    assert csla_layers(names['model'].timm_model)['stem.conv'].grad_mult is not None
+    assert csla_layers(names['model'].timm_model)['stem.conv.0'].grad_mult is not None
 
 
 @pytest.mark.parametrize('name', NAMES)

@@ -263,10 +263,9 @@ def parts(args):
 
 
 def poolformer(args):
-    """PoolFormers with folded FFNs, and with folded token mixers too: speedup over timm's PoolFormer.
+    """PoolFormers with folded FFNs: speedup over timm's PoolFormer.
 
-    'FFNs, pooling of torch': with nn.AvgPool2d as in the vanilla model, which isolates folding. 'mixers, training
-    form': BatchNorm token mixers before folding, FFNs folded.
+    'FFNs, pooling of torch': with nn.AvgPool2d as in the vanilla model, which isolates folding.
     """
     def blocks(model):
         return [block for stage in model.stages for block in stage.blocks]
@@ -281,16 +280,10 @@ def poolformer(args):
         torch_pooling = copy.deepcopy(ffns)
         for block in blocks(torch_pooling):
             block.token_mixer.pool = nn.AvgPool2d(pool_size, 1, pool_size // 2, count_include_pad=False)
-        mixers = timm.create_model(name, fold_token_mixer=True, pool_size=pool_size).eval()
-        unfolded_mixers = copy.deepcopy(mixers)
-        for block in blocks(unfolded_mixers):
-            block.mlp = block.mlp.fuse()
         models = {
             'vanilla': timm.create_model(vanilla, pool_size=pool_size).eval(),
             'FFNs': ffns,
             'FFNs, pooling of torch': torch_pooling,
-            'mixers, training form': unfolded_mixers,
-            'FFNs and mixers': mixers.reparameterize(),
         }
         models = {k: m.to(args.device, args.dtype, memory_format=formats[memory]) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)

@@ -22,7 +22,7 @@ def test_command(images, tmp_path, capsys):
     outputs = {name: tmp_path / name / 's.safetensors' for name in ('a', 'other')}
     assert main(command(images, outputs['a'])) == 0
     out = capsys.readouterr().out
-    assert 'stages.3.0.conv' in out
+    assert 'stages.3.0.conv.0' in out
     assert out.splitlines()[-1] == f'Written: {outputs["a"]}'
     scales = Scales.load(outputs['a'])
     assert (scales.metadata['dataset'], scales.metadata['epochs']) == (images.name, '2')

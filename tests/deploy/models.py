@@ -13,7 +13,6 @@ MODELS = {
     'repa_swin': lambda: (tiny('repa_swin_tiny'), 56),
     'repa_mixer': lambda: (tiny('repa_mixer_s32'), 64),
     'repa_poolformer': lambda: (tiny('repa_poolformer_s12'), 64),
-    'repa_poolformer, token mixers': lambda: (tiny('repa_poolformer_s12', fold_token_mixer=True), 64),
     'repa_lvvit': lambda: (tiny('repa_lvvit_s'), 64),
     'repa_any, batch': lambda: (
         timm.create_model('repa_any', base='deit3_small_patch16_224', norm='batch', **VIT), 32),

@@ -318,7 +318,7 @@ def test_scales(tmp_path):
     (tmp_path / 's.safetensors').unlink()
     model = load_folder(folder)
     expected = timm.create_model(name, **args, scales=scales)
-    assert torch.equal(model.stem.conv.grad_mult.dense('squared'), expected.stem.conv.grad_mult.dense('squared'))
+    assert torch.equal(model.stem.conv[0].grad_mult.dense('squared'), expected.stem.conv[0].grad_mult.dense('squared'))
     assert 'ding2022re' in (folder / 'README.md').read_text()
 
 
@@ -406,7 +406,7 @@ def test_words_for_scales(tmp_path, word):
     assert tuple(load_folder(folder).pretrained_cfg['input_size']) == (3, 64, 64)
     if word is False:
         assert not (folder / 'scales.safetensors').exists()
-        assert load_folder(folder).stem.conv.grad_mult is None
+        assert load_folder(folder).stem.conv[0].grad_mult is None
     else:
         expected = Scales.initial(timm.create_model(name, **args))
         assert Scales.load(folder / 'scales.safetensors') == expected

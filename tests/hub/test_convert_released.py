@@ -27,6 +27,7 @@ def released_vgg(tmp_path):
     state_dict = {}
     for key, value in model.state_dict().items():
         key = re.sub(r'^stages\.(\d)', lambda m: f'stage{int(m[1]) + 1}', key)
+        key = key.replace('.conv.0.', '.conv.').replace('.conv.1.', '.bn.')
         state_dict[key.replace('stem.', 'stage0.').replace('head.fc.', 'linear.')] = value
     torch.save(state_dict, tmp_path / 'RepOpt-VGG.pth')
     return model, tmp_path / 'RepOpt-VGG.pth'
@@ -40,7 +41,7 @@ def vgg_scales(tmp_path):
     names = {'conv3x3': 'scale_conv', 'conv1x1': 'scale_1x1', 'identity': 'scale_identity'}
     torch.save({
         f"{re.sub(r'^stages[.]([0-9])', lambda m: f'stage{int(m[1]) + 1}', name).replace('stem', 'stage0')}"
-        .removesuffix('.conv') + f'.{names[branch]}.weight': scale
+        .removesuffix('.conv.0') + f'.{names[branch]}.weight': scale
         for name, branches in scales.items() for branch, scale in branches.items()
     }, tmp_path / 'scales.pth')
     return scales, tmp_path / 'scales.pth'

@@ -46,9 +46,9 @@ def published(tmp_path, hub):
 
 def test_folder_of_a_model_in_channels_last(folder):
     model = trained(*REPOPT, scales=False).to(memory_format=torch.channels_last)
-    assert not model.stem.conv.weight.is_contiguous()
+    assert not model.stem.conv[0].weight.is_contiguous()
     write_folder(folder / 'repopt_vgg_a0.mine', model, REPOPT[1])
-    assert not model.stem.conv.weight.is_contiguous()
+    assert not model.stem.conv[0].weight.is_contiguous()
     assert same(timm.create_model('repopt_vgg_a0.mine', pretrained=True, scales=False), model)
 
 
@@ -143,7 +143,7 @@ def test_scales_come_along(folder):
             for name, layer in csla_layers(expected).items():
                 found = csla_layers(model)[name].grad_mult
                 assert torch.equal(found.dense('squared'), layer.grad_mult.dense('squared'))
-    assert csla_layers(timm.create_model('repopt_vgg_a0.mine', pretrained=True, scales='ones'))['stem.conv'].grad_mult
+    assert csla_layers(timm.create_model('repopt_vgg_a0.mine', pretrained=True, scales='ones'))['stem.conv.0'].grad_mult
 
 
 def test_saved_by_transformers(folder):

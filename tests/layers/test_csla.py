@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import relative
+from tests.reference.csla import branch_by_branch
 from tests.reference.rep_optim import grad_mult
-from timm_rep.layers import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, SearchBlock
+from timm_rep.layers import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch
 from timm_rep.optim import GradMult, RepAdamW, RepSGD, set_grad_mult
 
 C3, C1, ID = ConvBranch(3), ConvBranch(1), IdentityBranch()
@@ -68,8 +69,8 @@ class TestEveryBlock:
         csla = CSLAS[name]
         scales = random_scales(csla)
         x = torch.randn(2, csla.in_channels, 9, 8, dtype=torch.float64)
-        for cls in (CslaBlock, SearchBlock):
-            block = cls(csla, scales, dtype=torch.float64)
+        for trainable in (False, True):
+            block = CslaBlock(csla, scales, trainable, dtype=torch.float64)
             target = CslaConv2d(csla, dtype=torch.float64)
             assert target.weight.shape == csla.kernel_shape
             with torch.no_grad():
@@ -77,30 +78,40 @@ class TestEveryBlock:
                     weight.normal_()
                 target.weight.copy_(block.equivalent_kernel())
             torch.testing.assert_close(target(x), block(x))
-            assert all(s.requires_grad == (cls is SearchBlock) for s in block.scales.values())
-            assert block.structure == {CslaBlock: 'csla', SearchBlock: 'search'}[cls]
+            assert block.structure == ('search' if trainable else 'csla')
             assert target.structure == 'target'
 
-    def test_search_block_is_the_branches(self, name):
+    def test_block_is_the_branches(self, name):
         """Adding the kernels or the feature maps gives the same output and the same gradients."""
         csla = CSLAS[name]
-        scales = random_scales(csla)
-        blocks = [cls(csla, scales, dtype=torch.float64) for cls in (CslaBlock, SearchBlock)]
-        for scale in blocks[0].scales.values():
-            scale.requires_grad_()
+        block = CslaBlock(csla, random_scales(csla), trainable=True, dtype=torch.float64)
         with torch.no_grad():
-            for weight in blocks[0].weights.values():
+            for weight in block.weights.values():
                 weight.normal_()
-        blocks[1].load_state_dict(blocks[0].state_dict())
-        x = torch.randn(2, csla.in_channels, 9, 8, dtype=torch.float64)
         found = []
-        for block in blocks:
-            inputs = x.clone().requires_grad_()
-            y = block(inputs)
+        for forward in (block, lambda x: branch_by_branch(csla, block.weights, block.scales, x)):
+            block.zero_grad()
+            x = torch.randn(
+                2, csla.in_channels, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0),
+                requires_grad=True)
+            y = forward(x)
             y.sin().sum().backward()
-            found.append([y, inputs.grad, *(p.grad for p in block.parameters())])
+            found.append([y, x.grad, *(p.grad.clone() for p in block.parameters())])
         assert len(found[0]) == 2 + len(csla.branches) + len(csla.scaled_branches)
         torch.testing.assert_close(found[1], found[0])
+
+    def test_constant_scales_stay_constant(self, name):
+        """They are no parameters, which requires_grad_() would make trainable; the keys are those of trainable ones."""
+        csla = CSLAS[name]
+        constant, trainable = (
+            CslaBlock(csla, random_scales(csla, dtype=torch.float32), trainable) for trainable in (False, True))
+        constant.requires_grad_(True)
+        keys = {f'scales.{branch}' for branch in csla.scaled_branches}
+        assert constant.state_dict().keys() == trainable.state_dict().keys() >= keys
+        assert dict(constant.named_buffers()).keys() == keys
+        assert dict(trainable.named_parameters()).keys() == trainable.state_dict().keys()
+        constant(torch.randn(2, csla.in_channels, 9, 8)).sum().backward()
+        assert all(scale.grad is None for scale in constant.scales.values())
 
     @pytest.mark.parametrize('rule,power', [('squared', 2), ('absolute', abs)])
     def test_grad_mult(self, name, rule, power):
@@ -183,7 +194,7 @@ def test_scales_are_copied():
     csla = CSLAS['RepOpt-VGG']
     scales = random_scales(csla, dtype=torch.float32)
     before = {name: scale.clone() for name, scale in scales.items()}
-    mult, blocks = csla.grad_mult(scales), [CslaBlock(csla, scales), SearchBlock(csla, scales)]
+    mult, blocks = csla.grad_mult(scales), [CslaBlock(csla, scales, trainable) for trainable in (False, True)]
     expected = mult.dense('squared'), blocks[0].equivalent_kernel()
     blocks[1].equivalent_kernel()
     blocks[1](torch.randn(2, 8, 5, 5)).square().mean().backward()
@@ -263,5 +274,5 @@ def test_refusals():
 
 
 def test_initial_scale_as_an_integer():
-    block = SearchBlock(Csla(4, 4, branches=(ConvBranch(3),), initial_scale=2))
+    block = CslaBlock(Csla(4, 4, branches=(ConvBranch(3),), initial_scale=2), trainable=True)
     assert block.scales['conv3x3'].tolist() == [2.] * 4

@@ -15,7 +15,6 @@ from tests.models import contract
 from tests.models.contract import Contract
 from tests.reference.ffn import ffn
 from tests.reference.pooling import pooling
-from timm_rep.layers import RePaPoolingDeploy
 
 VARIANTS = [f'repa_poolformer_{size}' for size in ('m36', 'm48', 's12', 's24', 's36')]
 TINY = dict(depths=(1, 2, 1), dims=(16, 24, 32), num_classes=5)
@@ -35,14 +34,8 @@ def trained(**kwargs):
     model = tiny(**kwargs)
     for i, block in enumerate(blocks(model)):
         wild_(block.mlp, i, log_var=(-1, 1))
-        for parameter in block.token_mixer.parameters():
+        for parameter in (*block.norm1.parameters(), *block.layer_scale1.parameters()):
             parameter.normal_()
-        if kwargs.get('fold_token_mixer'):
-            block.token_mixer.norm.running_mean.normal_()
-            block.token_mixer.norm.running_var.uniform_(.5, 2)
-        else:
-            for parameter in (*block.norm1.parameters(), *block.layer_scale1.parameters()):
-                parameter.normal_()
     return model.eval()
 
 
@@ -91,39 +84,27 @@ def test_block_is_pooling_and_ffn(pool_size):
     assert relative(block(x).permute(0, 2, 3, 1).reshape(-1, 24), expected) < 1e-10
 
 
-@torch.no_grad()
-def test_block_with_a_folding_token_mixer():
-    block = blocks(trained(fold_token_mixer=True, pool_size=5))[1].double()
-    x = torch.randn(2, 24, 8, 6, dtype=torch.float64)
-    y = x + pooling(x, block.token_mixer.state_dict(), 5)
-    weights = {k: v.flatten(1) if v.dim() == 4 else v for k, v in block.mlp.state_dict().items()}
-    y = y.permute(0, 2, 3, 1).reshape(-1, 24)
-    expected = y + ffn(y, weights, F.gelu, active=24)
-    assert relative(block(x).permute(0, 2, 3, 1).reshape(-1, 24), expected) < 1e-10
-
-
 def test_batch_norms():
-    contract.check_batch_norms(partial(tiny, fold_token_mixer=True))
+    contract.check_batch_norms(tiny)
 
 
 def test_initialization_and_drop_path_are_timms():
-    for fold in (False, True):
-        model = tiny(dims=(96, 96, 96), drop_path_rate=.3, proj_drop_rate=.1, fold_token_mixer=fold)
-        rates = torch.linspace(0, .3, 4).tolist()
-        for block, rate in zip(blocks(model), rates):
-            for fc in (block.mlp.fc1, block.mlp.fc2):
-                assert abs(fc.weight.std().item() - .02) < .001
-                assert fc.bias.abs().max() == 0
-            for drop in (block.drop_path1, block.drop_path2):
-                assert isinstance(drop, DropPath) == (rate > 0)
-                assert rate == 0 or drop.drop_prob == pytest.approx(rate)
-            assert block.mlp.drop1.p == .1
+    model = tiny(dims=(96, 96, 96), drop_path_rate=.3, proj_drop_rate=.1)
+    rates = torch.linspace(0, .3, 4).tolist()
+    for block, rate in zip(blocks(model), rates):
+        for fc in (block.mlp.fc1, block.mlp.fc2):
+            assert abs(fc.weight.std().item() - .02) < .001
+            assert fc.bias.abs().max() == 0
+        for drop in (block.drop_path1, block.drop_path2):
+            assert isinstance(drop, DropPath) == (rate > 0)
+            assert rate == 0 or drop.drop_prob == pytest.approx(rate)
+        assert block.mlp.drop1.p == .1
 
 
 @pytest.mark.parametrize('kwargs', [
     dict(), dict(idle_ratio=0.), dict(idle_ratio=1.), dict(idle_ratio=.4), dict(pool_size=7),
     dict(idle_schedule='linear'), dict(layer_scale_init_values=None),
-    dict(fold_token_mixer=True), dict(fold_token_mixer=True, pool_size=7, layer_scale_init_values=None),
+    dict(pool_size=7, layer_scale_init_values=None),
 ], ids=str)
 @torch.no_grad()
 def test_reparameterize_is_exact(kwargs):
@@ -135,8 +116,6 @@ def test_reparameterize_is_exact(kwargs):
     assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     for memory_format in (torch.contiguous_format, torch.channels_last):
         assert relative(model.to(memory_format=memory_format).forward_features(x), features) < 1e-5
-    if kwargs.get('fold_token_mixer'):
-        assert all(isinstance(block.token_mixer, RePaPoolingDeploy) for block in blocks(model))
 
 
 @torch.no_grad()
@@ -153,49 +132,37 @@ def test_recorded_outputs(recorded):
     assert relative(model(tensors['input']), tensors['output']) < 1e-5
     assert relative(model.reparameterize()(tensors['input']), tensors['output']) < 1e-5
     assert sum(p.numel() for p in model.parameters()) == config['parameters_reparameterized']
-    folding = timm.create_model('repa_poolformer_s12', fold_token_mixer=True, **args)
-    with pytest.raises(RuntimeError, match=r'(?s)does not fit RePaPool.*unexpected: network\.0\.0\.norm1\.weight'):
-        timm_rep.load_released(folding, weights)
 
 
-def test_other_structures_are_refused():
-    for fold in (False, True):
-        with pytest.raises(RuntimeError, match='deploy structure'):
-            tiny(fold_token_mixer=fold).load_state_dict(
-                tiny(reparameterized=True, fold_token_mixer=fold).state_dict(), strict=False)
-    for kwargs in (dict(), dict(fold_token_mixer=True), dict(fold_token_mixer=True, reparameterized=True)):
-        with pytest.raises(ValueError, match='pool_size is the side of a window'):
+def test_refusals():
+    with pytest.raises(RuntimeError, match='deploy structure'):
+        tiny().load_state_dict(tiny(reparameterized=True).state_dict(), strict=False)
+    for kwargs in (dict(), dict(reparameterized=True)):
+        with pytest.raises(ValueError, match='odd'):
             tiny(pool_size=4, **kwargs)
 
 
-@pytest.mark.parametrize('fold_token_mixer', [False, True])
-def test_training_lowers_the_loss(fold_token_mixer):
-    model = tiny(drop_path_rate=.1, fold_token_mixer=fold_token_mixer, layer_scale_init_values=.1).train()
+def test_training_lowers_the_loss():
+    model = tiny(drop_path_rate=.1, layer_scale_init_values=.1).train()
     optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
     x, target = images(10), torch.arange(10) % 5
     losses = contract.train(model, optimizer, x, target, steps=25)
     assert losses[-1] < .5 * losses[0]
 
 
-@pytest.mark.parametrize('kind', [
-    'training', 'deploy', 'mixing', pytest.param('mixing-deploy', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('kind', ['training', 'deploy'])
 class TestContract(Contract):
-    """What timm's PoolFormer can do, in both structures, its token mixer folding or not."""
+    """What timm's PoolFormer can do, in both structures."""
     block = 'stages.1.blocks.1'
-    scriptable = ('training', 'deploy', 'mixing', 'mixing-deploy')
-
-    @staticmethod
-    def args(kind):
-        return dict(fold_token_mixer='mixing' in kind)
+    scriptable = ('training', 'deploy')
 
     @classmethod
     def build(cls, kind, **kwargs):
-        return tiny(reparameterized='deploy' in kind, **cls.args(kind), **kwargs)
+        return tiny(reparameterized='deploy' in kind, **kwargs)
 
     @classmethod
     def trained(cls, kind):
-        model = trained(**cls.args(kind))
-        return model.reparameterize() if 'deploy' in kind else model
+        return trained().reparameterize() if kind == 'deploy' else trained()
 
     def test_parameter_groups(self, model):
         """timm's MetaFormer has no groups of parameters to set rates for by layer."""
@@ -211,8 +178,7 @@ class TestContract(Contract):
     @torch.no_grad()
     def test_features_only(self, kind):
         net = timm.create_model(
-            'repa_poolformer_s12', features_only=True, reparameterized='deploy' in kind, **self.args(kind),
-            **TINY).eval()
+            'repa_poolformer_s12', features_only=True, reparameterized='deploy' in kind, **TINY).eval()
         assert (net.feature_info.channels(), net.feature_info.reduction()) == ([16, 24, 32], [4, 8, 16])
         features = net(images())
         assert [tuple(f.shape) for f in features] == [(2, 16, 16, 16), (2, 24, 8, 8), (2, 32, 4, 4)]

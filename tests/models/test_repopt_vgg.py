@@ -15,7 +15,7 @@ from tests.helpers import images, randomize_, relative
 from tests.models import contract
 from tests.models.contract import Contract
 from tests.reference.rep_optim import grad_mult
-from timm_rep.layers import CslaBlock, SearchBlock, csla_layers
+from timm_rep.layers import CslaBlock, csla_layers
 from timm_rep.models import RepOptVgg
 from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult, set_grad_mult
 from timm_rep.scales import Scales
@@ -65,11 +65,11 @@ def test_architecture(name):
     assert tuple(len(stage) for stage in model.stages) == VARIANTS[name]
     assert [f['reduction'] for f in model.feature_info] == [2, 4, 8, 16, 32]
     search = timm.create_model(name, structure='search', device='meta')
-    for stages, conv in ((model.stages, model.stem.conv), (search.stages, search.stem.conv)):
+    for stages, conv in ((model.stages, model.stem.conv[0]), (search.stages, search.stem.conv[0])):
         assert conv.csla.stride == (2, 2)
         for stage in stages:
             for index, block in enumerate(stage):
-                csla = block.conv.csla
+                csla = block.conv[0].csla
                 assert csla.stride == ((1, 1) if index else (2, 2))
                 assert ('identity' in [b.name for b in csla.branches]) == (index > 0)
                 assert csla.initial_scale == (math.sqrt(2 / index) if index else 1)
@@ -86,7 +86,7 @@ def test_dilation_for_stride_adds_no_identity():
         assert model.state_dict().keys() == dense.state_dict().keys()
         for name, layer in csla_layers(dense).items():
             assert layer.csla.branches == csla_layers(model)[name].csla.branches
-        assert dense.stages[3][0].conv.csla.stride == (1, 1)
+        assert dense.stages[3][0].conv[0].csla.stride == (1, 1)
 
 
 def test_initialization_of_the_stem_is_that_of_any_block():
@@ -104,8 +104,8 @@ def test_se_follows_the_activation():
     model = trained(**SE)
     block = model.stages[1][0]
     x = torch.randn(2, 8, 9, 9)
-    y = F.relu(block.bn.act(F.batch_norm(
-        block.conv(x), block.bn.running_mean, block.bn.running_var, block.bn.weight, block.bn.bias)))
+    conv, norm = block.conv
+    y = F.relu(F.batch_norm(conv(x), norm.running_mean, norm.running_var, norm.weight, norm.bias))
     z = y.mean((2, 3), keepdim=True)
     z = torch.sigmoid(block.attn.fc2(F.relu(block.attn.fc1(z))))
     torch.testing.assert_close(block(x), y * z)
@@ -118,12 +118,12 @@ def test_search_structure_at_its_start():
     model = tiny(structure='search')
     for stage in model.stages:
         for index, block in enumerate(stage):
-            assert type(block.conv) is SearchBlock
-            assert all(s.requires_grad for s in block.conv.scales.values())
-            for scale in block.conv.scales.values():
+            assert block.conv[0].structure == 'search'
+            assert all(s.requires_grad for s in block.conv[0].scales.values())
+            for scale in block.conv[0].scales.values():
                 assert torch.equal(scale, torch.full_like(scale, math.sqrt(2 / index) if index else 1.))
             if index:
-                identity = block.conv.weights['identity']
+                identity = block.conv[0].weights['identity']
                 assert identity.requires_grad
                 assert torch.equal(identity, torch.ones_like(identity))
 
@@ -137,7 +137,7 @@ def test_branches_take_the_scales(structure):
         assert all(s.requires_grad == (structure == 'search') for s in layer.scales.values())
     read = Scales.from_model(model)
     assert all(torch.equal(read[n][b], scales[n][b]) for n in scales for b in scales[n])
-    assert 'identity' in read['stages.1.1.conv']
+    assert 'identity' in read['stages.1.1.conv.0']
 
 
 def test_target_has_the_multipliers_and_kernels_of_its_scales():
@@ -149,15 +149,15 @@ def test_target_has_the_multipliers_and_kernels_of_its_scales():
         expected = grad_mult(layer.weight.shape, branches, scales[name], 2)
         torch.testing.assert_close(get_grad_mult(layer.weight).dense('squared', torch.float64), expected)
     # the kernel of an identity block: 1 on the diagonal, and each row as large as its scales
-    layer = model.stages[1][1].conv
+    layer = model.stages[1][1].conv[0]
     bound = 1 / math.sqrt(16 * 9)
-    corner = layer.weight[:, :, 0, 0].abs() / scales['stages.1.1.conv']['conv3x3'].abs()[:, None]
+    corner = layer.weight[:, :, 0, 0].abs() / scales['stages.1.1.conv.0']['conv3x3'].abs()[:, None]
     assert .8 * bound < corner.max() <= bound * 1.0001
     centre = layer.weight[:, :, 1, 1]
-    limit = scales['stages.1.1.conv']['conv3x3'].abs() * bound + scales['stages.1.1.conv']['conv1x1'].abs() / 4
+    limit = scales['stages.1.1.conv.0']['conv3x3'].abs() * bound + scales['stages.1.1.conv.0']['conv1x1'].abs() / 4
     assert ((centre.diagonal() - 1).abs() <= limit * 1.0001).all()
     assert (centre.diagonal() - 1).abs().max() > 0
-    again = tiny(scales=scales, reinit=False).stages[1][1].conv
+    again = tiny(scales=scales, reinit=False).stages[1][1].conv[0]
     assert again.weight.abs().max() <= bound
     assert get_grad_mult(again.weight) is not None
 
@@ -165,7 +165,7 @@ def test_target_has_the_multipliers_and_kernels_of_its_scales():
 def test_forms_of_scales(tmp_path):
     scales = random_scales(tiny())
     scales.save(tmp_path / 's.safetensors')
-    name = 'stages.2.1.conv'
+    name = 'stages.2.1.conv.0'
 
     def dense(form):
         return csla_layers(tiny(scales=form))[name].grad_mult.dense('squared')
@@ -201,9 +201,9 @@ def test_refusals(tmp_path):
         (dict(output_stride=4), 'output_stride: expected 8, 16 or 32, got 4'),
         (dict(strides=(2, 2, 2, 2, 4)), 'five numbers, 1 or 2'),
         (dict(strides=(1, 2, 2, 2, 2), output_stride=8), 'set one of them'),
-        (dict(scales=random_scales(tiny(widths=(8, 16, 24, 40)))), r'(?s)do not fit RepOptVgg.*stages\.3\.0\.conv.*40'),
-        (dict(scales=random_scales(tiny(depths=(1, 2, 3, 1)))), r'stages\.2\.2\.conv: not a layer'),
-        (dict(scales=random_scales(tiny(depths=(1, 1, 2, 1)))), r"stages\.1\.1\.conv: No scale for.*'conv3x3'"),
+        (dict(scales=random_scales(tiny(widths=(8, 16, 24, 40)))), r'(?s)do not fit RepOptVgg.*stages\.3\.0.*40'),
+        (dict(scales=random_scales(tiny(depths=(1, 2, 3, 1)))), r'stages\.2\.2\.conv\.0: not a layer'),
+        (dict(scales=random_scales(tiny(depths=(1, 1, 2, 1)))), r"stages\.1\.1\.conv\.0: No scale for.*'conv3x3'"),
     ]:
         with pytest.raises(ValueError, match=match):
             tiny(**kwargs)
@@ -243,7 +243,7 @@ def test_reparameterize_is_exact(kwargs):
     assert model.reparameterized
     assert utility.reparameterized
     assert not any(isinstance(m, (nn.BatchNorm2d, CslaBlock)) for m in model.modules())
-    assert all(type(m) is nn.Conv2d and m.bias is not None for m in model.modules() if isinstance(m, nn.Conv2d))
+    assert all(m.bias is not None and not list(m.children()) for m in model.modules() if isinstance(m, nn.Conv2d))
     assert relative(model(x), expected) < 1e-5
     assert torch.equal(utility(x), model(x))
     once = {k: v.clone() for k, v in model.state_dict().items()}
@@ -292,16 +292,16 @@ def test_reparameterize_full_size(name):
 
 def test_a_failed_reparameterization_changes_nothing():
     for error, spoil in [
-        (ValueError, lambda block: setattr(block.bn, 'running_mean', None)),
-        (OverflowError, lambda block: block.half().bn.weight.data.fill_(6e4)),
-        (ValueError, lambda block: setattr(block, 'conv', nn.Sequential(block.conv, nn.Dropout()))),
+        (ValueError, lambda block: setattr(block.conv[1], 'running_mean', None)),
+        (OverflowError, lambda block: block.half().conv[1].weight.data.fill_(6e4)),
+        (ValueError, lambda block: block.conv.__setitem__(0, nn.Sequential(block.conv[0], nn.Dropout()))),
         (ValueError, lambda block: block.conv.register_forward_hook(lambda module, args, y: 2 * y)),
     ]:
         model = trained()
         spoil(model.stages[1][1])
-        with pytest.raises(error, match=r'stages\.1\.1 cannot be folded: .'):
+        with pytest.raises(error, match=r'stages\.1\.1\.conv cannot be folded: .'):
             model.reparameterize()
-        assert all('bn' in dict(block.named_children()) for stage in model.stages for block in stage)
+        assert all(isinstance(block.conv, nn.Sequential) for stage in model.stages for block in stage)
 
 
 @pytest.mark.parametrize('strict', [True, False])
@@ -426,16 +426,16 @@ class TestMultiplierFollowsTheWeight:
             torch.__future__.set_swap_module_params_on_conversion(False)
 
     def test_one_set_by_hand_stays(self, model):
-        conv = model.stages[1][1].conv
+        conv = model.stages[1][1].conv[0]
         set_grad_mult(conv.weight, None)
-        assert copy.deepcopy(model.half()).stages[1][1].conv.grad_mult is None
-        mult = conv.csla.grad_mult(Scales.ones(model)['stages.1.1.conv'])
+        assert copy.deepcopy(model.half()).stages[1][1].conv[0].grad_mult is None
+        mult = conv.csla.grad_mult(Scales.ones(model)['stages.1.1.conv.0'])
         set_grad_mult(conv.weight, mult)
-        found = copy.deepcopy(model.float()).stages[1][1].conv.grad_mult
+        found = copy.deepcopy(model.float()).stages[1][1].conv[0].grad_mult
         assert torch.equal(found.dense('squared'), mult.dense('squared'))
 
     def test_without_a_weight(self, model):
-        conv = model.stages[1][1].conv
+        conv = model.stages[1][1].conv[0]
         conv.weight = None
         assert conv.grad_mult is None
         model.half()
@@ -443,7 +443,7 @@ class TestMultiplierFollowsTheWeight:
     def test_copies_are_independent(self, model):
         other = copy.deepcopy(model)
         timm_rep.attach_grad_mults(other, 'ones')
-        name = 'stages.1.1.conv'
+        name = 'stages.1.1.conv.0'
         assert not torch.equal(
             csla_layers(other)[name].grad_mult.dense('squared'), csla_layers(model)[name].grad_mult.dense('squared'))
 
@@ -476,7 +476,7 @@ def csla_and_target(**kwargs):
         ours = csla_layers(target)
         for name, block in csla_layers(csla).items():
             ours[name].weight.copy_(block.equivalent_kernel())
-        rest = {k: v for k, v in csla.state_dict().items() if '.conv.' not in k}
+        rest = {k: v for k, v in csla.state_dict().items() if '.conv.0.' not in k}
         assert not target.load_state_dict(rest, strict=False).unexpected_keys
     return csla, target
 
@@ -527,7 +527,7 @@ def test_recorded_training(recorded, rule):
         scales[name] = dict(zip(('identity', 'conv1x1', 'conv3x3')[-len(found):], found))
     timm_rep.attach_grad_mults(model, scales)
     for name, layer in layers.items():
-        recorded_name = 'stage0' if name == 'stem.conv' else 'stage{}.{}'.format(
+        recorded_name = 'stage0' if name == 'stem.conv.0' else 'stage{}.{}'.format(
             int(name.split('.')[1]) + 1, name.split('.')[2])
         dense = layer.grad_mult.dense('squared' if rule == 'sgd' else 'absolute')
         torch.testing.assert_close(dense, tensors[f'grad_mult.{recorded_name}.conv.weight'])
@@ -707,3 +707,17 @@ def test_saved_scales_are_the_attached_ones(tmp_path):
     timm.models.save_for_hf(search, tmp_path, safe_serialization=True)
     again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
     assert Scales.from_model(again) == Scales.from_model(search)
+
+
+@pytest.mark.parametrize('folded', [False, True])
+@torch.no_grad()
+def test_weights_for_gray_images(tmp_path, folded):
+    """The first convolution has another name in a folded model; its kernel is summed over the colours."""
+    pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
+    model = trained()
+    if folded:
+        model.reparameterize()
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    gray = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, in_chans=1).eval()
+    x = images()[:, :1]
+    assert relative(gray(x), model(x.expand(-1, 3, -1, -1))) < 1e-5

@@ -3,7 +3,7 @@ import torch
 
 
 def pooling(x, weights, pool_size, training=False, eps=1e-5):
-    """x: (N, C, H, W). weights: the state dict of a RePaPooling, float64; ``ls.gamma`` in it is a layer scale."""
+    """x: (N, C, H, W). weights: float64, of the BatchNorm ``norm``; ``ls.gamma`` is a layer scale."""
     mean, var = weights['norm.running_mean'], weights['norm.running_var']
     if training:
         mean = x.mean(dim=(0, 2, 3))

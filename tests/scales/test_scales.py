@@ -46,7 +46,7 @@ def test_round_trip(tmp_path):
         assert read == scales
         assert read.metadata == {'model': 'repopt_vgg_a0', 'epochs': '3'}
     assert repr(read) == "Scales(7 layers, epochs='3', model='repopt_vgg_a0')"
-    assert load_file(path).keys() >= {'stem.conv.conv3x3', 'stages.1.1.conv.identity'}
+    assert load_file(path).keys() >= {'stem.conv.0.conv3x3', 'stages.1.1.conv.0.identity'}
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_false_is_no_scales_on_the_command_line():
 def test_order_and_history_survive_a_file(tmp_path):
     """The tenth layer of a stage comes after the second, though its name does not."""
     scales = Scales.ones(timm.create_model('repopt_vgg_a0', scales=False, device='meta'))
-    history = {'stem.conv': {'conv3x3': [1., .5], 'conv1x1': [1., 2.]}}
+    history = {'stem.conv.0': {'conv3x3': [1., .5], 'conv1x1': [1., 2.]}}
     scales = Scales(scales, {'epochs': '2'}, history)
     scales.save(tmp_path / 's.safetensors')
     read = Scales.load(tmp_path / 's.safetensors')
@@ -140,24 +140,24 @@ def test_scales_are_constants():
     """Float32 on the CPU, and not those of the model they were read from."""
     model = tiny(structure='search', dtype=torch.float64)
     scales = Scales.from_model(model)
-    layer = csla_layers(model)['stem.conv']
-    before = scales['stem.conv']['conv3x3'].clone()
+    layer = csla_layers(model)['stem.conv.0']
+    before = scales['stem.conv.0']['conv3x3'].clone()
     with torch.no_grad():
         layer.scales['conv3x3'].add_(1)
-    assert torch.equal(scales['stem.conv']['conv3x3'], before)
+    assert torch.equal(scales['stem.conv.0']['conv3x3'], before)
     assert before.dtype == torch.float32
     assert not before.requires_grad
 
 
 def test_summary():
     scales = Scales({
-        'stem.conv': {'conv3x3': torch.tensor([1., -3.]), 'conv1x1': torch.tensor([2., 2.])},
-        'stages.0.1.conv': {'conv3x3': torch.tensor([.5, .5]), 'identity': torch.tensor([0., 1.])},
+        'stem.conv.0': {'conv3x3': torch.tensor([1., -3.]), 'conv1x1': torch.tensor([2., 2.])},
+        'stages.0.1.conv.0': {'conv3x3': torch.tensor([.5, .5]), 'identity': torch.tensor([0., 1.])},
     })
     assert scales.summary().splitlines() == [
-        'layer            conv3x3         conv1x1         identity',
-        'stem.conv        -1.000 (2.000)  +2.000 (0.000)',
-        'stages.0.1.conv  +0.500 (0.000)                  +0.500 (0.500)',
+        'layer              conv3x3         conv1x1         identity',
+        'stem.conv.0        -1.000 (2.000)  +2.000 (0.000)',
+        'stages.0.1.conv.0  +0.500 (0.000)                  +0.500 (0.500)',
     ]
 
 
@@ -170,7 +170,7 @@ def test_compare():
     comparison = scales.compare(turned)['conv1x1']
     assert abs(comparison.correlation + 1) < 1e-6
     assert list(comparison.stage_means) == ['stem', 'stages.0', 'stages.1', 'stages.2', 'stages.3']
-    mean = torch.stack([scales[f'stages.1.{i}.conv']['conv1x1'].mean() for i in (0, 1)]).mean().item()
+    mean = torch.stack([scales[f'stages.1.{i}.conv.0']['conv1x1'].mean() for i in (0, 1)]).mean().item()
     assert comparison.stage_means['stages.1'] == pytest.approx((mean, -2 * mean))
     assert comparison.relative_change == pytest.approx(1.5)
     apart = Scales({n: {b: s * torch.linspace(.8, 1.4, len(s)) for b, s in branches.items()}
@@ -178,7 +178,7 @@ def test_compare():
     assert apart.compare(scales)['conv1x1'].relative_change == pytest.approx(
         sum((torch.linspace(.8, 1.4, len(layer['conv1x1'])) - 1).abs().mean().item() for layer in scales.values()
             if 'conv1x1' in layer) / sum('conv1x1' in layer for layer in scales.values()), rel=1e-5)
-    missing = Scales({'stem.conv': {'conv3x3': torch.ones(len(scales['stem.conv']['conv3x3']))}})
+    missing = Scales({'stem.conv.0': {'conv3x3': torch.ones(len(scales['stem.conv.0']['conv3x3']))}})
     assert math.isnan(scales.compare(missing)['conv1x1'].relative_change)
     with pytest.raises(ValueError, match='no layers in common'):
         scales.compare(Scales({'other': {'conv3x3': torch.ones(2)}}))
@@ -189,17 +189,17 @@ def test_equality():
     b.metadata['epochs'] = '3'
     assert a == b
     other = {n: dict(s) for n, s in a.items()}
-    other['stem.conv']['conv1x1'] = other['stem.conv']['conv1x1'] + 1
+    other['stem.conv.0']['conv1x1'] = other['stem.conv.0']['conv1x1'] + 1
     assert a != Scales(other)
-    del other['stem.conv']
+    del other['stem.conv.0']
     assert a != Scales(other)
     more = {n: dict(s) for n, s in a.items()}
-    more['stem.conv']['conv5x5'] = torch.ones(8)
+    more['stem.conv.0']['conv5x5'] = torch.ones(8)
     assert a != Scales(more)
     assert Scales(more) != a
     assert a != 'ones'
     with pytest.raises(TypeError):
-        a['stem.conv']['conv1x1'] = torch.ones(8)
+        a['stem.conv.0']['conv1x1'] = torch.ones(8)
     assert pickle.loads(pickle.dumps(a)) == a
 
 
@@ -222,16 +222,16 @@ def test_derived_scales_do_not_pass_for_searched_ones():
 
 def test_refusals(tmp_path, monkeypatch):
     for value in (torch.ones(3, 3), torch.tensor([1., float('nan')]), torch.tensor([float('inf')])):
-        with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
-            Scales({'stem.conv': {'conv3x3': value}})
+        with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv.0'"):
+            Scales({'stem.conv.0': {'conv3x3': value}})
     for value in (
             [1., 2.], torch.ones(3, dtype=torch.complex64), torch.tensor([1e300], dtype=torch.float64),
             torch.ones(3, device='meta'), torch.ones(3).to_sparse(),
     ):
-        with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv'"):
-            Scales({'stem.conv': {'conv3x3': value}})
-    with pytest.raises(ValueError, match=r"vectors by branch; 'stem.conv' has tensor"):
-        Scales({'stem.conv': torch.ones(8)})
+        with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv.0'"):
+            Scales({'stem.conv.0': {'conv3x3': value}})
+    with pytest.raises(ValueError, match=r"vectors by branch; 'stem.conv.0' has tensor"):
+        Scales({'stem.conv.0': torch.ones(8)})
     for value in (3, True, [1, 2]):
         with pytest.raises(ValueError, match=r"'init' or False, got"):
             tiny(scales=value)
@@ -260,12 +260,12 @@ def test_attach_checks_everything_before_it_changes_anything():
     model = tiny(scales='ones')
     before = {n: layer.grad_mult for n, layer in csla_layers(model).items()}
     scales = {n: dict(b) for n, b in some_scales().items()}
-    scales['stages.3.0.conv']['conv1x1'] = torch.ones(31)
-    del scales['stages.0.0.conv']
+    scales['stages.3.0.conv.0']['conv1x1'] = torch.ones(31)
+    del scales['stages.0.0.conv.0']
     with pytest.raises(ValueError, match='do not fit') as e:
         timm_rep.attach_grad_mults(model, scales)
-    assert "stages.3.0.conv: The scale of the branch 'conv1x1' has the shape (31,)" in str(e.value)
-    assert "stages.0.0.conv: No scale for the branch 'conv3x3'" in str(e.value)
+    assert "stages.3.0.conv.0: The scale of the branch 'conv1x1' has the shape (31,)" in str(e.value)
+    assert "stages.0.0.conv.0: No scale for the branch 'conv3x3'" in str(e.value)
     assert all(layer.grad_mult is before[n] for n, layer in csla_layers(model).items())
 
 
@@ -292,8 +292,8 @@ def test_attach_where_the_weight_is_no_parameter():
             lambda conv: torch.nn.utils.parametrize.register_parametrization(conv, 'weight', nn.Identity()),
     ):
         model = tiny(scales=False)
-        change(model.stages[1][1].conv)
-        with pytest.raises(ValueError, match=r'stages.1.1.conv: The weight is not a parameter.*weight_norm'):
+        change(model.stages[1][1].conv[0])
+        with pytest.raises(ValueError, match=r'stages.1.1.conv.0: The weight is not a parameter.*weight_norm'):
             timm_rep.attach_grad_mults(model, 'ones')
         assert all(get_grad_mult(p) is None for p in model.parameters())
 
@@ -323,7 +323,7 @@ def released_layout(model):
     names = {'conv3x3': 'scale_conv', 'conv1x1': 'scale_1x1', 'identity': 'scale_identity'}
     state = {'linear.weight': torch.ones(5, 32)}
     for layer, branches in Scales.from_model(model).items():
-        block = 'stage0' if layer == 'stem.conv' else 'stage{}.{}'.format(
+        block = 'stage0' if layer == 'stem.conv.0' else 'stage{}.{}'.format(
             int(layer.split('.')[1]) + 1, layer.split('.')[2])
         state[f'{block}.conv.weight'] = torch.ones(2, 2, 3, 3)
         state.update({f'{block}.{names[branch]}.weight': scale for branch, scale in branches.items()})
@@ -344,7 +344,7 @@ def test_released_layout(tmp_path):
         read = Scales.load(tmp_path / 'scales.pth')
         assert read == expected
         assert read.metadata == {'source': 'scales.pth'}
-    assert csla_layers(tiny(scales=str(tmp_path / 'scales.pth')))['stem.conv'].grad_mult is not None
+    assert csla_layers(tiny(scales=str(tmp_path / 'scales.pth')))['stem.conv.0'].grad_mult is not None
     torch.save({'conv.weight': torch.ones(3)}, tmp_path / 'scales.pth')
     with pytest.raises(ValueError, match='no scales in a released layout'):
         Scales.load(tmp_path / 'scales.pth')
@@ -422,7 +422,7 @@ def test_from_the_hub(hub, tmp_path, monkeypatch):
         assert Scales.load(source) == some_scales()
         model = timm.create_model(
             'repopt_vgg_a0', depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, scales=source)
-        assert model.stem.conv.grad_mult is not None
+        assert model.stem.conv[0].grad_mult is not None
     # another file on the main branch, after which the revisions are what they were
     some_scales(1).save(tmp_path / 'new.safetensors')
     hub.add('owner/other', {'scales.safetensors': (tmp_path / 's.safetensors').read_bytes()})

@@ -62,7 +62,7 @@ def test_finds_scales_that_a_model_takes():
             found = scales[name][branch]
             assert not torch.equal(found, scale)
             assert found.std() > 0
-    assert 'identity' in scales['stages.1.1.conv']
+    assert 'identity' in scales['stages.1.1.conv.0']
     assert (scales.metadata['model'], scales.metadata['epochs'], scales.metadata['dataset']) == (
         'repopt_vgg_a0', '4', 'noise')
     assert float(scales.metadata['accuracy']) > 25
@@ -105,7 +105,7 @@ def test_a_model_of_your_own_is_trained_in_place():
     scales = timm_rep.hyper_search(model, loader(), epochs=1, warmup_epochs=0, progress=False)
     assert scales == Scales.from_model(model)
     last = [layers[-1] for layers in scales.stages().values()]
-    assert 'stages.1.1.conv' in last
+    assert 'stages.1.1.conv.0' in last
     assert scales.history == {
         name: {branch: [round(scale.mean().item(), 5)] for branch, scale in scales[name].items()} for name in last}
 

@@ -84,7 +84,7 @@ def _build(name: str, args):
 def _split(model_kwargs):
     """Split arguments into those of both models and those of RePaFormers only."""
     args = (name for f in (use_repa_ffns, anneal_ffns) for name in inspect.signature(f).parameters)
-    only = {*args, 'fold_token_mixer', 'base', 'linear_path'}
+    only = {*args, 'base', 'linear_path'}
     return tuple({k: v for k, v in model_kwargs.items() if (k in only) == own} for own in (False, True))
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from timm.utils import reparameterize_model, unwrap_model
 
-from timm_rep.layers import foldable_layers, is_reparameterized
+from timm_rep.layers import foldable_layers, is_reparameterized, structures_in
 
 __all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted', 'folded_copy', 'reparameterize']
 
@@ -39,7 +39,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
     fused = []
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
-            if hasattr(child, 'structures_in') and hasattr(child, 'fuse'):
+            if hasattr(child, 'structure_keys') and hasattr(child, 'fuse'):
                 try:
                     fused.append((parent, name, child.fuse()))
                 except (ValueError, OverflowError) as e:
@@ -75,7 +75,7 @@ def check_loaded_structure(model: nn.Module, state_dict: Mapping[str, Any], pref
         RuntimeError: The structures differ; the message says what to do.
     """
     for name, layer in foldable_layers(model, prefix.rstrip('.')):
-        found = layer.structures_in(state_dict, f'{name}.')
+        found = structures_in(layer, state_dict, f'{name}.')
         if found and layer.structure not in found:
             key = next(k for k in state_dict if k.startswith(f'{name}.'))
             raise RuntimeError(

@@ -27,6 +27,9 @@ from .to_train import affine_names, batch_norm_like, check_batch_norm, find_trai
 __all__ = ['AnnealedFfn', 'anneal_ffns']
 
 
+_STRUCTURE_KEYS = {'ffn.': ('annealing',), 'fc_in.weight': ('deploy',), 'fc_idle.weight': ('deploy',)}
+
+
 class AnnealedFfn(nn.Module):
     """A pointwise FFN whose idle channels become linear, see :class:`timm_rep.layers.AnnealedActivation`.
 
@@ -34,6 +37,7 @@ class AnnealedFfn(nn.Module):
     :class:`timm_rep.layers.AnnealedNorm`. Input and output are those of the FFN.
     """
     structure = 'annealing'
+    structure_keys = _STRUCTURE_KEYS
 
     def __init__(
             self,
@@ -70,14 +74,6 @@ class AnnealedFfn(nn.Module):
             device=linear_of(ffn.first).weight.device,
         ))
         self.train(ffn.module.training)
-
-    @staticmethod
-    def structures_in(state_dict, prefix: str) -> Tuple[str, ...]:
-        """Structures of the FFN that the entries of a state dict under ``prefix`` belong to."""
-        names = [key[len(prefix):] for key in state_dict if key.startswith(prefix)]
-        if any(name.startswith('ffn.') for name in names):
-            return ('annealing',)
-        return ('deploy',) if 'fc_in.weight' in names or 'fc_idle.weight' in names else ()
 
     @property
     def act(self) -> AnnealedActivation:

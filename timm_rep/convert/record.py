@@ -19,6 +19,7 @@ __all__ = [
     'FACTORY_ARGS',
     'WEIGHT_SOURCE',
     'describe_input',
+    'input_layers',
     'is_folded',
     'is_timm_model',
     'make_foldable',
@@ -95,7 +96,7 @@ def _describe_scales(structure: str, model: nn.Module, *hook_args) -> None:
         model._model_args = args
 
 
-def _input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
+def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
     """The layers that images enter: the layers of these names, or the convolutions in their places.
 
     None where the convolution has no weight of its own, as in the structures of Hyper-Search.
@@ -115,7 +116,7 @@ def _input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> U
 
 def describe_input(model: nn.Module) -> None:
     """Let config.json say which layers images enter; timm reads it to load weights for other numbers of channels."""
-    first_conv = _input_layers(model, model.pretrained_cfg.get('first_conv'))
+    first_conv = input_layers(model, model.pretrained_cfg.get('first_conv'))
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'first_conv': first_conv}
     if hasattr(model, '_traits'):  # since timm 1.0.31
         model._traits = {**model._traits, 'first_conv': first_conv}

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, resolve_pretrained_cfg
 
-from timm_rep.convert.record import FACTORY_ARGS
+from timm_rep.convert.record import FACTORY_ARGS, input_layers
 from timm_rep.init import weight_select_init
 from timm_rep.scales import packaged_scales
 from timm_rep.utils.checkpoints import read_state_dict
@@ -135,7 +135,8 @@ def _create_with_weights(
     try:
         load_pretrained(
             model,
-            dict(cfg, source='', state_dict=state_dict),
+            # a folded model has another first layer
+            dict(cfg, source='', state_dict=state_dict, first_conv=input_layers(model, cfg.get('first_conv'))),
             num_classes=model.num_classes,
             in_chans=model_args.get('in_chans', 3),
             filter_fn=filter_fn,

@@ -1,12 +1,12 @@
 from .annealing import AnnealedActivation, AnnealedNorm, advance_annealing, check_annealing
 from .csla import ConvBranch, Csla, IdentityBranch
-from .csla_conv import CslaBlock, CslaConv2d, SearchBlock, csla_layers
+from .csla_conv import CslaBlock, CslaConv2d, csla_layers
 from .fold import Affine, batch_norm_scale_shift, check_unmodified, modified
 from .fused_idle import set_fused_idle, use_fused_idle
-from .pooling import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size
+from .pooling import WindowAvgPool2d
 from .repa_mlp import ChannelIdle, GatedUnit, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
-from .repopt_conv import RepOptConv, RepOptConvDeploy, build_csla_layer, csla_of, fold_norm
-from .structure import foldable_layers, holds_structure, is_reparameterized
+from .repopt_conv import RepOptConv, RepOptConvDeploy
+from .structure import foldable_layers, holds_structure, is_reparameterized, structures_in
 
 __all__ = [
     'Affine',
@@ -21,27 +21,21 @@ __all__ = [
     'IdentityBranch',
     'RePaMlp',
     'RePaMlpDeploy',
-    'RePaPooling',
-    'RePaPoolingDeploy',
     'RepOptConv',
     'RepOptConvDeploy',
-    'SearchBlock',
     'WindowAvgPool2d',
     'active_channels',
     'advance_annealing',
     'batch_norm_scale_shift',
-    'build_csla_layer',
     'check_annealing',
-    'check_pool_size',
     'check_unmodified',
     'csla_layers',
-    'csla_of',
-    'fold_norm',
     'foldable_layers',
     'holds_structure',
     'idle_ratios',
     'is_reparameterized',
     'modified',
     'set_fused_idle',
+    'structures_in',
     'use_fused_idle',
 ]

@@ -1,29 +1,30 @@
-"""The layers of a CSLA declaration: the target operator, and the blocks with constant or trainable scales.
+"""The layers of a CSLA declaration: the target operator, and the block of its branches.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
 import math
-from typing import Dict, Mapping, Optional
+from typing import Dict, Iterator, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .csla import ConvBranch, Csla, IdentityBranch
+from .csla import ConvBranch, Csla
 from .grad_mult import GradMult, get_grad_mult, set_grad_mult
 
-__all__ = ['CslaBlock', 'CslaConv2d', 'SearchBlock', 'csla_layers']
+__all__ = ['CslaBlock', 'CslaConv2d', 'csla_layers']
 
-# names that torch's wrappers insert between those of modules
+# names that torch's wrappers insert into the names of modules
 _WRAPPERS = {'module', '_orig_mod', '_checkpoint_wrapped_module', '_fsdp_wrapped_module'}
 
 
 class CslaConv2d(nn.Conv2d):
     """The target operator of a CSLA block: a convolution that keeps the GradMult of its weight.
 
-    torch replaces a parameter, and drops its attributes, when a model is copied, unpickled, moved from 'meta' or loaded
-    with ``assign=True``; this module attaches the multiplier to the new parameter. Input (N, in_channels, H, W), output
-    (N, out_channels, H', W').
+    When a model is copied, unpickled, moved from 'meta' or loaded with ``assign=True``, torch replaces the parameter
+    and drops its attributes; this module attaches the multiplier to the new parameter.
+
+    Input (N, in_channels, H, W), output (N, out_channels, H', W').
     """
     structure = 'target'
     __jit_unused_properties__ = ('grad_mult',)
@@ -73,7 +74,7 @@ class CslaConv2d(nn.Conv2d):
 
     @torch.no_grad()
     def reset_kernel(self, scales: Mapping[str, torch.Tensor]) -> None:
-        """Reinitialize the kernel by the rule of initialization (eq. 4): that of a newly initialized CSLA block.
+        """Reinitialize the kernel by the rule of initialization (eq. 4), as the kernel of a new CSLA block.
 
         Args:
             scales: Constant scale of each conv branch, (out_channels,).
@@ -88,7 +89,7 @@ class CslaConv2d(nn.Conv2d):
         """The kernel, detached, in a dtype or its own; the same method as CslaBlock's."""
         return self.weight.detach().to(dtype or self.weight.dtype)
 
-    # The multiplier belongs to the parameter: it is attached again wherever torch replaces the parameter.
+    # torch replaces the parameter in the methods below
     def _restore_grad_mult(self, grad_mult: Optional[GradMult]) -> None:
         weight = self._parameters.get('weight')
         if grad_mult is not None and weight is not None and get_grad_mult(weight) is None:
@@ -123,18 +124,45 @@ class CslaConv2d(nn.Conv2d):
             grad_mult.layers.setdefault(grad_mult.name, self)
 
 
-class CslaBlock(nn.Module):
-    """A CSLA block with one operator for each branch and constant scales (figure 1).
+class _BranchScales(nn.Module):
+    """Scale of each conv branch, by name: parameters, or buffers where the scales are constant."""
 
-    Input (N, in_channels, H, W), output (N, out_channels, H', W'). For tests and ablations: the target operator with
-    its GradMult trains equivalently in less time.
+    def __init__(self, scales: Mapping[str, torch.Tensor], trainable: bool):
+        super().__init__()
+        for name, scale in scales.items():
+            if trainable:
+                self.register_parameter(name, nn.Parameter(scale))
+            else:
+                self.register_buffer(name, scale)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._parameters, *self._buffers))
+
+    def keys(self) -> Tuple[str, ...]:
+        return tuple(self)
+
+    def values(self) -> Tuple[torch.Tensor, ...]:
+        return tuple(self[name] for name in self)
+
+    def items(self) -> Tuple[Tuple[str, torch.Tensor], ...]:
+        return tuple((name, self[name]) for name in self)
+
+
+class CslaBlock(nn.Module):
+    """A CSLA block with a kernel for each branch and scales (figure 1): the block that Hyper-Search trains.
+
+    The kernels of the branches are added before one convolution. Input (N, in_channels, H, W), output
+    (N, out_channels, H', W').
     """
-    structure = 'csla'
 
     def __init__(
             self,
             csla: Csla,
             scales: Optional[Mapping[str, torch.Tensor]] = None,
+            trainable: bool = False,
             device=None,
             dtype=None,
     ):
@@ -142,6 +170,7 @@ class CslaBlock(nn.Module):
         Args:
             csla: The branches.
             scales: Scale of each conv branch, (out_channels,), copied; ``csla.initial_scales()`` if None.
+            trainable: Whether the scales are parameters, as in Hyper-Search (section 3.3), or constant, buffers.
             device: Device of the parameters.
             dtype: Dtype of the parameters.
 
@@ -151,8 +180,8 @@ class CslaBlock(nn.Module):
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         self.csla = csla
+        self.structure = 'search' if trainable else 'csla'
         self.weights = nn.ParameterDict()
-        self.scales = nn.ParameterDict()
         for branch in csla.branches:
             if isinstance(branch, ConvBranch):
                 shape = (csla.out_channels, csla.in_channels // csla.groups, *branch.kernel_size)
@@ -160,8 +189,7 @@ class CslaBlock(nn.Module):
             else:
                 self.weights[branch.name] = nn.Parameter(torch.empty(csla.out_channels, **dd))
         scales = csla.initial_scales(**dd) if scales is None else csla.check_scales(scales)
-        for name, scale in scales.items():
-            self.scales[name] = nn.Parameter(scale.clone().to(**dd), requires_grad=self.structure == 'search')
+        self.scales = _BranchScales({name: scale.clone().to(**dd) for name, scale in scales.items()}, trainable)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -186,43 +214,6 @@ class CslaBlock(nn.Module):
             self.scales[name].copy_(scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the branches, (N, out_channels, H', W')."""
-        y = None
-        for branch in self.csla.branches:
-            weight = self.weights[branch.name]
-            if isinstance(branch, IdentityBranch):
-                z = x * weight[:, None, None]
-            else:
-                z = F.conv2d(
-                    x,
-                    weight,
-                    stride=self.csla.stride,
-                    padding=self.csla.padding(branch.kernel_size),
-                    dilation=self.csla.dilation,
-                    groups=self.csla.groups,
-                )
-                z = z * self.scales[branch.name][:, None, None]
-            y = z if y is None else y + z
-        return y
-
-    def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """The kernel of the one convolution with the same output (eq. 4), detached, in a dtype or the weights'."""
-        weights, scales = (
-            {name: x.detach().to(dtype or x.dtype) for name, x in group.items()}
-            for group in (self.weights, self.scales))
-        return self.csla.kernel(weights, scales)
-
-
-class SearchBlock(CslaBlock):
-    """The block that Hyper-Search trains: the same branches with trainable scales (section 3.3).
-
-    The kernels of the branches are added before one convolution, which gives the outputs and gradients of CslaBlock up
-    to rounding.
-    """
-    structure = 'search'
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of one convolution with the equivalent kernel, (N, out_channels, H', W')."""
         return F.conv2d(
             x,
             self.csla.kernel(self.weights, self.scales),
@@ -231,6 +222,13 @@ class SearchBlock(CslaBlock):
             dilation=self.csla.dilation,
             groups=self.csla.groups,
         )
+
+    def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        """The kernel of the one convolution with the same output (eq. 4), detached, in a dtype or the weights'."""
+        weights, scales = (
+            {name: x.detach().to(dtype or x.dtype) for name, x in group.items()}
+            for group in (self.weights, self.scales))
+        return self.csla.kernel(weights, scales)
 
 
 def csla_layers(model: nn.Module) -> Dict[str, nn.Module]:

@@ -6,7 +6,7 @@ import math
 import sys
 from functools import partial
 from numbers import Real
-from typing import Any, List, Mapping, Optional, Tuple, Type
+from typing import List, Optional, Type
 
 import torch
 import torch.nn as nn
@@ -129,14 +129,11 @@ class GatedUnit(nn.Module):
         return self.act(gates) * values
 
 
-def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
-    """Structures of the FFN that the entries of a state dict under ``prefix`` belong to."""
-    if f'{prefix}norm1.running_mean' in state_dict:
-        return ('training',)
-    if f'{prefix}fc_in.weight' in state_dict or f'{prefix}fc_idle.weight' in state_dict:
-        return ('deploy',)
-    return ()
-
+_STRUCTURE_KEYS = {
+    'norm1.running_mean': ('training',),
+    'fc_in.weight': ('deploy',),
+    'fc_idle.weight': ('deploy',),
+}
 
 # layer types whose forward() is known, so that the fused path may bypass it
 _KNOWN_LAYERS = (
@@ -162,7 +159,7 @@ class RePaMlp(nn.Module):
     memory format.
     """
     structure = 'training'
-    structures_in = staticmethod(_structures_in)
+    structure_keys = _STRUCTURE_KEYS
     use_conv: Final[bool]
 
     def __init__(
@@ -311,7 +308,7 @@ class RePaMlpDeploy(nn.Module):
     with ``use_conv`` (N, in_features, H, W). Output: the same with out_features.
     """
     structure = 'deploy'
-    structures_in = staticmethod(_structures_in)
+    structure_keys = _STRUCTURE_KEYS
     has_active: Final[bool]
     has_idle: Final[bool]
     __jit_unused_properties__ = ('fc2',)

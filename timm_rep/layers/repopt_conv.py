@@ -1,75 +1,34 @@
-"""A CSLA layer with the BatchNorm behind it, and what both fold into.
+"""A CSLA layer followed by a BatchNorm, and the convolution they fold into.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
-from typing import Any, Mapping, Optional, Tuple
+from functools import partial
+from typing import Optional
 
 import torch
 import torch.nn as nn
 
 from .csla import Csla
-from .csla_conv import CslaBlock, CslaConv2d, SearchBlock
+from .csla_conv import CslaBlock, CslaConv2d
 from .fold import Affine, check_unmodified
 
-__all__ = ['RepOptConv', 'RepOptConvDeploy', 'build_csla_layer', 'csla_of', 'fold_norm']
+__all__ = ['RepOptConv', 'RepOptConvDeploy']
 
+_LAYERS = {'target': CslaConv2d, 'search': partial(CslaBlock, trainable=True), 'csla': CslaBlock}
 
-def build_csla_layer(csla: Csla, structure: str, device=None, dtype=None) -> nn.Module:
-    """The layer of a CSLA declaration in a structure.
-
-    Args:
-        csla: The declaration.
-        structure: 'target', one convolution; 'search', branches with trainable scales; 'csla', with constant scales.
-    """
-    layers = {layer.structure: layer for layer in (CslaConv2d, SearchBlock, CslaBlock)}
-    return layers[structure](csla, device=device, dtype=dtype)
-
-
-def csla_of(layer: nn.Module) -> Csla:
-    """The declaration of a CSLA layer.
-
-    Raises:
-        ValueError: An adapter or another layer has taken its place.
-    """
-    if not isinstance(layer, (CslaConv2d, SearchBlock, CslaBlock)):
-        raise ValueError(
-            f'There is a {type(layer).__name__} where a CSLA layer is expected: merge adapters into the layers that '
-            'they adapt, and quantize after folding.')
-    return layer.csla
-
-
-def fold_norm(conv: nn.Module, norm: nn.modules.batchnorm._BatchNorm, deploy: nn.Conv2d) -> None:
-    """Fold a CSLA layer and the BatchNorm behind it into one convolution with a bias.
-
-    Args:
-        conv: CSLA layer of any structure.
-        norm: BatchNorm of its output.
-        deploy: Convolution of the same size, whose parameters are replaced.
-
-    Raises:
-        ValueError: The BatchNorm has no running statistics.
-        OverflowError: A folded weight does not fit the dtype of the layer.
-    """
-    kernel = conv.equivalent_kernel(dtype=torch.float64)
-    like = next(p for p in conv.parameters() if p.ndim == 4)
-    Affine.from_kernel(kernel).before_norm(norm).write_to(deploy, like=like)
-
-
-def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
-    """Structures of the layer that the entries of a state dict under ``prefix`` belong to."""
-    if any(name.startswith(f'{prefix}0.weights.') for name in state_dict):
-        return ('search', 'csla')
-    if f'{prefix}1.running_mean' in state_dict:
-        return ('target',)
-    return ('deploy',) if f'{prefix}bias' in state_dict else ()
+_STRUCTURE_KEYS = {
+    '0.weights.': ('search', 'csla'),
+    '1.running_mean': ('target',),
+    'bias': ('deploy',),
+}
 
 
 class RepOptConv(nn.Sequential):
-    """A CSLA layer and BatchNorm.
+    """A CSLA layer and a BatchNorm.
 
     Input (N, in_channels, H, W), output (N, out_channels, H', W').
     """
-    structures_in = staticmethod(_structures_in)
+    structure_keys = _STRUCTURE_KEYS
 
     def __init__(
             self,
@@ -82,14 +41,14 @@ class RepOptConv(nn.Sequential):
         """
         Args:
             csla: The declaration.
-            structure: 'target', 'search' or 'csla'.
+            structure: 'target', one convolution; 'search', branches with trainable scales; 'csla', with constant ones.
             norm: BatchNorm of the output; a new BatchNorm2d if None.
             device: Device of the parameters.
             dtype: Dtype of the parameters.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__(
-            build_csla_layer(csla, structure, **dd),
+            _LAYERS[structure](csla, **dd),
             nn.BatchNorm2d(csla.out_channels, **dd) if norm is None else norm,
         )
         self.structure = structure
@@ -105,15 +64,21 @@ class RepOptConv(nn.Sequential):
         """
         check_unmodified(self)
         conv, norm = self
-        deploy = RepOptConvDeploy(csla_of(conv), device='meta')  # its parameters are replaced
-        fold_norm(conv, norm, deploy)
+        if not isinstance(conv, (CslaConv2d, CslaBlock)):
+            raise ValueError(
+                f'Expected a CSLA layer, but got {type(conv).__name__}: merge adapters into the layers that they '
+                'adapt, and quantize after folding.')
+        deploy = RepOptConvDeploy(conv.csla, device='meta')  # its parameters are replaced
+        like = next(p for p in conv.parameters() if p.ndim == 4)
+        kernel = conv.equivalent_kernel(dtype=torch.float64)
+        Affine.from_kernel(kernel).before_norm(norm).write_to(deploy, like=like)
         return deploy.train(self.training)
 
 
 class RepOptConvDeploy(nn.Conv2d):
     """The convolution with a bias that a :class:`RepOptConv` folds into."""
     structure = 'deploy'
-    structures_in = staticmethod(_structures_in)
+    structure_keys = _STRUCTURE_KEYS
 
     def __init__(self, csla: Csla, device=None, dtype=None):
         super().__init__(**csla.conv_args, device=device, dtype=dtype)

@@ -1,8 +1,7 @@
-"""RePa-PoolFormer: PoolFormers with re-parameterizable FFNs and, optionally, token mixers.
+"""RePa-PoolFormer: PoolFormers with re-parameterizable FFNs.
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
 """
-from functools import partial
 from typing import List, Optional, Sequence, Tuple, Type, Union
 
 import torch
@@ -13,10 +12,9 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, Pooling
 
 from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
-from timm_rep.convert.to_train import take_layer_scale
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import RePaPooling, RePaPoolingDeploy, WindowAvgPool2d, check_pool_size
+from timm_rep.layers import WindowAvgPool2d
 
 __all__ = ['RePaPoolFormer']
 
@@ -37,7 +35,6 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             layer_scale_init_values: Optional[float] = 1e-5,
             norm_layers: Union[Type[nn.Module], List[Type[nn.Module]]] = GroupNorm1,
             output_norm: Type[nn.Module] = GroupNorm1,
-            fold_token_mixer: bool = False,
             idle_ratio: float = 0.75,
             idle_schedule: str = 'constant',
             reparameterized: bool = False,
@@ -52,9 +49,8 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             pool_size: Side of the pooling window, odd. The released RePaFormers have 7.
             mlp_act: Activation of the FFNs.
             layer_scale_init_values: Initial layer scale of all blocks; no layer scale if None.
-            norm_layers: Norm before the token mixers, unless they fold.
+            norm_layers: Norm before the token mixers.
             output_norm: Norm before the pooled classifier.
-            fold_token_mixer: Use a BatchNorm before the token mixers, so that they fold as well.
             idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
             idle_schedule: 'constant' or 'linear' over all blocks, see :func:`timm_rep.layers.idle_ratios`.
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
@@ -66,7 +62,6 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
         Raises:
             ValueError: idle_ratio, idle_schedule or pool_size is out of range.
         """
-        check_pool_size(pool_size)
         super().__init__(
             depths=depths,
             dims=dims,
@@ -83,21 +78,9 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             **kwargs,
         )
         use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
-        like = next(self.parameters())
-        dd = {'device': like.device, 'dtype': like.dtype}
-        norm_layer = partial(nn.BatchNorm2d, eps=bn_eps, momentum=bn_momentum)
-        for block, dim in ((block, dim) for stage, dim in zip(self.stages, dims) for block in stage.blocks):
-            if not fold_token_mixer:
+        for stage in self.stages:
+            for block in stage.blocks:
                 block.token_mixer.pool = WindowAvgPool2d(pool_size)
-                continue
-            # as in the FFNs, the token mixer includes norm and layer scale, and the block adds the shortcut
-            ls = take_layer_scale(block, 'layer_scale1', use_conv=True)
-            if reparameterized:
-                block.token_mixer = RePaPoolingDeploy(dim, pool_size, **dd)
-            else:
-                block.token_mixer = RePaPooling(dim, pool_size, norm_layer, **dd)
-                block.token_mixer.ls = ls or nn.Identity()
-            block.norm1 = nn.Identity()
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
         x = self.head.norm(x)

@@ -4,7 +4,7 @@
 """
 from dataclasses import fields
 from functools import partial
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -15,7 +15,7 @@ from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _ini
 from timm_rep.convert.repopt import set_scales
 from timm_rep.hub.load import build_model, resolve_pretrained
 from timm_rep.hub.released import register_released_keys
-from timm_rep.layers import ConvBranch, Csla, IdentityBranch, build_csla_layer, check_unmodified, csla_of, fold_norm
+from timm_rep.layers import ConvBranch, Csla, IdentityBranch, RepOptConv, RepOptConvDeploy
 from timm_rep.scales import ScalesLike
 
 from ._repopt import RepOptMixin, check_structure, choose_scales
@@ -23,21 +23,11 @@ from ._repopt import RepOptMixin, check_structure, choose_scales
 __all__ = ['RepOptVgg']
 
 
-def _structures_in(state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
-    """Structures of the block that the entries of a state dict under ``prefix`` belong to."""
-    if f'{prefix}conv.weights.conv3x3' in state_dict:
-        return ('search', 'csla')
-    if f'{prefix}bn.running_mean' in state_dict:
-        return ('target',)
-    return ('deploy',) if f'{prefix}conv.bias' in state_dict else ()
-
-
 class RepOptBlock(nn.Module):
-    """3 x 3 convolution or its branches, BatchNorm, ReLU, and optionally SE.
+    """3 x 3 convolution or its branches, BatchNorm, activation, and optionally attention.
 
     Input (N, in_chs, H, W), output (N, out_chs, H', W').
     """
-    structures_in = staticmethod(_structures_in)
 
     def __init__(
             self,
@@ -48,6 +38,7 @@ class RepOptBlock(nn.Module):
             layers: Optional[LayerFn] = None,
             drop_block: Optional[Callable[..., nn.Module]] = None,
             structure: str = 'target',
+            reparameterized: bool = False,
             initial_scale: float = 1.,
             device=None,
             dtype=None,
@@ -59,10 +50,11 @@ class RepOptBlock(nn.Module):
             out_chs: Number of output channels.
             stride: Stride of every branch.
             dilation: Dilation of the convolution, and of the block as timm passes it.
-            layers: Norm, activation and attention layers.
+            layers: Activation and attention layers.
             drop_block: DropBlock layer.
             structure: 'target', 'search' or 'csla'.
-            initial_scale: Value that Hyper-Search starts the scales of this block from.
+            reparameterized: Build the deploy structure.
+            initial_scale: Initial value of the scales of this block in Hyper-Search.
             kwargs: Ignored; timm's ByobNet passes more arguments to every block.
         """
         dd = {'device': device, 'dtype': dtype}
@@ -78,87 +70,19 @@ class RepOptBlock(nn.Module):
             dilation=dilation[0],
             initial_scale=initial_scale,
         )
-        self.conv = build_csla_layer(csla, structure, **dd)
-        self.structure = structure
-        self.bn = layers.norm_act(out_chs, drop_layer=drop_block, **dd)
+        self.conv = RepOptConvDeploy(csla, **dd) if reparameterized else RepOptConv(csla, structure, **dd)
+        self.drop = nn.Identity() if drop_block is None else drop_block()
+        self.act = layers.act(inplace=True)
         self.attn = nn.Identity() if layers.attn is None else layers.attn(out_chs, **dd)
 
     def init_weights(self, zero_init_last: bool = False) -> None:
         # undoes timm's fan-out initialization: the rule of initialization assumes torch's
-        self.conv.reset_parameters()
+        if isinstance(self.conv, RepOptConv):
+            self.conv[0].reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.conv(x)
-        x = self.bn(x)
-        x = self.attn(x)
-        return x
-
-    @torch.jit.ignore
-    @torch.no_grad()
-    def fuse(self) -> 'RepOptBlockDeploy':
-        """The deploy structure with the same function as in eval mode, as a new module.
-
-        Raises:
-            ValueError: The BatchNorm has no running statistics, or a layer has hooks or was replaced.
-            OverflowError: A folded weight does not fit the dtype of the model.
-        """
-        check_unmodified(self)
-        csla = csla_of(self.conv)
-        deploy = RepOptBlockDeploy(
-            csla.in_channels,
-            csla.out_channels,
-            stride=csla.stride,
-            dilation=csla.dilation,
-            device='meta',  # every parameter is replaced below
-        )
-        fold_norm(self.conv, self.bn, deploy.conv)
-        deploy.act = self.bn.act
-        deploy.attn = self.attn
-        return deploy.train(self.training)
-
-
-class RepOptBlockDeploy(nn.Module):
-    """3 x 3 convolution with a bias, ReLU, and optionally SE."""
-    structure = 'deploy'
-    structures_in = staticmethod(_structures_in)
-
-    def __init__(
-            self,
-            in_chs: int,
-            out_chs: int,
-            stride: int = 1,
-            dilation: Tuple[int, int] = (1, 1),
-            layers: Optional[LayerFn] = None,
-            device=None,
-            dtype=None,
-            **kwargs,
-    ):
-        """
-        Args:
-            in_chs: Number of input channels.
-            out_chs: Number of output channels.
-            stride: Stride of the convolution.
-            dilation: Dilation of the convolution, and of the block as timm passes it.
-            layers: Activation and attention layers.
-            kwargs: Ignored arguments of RepOptBlock.
-        """
-        dd = {'device': device, 'dtype': dtype}
-        super().__init__()
-        layers = layers or LayerFn()
-        self.conv = nn.Conv2d(
-            in_chs,
-            out_chs,
-            3,
-            stride=stride,
-            padding=dilation[0],
-            dilation=dilation[0],
-            **dd,
-        )
-        self.act = layers.act(inplace=True)
-        self.attn = nn.Identity() if layers.attn is None else layers.attn(out_chs, **dd)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.conv(x)
+        x = self.drop(x)
         x = self.act(x)
         x = self.attn(x)
         return x
@@ -230,7 +154,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
             raise TypeError(
                 f'{", ".join(sorted(fixed))}: fixed in RepOpt-VGG, whose blocks could not be folded otherwise.')
         dd = {'device': device, 'dtype': dtype}
-        block = RepOptBlockDeploy if reparameterized else partial(RepOptBlock, structure=structure)
+        block = partial(RepOptBlock, structure=structure, reparameterized=reparameterized)
         stages = tuple(
             tuple(
                 ByoBlockCfg(
@@ -286,11 +210,13 @@ def _check_architecture(
 register_released_keys(RepOptVgg, [
     (r'^stem\.', 'stage0.'),
     (r'^stages\.(\d)\.', lambda match: f'stage{int(match[1]) + 1}.'),
-    (r'\.conv\.weights\.conv3x3$', '.conv.weight'),
-    (r'\.conv\.scales\.conv3x3$', '.scale_conv.weight'),
-    (r'\.conv\.weights\.conv1x1$', '.conv_1x1.weight'),
-    (r'\.conv\.scales\.conv1x1$', '.scale_1x1.weight'),
-    (r'\.conv\.weights\.identity$', '.scale_identity.weight'),
+    (r'\.conv\.0\.weights\.conv3x3$', '.conv.weight'),
+    (r'\.conv\.0\.scales\.conv3x3$', '.scale_conv.weight'),
+    (r'\.conv\.0\.weights\.conv1x1$', '.conv_1x1.weight'),
+    (r'\.conv\.0\.scales\.conv1x1$', '.scale_1x1.weight'),
+    (r'\.conv\.0\.weights\.identity$', '.scale_identity.weight'),
+    (r'\.conv\.0\.', '.conv.'),
+    (r'\.conv\.1\.', '.bn.'),
     (r'\.attn\.fc1\.', '.post_se.down.'),
     (r'\.attn\.fc2\.', '.post_se.up.'),
     (r'^head\.fc\.', 'linear.'),
@@ -338,7 +264,7 @@ def _cfg(url: str = '', **kwargs):
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
         'crop_pct': .875, 'interpolation': 'bilinear',
         'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'stem.conv', 'classifier': 'head.fc',
+        'first_conv': 'stem.conv.0', 'classifier': 'head.fc',
         'license': 'apache-2.0',
         **kwargs
     }

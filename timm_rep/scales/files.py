@@ -126,4 +126,4 @@ def _layer(released: re.Match) -> str:
     if released.re is _RELEASED_GHOST:
         return f'{released["ghost"]}.cheap_operation.0'
     stage = int(released['stage'])
-    return f'stages.{stage - 1}.{released["block"]}.conv' if stage else 'stem.conv'
+    return f'stages.{stage - 1}.{released["block"]}.conv.0' if stage else 'stem.conv.0'

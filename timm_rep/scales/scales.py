@@ -40,7 +40,7 @@ def _relative_change(scale: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def stage_of(layer: str) -> str:
-    """The stage in the name of a layer: ``stages.2`` in ``stages.2.5.conv``, ``stem`` in ``stem.conv``."""
+    """The stage in the name of a layer: ``stages.2`` in ``stages.2.5.conv.0``, ``stem`` in ``stem.conv.0``."""
     parts = layer.split('.')
     return '.'.join(parts[:2] if len(parts) > 1 and parts[1].isdigit() else parts[:1])
 
@@ -48,8 +48,8 @@ def stage_of(layer: str) -> str:
 class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
     """A read-only mapping from CSLA layers to branches to vectors (channels,), float32 on the CPU.
 
-    The layers of RepOpt-VGG are ``stem.conv``, ``stages.0.0.conv`` and so on, their branches ``conv3x3``, ``conv1x1``
-    and, where Hyper-Search trained it, ``identity``, which no GradMult uses. The layers of RepOpt-GhostNet are
+    The layers of RepOpt-VGG are ``stem.conv.0``, ``stages.0.0.conv.0`` and so on, with the branches ``conv3x3``,
+    ``conv1x1`` and, after a search, ``identity``, which no GradMult uses. The layers of RepOpt-GhostNet are
     ``blocks.0.0.ghost1.cheap_operation.0`` and so on, with ``conv3x3`` and ``identity``.
 
     Attributes:
@@ -168,7 +168,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         return list(dict.fromkeys(branch for branches in self.values() for branch in branches))
 
     def stages(self) -> Dict[str, List[str]]:
-        """The layers of each stage, by its name: ``stages.2`` for ``stages.2.5.conv``, ``stem`` for ``stem.conv``."""
+        """The layers of each stage, by the name of the stage, see :func:`stage_of`."""
         stages: Dict[str, List[str]] = {}
         for layer in self:
             stages.setdefault(stage_of(layer), []).append(layer)
