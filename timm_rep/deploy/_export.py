@@ -122,8 +122,7 @@ def export(
         ValueError: An argument is invalid; the model is quantized, compiled, wrapped, on the meta device, not in
             float32, not yet annealed, not a timm model (format 'safetensors') or, with ``reparameterize=False``, in a
             training-only structure; or it cannot be folded, or its outputs are not finite.
-
-        If an error is raised, nothing is written.
+            Nothing is written if an error is raised.
     """
     target = check_target(path, format)
     path = Path(path)
