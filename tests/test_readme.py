@@ -237,7 +237,7 @@ def _check_command(command, monkeypatch):
     if program == 'pip':
         assert args[:2] == ['install', '-e']
         extras = re.findall(r'^(\w+) = \[', read('pyproject.toml').split('optional-dependencies]')[1], re.MULTILINE)
-        assert re.fullmatch(r'\.\[(\w+)\]', args[2])[1] in extras
+        assert re.fullmatch(r'\.(?:\[(\w+)\])?', args[2])[1] in [None, *extras]
     elif program == 'timm-rep':
         _check_timm_rep(args, monkeypatch)
     elif program == 'torchrun':
@@ -247,8 +247,10 @@ def _check_command(command, monkeypatch):
     elif program == 'python':
         check = _check_script if '/' in args[0] else _check_timm_script
         check(args[0], args[1:], monkeypatch)
+    elif program == 'git':
+        assert args == ['clone', re.search(r'Repository = "(.*)"', read('pyproject.toml'))[1]]
     else:
-        assert command == ['pytest']
+        assert command in (['pytest'], ['cd', 'timm-rep'])
 
 
 @pytest.mark.parametrize('document', [document for document in DOCUMENTS if blocks(document, 'sh')])
@@ -267,9 +269,9 @@ def test_commands(document, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('document', [*DOCUMENTS, 'CHANGELOG.md', 'timm_rep/scales/packaged/README.md'])
 def test_paths(document):
-    """Every code block is Python or a command, and every file or folder of the repository that is named exists."""
+    """Every code block is Python, a command or output, and every file or folder of the repository that is named exists."""
     text = read(document)
-    assert set(re.findall(r'^ *```(.+)$', text, re.MULTILINE)) <= {'python', 'sh'}
+    assert set(re.findall(r'^ *```(.+)$', text, re.MULTILINE)) <= {'python', 'sh', 'text'}
     text = text.partition('<!-- Below this line')[0]  # commands as they were when something was measured
     for path in re.findall(r'(?<![\w./])((?:docs|hub|scripts|tests|timm_rep)/[a-z0-9_./*-]*[a-z0-9_/])', text):
         if not path.startswith(('hub/repa_deit_tiny.mine', 'hub/repopt_vgg_b1.in1k')):
