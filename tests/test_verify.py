@@ -11,6 +11,7 @@ from timm.models.byobnet import MobileOneBlock
 
 import timm_rep
 from tests.helpers import images, randomize_, same_weights, tiny
+from timm_rep._causes import _tf32
 from timm_rep._verify import Verification, compare
 from timm_rep.cli import main
 from timm_rep.layers import RePaMlp
@@ -98,7 +99,7 @@ def test_compare():
     assert difference.max_difference == pytest.approx(.4)
     assert difference.relative_rms == pytest.approx(.5 / 5)
     assert math.isnan(compare(expected, [torch.tensor([3., 0., float('nan')])], images=1).relative_rms)
-    with pytest.raises(ValueError, match='have 2 values, expected 3'):
+    with pytest.raises(ValueError, match='Expected outputs of 3 values, but got 2'):
         compare(expected, torch.zeros(2), images=1)
 
 
@@ -173,6 +174,113 @@ def test_tolerance():
             timm_rep.verify(model, x)
     with pytest.raises(ValueError, match='has no pretrained_cfg'):
         timm_rep.verify(nn.Conv2d(3, 3, 1))
+
+
+def causes(model, *args):
+    result = timm_rep.verify(model, *args)
+    assert all(f'\n{name}: ' in str(result) for name in result.causes)
+    return set(result.causes)
+
+
+def test_train_mode_is_a_cause():
+    model = randomize_(tiny('repa_deit_tiny'))
+    assert causes(model) == set()
+    before = copy.deepcopy(model.train())
+    state = torch.get_rng_state()
+    assert causes(model) == {'train mode'}
+    assert same_weights(model, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    model.eval().blocks[1].mlp.norm1.train()  # a single layer
+    assert causes(model) == {'train mode'}
+    model.eval().blocks[0].attn.train()  # where the mode does not matter
+    assert causes(model) == set()
+    mixed = randomize_(tiny('repa_deit_tiny'))
+    mixed.norm.train()
+    assert causes(mixed) == set()
+
+
+@pytest.mark.parametrize('name', ['repa_deit_tiny', 'repopt_vgg_a0'])
+def test_moved_statistics_are_a_cause(name):
+    """Measured on the given images, not on random ones, which no model was trained on."""
+    model = tiny(name)
+    x = 2 * images(16, 32 if name == 'repa_deit_tiny' else 64) + 1
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(module.weight, -1, 1)
+            nn.init.normal_(module.bias)
+    timm_rep.calibrate_batchnorm(model, [x])
+    model.eval()
+    assert causes(model, x) == set()
+    if name == 'repopt_vgg_a0':  # before any LayerNorm
+        assert causes(model, x * 30) == {'BatchNorm statistics'}  # not normalized
+    norm = next(module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    before = norm.running_mean.clone()
+    norm.running_mean += 10 * norm.running_var.sqrt()
+    assert causes(model, x) == {'BatchNorm statistics'}
+    assert causes(model) == set()
+    norm.running_mean.copy_(before)
+    norm.running_var *= 100
+    assert causes(model, x) == {'BatchNorm statistics'}
+
+
+@torch.no_grad()
+def test_float16_overflow_is_a_cause():
+    model = randomize_(tiny('repopt_vgg_a0'))
+    assert causes(copy.deepcopy(model).half()) == set()
+    _, _, norm, following, *_ = (m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    norm.weight.fill_(300.)
+    norm.bias.fill_(300.)
+    norm.running_var.fill_(1e-6)
+    assert causes(model) == set()  # in float32
+    assert causes(copy.deepcopy(model).half()) == {'float16 overflow'}
+    norm.running_var.fill_(1.)
+    norm.running_mean.zero_()
+    norm.weight.zero_()
+    norm.bias.fill_(60000.)
+    following.weight.fill_(500.)  # outputs overflow, weights do not
+    following.running_mean.zero_()
+    assert causes(copy.deepcopy(model).half()) == {'float16 overflow'}
+
+
+def test_hooks_are_a_cause():
+    """timm folds layers with hooks, and drops these."""
+    torch.manual_seed(0)
+    model = randomize_(timm.create_model('repvgg_a0', num_classes=5))
+    block = model.stages[0][0]
+    handle = block.conv_kxk.conv.register_forward_hook(lambda module, args, y: 2 * y)
+    x = images(1, 32)
+    result = timm_rep.verify(model, x)
+    assert not result.passed
+    assert 'stages.0.0.conv_kxk.conv' in result.causes['hooks and adapters']
+    handle.remove()
+    model.head.fc.register_forward_hook(lambda *args: None)  # not folded
+    assert 'hooks and adapters' not in timm_rep.verify(model, x).causes
+    model = randomize_(tiny('repa_deit_tiny'))
+    model.blocks[0].mlp.fc1.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match=r'blocks\.0\.mlp cannot be folded: .* hooks'):
+        timm_rep.verify(model)
+
+
+@pytest.mark.parametrize('capability, cudnn, matmul, found', [
+    ((8, 0), True, False, ['cudnn']), ((9, 0), True, True, ['cudnn', 'matmul']), ((8, 0), False, False, []),
+    ((7, 5), True, True, [])])
+def test_tf32_is_a_cause(monkeypatch, capability, cudnn, matmul, found):
+    """Told of a model on a GPU, which this machine need not have."""
+    class OnGpu:
+        device = torch.device('cuda', 0)
+
+    model = nn.Linear(1, 1)
+    model.state_dict = lambda: {'weight': OnGpu()}
+    monkeypatch.setattr('torch.cuda.get_device_capability', lambda device: capability)
+    monkeypatch.setattr('torch.backends.cudnn.allow_tf32', cudnn)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('high' if matmul else 'highest')
+    try:
+        text = _tf32(model)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [name for name in ('cudnn', 'matmul') if f'{name}.allow_tf32' in text] == found
+    assert _tf32(nn.Linear(1, 1)) == ''
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Numeric self-test of folding: the outputs of a model before and after it."""
+"""Numeric self-test of folding."""
 import copy
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Tuple
@@ -8,11 +8,16 @@ import torch.nn as nn
 from torch.utils._pytree import tree_flatten
 
 from timm_rep.convert import folded_copy
+from timm_rep.utils.profiling import model_input_size
+
+from ._causes import find_causes
 
 __all__ = ['Difference', 'Verification', 'check_finite', 'check_images', 'check_tolerance', 'compare', 'verify']
 
-# bound of a folded error, in multiples of the rounding error of the unfolded model
+# largest folded error that passes, in multiples of the rounding error of the unfolded model
 _FACTOR = 16
+# largest batch of images in memory with the outputs of a layer
+_MAX_IMAGES = 64
 
 
 @dataclass(frozen=True)
@@ -34,15 +39,15 @@ def compare(expected: Any, outputs: Any, images: int) -> Difference:
 
     Args:
         expected: Tensor, or a nesting of tensors.
-        outputs: The same of the other model; their order counts, and not how they are nested.
+        outputs: Outputs of the other model in the same order; nestings may differ.
         images: Number of images.
 
     Raises:
-        ValueError: They have another number of values.
+        ValueError: The numbers of values differ.
     """
     expected, outputs = _flat(expected), _flat(outputs)
     if expected.shape != outputs.shape:
-        raise ValueError(f'The outputs have {len(outputs)} values, expected {len(expected)}.')
+        raise ValueError(f'Expected outputs of {len(expected)} values, but got {len(outputs)}.')
     difference = outputs - expected
     return Difference(
         images=images,
@@ -53,23 +58,25 @@ def compare(expected: Any, outputs: Any, images: int) -> Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """Comparison of a folded model with the unfolded one, in eval mode on the same images.
+    """Comparison of a folded and an unfolded model, in eval mode on the same images.
 
-    An error is the root mean square of the difference from the unfolded model in float64, divided by the root mean
-    square of that model's values.
+    Errors are root mean squares of the difference from the unfolded model in float64, relative to its values.
 
     Attributes:
         images: Number of images.
         max_difference: Largest absolute difference of the outputs, folded and unfolded in float32.
-        relative_rms: Root mean square of that difference, divided by that of the unfolded outputs.
+        relative_rms: Root mean square of that difference, relative to the unfolded outputs.
         same_top1: Share of the images with the same largest output, 0 to 1.
-        unfolded_error: Error of the unfolded outputs in float32, which is rounding alone.
+        unfolded_error: Error of the unfolded outputs in float32, due to rounding alone.
         folded_error: Error of the folded outputs in float32.
         folded: Number of folded layers, 0 if the model has nothing to fold.
-        layers: Errors (unfolded, folded) of the output of each folded layer, by its name, in the order of execution.
+        layers: Errors (unfolded, folded) of the outputs of each folded layer by name, in the order of execution.
         tolerance: Largest folded error that passes, for outputs and layers. None: 16 times the unfolded error of the
             same outputs, at least 16 * 2 ** -23. Folding rounds each weight once more and sums in another order, so
-            its error is that of rounding, which the unfolded error measures for this model and these images.
+            its error is of the size of rounding, which the unfolded error measures for this model and these images.
+        causes: Conditions under which the folded model differs from the given one, with remedies: 'train mode',
+            'BatchNorm statistics' (only with real images), 'float16 overflow', 'hooks and adapters', 'TF32'. The
+            comparison itself excludes all but hooks.
     """
     images: int
     max_difference: float = 0.
@@ -80,6 +87,7 @@ class Verification:
     folded: int = 0
     layers: Dict[str, Tuple[float, float]] = field(default_factory=dict)
     tolerance: Optional[float] = None
+    causes: Dict[str, str] = field(default_factory=dict)
 
     def _limit(self, unfolded_error: float) -> float:
         if self.tolerance is not None:
@@ -88,13 +96,13 @@ class Verification:
 
     @property
     def first_difference(self) -> Optional[str]:
-        """Name of the first folded layer, in the order of execution, whose error exceeds the tolerance, or None."""
+        """Name of the first folded layer in the order of execution whose error exceeds the tolerance, or None."""
         return next((
             name for name, (unfolded, folded) in self.layers.items() if not folded <= self._limit(unfolded)), None)
 
     @property
     def passed(self) -> bool:
-        """Whether the errors of the outputs and of all folded layers are at most the tolerance; NaN is not."""
+        """Whether the errors of the outputs and of all folded layers are at most the tolerance, and not NaN."""
         return self.folded_error <= self._limit(self.unfolded_error) and self.first_difference is None
 
     def __str__(self) -> str:
@@ -113,6 +121,7 @@ class Verification:
             lines.append(
                 f'first layer that differs: {first or "the model"}, error against float64: unfolded {unfolded:.2g}, '
                 f'folded {folded:.2g}, tolerance {self._limit(unfolded):.2g}')
+        lines += [f'{name}: {text}' for name, text in self.causes.items()]
         return '\n'.join([*lines, 'passed' if self.passed else 'FAILED'])
 
 
@@ -124,11 +133,12 @@ def verify(
 ) -> Verification:
     """Compare a model with its folded form, in eval mode and float32 on the CPU, and both with float64.
 
-    Folds a copy, by the model's ``reparameterize()`` or else by ``timm.utils.reparameterize_model``: models of this
-    package, of :func:`timm_rep.convert_to_repa`, and timm's own (RepVGG, MobileOne, FastViT, RepViT, ...).
+    Folds a copy, by ``model.reparameterize()`` or else by ``timm.utils.reparameterize_model``: models of this package,
+    of :func:`timm_rep.convert_to_repa`, and timm's own (RepVGG, MobileOne, FastViT, RepViT, ...). Also looks for
+    conditions under which the folded model differs from the given one elsewhere.
 
     Args:
-        model: Unfolded model; unchanged.
+        model: Unfolded model. Not modified.
         images: Images (N, channels, height, width), normalized as the model expects. Default: 8 images of normally
             distributed values, of the model's input size.
         tolerance: Largest relative error that passes, see :class:`Verification`. Default: a multiple of the rounding
@@ -139,13 +149,12 @@ def verify(
 
     Raises:
         ValueError: The images are not finite or not (N, channels, height, width), the tolerance is negative, the
-            values in the unfolded model are not finite, or a layer cannot be folded; the message names the layer.
+            outputs of a layer of the unfolded model are not finite, or a layer cannot be folded.
     """
     if tolerance is not None:
         check_tolerance(tolerance)
+    are_real = images is not None
     if images is None:
-        from timm_rep.utils.profiling import model_input_size  # brings torch's counter of operations
-
         if getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass images.')
         images = torch.randn(8, *model_input_size(model), generator=torch.Generator().manual_seed(0))
@@ -182,23 +191,24 @@ def verify(
         folded=len(names),
         layers={name: (_ratio(x[2], x[0]), _ratio(x[3], x[0])) for name, x in sums.items()},
         tolerance=tolerance,
+        causes=find_causes(model, unfolded, folded, names, images[:_MAX_IMAGES].float(), are_real),
     )
 
 
 def _ratio(squares: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative root mean square from two sums of squares; 0 if both are zero."""
+    """Relative root mean square from two sums of squares, 0 if both are 0."""
     return (squares / reference.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().item()
 
 
 def _flat(outputs: Any) -> torch.Tensor:
-    """All values of a tensor, or of a nesting of tensors, as a new vector in float64."""
+    """All values of a nesting of tensors as a new float64 vector."""
     tensors = [x for x in tree_flatten(outputs)[0] if isinstance(x, torch.Tensor)]
-    vectors = [x.flatten().to(torch.float64, copy=True) for x in tensors]  # layers behind may work in place
+    vectors = [x.flatten().to(torch.float64, copy=True) for x in tensors]  # later layers may work in place
     return torch.cat(vectors) if vectors else torch.empty(0)
 
 
 def _record(model: nn.Module, names: List[str], x: torch.Tensor) -> Dict[Optional[str], torch.Tensor]:
-    """Outputs of some modules, in the order of execution, then under None those of the model, as vectors."""
+    """Outputs of some modules in the order of execution and, under None, of the model, as vectors."""
     found: Dict[Optional[str], List[torch.Tensor]] = {}
     hooks = [
         model.get_submodule(name).register_forward_hook(
@@ -214,26 +224,22 @@ def _record(model: nn.Module, names: List[str], x: torch.Tensor) -> Dict[Optiona
 
 
 def check_finite(model: nn.Module, x: torch.Tensor) -> None:
-    """Check that a model computes numbers.
+    """Raise ValueError, with the name of the first such module, if outputs of a model are not finite.
 
     Args:
         model: Model in eval mode.
         x: Images (N, channels, height, width).
-
-    Raises:
-        ValueError: The outputs are not finite; the message names the first module in whose outputs this is the case. Or
-            the model does not take images of this size.
     """
     try:
         outputs = model(x)
     except (AssertionError, RuntimeError) as e:
         reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
-        raise ValueError(f'{type(model).__name__} cannot compute images of {tuple(x.shape[1:])}: {reason}') from e
+        raise ValueError(f'{type(model).__name__} does not take images of size {tuple(x.shape[1:])}: {reason}') from e
     if _flat(outputs).isfinite().all():
         return
     for name, y in _record(model, [name for name, _ in model.named_modules() if name], x).items():
         if not y.isfinite().all():
-            raise ValueError(f'The outputs of {name or "the model"} are not finite, before any folding.')
+            raise ValueError(f'The outputs of {name} are not finite, before any folding.')
 
 
 def check_images(images: Any) -> None:
@@ -251,7 +257,7 @@ def check_tolerance(tolerance: Any) -> None:
 
 
 def _folded_layers(unfolded: nn.Module, folded: nn.Module) -> List[str]:
-    """Names of the outermost modules that folding replaced or changed; the layers inside compute something else."""
+    """Names of the outermost modules that folding replaced or changed."""
     def parts(module):
         tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
         return type(module), [(name, x.shape) for name, x in tensors], [name for name, _ in module.named_children()]

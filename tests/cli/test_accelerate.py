@@ -305,7 +305,7 @@ def test_training_images_need_no_labels(data, tmp_path):
     (['--train-split', 'empty'], 'Found 0 images in subfolders of'),
     (['--checkpoint', '{tmp}/none.pth'], 'none.pth'),
     (['--images', '3'], 'needs at least'),
-    (['--img-size', '48'], 'VisionTransformer cannot compute images of (3, 48, 48): Input height (48)'),
+    (['--img-size', '48'], 'VisionTransformer does not take images of size (3, 48, 48): Input height (48)'),
     (['--resume'], '--resume continues a distillation: pass its --distil-epochs'),
     (['--mean', '.1', '.2'], 'mean has 2 values, VisionTransformer takes images of 3 channels'),
 ])

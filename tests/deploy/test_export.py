@@ -355,7 +355,7 @@ REFUSED = [
     (deit, 'm', dict(input_size=(32, 32)), ValueError,
      r'input_size must be \(channels, height, width\), got \(32, 32\)'),
     (deit, 'm', dict(input_size=32), ValueError, r'input_size must be \(channels, height, width\), got 32'),
-    (deit, 'm.onnx', dict(format='onnx', input_size=(3, 64, 64)), ValueError, 'cannot compute images of .3, 64, 64.:'),
+    (deit, 'm.onnx', dict(format='onnx', input_size=(3, 64, 64)), ValueError, 'does not take images of size .3, 64, 64.:'),
     (lambda: timm.create_model('repa_deit_tiny', features_only=True, out_indices=(0,), **VIT), 'm', {}, ValueError,
      'features_only'),
     (Branching, 'm.pt2', dict(format='pt2', input_size=(3, 8, 8)), RuntimeError,

@@ -1,0 +1,160 @@
+"""Why a folded model may differ from the model that a user compares it with; for :func:`timm_rep.verify`."""
+import copy
+from typing import Any, Callable, Dict, Iterable, List
+
+import torch
+import torch.nn as nn
+from torch.nn.utils import parametrize
+
+__all__ = ['find_causes']
+
+# statistics that differ by more than this are of other data or other weights; sampling a few images explains less
+_MEAN_SHIFT = 3.  # in standard deviations, root mean square over the channels
+_STD_RATIO = 4.
+
+
+def find_causes(
+        model: nn.Module,
+        unfolded: nn.Module,
+        folded: nn.Module,
+        names: Iterable[str],
+        images: torch.Tensor,
+        are_real: bool,
+) -> Dict[str, str]:
+    """Conditions under which the folded model differs from the given one.
+
+    Args:
+        model: The given model, on its device, in its mode and dtype.
+        unfolded: Copy in eval mode and float32 on the CPU.
+        folded: Folded copy of ``unfolded``.
+        names: Names of the folded layers.
+        images: A batch of finite images (N, channels, height, width), float32, on the CPU.
+        are_real: Whether the images are real, so that statistics can be measured on them.
+
+    Returns:
+        Explanations with remedies, by name of the condition.
+    """
+    inside = [
+        (name, module) for name, module in model.named_modules()
+        if any(not outer or name == outer or name.startswith(f'{outer}.') for outer in names)]
+    found = {
+        'train mode': _train_mode(model, unfolded, images),
+        'BatchNorm statistics': _statistics(unfolded, images) if are_real else '',
+        'float16 overflow': _float16(model, unfolded, folded, images),
+        'hooks and adapters': _modified(inside),
+        'TF32': _tf32(model),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _train_mode(model: nn.Module, unfolded: nn.Module, images: torch.Tensor) -> str:
+    training = {name for name, module in model.named_modules() if module.training}
+    if not training:
+        return ''
+    trained = copy.deepcopy(unfolded)
+    for name, module in trained.named_modules():
+        module.training = name in training
+    with torch.random.fork_rng(devices=()):
+        try:
+            difference = _relative_rms(trained(images), unfolded(images))
+        except ValueError:  # BatchNorm has no statistics for a single value per channel
+            difference = float('inf')
+    if difference < 1e-6:
+        return ''
+    return (
+        f'the model is in train mode, in which its outputs differ by {difference:.2g} (relative rms) from eval mode. '
+        'Folding reproduces eval mode: call model.eval() before comparing or deploying.')
+
+
+def _statistics(unfolded: nn.Module, images: torch.Tensor) -> str:
+    moved: List[str] = []
+
+    def measure(name: str) -> Callable[..., None]:
+        def hook(norm: nn.Module, args: Any) -> None:
+            x = args[0].transpose(0, 1).flatten(1).double()
+            if norm.running_mean is None or x.shape[1] < 2:
+                return
+            std = (norm.running_var.double() + norm.eps).sqrt()
+            shift = ((x.mean(1) - norm.running_mean) / std).square().mean().sqrt().item()
+            ratio = ((x.var(1) + norm.eps).sqrt() / std).log().square().mean().sqrt().exp().item()
+            if not (shift <= _MEAN_SHIFT and ratio <= _STD_RATIO):
+                moved.append(f'{name} (mean by {shift:.2g} standard deviations, deviation by a factor of {ratio:.2g})')
+        return hook
+
+    _with_hooks(unfolded, images, {
+        name: measure(name) for name, module in unfolded.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)}, before=True)
+    if not moved:
+        return ''
+    others = f' and {len(moved) - 1} more' if len(moved) > 1 else ''
+    return (
+        f'running statistics are not those of these images in {moved[0]}{others}. They are folded as they are: check '
+        'the normalization of the images, or, if weights changed after the last pass in train mode, measure them by '
+        'timm_rep.calibrate_batchnorm(model, loader) and fold again.')
+
+
+def _float16(model: nn.Module, unfolded: nn.Module, folded: nn.Module, images: torch.Tensor) -> str:
+    if not any(p.dtype == torch.float16 for p in model.parameters()):
+        return ''
+    largest = torch.finfo(torch.float16).max
+    weights = [name for name, p in folded.named_parameters() if not p.abs().max() <= largest]
+    outputs: List[str] = []
+
+    def measure(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, y: Any) -> None:
+            if isinstance(y, torch.Tensor) and not y.abs().max() <= largest:
+                outputs.append(name)
+        return hook
+
+    for net in (unfolded, folded):
+        _with_hooks(net, images, {
+            name: measure(name) for name, module in net.named_modules() if not any(module.children())})
+    if not weights and not outputs:
+        return ''
+    where = f'the folded weight {weights[0]}' if weights else f'the outputs of {outputs[0]}'
+    return (
+        f'{where} exceeds {largest:g}, the largest number of float16: run the folded model in bfloat16 or float32.')
+
+
+def _modified(modules: Iterable) -> str:
+    for name, module in modules:
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        if hooked or 'forward' in module.__dict__ or parametrize.is_parametrized(module):
+            return (
+                f'{name or "the model"} has hooks, a parametrization or another forward(), but folding reads only '
+                'the weights: remove hooks by their handle.remove(), merge adapters into the weights, and fold again.')
+    return ''
+
+
+def _tf32(model: nn.Module) -> str:
+    devices = [x.device for x in model.state_dict().values() if x.device.type == 'cuda']
+    if not devices or torch.cuda.get_device_capability(devices[0]) < (8, 0):
+        return ''
+    names = [name for name, is_used in (
+        ('torch.backends.cudnn.allow_tf32', torch.backends.cudnn.allow_tf32),
+        ('torch.backends.cuda.matmul.allow_tf32', torch.backends.cuda.matmul.allow_tf32)) if is_used]
+    if not names:
+        return ''
+    return (
+        'this GPU computes float32 in TF32, with 10 bits of mantissa, so outputs before and after folding differ by '
+        f'about 1e-3: set {" and ".join(names)} to False to compare them, or compare on the CPU.')
+
+
+def _relative_rms(x: Any, reference: Any) -> float:
+    x, reference = (
+        torch.cat([t.flatten().double() for t in torch.utils._pytree.tree_leaves(y) if isinstance(t, torch.Tensor)])
+        for y in (x, reference))
+    if x.shape != reference.shape:
+        return float('inf')  # such as auxiliary outputs
+    return ((x - reference).norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
+
+
+def _with_hooks(model: nn.Module, images: torch.Tensor, hooks: Dict[str, Callable], before: bool = False) -> None:
+    """Compute the outputs of a model with a hook before or after some modules."""
+    register = nn.Module.register_forward_pre_hook if before else nn.Module.register_forward_hook
+    handles = [register(model.get_submodule(name), hook) for name, hook in hooks.items()]
+    try:
+        model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
