@@ -2,6 +2,7 @@
 import importlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 # before torch is imported, here and in subprocesses: processes of one thread each are faster than one of several
@@ -22,7 +23,7 @@ except AttributeError:
 
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
-# folder of the recorded outputs of the released implementations
+# folder of recorded outputs and scales of the released implementations, which are not part of this repository
 _REFERENCE = Path(os.environ.get('TIMM_REP_REFERENCE', Path(__file__).parents[2] / 'shared' / 'ref'))
 
 
@@ -40,6 +41,13 @@ def pytest_xdist_auto_num_workers(config):
     return min(cores, 4)
 
 
+def _reference(*parts):
+    path = _REFERENCE.joinpath(*parts)
+    if not path.is_file():
+        pytest.skip(f'recorded outputs of the released implementations are not in {_REFERENCE}, see tests/README.md')
+    return path
+
+
 @pytest.fixture
 def recorded():
     """Reads a recorded fixture by name: (tensors, configuration). Skips if it does not exist."""
@@ -48,10 +56,7 @@ def recorded():
     from safetensors import safe_open
 
     def read(name):
-        path = _REFERENCE / 'fixtures' / f'{name}.safetensors'
-        if not path.is_file():
-            pytest.skip(f'no recorded outputs of the released implementation: {path}')
-        with safe_open(path, 'pt') as f:
+        with safe_open(_reference('fixtures', f'{name}.safetensors'), 'pt') as f:
             return {key: f.get_tensor(key) for key in f.keys()}, json.loads(f.metadata()['config'])
 
     return read
@@ -60,14 +65,7 @@ def recorded():
 @pytest.fixture
 def released_scales():
     """Path of a file of scales released by the authors of RepOptimizers, by name. Skips if it does not exist."""
-
-    def find(name):
-        path = _REFERENCE / 'scales' / name
-        if not path.is_file():
-            pytest.skip(f'no released scales: {path}')
-        return path
-
-    return find
+    return partial(_reference, 'scales')
 
 
 @pytest.fixture

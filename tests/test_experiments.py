@@ -83,8 +83,9 @@ def built():
     return {}
 
 
+@pytest.mark.parametrize('scale', ['cpu', pytest.param('gpu', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('name', NAMES)
-def test_data_files(load_script, built, name):
+def test_data_files(load_script, built, name, scale):
     """Every row can begin: its models can be built, and start from each other; all names exist."""
     module, train = load_script('experiments/experiment'), load_script('experiments/train')
     methods = load_script('experiments/convert')
@@ -97,38 +98,37 @@ def test_data_files(load_script, built, name):
             built[key] = train.build(settings, kind, **structure)
         return built[key]
 
-    for scale in ('cpu', 'gpu'):
-        experiment = module.load(name, scale)
-        document = experiment.document
-        assert document['what'].strip().endswith('.')
-        assert len({(json.dumps(row.identity), row.seed) for row in experiment.rows}) == len(experiment.rows)
-        used = {json.dumps(t, sort_keys=True) for row in experiment.rows for t in trainings(row.settings)}
-        for settings in map(json.loads, used):
-            net = model(settings)
-            assert settings['epochs'] >= 1
-            assert set(settings['classes'] or []) <= set(range(10))
-            if 'opt' not in settings:  # a search
-                assert settings['epochs'] > settings['warmup_epochs']
-                assert csla_layers(net)
-                continue
-            assert settings['opt'] in list_optimizers()
-            assert bool(csla_layers(net)) == (settings['scales'] is not None)
-            chosen = settings['start']
-            if isinstance(chosen, dict):
-                assert chosen.get('element_selection', 'uniform') in ELEMENT_CHOICES
-                args = {k: v for k, v in chosen.items() if k not in ('teacher', 'calibrate')}
-                assert train.weight_select_init(net, model(chosen['teacher']), **args).coverage > 50
-            else:
-                assert chosen in (None, 'mimetic')
-        for row in experiment.rows:
-            if row.procedure == 'accelerate':
-                assert row.settings['method'] in (*methods.METHODS, methods.ANNEALED, methods.SCRATCH)
-                assert row.settings['distil_epochs'] or row.settings['method'] != methods.ANNEALED
-                assert bool(row.settings['teacher']) == (row.settings['method'] == methods.SCRATCH)
-            if row.procedure == 'quantize':
-                assert row.settings['backend'] in (None, *BACKENDS)
-                assert row.settings['calibrator'] in CALIBRATORS
-                assert row.settings['trained']['seed'] == row.seed
+    experiment = module.load(name, scale)
+    document = experiment.document
+    assert document['what'].strip().endswith('.')
+    assert len({(json.dumps(row.identity), row.seed) for row in experiment.rows}) == len(experiment.rows)
+    used = {json.dumps(t, sort_keys=True) for row in experiment.rows for t in trainings(row.settings)}
+    for settings in map(json.loads, used):
+        net = model(settings)
+        assert settings['epochs'] >= 1
+        assert set(settings['classes'] or []) <= set(range(10))
+        if 'opt' not in settings:  # a search
+            assert settings['epochs'] > settings['warmup_epochs']
+            assert csla_layers(net)
+            continue
+        assert settings['opt'] in list_optimizers()
+        assert bool(csla_layers(net)) == (settings['scales'] is not None)
+        chosen = settings['start']
+        if isinstance(chosen, dict):
+            assert chosen.get('element_selection', 'uniform') in ELEMENT_CHOICES
+            args = {k: v for k, v in chosen.items() if k not in ('teacher', 'calibrate')}
+            assert train.weight_select_init(net, model(chosen['teacher']), **args).coverage > 50
+        else:
+            assert chosen in (None, 'mimetic')
+    for row in experiment.rows:
+        if row.procedure == 'accelerate':
+            assert row.settings['method'] in (*methods.METHODS, methods.ANNEALED, methods.SCRATCH)
+            assert row.settings['distil_epochs'] or row.settings['method'] != methods.ANNEALED
+            assert bool(row.settings['teacher']) == (row.settings['method'] == methods.SCRATCH)
+        if row.procedure == 'quantize':
+            assert row.settings['backend'] in (None, *BACKENDS)
+            assert row.settings['calibrator'] in CALIBRATORS
+            assert row.settings['trained']['seed'] == row.seed
 
 
 @pytest.mark.parametrize('name', NAMES)

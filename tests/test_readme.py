@@ -36,6 +36,7 @@ _SMALL = {
     'deit_base_patch16_224': _VIT,
     'repa_deit_base': _VIT,
     'repa_swin_tiny': dict(embed_dim=24, depths=(1, 1, 1, 1)),
+    'repopt_vgg_a0': dict(depths=(1, 2, 2, 1), widths=(8, 16, 16, 24), stem_width=8),
     'repopt_vgg_b1': dict(depths=(1, 1, 1, 1), widths=(8, 8, 16, 16), stem_width=8),
     'vit_small_patch16_224': _VIT,
     'vit_tiny_patch16_224': dict(_VIT, embed_dim=24),
@@ -61,8 +62,9 @@ def blocks(document, language):
 def _small(name, entry_point):
     @functools.wraps(entry_point)
     def create(pretrained=False, **kwargs):
+        size = {} if isinstance(kwargs.get('pretrained_cfg'), dict) else _SMALL[name]  # that of a folder's weights
         # weights of timm's own models would be downloaded; its check of the tag does not depend on `pretrained`
-        return entry_point(pretrained=pretrained and name.startswith('rep'), **{**_SMALL[name], **kwargs})
+        return entry_point(pretrained=pretrained and name.startswith('rep'), **{**size, **kwargs})
 
     return create
 

@@ -38,7 +38,7 @@ def offline(monkeypatch):
 def images():
     """The validation images that the samples of predictions are of, by path."""
     if not _IMAGES.is_file():
-        pytest.skip(f'the images are not here: {_IMAGES}')
+        pytest.skip(f'CIFAR-10 is not in {_IMAGES}, see tests/README.md')
     wanted = {f'val/{file}' for name in FOLDERS for file, _, _ in read_predictions(HUB / name / PREDICTIONS)}
     found = {}
     with tarfile.open(_IMAGES) as archive:
