@@ -296,7 +296,7 @@ def test_repoptimizers(start, models_trained, tmp_path):
     for row, (scales, optimizer_name) in expected.items():
         model, optimizer = seen[row]
         assert type(optimizer).__name__ == optimizer_name
-        conv = model.stages[1][1].conv
+        conv = model.stages[1][1].conv[0]
         if scales is None:
             assert conv.grad_mult is None
         else:

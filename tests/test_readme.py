@@ -149,7 +149,7 @@ def test_readme_asymmetric_block(readme):
 def test_readme_repopt(readme):
     """The optimizer, made first, multiplies by what is attached last."""
     names = readme("'repopt_vgg_a0', num_classes=10")
-    model, conv = names['model'], names['model'].stages[2][1].conv
+    model, conv = names['model'], names['model'].stages[2][1].conv[0]
     assert conv.grad_mult.dense('squared')[0, :2, 1, 1].tolist() == [3., 2.]
     before = conv.weight.detach().clone()
     F.cross_entropy(model(torch.randn(2, 3, 64, 64)), torch.tensor([1, 2])).backward()

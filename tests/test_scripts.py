@@ -99,7 +99,7 @@ def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
         '| `repopt_vgg_a0` | Noise | 3 | 8 | 12.34% | 0 of 22 | 2020-01-01 | 0 |')
     assert card.read_text().startswith('# Searched scales')
     model = timm.create_model('repopt_vgg_a0')
-    layer = model.stages[2][5].conv
+    layer = model.stages[2][5].conv[0]
     assert torch.equal(
         layer.grad_mult.dense('squared'), layer.csla.grad_mult(found['stages.2.5.conv.0']).dense('squared'))
 
@@ -322,7 +322,7 @@ def test_bench_optim(load_script, monkeypatch):
         assert extra['released'] >= extra['torch, one at a time']
     model = bench.build('repopt_vgg_a0', 'cpu')
     step = bench.Released(torch.optim.SGD, 'squared', list(model.parameters()), lr=.1)
-    conv = model.stages[1][1].conv
+    conv = model.stages[1][1].conv[0]
     before, grad = conv.weight.detach().clone(), conv.weight.grad.clone()
     step.step()
     torch.testing.assert_close(before - conv.weight, .1 * conv.grad_mult.dense('squared') * grad)
