@@ -64,7 +64,7 @@ def test_family(family):
     original = copy.deepcopy(model)
     ffns = find_ffns(model)[0]
     if any(ffn.hidden_norm is not None for ffn in ffns):
-        with pytest.raises(ValueError, match='has a LayerNorm before its last linear layer and cannot be annealed'):
+        with pytest.raises(ValueError, match='norm of their hidden features'):
             anneal_ffns(model, 2, .5)
         assert same_weights(model, original)
         return
@@ -122,7 +122,7 @@ def test_training(base, norm):
     assert torch.equal(deployed(x), model(x))
     with pytest.raises(RuntimeError):
         model.load_state_dict(original.state_dict())
-    with pytest.raises(RuntimeError, match=r'the checkpoint has the deploy structure.*the model has the annealing'):
+    with pytest.raises(RuntimeError, match=r'annealing structure.*deploy structure'):
         annealed(args, norm=norm, idle_ratio=.5).load_state_dict(model.state_dict())
 
 
@@ -248,7 +248,7 @@ def test_pretrained_weights_are_those_of_the_base(tmp_path, monkeypatch):
 @pytest.mark.parametrize('kwargs,message', [
     (dict(anneal_steps=1), 'at least 2, got 1'),
     (dict(anneal_schedule='step'), "'linear' or 'cosine'"),
-    (dict(norm='layer'), "norm is 'keep' or 'batch'"),
+    (dict(norm='layer'), 'norm '),
     (dict(idle_schedule='linear'), "idle_schedule is 'constant'"),
     (dict(idle_ratio=[.5]), 'one for each of the 4 FFNs'),
     (dict(idle_ratio=[.5, .5, .5, None], norm='batch'), r'idle_ratio .*blocks\.3\.mlp'),

@@ -200,11 +200,11 @@ def _calibrated(model, loader, **kwargs):
     ('vit', lambda model: timm_rep.convert_to_repa(model, [.5]), 'one for each of the 3 FFNs'),
     ('vit', lambda model: timm_rep.convert_to_repa(model, [.5] * 3, idle_schedule='linear'), "'constant'"),
     ('vit', lambda model: timm_rep.convert_to_repa(model, bn_eps=-1), 'bn_eps'),
-    ('vit', lambda model: timm_rep.convert_to_repa(model, anneal_steps=3, norm='none'), 'norm is'),
+    ('vit', lambda model: timm_rep.convert_to_repa(model, anneal_steps=3, norm='none'), 'norm '),
     ('vit', lambda model: timm_rep.convert_to_repa(model, [.5], anneal_steps=3), 'one for each'),
     ('fastvit', lambda model: timm_rep.convert_to_repopt(model, 3), 'got 3'),
     ('fastvit', lambda model: timm_rep.convert_to_repopt(model, {'stem': {}}), 'stem'),
-    ('vit', timm_rep.convert_to_repopt, 'nothing was changed'),
+    ('vit', timm_rep.convert_to_repopt, 'VisionTransformer'),
 ])
 def test_failed_conversions_record_nothing(kind, convert, message):
     model, _ = build(kind)

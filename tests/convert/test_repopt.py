@@ -163,11 +163,11 @@ def converted():
 
 
 @pytest.mark.parametrize('model,error,message', [
-    (lambda: timm.create_model('resnet18', device='meta'), ValueError, 'ResNet, nothing was changed: it has no block'),
-    (lambda: reparameterize_model(build('byobnet, RepVGG')), ValueError, 'Folded blocks have none any more'),
+    (lambda: timm.create_model('resnet18', device='meta'), ValueError, 'ResNet'),
+    (lambda: reparameterize_model(build('byobnet, RepVGG')), ValueError, 'unfolded'),
     (lambda: nn.DataParallel(build('byobnet, RepVGG')), ValueError, 'wraps another model'),
-    (converted, ValueError, 'has foldable layers already'),
-    (lambda: 'mobileone_s0', TypeError, 'create it with'),
+    (converted, ValueError, 'foldable'),
+    (lambda: 'mobileone_s0', TypeError, 'create_model'),
 ])
 def test_refusals(model, error, message):
     with pytest.raises(error, match=message):
@@ -232,7 +232,7 @@ def test_stochastic_depth_over_the_branches(family):
     block = model.stages[1][1]
     block.drop_path = timm.layers.DropPath(.25)
     before = repr(model)
-    with pytest.raises(ValueError, match=r'stages\.1\.1 drops its branches at a rate of 0\.25.*drop_path_rate=0'):
+    with pytest.raises(ValueError, match=r'stages\.1\.1 .*0\.25.*drop_path_rate=0'):
         timm_rep.convert_to_repopt(model)
     assert repr(model) == before
     block.drop_path.drop_prob = 0.
@@ -366,7 +366,7 @@ def test_scales_of_the_registered_architecture(tmp_path):
     assert recorded(model) == 'ones'
     timm_rep.attach_grad_mults(model, scales)
     assert recorded(model) is False
-    with pytest.raises(ValueError, match='needs scales'):
+    with pytest.raises(ValueError, match=r'scales .*structure='):
         timm.create_model('repopt_any', structure='csla', scales=False, **args)
     with pytest.raises(ValueError, match="structure is 'target'"):
         timm.create_model('repopt_any', structure='plain', **args)
@@ -443,7 +443,7 @@ def test_a_checkpoint_with_branches(family, folded):
     if folded:
         model.reparameterize()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match=r'the branches of the multi-branch network .*convert_to_repopt\(model\)'):
+    with pytest.raises(RuntimeError, match=r'branches of the multi-branch network .*convert_to_repopt\(model\)'):
         model.load_state_dict(original.state_dict(), strict=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     pickle.loads(pickle.dumps(model)).load_state_dict(before)

@@ -51,7 +51,7 @@ def test_command(capsys):
     assert main(['models', '--convertible']) == 1
     assert '--convertible' in capsys.readouterr().err
     assert main(['models', '--convertible', 'nothing*']) == 1
-    assert capsys.readouterr().err == "timm-rep: no model of timm matches 'nothing*'.\n"
+    assert "'nothing*'" in capsys.readouterr().err
 
 
 def test_every_ffn_class_has_a_test():

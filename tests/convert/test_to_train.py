@@ -195,7 +195,7 @@ def test_dtypes_devices_and_frozen_weights():
     ('swinv2_tiny_window8_256', dict(), r'layers\.0\.blocks\.0\.mlp is in a block .*register_block.* and 7 more'),
     ('pvt_v2_b0', dict(), r'stages\.0\.blocks\.0\.mlp has a depthwise convolution'),
     ('resnet18', dict(), 'ResNet'),
-    ('repa_deit_tiny', dict(), 'RePaVisionTransformer has foldable layers already'),
+    ('repa_deit_tiny', dict(), 'RePaVisionTransformer .*foldable'),
 ])
 def test_other_models_are_refused_and_left_alone(name, args, message):
     model = timm.create_model(name, device='meta', **args)
@@ -208,7 +208,7 @@ def test_other_models_are_refused_and_left_alone(name, args, message):
 def test_wrapped_models_are_refused_and_frozen_ones_stay_frozen():
     model, _ = build('deit3')
     for wrapped in (nn.DataParallel(model), torch.compile(model, backend='eager')):
-        with pytest.raises(ValueError, match='convert the model before wrapping it'):
+        with pytest.raises(ValueError, match='before wrapping it'):
             timm_rep.convert_to_repa(wrapped)
     with pytest.raises(ValueError, match=r'Feature\w+ wraps another model'):
         timm_rep.convert_to_repa(build('swin', features_only=True)[0])
@@ -225,5 +225,5 @@ def test_bad_ratios_change_nothing():
             timm_rep.convert_to_repa(model, **kwargs)
     assert repr(model) == before
     timm_rep.convert_to_repa(model)
-    with pytest.raises(ValueError, match='has foldable layers already'):
+    with pytest.raises(ValueError, match=r'VisionTransformer .*foldable'):
         timm_rep.convert_to_repa(model)

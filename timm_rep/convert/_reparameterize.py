@@ -1,4 +1,4 @@
-"""Folding the layers of a model, and refusing checkpoints of another structure."""
+"""Fold a model into its deploy structure, and refuse checkpoints of another structure."""
 import copy
 from typing import Any, Dict, Mapping, Tuple
 
@@ -26,15 +26,21 @@ def check_unconverted(model: nn.Module) -> None:
 
 
 def reparameterize(model: nn.Module) -> nn.Module:
-    """Fold a model into its deploy structure, in place: the layers of this package, then what timm folds.
+    """Fold a model into its deploy structure, in place: the layers of this package, then the layers that timm folds.
 
-    Unlike ``timm.utils.reparameterize_model`` alone, which replaces layer after layer, it changes nothing if a layer of
-    this package cannot be folded.
+    If a layer of this package cannot be folded, nothing is changed, unlike with ``timm.utils.reparameterize_model``
+    alone, which replaces layer after layer.
+
+    Args:
+        model: Model with layers of this package.
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: A BatchNorm has no running statistics, an annealing has not ended, or a layer has hooks or was
-            replaced by an adapter; the message names the layer, and the model is unchanged.
-        OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
+        ValueError: A BatchNorm has no running statistics, annealing is not finished, or a layer has hooks or was
+            replaced by an adapter; the message names the layer. The model is unchanged.
+        OverflowError: A folded weight exceeds the range of the model's dtype. The model is unchanged.
     """
     fused = []
     for path, parent in model.named_modules():
@@ -50,7 +56,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
 
 
 def folded_copy(model: nn.Module) -> nn.Module:
-    """A folded copy of a model, by its ``reparameterize()`` or else by ``timm.utils.reparameterize_model``.
+    """A folded copy of a model of this package or of timm.
 
     Raises:
         ValueError: A layer cannot be folded; the message names it.
@@ -67,20 +73,14 @@ def folded_copy(model: nn.Module) -> nn.Module:
 
 
 def check_loaded_structure(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args) -> None:
-    """Refuse a state dict of another structure than the model's; a load_state_dict pre-hook.
-
-    It runs before any layer of the model has loaded anything.
-
-    Raises:
-        RuntimeError: The structures differ; the message says what to do.
-    """
+    """Refuse a state dict of another structure; a load_state_dict pre-hook, which runs before anything is loaded."""
     for name, layer in foldable_layers(model, prefix.rstrip('.')):
         found = structures_in(layer, state_dict, f'{name}.')
         if found and layer.structure not in found:
             key = next(k for k in state_dict if k.startswith(f'{name}.'))
             raise RuntimeError(
-                f'Cannot load into {type(model).__name__}: the checkpoint has the {" or ".join(found)} structure '
-                f'({key!r}), the model has the {layer.structure} structure. '
+                f'Expected a checkpoint of {type(model).__name__} with the {layer.structure} structure, but it has the '
+                f'{" or ".join(found)} structure ({key!r}). '
                 + _advice(found, layer.structure, model))
 
 
@@ -104,7 +104,7 @@ def _advice(found: Tuple[str, ...], own: str, model: nn.Module) -> str:
 
 
 class ReparameterizeMixin:
-    """Adds ``reparameterize()`` to a timm model whose layers have ``fuse()``, and refuses checkpoints of others."""
+    """Adds ``reparameterize()`` to a timm model with foldable layers, and refuses checkpoints of another structure."""
 
     __jit_unused_properties__ = ('reparameterized', '_model_args')
 
@@ -115,23 +115,23 @@ class ReparameterizeMixin:
 
     @torch.jit.ignore
     def reparameterize(self):
-        """Fold the model into its deploy structure, in place; the function is the same as in eval mode.
+        """Fold the model into its deploy structure, in place; the function in eval mode is unchanged.
 
-        Running statistics are folded whatever the mode, in float64 (RePaFormer, eq. 4-7). A folded model stays as it
-        is. ``timm.utils.reparameterize_model(model)`` does the same to a copy.
+        Running statistics are folded in either mode, in float64 (RePaFormer, eq. 4-7). A folded model is left as it is.
+        ``timm.utils.reparameterize_model(model)`` does the same to a copy.
 
         Returns:
             The model.
 
         Raises:
             ValueError: A BatchNorm has no running statistics, or a layer has hooks or was replaced by an adapter; the
-                message names the layer, and the model is unchanged.
-            OverflowError: A folded weight does not fit the dtype of the model; the model is unchanged.
+                message names the layer. The model is unchanged.
+            OverflowError: A folded weight exceeds the range of the model's dtype. The model is unchanged.
         """
         return reparameterize(self)
 
-    # timm's save_for_hf() and push_to_hf_hub() write these arguments into config.json, and create_model() builds the
-    # model from them. A property, since timm's reparameterize_model() folds the layers without calling the model.
+    # timm's save_for_hf() and push_to_hf_hub() write these arguments into config.json for create_model(). They are a
+    # property, since timm's reparameterize_model() folds the layers without calling the model.
     @property
     def _model_args(self) -> Dict[str, Any]:
         args = dict(self.__dict__.get('_creation_args', {}))

@@ -1,4 +1,4 @@
-"""RePa FFNs from pretrained ones over a training: the function is the pretrained model's at first and folds at the end.
+"""Annealing: pretrained FFNs gradually become foldable RePa FFNs during training.
 
 A state dict of the plain model loads into the annealed one.
 """
@@ -33,8 +33,8 @@ _STRUCTURE_KEYS = {'ffn.': ('annealing',), 'fc_in.weight': ('deploy',), 'fc_idle
 class AnnealedFfn(nn.Module):
     """A pointwise FFN whose idle channels become linear, see :class:`timm_rep.layers.AnnealedActivation`.
 
-    With a norm, it takes the place of norm, FFN and layer scale of a block, and the norm becomes a BatchNorm, see
-    :class:`timm_rep.layers.AnnealedNorm`. Input and output are those of the FFN.
+    With a norm, it replaces norm, FFN and layer scale of a block, and the norm becomes a BatchNorm, see
+    :class:`timm_rep.layers.AnnealedNorm`. Input and output have the shapes of the FFN's.
     """
     structure = 'annealing'
     structure_keys = _STRUCTURE_KEYS
@@ -54,15 +54,15 @@ class AnnealedFfn(nn.Module):
             active_features: Number of hidden channels that keep the activation.
             anneal_steps: Number of training steps.
             anneal_schedule: 'linear' or 'cosine'.
-            norm: Norm before the FFN, a BatchNorm or an AnnealedNorm; None to leave it to the block.
-            ls: Layer scale behind it; None to leave it to the block.
+            norm: Norm before the FFN, a BatchNorm or an AnnealedNorm; None if it stays in the block.
+            ls: Layer scale after the FFN; None if it stays in the block.
         """
         super().__init__()
         self.norm = nn.Identity() if norm is None else norm
         self.ffn = ffn.module
         self.ls = nn.Identity() if ls is None else ls
         self.active_features = active_features
-        self.pointwise = ffn  # what folding needs to know of the class of the FFN
+        self.pointwise = ffn
         ffn.module.set_submodule(ffn.act_name, AnnealedActivation(
             ffn.module.get_submodule(ffn.act_name),
             ffn.hidden_features,
@@ -83,7 +83,7 @@ class AnnealedFfn(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             with torch.no_grad():
-                # what a channel contributes to the output
+                # weight of a channel's error in the output
                 self.act.weight.copy_(linear_of(self.pointwise.last).weight.flatten(1).square().sum(0))
         return self.ls(self.ffn(self.norm(x)))
 
@@ -92,9 +92,9 @@ class AnnealedFfn(nn.Module):
         """The deploy structure, as a new module: at most three matrices.
 
         Raises:
-            ValueError: The annealing has not ended, a BatchNorm has no running statistics, or a layer was replaced by
-                one that cannot be folded.
-            OverflowError: A folded weight does not fit the dtype of the model.
+            ValueError: Annealing is not finished, a BatchNorm has no running statistics, or a layer was replaced by one
+                that cannot be folded.
+            OverflowError: A folded weight exceeds the range of the model's dtype.
         """
         ffn, annealed = self.pointwise, self.act
         annealed.check_end()
@@ -110,8 +110,8 @@ class AnnealedFfn(nn.Module):
         deploy = deploy_of(new)
         slope, intercept = (v[idle].to(out.weight) for v in annealed.line())
         if deploy.has_idle:
-            # of a gated unit the second half, the values, whose gates are constant
             inner = self._after_norm(ffn.fc_in(idle))
+            # of a gated unit the values, since its gates became constants
             inner = Affine(*(v[-len(idle):] for v in inner))
             scale, shift = (intercept, 0 * intercept) if ffn.gated else (slope, intercept)
             inner = inner.scale_outputs(scale)
@@ -120,7 +120,7 @@ class AnnealedFfn(nn.Module):
         if deploy.has_active:
             self._after_norm(ffn.fc_in(active)).write_to(deploy.fc_in, like=first)
             Affine(out.weight[:, active], out.bias).write_to(deploy.fc_out, like=first)
-        # with the layers before it; timm's function does not look into what it gets from fuse()
+        # timm's function does not descend into the result of fuse(), which has the layers before the FFN
         return reparameterize_model(new.train(self.training))
 
     def _after_norm(self, linear: Affine) -> Affine:
@@ -138,19 +138,19 @@ def anneal_ffns(
         bn_momentum: float = 0.1,
         bn_eps: float = 1e-5,
 ) -> ConversionReport:
-    """Let the FFNs of a pretrained model become RePa FFNs over the first steps of a training, in place.
+    """Gradually turn the FFNs of a pretrained model into foldable RePa FFNs during training, in place.
 
-    The function is that of the model in the first step, and folds exactly from step ``anneal_steps`` on. A step is a
-    forward pass of the model in training mode, ``model(x)``; a training that calls other methods of the model calls
+    The first step computes the original function; from step ``anneal_steps`` on the model folds exactly. A step is a
+    forward pass ``model(x)`` in training mode; where training calls other methods of the model, call
     :func:`timm_rep.layers.advance_annealing` before each step. The state is in buffers. Moving averages of the weights
-    have to copy buffers of integers: timm's ModelEmaV3 does, those of torch and Lightning with ``use_buffers=False``.
+    have to copy integer buffers: timm's ModelEmaV3 does, and torch's and Lightning's with ``use_buffers=False``.
 
     Args:
         model: timm model.
-        anneal_steps: Number of steps, at least 2.
-        idle_ratio: Share of the hidden channels of an FFN that become linear, from 0 to 1; or one for each FFN,
-            None for those that stay as they are.
-        norm: 'keep', or 'batch' to let the norms before the FFNs become BatchNorms too.
+        anneal_steps: Number of training steps, an integer >= 2.
+        idle_ratio: Share of the hidden channels of an FFN that become linear, from 0 to 1; or one per FFN, None to keep
+            an FFN.
+        norm: 'keep', or 'batch' to turn the norms before the FFNs into BatchNorms too.
         anneal_schedule: 'linear' or 'cosine'.
         bn_momentum: Momentum of the BatchNorms.
         bn_eps: Epsilon of the BatchNorms.
@@ -160,8 +160,8 @@ def anneal_ffns(
 
     Raises:
         TypeError: model is not a module.
-        ValueError: The model has no FFN that can be annealed, or is wrapped or converted already; or an argument is out
-            of range. The model is unchanged.
+        ValueError: The model has no FFN that can be annealed, or is wrapped, compiled or converted; or an argument is
+            out of range. The model is unchanged.
     """
     check_annealing(anneal_steps, anneal_schedule)
     ffns, kept = check_convertible(model)
@@ -171,8 +171,8 @@ def anneal_ffns(
     for ffn, _ in chosen:
         if ffn.hidden_norm is not None:
             raise ValueError(
-                f'{ffn.name} has a LayerNorm before its last linear layer and cannot be annealed: convert the model '
-                'with calibration, or give it no idle ratio. Nothing was changed.')
+                f'Expected FFNs without a norm of their hidden features, but {ffn.name} has one: convert with '
+                'calibration, or pass None as its idle ratio.')
     plain = {id(value): name for name, value in model.state_dict(keep_vars=True).items()}
     if norm == 'keep':
         for ffn, active in chosen:
@@ -180,7 +180,7 @@ def anneal_ffns(
     elif norm == 'batch':
         _anneal_with_norms(model, chosen, anneal_steps, anneal_schedule, bn_momentum, bn_eps)
     else:
-        raise ValueError(f"norm is 'keep' or 'batch', got {norm!r}.")
+        raise ValueError(f"norm must be 'keep' or 'batch', got {norm!r}.")
     model.register_forward_pre_hook(advance_annealing)
     plain_names = {name: plain.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
     model.register_load_state_dict_pre_hook(partial(
@@ -220,13 +220,13 @@ def _take_plain_weights(
         prefix: str,
         *args,
 ) -> None:
-    """Rename the entries of a plain model's state dict and add the model's own state of the annealing.
+    """Rename the entries of a plain model's state dict and add the model's own annealing state.
 
-    A load_state_dict pre-hook. ``plain_names`` has the names in the annealed model, with those of the plain one, None
-    for what that has not.
+    A load_state_dict pre-hook. ``plain_names`` maps names in the annealed model to names in the plain one, None for
+    entries that only the annealed one has.
     """
     own = model.state_dict()
-    if any(prefix + name in state_dict or name not in own for name in plain_names):  # not plain, or folded
+    if any(prefix + name in state_dict or name not in own for name in plain_names):  # annealed or folded
         return
     taken = {
         name: state_dict[prefix + old] for name, old in plain_names.items()

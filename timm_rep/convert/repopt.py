@@ -1,4 +1,4 @@
-"""A plain network from a multi-branch network of timm: one convolution for each sum of linear branches.
+"""Multi-branch timm networks as plain ones: one convolution for each sum of linear branches.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
@@ -45,17 +45,17 @@ class ConvertedSum:
 
 @dataclasses.dataclass(frozen=True)
 class RepOptReport:
-    """What :func:`convert_to_repopt` did; ``print`` shows it as a table.
+    """Report of :func:`timm_rep.convert_to_repopt`; ``print`` shows it as a table.
 
     Attributes:
         layers: The converted sums.
-        kept: Names of blocks that are as they were, with the reason.
+        kept: Names of the blocks that were not converted, with the reason.
     """
     layers: List[ConvertedSum]
     kept: Dict[str, str]
 
     def as_dict(self) -> Dict[str, Any]:
-        """The report as data that JSON can hold."""
+        """The report as JSON-serializable data."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class RepOptReport:
 
 
 def _declarations(sums: List[LinearSum]) -> List[Csla]:
-    """The declarations of the blocks, with the initial scales of a search: ``sqrt(2 / l)`` in layer l of a stage."""
+    """The declarations of the sums, with initial scales of Hyper-Search: ``sqrt(2 / l)`` in layer l of a stage."""
     depths, cslas = Counter(), []
     for linear_sum in sums:
         stage = stage_of(linear_sum.name)
@@ -75,10 +75,10 @@ def _declarations(sums: List[LinearSum]) -> List[Csla]:
 
 
 def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterized: bool = False) -> RepOptReport:
-    """Replace the sums of linear branches in a timm model by CSLA layers with a BatchNorm behind them, in place.
+    """Replace the sums of linear branches in a timm model by CSLA layers followed by a BatchNorm, in place.
 
-    A target structure has the function of the branches in eval mode: the kernel is the sum of their folded kernels, and
-    the BatchNorm behind it adds their bias. The others are newly initialized. GradMults are not attached.
+    The target structure computes the sum as in eval mode: its kernel is the sum of the folded kernels, and the
+    BatchNorm adds their bias. The other structures are newly initialized. GradMults are not attached.
 
     Args:
         model: timm model with its multi-branch blocks.
@@ -89,22 +89,21 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         The report.
 
     Raises:
-        ValueError: The model has no such block, or one with stochastic depth over its branches, or is wrapped or
-            converted already; or the weights are not finite. The model is unchanged.
+        ValueError: The model has no such sum, or one with stochastic depth over its branches, or is wrapped, compiled
+            or converted; or the weights are not finite. The model is unchanged.
     """
     check_unconverted(model)
     sums, kept = find_linear_sums(model)
     if not sums:
         reasons = ', '.join(f'{name} {reason}' for name, reason in list(kept.items())[:3])
         raise ValueError(
-            f'Cannot convert {type(model).__name__}, nothing was changed: it has no block that is a sum of linear '
-            f'branches{f" ({reasons})" if reasons else ""}. Folded blocks have none any more.')
+            f'Expected an unfolded model with sums of linear branches, but {type(model).__name__} has none'
+            f'{f" ({reasons})" if reasons else ""}.')
     dropping = next((linear_sum for linear_sum in sums if linear_sum.drop_rate), None)
     if dropping is not None:
         raise ValueError(
-            f'Cannot convert {type(model).__name__}, nothing was changed: {dropping.name} drops its branches at a '
-            f'rate of {dropping.drop_rate:g}, but a single convolution has none to drop. Create the model with '
-            'drop_path_rate=0.')
+            f'Expected branches without stochastic depth, but {dropping.name} drops them at a rate of '
+            f'{dropping.drop_rate:g}, which one convolution cannot: create the model with drop_path_rate=0.')
     layers, cslas = [], _declarations(sums)
     synchronized = next((m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)), None)
     kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if structure == 'target' and not reparameterized else None
@@ -134,12 +133,12 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         converted.append(ConvertedSum(
             name if reparameterized else f'{name}.0', type(linear_sum.module).__name__, branches))
     if reparameterized:
-        reparameterize_model(model, inplace=True)  # what else timm folds
+        reparameterize_model(model, inplace=True)  # the layers that timm folds
     return RepOptReport(converted, kept)
 
 
 def refuse_branches(model: nn.Module, names: Iterable[str]) -> None:
-    """Let a converted model refuse checkpoints of the network before its conversion with a message that says so.
+    """Make a converted model refuse checkpoints of the multi-branch network, with advice.
 
     Args:
         model: Converted model.
@@ -160,8 +159,8 @@ def _check_branches(
     found = next((name for name in state_dict if name.removeprefix(prefix) in branches), None)
     if found is not None and not any(prefix + name in state_dict for name in own):
         raise RuntimeError(
-            f'Cannot load into {type(model).__name__}: the checkpoint has the branches of the multi-branch network '
-            f'({found!r}). Load it into the model of timm, then convert that with timm_rep.convert_to_repopt(model).')
+            f'Expected a checkpoint of the converted {type(model).__name__}, but it has the branches of the '
+            f'multi-branch network ({found!r}): load it into the timm model, then call convert_to_repopt(model).')
 
 
 @torch.no_grad()
@@ -169,15 +168,15 @@ def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
     try:
         kernel = linear_sum.kernel(csla)
     except ValueError as e:  # of a BatchNorm
-        raise ValueError(f'{linear_sum.name}: {e} Nothing was changed.') from e
+        raise ValueError(f'{linear_sum.name}: {e}') from e
     if not all(x.is_meta or x.isfinite().all() for x in kernel):
-        raise ValueError(f'The weights of {linear_sum.name} are not finite, nothing was changed.')
+        raise ValueError(f'Expected finite weights, but those of {linear_sum.name} are not finite.')
     return kernel
 
 
 @torch.no_grad()
 def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> None:
-    """Give a target structure the function of the branches in eval mode."""
+    """Set a target structure to the kernel and bias of a sum."""
     conv, norm = layer
     kernel, bias = affine
     conv.weight.copy_(kernel.reshape(conv.weight.shape))
@@ -185,7 +184,7 @@ def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> 
         nn.init.constant_(norm.weight, (1 + norm.eps) ** .5)  # running_var is 1
         norm.bias.copy_(bias)
     else:
-        norm.running_mean = (norm.running_mean - bias).to(norm.running_mean)  # errors put the old one back
+        norm.running_mean = (norm.running_mean - bias).to(norm.running_mean)
 
 
 def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
@@ -203,24 +202,20 @@ def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
 def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
     """Attach GradMults to the target operators of a model, or set the scales of its search or CSLA layers.
 
-    ``model.scales_source`` becomes their origin if it is a string, None otherwise.
+    ``model.scales_source`` becomes ``scales`` if it is a string, None otherwise.
 
     Args:
         model: Model with CSLA layers.
         scales: As for :func:`timm_rep.attach_grad_mults`; False for none.
         reinit: Whether to initialize the kernels of target operators by the rule of initialization.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The scales do not fit the model, or a search or CSLA structure gets none.
     """
     resolved = resolve_scales(model, scales)
     layers = csla_layers(model)
     others = {name: layer for name, layer in layers.items() if layer.structure != 'target'}
     if others and resolved is None:
         raise ValueError(
-            f"structure={next(iter(others.values())).structure!r} needs scales, got False: pass Scales, 'ones' or "
-            "'init', or use structure='target' for a plain network.")
+            f"scales must be Scales, 'ones' or 'init' with structure={next(iter(others.values())).structure!r}, got "
+            "False: use structure='target' for a plain network.")
     for name, layer in others.items():
         layer.set_scales(resolved[name])
     targets = {name: layer for name, layer in layers.items() if name not in others}
@@ -241,19 +236,19 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 
 @torch.inference_mode(False)  # inference tensors cannot be trained
 def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptReport:
-    """Turn a multi-branch network of timm into a plain one whose optimizer has the prior of the branches, in place.
+    """Convert a multi-branch timm model to a single-branch one, in place; the structural prior moves to the optimizer.
 
-    Every block that is a sum of linear branches (MobileOne, RepVGG, FastViT, RepViT, RepGhostNet, GhostNetV3, LCNetV2,
-    iFormer) becomes one convolution with a GradMult and one BatchNorm behind it; everything else stays timm's. The
-    function in eval mode stays the same. Train it with ``RepSGD`` or ``RepAdamW`` (``--opt repsgd``), which are to be
-    created after the conversion; ``model.reparameterize()`` then folds it into timm's own folded model.
-    timm's save_for_hf() and ``timm_rep.export(model, 'folder')`` write the result as a ``repopt_any``, folded or not,
-    if the model was created with ``timm.create_model`` of timm 1.0.31 or newer.
+    Each sum of linear branches (MobileOne, RepVGG, FastViT, RepViT, RepGhostNet, GhostNetV3, LCNetV2, iFormer) becomes
+    one convolution with a GradMult, followed by one BatchNorm; everything else stays timm's, and the function in eval
+    mode is unchanged. Train it with ``RepSGD`` or ``RepAdamW`` (``--opt repsgd``), created after the conversion;
+    ``model.reparameterize()`` then folds it into timm's own folded model. timm's save_for_hf() and
+    ``timm_rep.export(model, 'folder')`` write the result as a ``repopt_any``, folded or not, if the model was created
+    with ``timm.create_model`` of timm 1.0.31 or newer.
 
     Args:
         model: timm model with its multi-branch blocks, not wrapped.
-        scales: Constants of the branches: :class:`timm_rep.Scales`, a path, 'ones', or 'init', the values that
-            Hyper-Search starts from. False for none, a plain network for plain optimizers.
+        scales: Constants of the branches: :class:`timm_rep.Scales`, a path, 'ones', or 'init', the initial values of
+            Hyper-Search. False for a plain network without GradMults, for plain optimizers.
 
     Returns:
         The report.
@@ -261,8 +256,8 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
     Raises:
         TypeError: model is not a module.
         FileNotFoundError: There is no such file of scales.
-        ValueError: The model has no such block, or one with stochastic depth over its branches, or is wrapped or
-            converted already; or the scales do not fit. The model is unchanged.
+        ValueError: The model has no such sum, or one with stochastic depth over its branches, or is wrapped, compiled
+            or converted; or the scales do not fit. The model is unchanged.
     """
     check_unconverted(model)
     converted = _meta_copy(model)
@@ -273,6 +268,6 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
     set_scales(model, scales, reinit=False)
     record_conversion(model, 'repopt_any')
     record_scales(model)
-    refuse_branches(model, names)  # first: RepGhostNet's has names of the plain structure too
+    refuse_branches(model, names)  # before the other hooks: a checkpoint of RepGhostNet has plain names too
     make_foldable(model)
     return report
