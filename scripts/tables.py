@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of README.md and docs/ from the files of scripts/results.
+"""Write the tables and pictures of README.md and docs/ from the files of scripts/results.
 
 A table stands between the lines ``<!-- results: NAME -->`` and ``<!-- end -->`` of a document. What is in it is
 declared in scripts/results/tables.yaml, by NAME:
@@ -23,9 +23,13 @@ A cell is a figure of a file of results. It is described by what is said of its 
 
 A row may describe a single cell by ``{HEADING: {...}}``, give its text by ``{HEADING: TEXT}``, or leave it empty by
 ``{HEADING: null}``.
+
+scripts/results/pictures.yaml declares the pictures by their path: ``title``, ``x`` and ``y`` (labels), ``log`` (of x),
+``limits`` (of y), and ``series``: by label and x, the figure as for a cell, or only the row (``where: {row: ...}``).
 """
 import argparse
 import functools
+import itertools
 import json
 import os
 import re
@@ -35,11 +39,13 @@ from typing import Any, Dict, List, Mapping, Optional
 
 import yaml
 
+from timm_rep.plotting import tidy
 from timm_rep.utils.atomic import replacing_files
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or ROOT / 'scripts' / 'results')
 DECLARATIONS = ROOT / 'scripts' / 'results' / 'tables.yaml'
+PICTURES = DECLARATIONS.with_name('pictures.yaml')
 _CELL_KEYS = ('file', 'where', 'get', 'over', 'minus', 'digits', 'value')
 _TABLE = re.compile(r'(<!-- results: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
@@ -121,6 +127,27 @@ def updated(text: str) -> str:
     return _TABLE.sub(replace, text)
 
 
+def draw(name: str, declared: Mapping[str, Any]):
+    """A picture as a matplotlib Figure: means over the seeds and their standard deviations."""
+    from matplotlib.figure import Figure  # an extra
+
+    figure = Figure(figsize=(6.5, 4), layout='constrained')
+    axes = figure.subplots()
+    for (label, series), marker in zip(declared['series'].items(), itertools.cycle('osD^v')):
+        points = []
+        for x, cell in series.items():
+            cell = _merged(declared, cell if isinstance(cell, Mapping) else {'where': {'row': cell}})
+            figures = _figures(cell, cell['where'], name)
+            points.append((x, statistics.fmean(figures), statistics.stdev(figures) if len(figures) > 1 else 0.))
+        axes.errorbar(*zip(*points), label=label, marker=marker, capsize=3)
+    if declared.get('log'):
+        axes.set_xscale('log')
+    axes.set_ylim(declared.get('limits'))
+    tidy(axes, declared['title'], declared['x'], declared['y'])
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -131,6 +158,10 @@ def main() -> None:
             with replacing_files(path.parent) as temporary:
                 (temporary / path.name).write_text(after)
             print(path.relative_to(ROOT))
+    for name, declared in yaml.safe_load(PICTURES.read_text()).items():
+        path = ROOT / name
+        with replacing_files(path.parent) as temporary:
+            draw(name, declared).savefig(temporary / path.name, dpi=100)
 
 
 if __name__ == '__main__':

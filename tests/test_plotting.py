@@ -10,7 +10,6 @@ from timm_rep.plotting import (
     diagonal,
     kernel_layer,
     plot_attention,
-    plot_curves,
     plot_kernels,
     plot_latency,
     plot_scales,
@@ -55,7 +54,8 @@ def test_figure_7():
 def test_figure_6():
     """Scales of the last layer of the longest stage by epoch."""
     scales = normal_scales(model(), seed=0)
-    history = {'stages.1.2.conv.0': {'conv3x3': [1., .5, .25], 'conv1x1': [1., 2., 3.]}, 'stem.conv.0': {'conv3x3': [0.]}}
+    history = {
+        'stages.1.2.conv.0': {'conv3x3': [1., .5, .25], 'conv1x1': [1., 2., 3.]}, 'stem.conv.0': {'conv3x3': [0.]}}
     figure = plot_scales({'a': Scales(scales, history=history), 'b': scales})
     course, without = figure.axes[2:]
     assert course.get_title() == 'stages.1.2.conv.0'
@@ -86,15 +86,6 @@ def test_an_outlier_does_not_hide_the_others():
     axes, = plot_kernels({'b1': {'x': kernel}}, ['x']).axes
     assert 2 < axes.get_xlim()[1] < 5
     assert f'centre, std {kernel[..., 1, 1].std():.4f}' in [text.get_text() for text in axes.get_legend().get_texts()]
-
-
-def test_accuracy_by_epoch_and_by_time():
-    figure = plot_curves({'a': [(2., [10., 30.]), (4., [20., 50.])], 'b': [(1., [5., 6.])]})
-    by_epoch, by_time = (list(points(axes).values()) for axes in figure.axes)
-    assert by_epoch == [[[(1, 15.), (2, 40.)]], [[(1, 5.), (2, 6.)]]]
-    assert by_time == [[[(1.5, 15.), (3., 40.)]], [[(.5, 5.), (1., 6.)]]]
-    spread = figure.axes[0].collections[0].get_paths()[0].vertices
-    assert {(1., 10.), (1., 20.), (2., 30.), (2., 50.)} <= {tuple(vertex) for vertex in spread.tolist()}
 
 
 def test_legend_names_the_branches_of_all():
@@ -136,7 +127,8 @@ def test_command(tmp_path, capsys):
 def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
     save_file(model().state_dict(), tmp_path / 'm.safetensors')
     drawn = []
-    monkeypatch.setattr('timm_rep.cli.plot_scales.plot_kernels', lambda *args: drawn.append(plot_kernels(*args)) or drawn[-1])
+    monkeypatch.setattr(
+        'timm_rep.cli.plot_scales.plot_kernels', lambda *args: drawn.append(plot_kernels(*args)) or drawn[-1])
     layers = ['stages.2.1.conv.0.weight', 'stages.2.0.conv.0.weight']
     assert main([
         'plot-scales', '--kernels', *[str(tmp_path / 'm.safetensors')] * 2, '-o', str(tmp_path / 'x.png'),

@@ -271,7 +271,7 @@ def test_commands(document, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('document', [*DOCUMENTS, 'CHANGELOG.md', 'timm_rep/scales/packaged/README.md'])
 def test_paths(document):
-    """Every code block is Python, a command or output, and every file or folder of the repository that is named exists."""
+    """Code blocks are Python, commands or output, and every named file or folder of the repository exists."""
     text = read(document)
     assert set(re.findall(r'^ *```(.+)$', text, re.MULTILINE)) <= {'python', 'sh', 'text'}
     text = text.partition('<!-- Below this line')[0]  # commands as they were when something was measured
@@ -341,6 +341,20 @@ def test_parameters_of_the_models():
                     params = count_params(timm.create_model(name, device='meta', **args)) / 1e6
                 expected.append(f'{params:.1f}')
             assert numbers.split(', ') == expected, names
+
+
+def test_pictures_of_results(monkeypatch):
+    """Every declared picture is in a document, and draws the figures of its rows."""
+    pytest.importorskip('matplotlib')
+    module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
+    for name, declared in yaml.safe_load(module.PICTURES.read_text()).items():
+        path = ROOT / name
+        assert path.is_file()
+        assert any(f'({path.name})' in page.read_text() for page in path.parent.glob('*.md')), name
+        axes, = module.draw(name, declared).axes
+        assert axes.get_legend_handles_labels()[1] == list(declared['series'])
+        for container, series in zip(axes.containers, declared['series'].values(), strict=True):
+            assert container.lines[0].get_xdata().tolist() == list(series)
 
 
 def test_every_table_is_in_a_document():

@@ -14,10 +14,8 @@ __all__ = [
     'kernel_layer',
     'plot_accuracy',
     'plot_attention',
-    'plot_curves',
     'plot_kernels',
     'plot_latency',
-    'plot_means',
     'plot_scales',
     'tidy',
 ]
@@ -213,55 +211,6 @@ def plot_accuracy(figures: Mapping[str, Mapping[str, Any]]):
             axes.annotate(name, (speed, row['top1']), xytext=(4, 4), textcoords='offset points', fontsize=8)
         axes.margins(.2)
         tidy(axes, f'batch size {size}', x='images/s', y='top-1 accuracy, %')
-    return figure
-
-
-def plot_curves(runs: Mapping[str, Sequence[Tuple[float, Sequence[float]]]]):
-    """Draw the accuracy of trainings, by epoch and by time.
-
-    Args:
-        runs: By name of the method, the trainings from several seeds: minutes, and top-1 accuracy in percent after each
-            epoch.
-
-    Returns:
-        A matplotlib Figure with the mean over the seeds and the range between them.
-    """
-    figure = _figure(2, 1)
-    by_epoch, by_time = figure.subplots(1, 2, sharey=True)
-    for (name, trainings), color in zip(runs.items(), itertools.cycle(_COLORS)):
-        curves = torch.tensor([curve for _, curve in trainings], dtype=torch.float64)
-        minutes = sum(minutes for minutes, _ in trainings) / len(trainings)
-        epochs = torch.arange(1, curves.shape[1] + 1)
-        for axes, x in ((by_epoch, epochs), (by_time, epochs * minutes / len(epochs))):
-            axes.plot(x, curves.mean(0), color=color, label=name)
-            axes.fill_between(x, curves.min(0).values, curves.max(0).values, color=color, alpha=.2, linewidth=0)
-    tidy(by_epoch, 'by epoch', x='epoch', y='top-1 accuracy, %')
-    tidy(by_time, 'by time', x='minutes')
-    by_epoch.legend(fontsize=8, frameon=False)
-    return figure
-
-
-def plot_means(points: Mapping[str, Mapping[float, Sequence[float]]], x: str, y: str):
-    """Draw a quantity against another one: the mean of several seeds and their standard deviation.
-
-    Args:
-        points: By name of the series and by value of ``x``, the values of ``y`` from several seeds.
-        x: Label of the horizontal axis.
-        y: Label of the vertical axis.
-
-    Returns:
-        A matplotlib Figure.
-    """
-    figure = _figure(1, 1)
-    axes = figure.subplots()
-    for (name, series), color in zip(points.items(), itertools.cycle(_COLORS)):
-        places = sorted(series)
-        values = [torch.tensor(series[place], dtype=torch.float64) for place in places]
-        spread = [v.std().item() if len(v) > 1 else 0. for v in values]
-        axes.errorbar(
-            places, [v.mean().item() for v in values], spread, color=color, label=name, marker='.', capsize=3)
-    tidy(axes, '', x, y)
-    axes.legend(fontsize=8, frameon=False)
     return figure
 
 
