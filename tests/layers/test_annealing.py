@@ -10,7 +10,7 @@ from timm.layers import GroupNorm1, LayerNorm, LayerNorm2d
 from timm.models.metaformer import StarReLU
 
 from tests.helpers import in_processes, relative
-from timm_rep.layers import Affine, AnnealedActivation, AnnealedNorm, advance_annealing
+from timm_rep.layers import Affine, AnnealedActivation, AnnealedNorm, add_annealing_hooks, advance_annealing
 
 
 def batch(seed, shape=(64, 7, 12), **kwargs):
@@ -37,23 +37,23 @@ def lines(h, y):
 @pytest.mark.parametrize('act', [nn.GELU(), nn.Hardswish(inplace=True), nn.ReLU()])
 def test_activation(act, schedule, shares):
     layer = AnnealedActivation(act, 12, 5, 5, schedule).double().train()
-    layer.weight.copy_(torch.linspace(2, .5, 12))
+    layer.importance.copy_(torch.linspace(2, .5, 12))
     x, function = batch(0), type(act)()
     layer.eval()
     assert torch.equal(layer(x), function(x))  # before the first step
     layer.train()
     h, y = x.flatten(0, 1), function(x.flatten(0, 1))
     slope, intercept, error = lines(h, y)
-    cost = layer.weight * error
+    cost = layer.importance * error
     for step, share in enumerate(shares, 1):
         advance_annealing(layer)
         out = layer(x)
-        assert layer.step == step
-        assert layer.share(torch.float64).item() == pytest.approx(share, abs=1e-7)
+        assert layer.step == min(step, 5)
+        assert layer.progress(torch.float64).item() == pytest.approx(share, abs=1e-7)
         line = slope * x + intercept
         idle = layer.idle
         assert idle.sum() == 7
-        assert set(cost.argsort()[:7].tolist()) == set(idle.nonzero().flatten().tolist())
+        assert step == 1 or set(cost.argsort()[:7].tolist()) == set(idle.nonzero().flatten().tolist())
         expected = torch.where(idle, function(x) + share * (line - function(x)), function(x))
         assert (out - expected).abs().max() < 1e-6  # shares are computed in float32
         assert torch.equal(out[..., ~idle], function(x)[..., ~idle])
@@ -70,16 +70,55 @@ def test_statistics_average_batches_and_end():
         means.append(layer.moments[0].clone())
     flat = [x.flatten(0, 1).mean(0) for x in batches]
     for step in (1, 2, 3):
-        assert (means[step - 1] - sum(flat[:step]) / step).abs().max() < 1e-6
+        assert (means[step] - sum(flat[:step]) / step).abs().max() < 1e-6
     # the end, in which lines no longer change
-    assert torch.equal(means[3], means[2])
-    assert torch.equal(means[4], means[2])
-    layer.anneal_steps, expected = 1000, means[2]
-    for step in range(6, 66):  # averages over all batches at first, over about the last 20 later
+    assert torch.equal(means[4], means[3])
+    layer.anneal_steps, expected = 1000, means[3]
+    layer.train().step.fill_(4)
+    for step in range(4, 64):  # averages over all batches at first, over about the last 20 later
         advance_annealing(layer)
         layer(batches[0])
-        expected = expected.lerp(flat[0], max(1 / step, .05))
+        expected = expected.lerp(flat[0], max(1 / step, .05)) if step > 4 else expected
     assert (layer.moments[0] - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize('resumed', [False, True])
+def test_nothing_is_measured_after_the_end(monkeypatch, resumed):
+    """Neither moments nor collectives, also in a model that was loaded or compiled after its end; lines stay."""
+    layer = AnnealedActivation(nn.GELU(), 12, 6, 3).train()
+    measured = []
+    measure = AnnealedActivation._measure
+    monkeypatch.setattr(AnnealedActivation, '_measure', lambda self, *args: measured.append(1) or measure(self, *args))
+    for _ in range(6):
+        advance_annealing(layer)
+        layer(batch(0, dtype=torch.float32))
+    assert len(measured) == 2
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    if resumed:
+        layer = AnnealedActivation(nn.GELU(), 12, 6, 3).train()
+        layer.load_state_dict(state)
+    layer.train()(batch(1, dtype=torch.float32))
+    advance_annealing(layer)
+    layer(batch(2, dtype=torch.float32))
+    assert len(measured) == 2
+    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+    layer.load_state_dict({**state, 'step': torch.tensor(1)})
+    layer(batch(2, dtype=torch.float32))
+    assert len(measured) == 3
+
+
+def test_a_checkpoint_between_two_steps():
+    """What the last batch adds is in the state."""
+    model = nn.Sequential(AnnealedActivation(nn.GELU(), 12, 6, 5)).train()
+    add_annealing_hooks(model)
+    other = nn.Sequential(AnnealedActivation(nn.GELU(), 12, 6, 5)).train()
+    add_annealing_hooks(other)
+    for seed in range(4):
+        other.load_state_dict(model.state_dict())
+        x = batch(seed, dtype=torch.float32)
+        assert torch.equal(model(x), other(x))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert model[0].step == 4
 
 
 def test_repeated_passes_count_once():
@@ -92,6 +131,11 @@ def test_repeated_passes_count_once():
         assert torch.equal(layer(x), first)
         assert all(torch.equal(v, state[k]) for k, v in layer.state_dict().items())
     assert layer.step == 3
+    once = AnnealedActivation(nn.GELU(), 12, 6, 10).train()
+    for i in range(3):
+        advance_annealing(once)
+        once(batch(i, dtype=torch.float32))
+    assert all(torch.equal(v, layer.state_dict()[k]) for k, v in once.state_dict().items())
     advance_annealing(layer.eval())
     assert layer.step == 3
 
@@ -118,11 +162,12 @@ def test_overflow_does_not_count():
     layer = AnnealedActivation(nn.GELU(), 12, 6, 10).train()
     advance_annealing(layer)
     layer(batch(0, dtype=torch.float32))
-    moments = layer.moments.clone()
     advance_annealing(layer)
+    moments = layer.moments.clone()
     x = batch(1, dtype=torch.float32)
     x[0, 0, 3] = float('inf')
     layer(x)
+    advance_annealing(layer)
     assert torch.equal(layer.moments[:, 3], moments[:, 3])
     assert not torch.equal(layer.moments[:, 4], moments[:, 4])
     assert layer.moments.isfinite().all()
@@ -169,31 +214,40 @@ def test_activation_with_another_dtype():
     for _ in range(3):
         advance_annealing(layer)
         y = layer(x.bfloat16())
-    line = layer.line()[0] * x + layer.line()[1]
+    line = layer.linear_fit()[0] * x + layer.linear_fit()[1]
     expected = torch.where(layer.idle, line, layer.act(x))
     assert y.dtype == torch.float32
     assert relative(y, expected) < 4 * torch.finfo(torch.bfloat16).eps
 
 
 def see_one_batch(path):
-    """Save the state of an annealed activation after the batch of a process."""
-    layer = AnnealedActivation(nn.GELU(), 12, 6, 4).double().train()
-    advance_annealing(layer)
-    layer(batch(dist.get_rank()) * (1 + 3 * dist.get_rank()) + dist.get_rank())
-    torch.save(layer.state_dict(), f'{path}.{dist.get_rank()}')
+    """Save the state of two annealed activations after the batch of a process, and the number of collectives."""
+    model = nn.Sequential(*(AnnealedActivation(nn.GELU(), 12, 6, 2) for _ in range(2))).double().train()
+    add_annealing_hooks(model)
+    reductions = []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: reductions.append(1) or all_reduce(*args, **kwargs)
+    for step in range(4):
+        model(process_batch(step, dist.get_rank()))
+    torch.save((model.state_dict(), len(reductions)), f'{path}.{dist.get_rank()}')
 
 
-@pytest.mark.slow
+def process_batch(step, rank):
+    return batch(2 * step + rank) * (1 + 3 * rank) + rank
+
+
 def test_processes_share_their_batches(tmp_path):
-    """Two processes have the channels and lines of one that sees both batches, with buffers that nobody broadcasts."""
+    """Two processes have the channels and lines of one that sees both batches, by two collectives a step."""
     in_processes(2, see_one_batch, tmp_path / 'state')
-    layer = AnnealedActivation(nn.GELU(), 12, 6, 4).double().train()
-    advance_annealing(layer)
-    layer(torch.cat([batch(0), batch(1) * 4 + 1]))
+    model = nn.Sequential(*(AnnealedActivation(nn.GELU(), 12, 6, 2) for _ in range(2))).double().train()
+    add_annealing_hooks(model)
+    for step in range(4):
+        model(torch.cat([process_batch(step, rank) for rank in range(2)]))
     for rank in range(2):
-        state = torch.load(tmp_path / f'state.{rank}', weights_only=True)
-        assert torch.equal(state['idle'], layer.idle)
-        assert (state['moments'] - layer.moments).abs().max() < 1e-12 * layer.moments.abs().max()
+        state, reductions = torch.load(f'{tmp_path / "state"}.{rank}', weights_only=True)
+        assert reductions == 2
+        for name, value in model.state_dict().items():
+            assert (state[name].double() - value.double()).abs().max() < 1e-12 * (1 + value.double().abs().max())
 
 
 @pytest.mark.parametrize('norm,use_conv', [
@@ -227,9 +281,15 @@ def test_norm(norm, use_conv):
     assert (tokens @ folded.weight.T + folded.bias - linear(y)).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize('trainable', [False, True])
+def test_alpha_of_a_frozen_norm_is_frozen(trainable):
+    bn = nn.BatchNorm1d(4).requires_grad_(trainable)
+    assert AnnealedNorm(nn.LayerNorm(4), bn, 5).alpha.requires_grad == trainable
+
+
 @pytest.mark.parametrize('args,message', [
-    ((1, 'linear'), 'at least 2, got 1'), ((2.5, 'linear'), 'got 2.5'), ((True, 'linear'), 'got True'),
-    ((9, 'step'), "'linear' or 'cosine', got 'step'"),
+    ((1, 'linear'), 'anneal_steps'), ((2.5, 'linear'), 'anneal_steps'), ((True, 'linear'), 'anneal_steps'),
+    ((9, 'step'), 'anneal_schedule'),
 ])
 def test_refusals(args, message):
     with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ from timm_rep.layers import (
     AnnealedActivation,
     AnnealedNorm,
     active_channels,
-    advance_annealing,
+    add_annealing_hooks,
     check_annealing,
 )
 
@@ -81,10 +81,10 @@ class AnnealedFfn(nn.Module):
         return self.ffn.get_submodule(self.pointwise.act_name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
+        if self.training and not self.act.has_ended:
             with torch.no_grad():
                 # weight of a channel's error in the output
-                self.act.weight.copy_(linear_of(self.pointwise.last).weight.flatten(1).square().sum(0))
+                self.act.importance.copy_(linear_of(self.pointwise.last).weight.flatten(1).square().sum(0))
         return self.ls(self.ffn(self.norm(x)))
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class AnnealedFfn(nn.Module):
         unit = ffn.unit(annealed.act)
         new = ffn.replacement(self.active_features, unit, device='meta')
         deploy = deploy_of(new)
-        slope, intercept = (v[idle].to(out.weight) for v in annealed.line())
+        slope, intercept = (v[idle].to(out.weight) for v in annealed.linear_fit())
         if deploy.has_idle:
             inner = self._after_norm(ffn.fc_in(idle))
             # of a gated unit the values, since its gates became constants
@@ -181,7 +181,7 @@ def anneal_ffns(
         _anneal_with_norms(model, chosen, anneal_steps, anneal_schedule, bn_momentum, bn_eps)
     else:
         raise ValueError(f"norm must be 'keep' or 'batch', got {norm!r}.")
-    model.register_forward_pre_hook(advance_annealing)
+    add_annealing_hooks(model)
     plain_names = {name: plain.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
     model.register_load_state_dict_pre_hook(partial(
         _take_plain_weights, {name: old for name, old in plain_names.items() if name != old}))

@@ -1,4 +1,4 @@
-from .annealing import AnnealedActivation, AnnealedNorm, advance_annealing, check_annealing
+from .annealing import AnnealedActivation, AnnealedNorm, add_annealing_hooks, advance_annealing, check_annealing
 from .csla import ConvBranch, Csla, IdentityBranch
 from .csla_conv import CslaBlock, CslaConv2d, csla_layers
 from .fold import Affine, batch_norm_scale_shift, check_unmodified, modified
@@ -25,6 +25,7 @@ __all__ = [
     'RepOptConvDeploy',
     'WindowAvgPool2d',
     'active_channels',
+    'add_annealing_hooks',
     'advance_annealing',
     'batch_norm_scale_shift',
     'check_annealing',

@@ -11,7 +11,7 @@ from timm.models import PretrainedCfg, get_pretrained_cfg, model_entrypoint
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
 from timm_rep.hub.load import build_model, resolve_pretrained
-from timm_rep.layers import advance_annealing
+from timm_rep.layers import AnnealedActivation, add_annealing_hooks
 
 __all__ = ['base_cfg', 'create_from_base']
 
@@ -97,7 +97,8 @@ def _feature_extractor(model: nn.Module, base: str, **kwargs) -> nn.Module:
         inner._parameters, inner._buffers = model._parameters, model._buffers
     _take_layers(inner, {path.replace('.', '_'): layer for path, layer in model.named_modules()})
     features.pretrained_cfg = features.default_cfg = model.pretrained_cfg
-    features.register_forward_pre_hook(advance_annealing)
+    if any(isinstance(layer, AnnealedActivation) for layer in features.modules()):
+        add_annealing_hooks(features)
     return features
 
 
