@@ -41,6 +41,12 @@ def pytest_xdist_auto_num_workers(config):
     return min(cores, 4)
 
 
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch):
+    """Released scales are downloaded from an address where nothing answers."""
+    monkeypatch.setattr('timm_rep.scales.released.RELEASE_URL', 'http://127.0.0.1:9/')
+
+
 def _reference(*parts):
     path = _REFERENCE.joinpath(*parts)
     if not path.is_file():

@@ -3,7 +3,7 @@ import logging
 from typing import Any, Dict, Mapping, Optional, Union
 
 from timm_rep.convert import ReparameterizeMixin
-from timm_rep.scales import ScalesLike, packaged_scales, recorded_scales
+from timm_rep.scales import RELEASED, RELEASED_PREFIX, ScalesLike, locate_released, packaged_scales, recorded_scales
 
 __all__ = ['RepOptMixin', 'check_structure', 'choose_scales']
 
@@ -25,10 +25,11 @@ def choose_scales(
         args: Mapping[str, Any],
         architecture: Mapping[str, Any],
 ) -> Union[ScalesLike, bool, None]:
-    """Resolve ``scales='default'``: the packaged scales of the variant where there are any, otherwise 'init'.
+    """Resolve ``scales='default'`` and ``'released'``.
 
-    Scales are specific to an architecture (section 4.3), so packaged ones are used only if no argument changes it. A
-    search structure starts from 'init'.
+    The default is the first of: the packaged scales of the variant; those that the authors of RepOptimizers released
+    for it, if they are in the cache or can be downloaded; 'init'. Scales are specific to an architecture (section 4.3),
+    so where an argument changes it, the default is 'init'. A search structure starts from 'init'.
 
     Args:
         variant: Name of the model.
@@ -37,17 +38,33 @@ def choose_scales(
 
     Returns:
         The argument ``scales`` for the model class.
+
+    Raises:
+        FileNotFoundError: 'released': the scales are not cached and cannot be downloaded.
+        ValueError: 'released': none were released for the variant.
     """
     scales = args.get('scales', 'default')
-    if not isinstance(scales, str) or scales != 'default':
+    if not isinstance(scales, str) or scales not in ('default', 'released'):
         return scales
-    changed = any(_as_lists(args.get(name, value)) != _as_lists(value) for name, value in architecture.items())
-    if args.get('structure') == 'search':
+    if scales == 'released':
+        locate_released(variant)
+        return RELEASED_PREFIX + variant
+    if args.get('structure') == 'search' or args.get('reparameterized'):
         return 'init'
-    if changed or variant not in packaged_scales():
-        _logger.info("%s: timm-rep has no searched scales of this architecture, using scales='init'.", variant)
+    if any(_as_lists(args.get(name, value)) != _as_lists(value) for name, value in architecture.items()):
+        _logger.info("%s: the searched scales are of another architecture, using scales='init'.", variant)
         return 'init'
-    return variant
+    if variant in packaged_scales():
+        return variant
+    if variant in RELEASED:
+        try:
+            locate_released(variant)
+            return RELEASED_PREFIX + variant
+        except FileNotFoundError as e:
+            _logger.warning("Using scales='init' for %s. %s", variant, e)
+    else:
+        _logger.info("%s: no scales were searched for this model, using scales='init'.", variant)
+    return 'init'
 
 
 def _as_lists(value: Any) -> Any:

@@ -10,6 +10,7 @@ from timm_rep.layers import CslaConv2d, csla_layers
 from timm_rep.layers.grad_mult import MultipliedLayers
 
 from .packaged import packaged_scales
+from .released import RELEASED_PREFIX
 from .scales import Scales
 
 __all__ = ['ScalesLike', 'attach_grad_mults', 'recorded_scales', 'resolve_scales']
@@ -53,7 +54,11 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         except ValueError as e:
             problems.append(f'{name}: {e}')
     if problems:
-        raise ValueError(f'{scales!r} do not fit {type(model).__name__}.\n  ' + '\n  '.join(problems))
+        fitting = len(layers) - sum(problem.partition(':')[0] in layers for problem in problems)
+        raise ValueError(
+            f'{scales!r} do not fit {type(model).__name__}: {fitting} of its {len(layers)} layers have scales that fit. '
+            'Scales belong to an architecture: search for them again where depths or widths differ.\n  '
+            + '\n  '.join(problems))
     return scales
 
 
@@ -113,6 +118,6 @@ def recorded_scales(source: Optional[str], structure: str = 'target') -> Union[s
         source: What the scales were given as, if it was a string.
         structure: 'target', 'search' or 'csla'. The weights of the latter two hold their scales.
     """
-    if source in ('ones', 'init', *packaged_scales()):
+    if source in ('ones', 'init', *packaged_scales()) or (source or '').startswith(RELEASED_PREFIX):
         return source
     return False if structure == 'target' else 'init'

@@ -14,6 +14,7 @@ from timm_rep.utils.checkpoints import read_state_dict, write_safetensors
 from timm_rep.utils.files import parse_json
 
 from .packaged import locate_packaged, packaged_scales
+from .released import RELEASED_PREFIX, locate_released
 
 __all__ = ['ORDER', 'Layers', 'locate', 'read', 'write']
 
@@ -36,7 +37,7 @@ _RELEASED_BRANCHES = {
 
 
 def locate(source: Union[str, os.PathLike]) -> str:
-    """The path of a file of scales, of packaged scales by their name, or of a download in the Hub's cache.
+    """The path of a file of scales, of packaged or released scales by their name, or of a download in the Hub's cache.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -44,6 +45,8 @@ def locate(source: Union[str, os.PathLike]) -> str:
     source = os.fspath(source)
     if source in packaged_scales():
         return locate_packaged(source)
+    if source.startswith(RELEASED_PREFIX):
+        return locate_released(source[len(RELEASED_PREFIX):])
     if os.path.isfile(source):
         return source
     hub_id = _HUB_ID.fullmatch(source)
