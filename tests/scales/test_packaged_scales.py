@@ -104,7 +104,7 @@ def test_models_without_searched_scales_say_so(caplog):
     name = next(m for m in timm.list_models('repopt_[vg]*') if m not in packaged_scales())
     with caplog.at_level(logging.INFO, 'timm_rep'):
         model = create(name)
-    assert f"{name}: timm-rep has no searched scales of this architecture, using scales='init'." in caplog.messages
+    assert [message for message in caplog.messages if name in message and 'init' in message]
     assert multipliers(model) == multipliers(create(name, scales='init'))
     message = f"No scales at '{name}'.*packaged scales .{', '.join(packaged_scales())}"
     for load in (Scales.load, lambda scales: create(name, scales=scales)):
