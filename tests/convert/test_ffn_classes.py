@@ -168,7 +168,7 @@ def test_subclasses():
 
     class Other(UserFfn):
         def forward(self, x):
-            return 2 * super().forward(x)
+            return super().forward(x)
 
     register_ffn(UserFfn, **REGISTRATIONS[UserFfn])
     ffns, others = find_ffns(nn.ModuleList([Same(4, 8), Other(4, 8)]))
@@ -185,6 +185,36 @@ def test_subclasses():
 
 def _extra(ffn):
     ffn.extra = nn.Linear(4, 4)
+
+
+class Scaled(UserFfn):
+    def forward(self, x):
+        return 1.1 * super().forward(x)
+
+
+class Shortcut(UserFfn):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize('cls', [Scaled, Shortcut])
+@pytest.mark.parametrize('training', [False, True])
+def test_ffns_that_compute_something_else(cls, training):
+    """Their parts alone would be another function."""
+    register_ffn(cls, **REGISTRATIONS[UserFfn])
+    module = nn.ModuleList([cls(4, 8)]).train(training)
+    ffns, others = find_ffns(module)
+    assert (ffns, list(others)) == ([], ['0'])
+    assert all(m.training == training for m in module.modules())
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize('ffn', REGISTRATIONS)
+def test_ffns_of_other_dtypes(ffn, dtype):
+    register_ffn(ffn, **REGISTRATIONS[ffn])
+    assert len(find_ffns(nn.ModuleList([ffn(16, 32).to(dtype)]))[0]) == 1
+    with torch.device('meta'):
+        assert len(find_ffns(nn.ModuleList([ffn(16, 32)]))[0]) == 1
 
 
 @pytest.mark.parametrize('change,reason', [

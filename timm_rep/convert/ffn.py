@@ -227,6 +227,32 @@ class Ffn:
                 'is in a block of a class that is not registered with timm_rep.convert.register_block()')
         return None
 
+    @torch.no_grad()
+    def is_sum_of_parts(self) -> bool:
+        """Whether the FFN computes what its registered parts do, tried on two random tokens in eval mode.
+
+        True where it cannot be tried: on the meta device, for a block with own layers, or for other shapes of input.
+        """
+        like, modes = linear_of(self.first).weight, {m: m.training for m in self.module.modules()}
+        if like.is_meta or self._spec.inline:
+            return True
+        channels = torch.arange(self.hidden_features)
+        copied = self.replacement(self.hidden_features, self.act(channels))
+        deploy = deploy_of(copied)
+        self.fc_in(channels).write_to(deploy.fc_in, like)
+        self.fc_out().write_to(deploy.fc_out, like)
+        shape = (1, self.in_features, 2, 1) if self.use_conv else (1, 2, self.in_features)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+        try:
+            y, expected = self.module.eval()(x.clone()), copied.eval()(x.clone())
+        except (RuntimeError, TypeError):
+            return True
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        tolerance = torch.finfo(like.dtype).eps ** 0.5
+        return y.shape == expected.shape and bool((y - expected).abs().max() <= tolerance * expected.abs().max())
+
     def _affine(self, names: str) -> Affine:
         try:
             return _affine(_chain(self.module, names))
@@ -341,8 +367,12 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
         reason = _unsupported(module, spec)
         if reason:
             others[name] = reason
+            continue
+        ffn = Ffn(name, module, spec, key, blocks.get(module, ()))
+        if key.startswith('timm.') or ffn.is_sum_of_parts():  # timm's are tested
+            ffns.append(ffn)
         else:
-            ffns.append(Ffn(name, module, spec, key, blocks.get(module, ())))
+            others[name] = 'computes something else than its registered parts'
     return ffns, others
 
 

@@ -77,8 +77,8 @@ def register_ffn(
     ``act(gates) * values`` instead of ``act``. Parts are given by attribute names, with dots for nested ones
     (``'fc1.conv'``); several layers in a row are separated by spaces in the order of execution (``'fc1 bn1'``). Linear
     parts are ``nn.Linear``, ungrouped 1 x 1 ``nn.Conv2d`` with channels at dimension 1, BatchNorms after them, or
-    timm's composites of these. Parameters outside of the named parts, and modules with hooks, keep an FFN from being
-    converted; so does a part of another type.
+    timm's composites of these. An FFN is not converted if it has parameters outside of the named parts, hooks or a part
+    of another type, or if it computes something else than the parts do.
 
     A registration holds for the class that defines ``forward()`` and for subclasses that inherit it. A subclass with a
     ``forward()`` of its own needs its own registration. It lasts as long as the process: register in the module that
