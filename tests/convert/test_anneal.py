@@ -350,16 +350,21 @@ def test_batch_norms_start_with_scale_and_shift_of_the_loaded_norms(args):
                 assert getattr(m.bn, ours).std() > .05
 
 
-def test_arguments_reach_the_layers():
-    original = plain(VIT)
-    model = copy.deepcopy(original)
-    timm_rep.convert_to_repa(
-        model, anneal_steps=5, norm='batch', anneal_schedule='cosine', bn_momentum=.3, bn_eps=1e-3)
+@pytest.mark.parametrize('registered', [False, True])
+def test_arguments_reach_the_layers(registered):
+    def convert(**kwargs):
+        kwargs.update(anneal_steps=5, anneal_schedule='cosine')
+        if registered:
+            return annealed(VIT, **kwargs)
+        model = plain(VIT)
+        timm_rep.convert_to_repa(model, **kwargs)
+        return model
+
+    model = convert(norm='batch', bn_momentum=.3, bn_eps=1e-3)
     norms = [m for m in model.modules() if isinstance(m, AnnealedNorm)]
     assert {(m.bn.momentum, m.bn.eps, m.anneal_steps, m.anneal_schedule) for m in norms} == {(.3, 1e-3, 5, 'cosine')}
     for norm in ('keep', 'batch'):
-        model = copy.deepcopy(original)
-        timm_rep.convert_to_repa(model, anneal_steps=5, norm=norm, anneal_schedule='cosine')
+        model = convert(norm=norm)
         acts = [layer.act for layer in layers(model)]
         assert {(act.anneal_steps, act.anneal_schedule, act.active_channels) for act in acts} == {(5, 'cosine', 24)}
 

@@ -104,3 +104,10 @@ def test_half_precision_weights_are_summed_in_float64():
     for kernel, layer in zip(exact, (m for m in model.modules() if isinstance(m, CslaConv2d))):
         assert layer.weight.dtype == torch.bfloat16
         assert torch.equal(layer.weight.flatten(1), kernel.bfloat16())
+    wide = copy.deepcopy(model).double().reparameterize()
+    names = [name.removesuffix('.0') for name, m in model.named_modules() if isinstance(m, CslaConv2d)]
+    model.reparameterize()
+    for name in names:
+        folded, exact = model.get_submodule(name), wide.get_submodule(name)
+        assert torch.equal(folded.weight, exact.weight.bfloat16())
+        assert torch.equal(folded.bias, exact.bias.bfloat16())

@@ -273,7 +273,7 @@ def test_ratios_are_recorded_as_numbers(ratio, kwargs):
     assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
 
 
-@pytest.mark.parametrize('kind', ['vit', 'repvit'])
+@pytest.mark.parametrize('kind', ['vit', 'repvit', 'fastvit'])
 def test_folded_models_are_created_folded(kind):
     """Also where timm's folded layers look like unfolded ones."""
     name, args, _ = BASES[kind]

@@ -227,3 +227,19 @@ def test_bad_ratios_change_nothing():
     timm_rep.convert_to_repa(model)
     with pytest.raises(ValueError, match=r'VisionTransformer .*foldable'):
         timm_rep.convert_to_repa(model)
+
+
+def test_scale_and_shift_of_norms_are_kept():
+    """Also of a norm of the hidden features."""
+    model, _ = build('eva with norms')
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.numel() == max(p.shape, default=1):
+                p.uniform_(.2, 1.2)
+    old = copy.deepcopy(model)
+    timm_rep.convert_to_repa(model)
+    for block, before in zip(model.blocks, old.blocks):
+        for ours, theirs in ((block.mlp.norm1, before.norm2), (block.mlp.norm2, before.mlp.norm)):
+            assert isinstance(theirs, nn.LayerNorm)
+            assert torch.equal(ours.weight, theirs.weight)
+            assert torch.equal(ours.bias, theirs.bias)

@@ -19,7 +19,8 @@ from timm_rep.layers import (
     check_annealing,
 )
 
-from .ffn import Ffn, deploy_of, linear_of, ratios_of, replace_module
+from .ffn import Ffn, deploy_of, ratios_of, replace_module
+from .ffn_parts import linear_of
 from .linearize import check_convertible
 from .report import ConversionReport, ConvertedFfn
 from .to_train import affine_names, batch_norm_like, check_batch_norm, find_trainable_ffns, take_layer_scale

@@ -9,9 +9,10 @@ import torch
 import torch.nn as nn
 from timm.models.nextvit import merge_pre_bn
 
-from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios, modified
+from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios
 
 from .ffn_classes import FfnSpec, block_spec, class_name, ffn_spec
+from .ffn_parts import affine_of, chain, linear_of, unsupported_reason
 
 __all__ = [
     'Block',
@@ -19,7 +20,6 @@ __all__ = [
     'deploy_of',
     'find_blocks',
     'find_ffns',
-    'linear_of',
     'plain_ratio',
     'ratios_of',
     'replace_module',
@@ -34,84 +34,9 @@ _OTHER_ROLES = re.compile(
 _NORM_FOLDING = ('timm.models.nextvit.NextConvBlock', 'timm.models.nextvit.NextTransformerBlock')
 
 
-def _chain(module: nn.Module, names: str) -> List[nn.Module]:
-    return [module.get_submodule(name) for name in names.split()]
-
-
-def linear_of(layer: nn.Module) -> nn.Module:
-    """The linear layer in a composite."""
-    return next(m for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
-
-
 def deploy_of(replacement: nn.Module) -> RePaMlpDeploy:
     """The matrices in the result of :meth:`Ffn.replacement`."""
     return next(m for m in replacement.modules() if isinstance(m, RePaMlpDeploy))
-
-
-def _affine(layers: Sequence[nn.Module]) -> Affine:
-    """The affine map of a linear layer followed by BatchNorms, with composites of both expanded."""
-    affine = None
-    for layer in layers:
-        parts = [layer]
-        if not isinstance(layer, (nn.Linear, nn.Conv2d, nn.modules.batchnorm._BatchNorm)):
-            parts = [m for m in layer.children() if not isinstance(m, (nn.Identity, nn.Dropout))]
-        for part in parts:
-            affine = Affine.from_linear(part) if affine is None else affine.before_norm(part)
-    return affine
-
-
-def _type_name(module: nn.Module) -> str:
-    cls = type(module)
-    return re.sub(r'^torch\.nn\.modules\.[a-z]+\.', '', f'{cls.__module__}.{cls.__qualname__}')
-
-
-def _unsupported_linear(part: nn.Module) -> Optional[str]:
-    """Why a module in the place of a linear layer is not one, or one with BatchNorms; None if it is."""
-    if type(part) is nn.Linear or type(part) is nn.Conv2d:
-        if isinstance(part, nn.Conv2d) and not (
-                part.kernel_size == part.stride == (1, 1) and part.groups == 1
-                and part.padding in ((0, 0), 'same', 'valid')):
-            return f'has a {_type_name(part)} where a linear layer is expected'
-        weight = part.weight
-        # quantized and distributed weights are subclasses of Tensor
-        if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
-            return f'has a weight that is a {type(weight.data).__name__} of {weight.dtype}'
-        return None
-    known = isinstance(part, (nn.modules.batchnorm._BatchNorm, nn.Identity, nn.Dropout)) or (
-        # composites of timm; adapters are subclasses of linear layers
-        type(part).__module__.startswith('timm.') and any(part.children())
-        and not isinstance(part, (nn.Linear, nn.Conv2d)))
-    return None if known else f'has a {_type_name(part)} where a linear layer is expected'
-
-
-def _unsupported(module: nn.Module, spec: FfnSpec) -> Optional[str]:
-    """Why a module of a registered class is not a pointwise FFN; None if it is."""
-    try:
-        parts = {part: _chain(module, names) for part, names in spec._asdict().items() if (
-            isinstance(names, str) and part not in ('norm', 'absent', 'attribute'))}
-    except AttributeError as e:
-        return f'does not have the registered parts ({e})'
-    norm, absent = (getattr(module, name) if name else None for name in (spec.norm, spec.absent))
-    if absent is not None and not isinstance(absent, nn.Identity):
-        return 'has a convolution between its linear layers'
-    act, = parts['act']
-    for layer in (*parts['first'], *parts['last'], *parts['value']):
-        for part in layer.modules():
-            reason = None if part in act.modules() else _unsupported_linear(part)  # composites hold the activation
-            if reason:
-                return reason
-    if any(p.numel() > 1 for p in act.parameters()):
-        return 'has an activation with parameters for every channel'
-    use_conv = isinstance(linear_of(parts['first'][0]), nn.Conv2d)
-    # LayerNorm2d is a LayerNorm
-    if norm is not None and not isinstance(norm, nn.Identity if use_conv else (nn.Identity, nn.LayerNorm)):
-        return f'has a {type(norm).__name__} before its last linear layer'
-    named = [m for layers in (*parts.values(), [norm, absent]) for m in layers if m is not None]
-    known = {p for m in named for p in m.parameters()}
-    others = [name for name, p in module.named_parameters() if p not in known]
-    if others and not spec.inline:
-        return f'has parameters outside of its registered parts: {others[0]}'
-    return modified(module)
 
 
 class _One(nn.Module):
@@ -175,22 +100,22 @@ class Ffn:
     @property
     def first(self) -> nn.Module:
         """The layer whose input is u."""
-        return _chain(self.module, self._spec.first)[0]
+        return chain(self.module, self._spec.first)[0]
 
     @property
     def last(self) -> nn.Module:
         """The layer whose input is g."""
-        return _chain(self.module, self._spec.last)[0]
+        return chain(self.module, self._spec.last)[0]
 
     @property
     def output_layer(self) -> nn.Module:
         """The layer whose output is y."""
-        return _chain(self.module, self._spec.last)[-1]
+        return chain(self.module, self._spec.last)[-1]
 
     @property
     def drops(self) -> List[nn.Module]:
         """Dropouts after the activation and after the last linear layer."""
-        return _chain(self.module, self._spec.drop) or [nn.Identity(), nn.Identity()]
+        return chain(self.module, self._spec.drop) or [nn.Identity(), nn.Identity()]
 
     @property
     def act_name(self) -> str:
@@ -213,12 +138,12 @@ class Ffn:
 
     def unsupported_reason(self) -> Optional[str]:
         """Why the module, which may have changed, is not a pointwise FFN; None if it is."""
-        return _unsupported(self.module, self._spec)
+        return unsupported_reason(self.module, self._spec)
 
     def unsupported_training_reason(self) -> Optional[str]:
         """Why norm, FFN and layer scale of a block cannot become a RePaMlp; None if they can."""
         spec = self._spec
-        chains = [_chain(self.module, names) for names in (spec.first, spec.last)]
+        chains = [chain(self.module, names) for names in (spec.first, spec.last)]
         plain = all(len(layers) == 1 and type(layers[0]) in (nn.Linear, nn.Conv2d) for layers in chains)
         if not plain or self.gated or any((spec.before, spec.after, spec.absent, spec.attribute, spec.inline)):
             return f'is a {type(self.module).__name__}, which is more than two linear layers and an activation'
@@ -255,7 +180,7 @@ class Ffn:
 
     def _affine(self, names: str) -> Affine:
         try:
-            return _affine(_chain(self.module, names))
+            return affine_of(chain(self.module, names))
         except ValueError as e:  # running statistics that are missing or not finite
             raise ValueError(f'{self.name}: {e}') from e
 
@@ -303,9 +228,9 @@ class Ffn:
 
         Args:
             active_features: Number of hidden channels that keep the activation.
-            act: Map of the output of ``fc_in`` to the hidden features; that of the first channels by default.
+            act: Map of the output of ``fc_in`` to the hidden features (default: of the first channels).
             linear_path: Whether the idle channels become a matrix, or are dropped.
-            dd: Device and dtype of the new parameters; those of the FFN by default.
+            dd: Device and dtype of the new parameters (default: of the FFN).
         """
         like = linear_of(self.first).weight
         return self.around(RePaMlpDeploy(
@@ -329,7 +254,7 @@ class Ffn:
             return self._block_with(deploy)
         if self._spec.before or self._spec.after:
             deploy = nn.Sequential(
-                *_chain(self.module, self._spec.before), deploy, *_chain(self.module, self._spec.after))
+                *chain(self.module, self._spec.before), deploy, *chain(self.module, self._spec.after))
         return deploy.train(self.module.training)
 
     def _block_with(self, deploy: nn.Module) -> nn.Module:
@@ -364,7 +289,7 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
             continue  # converted already
         if spec.attribute:
             module, name = module.get_submodule(spec.attribute), f'{name}.{spec.attribute}'
-        reason = _unsupported(module, spec)
+        reason = unsupported_reason(module, spec)
         if reason:
             others[name] = reason
             continue
@@ -377,11 +302,7 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
 
 
 def plain_ratio(idle_ratio: Any) -> Union[float, List[Optional[float]]]:
-    """An idle ratio, or one per FFN, as Python's numbers, which config.json can hold.
-
-    Raises:
-        ValueError: It is neither a number from 0 to 1 nor a sequence of such numbers and None.
-    """
+    """An idle ratio, or one per FFN, as Python numbers, which config.json can hold; other values are a ValueError."""
     given = idle_ratio.tolist() if hasattr(idle_ratio, 'tolist') else idle_ratio  # of torch and NumPy
     try:
         if isinstance(given, Real):
@@ -411,9 +332,6 @@ def ratios_of(
         names: Names of the FFNs.
         idle_ratio: One ratio, or one per FFN.
         idle_schedule: 'constant', or for one ratio 'linear', see :func:`timm_rep.layers.idle_ratios`.
-
-    Raises:
-        ValueError: A ratio is out of range, there are several but not one per FFN, or the schedule does not fit.
     """
     given = plain_ratio(idle_ratio)
     if not isinstance(given, list):

@@ -137,7 +137,7 @@ def register_block(
     """Register a class of blocks whose ``forward()`` adds ``ls(mlp(norm(x)))`` to x, possibly with stochastic depth.
 
     :func:`timm_rep.convert_to_repa` needs it where norm and layer scale become a part of the FFN: to train, and
-    annealed with ``norm='batch'``. The rule for subclasses is that of :func:`register_ffn`.
+    annealed with ``norm='batch'``. Subclasses follow the rule of :func:`register_ffn`.
 
     Args:
         cls: The class, or its qualified name.

@@ -23,10 +23,10 @@ from .ffn import (
     Ffn,
     deploy_of,
     find_ffns,
-    linear_of,
     ratios_of,
     replace_module,
 )
+from .ffn_parts import linear_of
 from .least_squares import LeastSquares, Moments
 from .recording import Recorder, wide
 from .report import ConversionReport, ConvertedFfn

@@ -28,7 +28,7 @@ __all__ = [
     'recorded_base',
 ]
 
-# arguments of create_model that are not those of a constructor, some of which name files
+# arguments of create_model that its constructors do not take; some name files
 FACTORY_ARGS = {
     *inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters,
     'device', 'dtype', 'features_only', 'out_indices', 'weight_select', 'weights',

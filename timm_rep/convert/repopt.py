@@ -170,7 +170,7 @@ def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
     except ValueError as e:  # of a BatchNorm
         raise ValueError(f'{linear_sum.name}: {e}') from e
     if not all(x.is_meta or x.isfinite().all() for x in kernel):
-        raise ValueError(f'Expected finite weights, but those of {linear_sum.name} are not finite.')
+        raise ValueError(f'{linear_sum.name} has weights that are not finite: load others.')
     return kernel
 
 

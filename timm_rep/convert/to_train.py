@@ -24,11 +24,7 @@ __all__ = [
 
 
 def find_trainable_ffns(model: nn.Module) -> List[Ffn]:
-    """The FFNs of a model, each of which can become a RePaMlp with norm and layer scale of its block.
-
-    Raises:
-        ValueError: The model has no such FFN, or others too, which are named.
-    """
+    """The FFNs of a model; a ValueError unless each can become a RePaMlp with norm and layer scale of its block."""
     ffns, reasons = find_ffns(model)
     reasons.update({ffn.name: ffn.unsupported_training_reason() for ffn in ffns if ffn.unsupported_training_reason()})
     known = {ffn.module for ffn in ffns}
@@ -142,8 +138,8 @@ def use_repa_ffns(
 
     In each block a RePaMlp takes the place of the FFN and includes its norm and layer scale, whose places hold
     identities; shortcut, stochastic depth, and a layer scale that is a parameter of the block (BEiT, CaiT, ConvNeXt,
-    EVA) stay in the block. Linear layers, dropouts and activation are kept; scale and shift of the norm become those of
-    the BatchNorm. Idle channels and batch statistics change the function, so the model has to be trained.
+    EVA) stay in the block. Linear layers, dropouts, activation, and scale and shift of the norm are kept. Idle channels
+    and batch statistics change the function, so the model has to be trained.
 
     Args:
         model: Model whose FFNs are all two linear layers with an activation, such as ``timm.layers.Mlp``.
