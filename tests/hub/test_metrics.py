@@ -5,7 +5,7 @@ import torch.nn as nn
 from PIL import Image
 from timm.data import create_transform
 
-from timm_rep.hub.metrics import measure_accuracy
+from timm_rep.hub._metrics import measure_accuracy
 
 CLASSES = 7
 CFG = dict(
@@ -54,10 +54,10 @@ def test_accuracy(data_dir, change):
     assert torch.equal(torch.cat(model.images), torch.stack([transform(Image.open(path)) for path in paths]))
     targets = torch.tensor([int(path.parent.name) for path in paths])
     ranks = (torch.cat(model.logits).argsort(1, descending=True) == targets[:, None]).int().argmax(1)
-    assert metrics['top1'] == round((ranks < 1).double().mean().item() * 100, 2)
-    assert metrics['top5'] == round((ranks < 5).double().mean().item() * 100, 2)
+    assert metrics.top1 == round((ranks < 1).double().mean().item() * 100, 2)
+    assert metrics.top5 == round((ranks < 5).double().mean().item() * 100, 2)
     assert len({(ranks < k).sum().item() for k in (1, 4, 5, 6)}) == 4  # so that another k is noticed
-    assert (metrics['images'], metrics['split']) == (len(paths), 'val')
+    assert (metrics.images, metrics.split) == (len(paths), 'val')
     predicted = torch.cat(model.logits).argmax(1)
     assert predictions == [
         (str(path.relative_to(data_dir / 'val')), target.item(), prediction.item())
@@ -76,5 +76,5 @@ def test_another_size_is_refused(data_dir):
     model = Recorder(CFG)
     model.patch_embed = nn.Identity()
     model.patch_embed.img_size = (24, 24)
-    with pytest.raises(ValueError, match=r'for images of \(3, 24, 24\), the input_size .* is \(3, 32, 32\)'):
+    with pytest.raises(ValueError, match=r'input_size .* \(3, 24, 24\), got \(3, 32, 32\)'):
         measure_accuracy(model, str(data_dir), 'val', torch.device('cpu'))

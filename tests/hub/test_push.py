@@ -4,9 +4,9 @@ import timm
 
 from tests.hub.published import publish, same
 from timm_rep.cli import main
-from timm_rep.hub import publish as publish_module
-from timm_rep.hub.folder import write_hashes
-from timm_rep.hub.publish import push_folder
+from timm_rep.hub import push as push_module
+from timm_rep.hub._folder import write_hashes
+from timm_rep.hub.push import push_folder
 
 NAME = 'repa_deit_tiny.mine'
 REPO = f'we/{NAME}'
@@ -104,14 +104,14 @@ def test_a_commit_in_between(account, folder, monkeypatch):
     publish(folder)
     push_folder(folder, 'we')
     publish(folder, seed=1)
-    look = publish_module._branch
+    look = push_module._branch
 
     def look_and_be_overtaken(*args):
         found = look(*args)
         account.add(REPO, {'notes.txt': b'theirs'})
         return found
 
-    monkeypatch.setattr(publish_module, '_branch', look_and_be_overtaken)
+    monkeypatch.setattr(push_module, '_branch', look_and_be_overtaken)
     with pytest.raises(OSError, match='412'):
         push_folder(folder, 'we')
     assert account.files(REPO)['notes.txt'] == b'theirs'
@@ -143,11 +143,11 @@ def test_refused_before_anything_is_sent(account, folder, tmp_path, capsys):
     with pytest.raises(RuntimeError, match='expected sha256'):
         push_folder(folder, 'we')
     (folder / 'model.safetensors').unlink()
-    with pytest.raises(FileNotFoundError, match=r'no model\.safetensors'):
+    with pytest.raises(FileNotFoundError, match=r'model\.safetensors'):
         push_folder(folder, 'we')
     for name in ('nothing', 'vit_tinny.x'):
         assert main(['push', str(tmp_path / name)]) == 1
-        assert 'is named MODEL.TAG' in capsys.readouterr().err
+        assert 'MODEL.TAG' in capsys.readouterr().err
     publish(folder)
     assert main(['push', str(folder), '--org', 'strangers']) == 1
     assert 'strangers' in capsys.readouterr().err

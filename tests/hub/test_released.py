@@ -104,7 +104,7 @@ def test_damaged_files(tmp_path):
     for name in ('model.pth', 'model.safetensors'):
         path = tmp_path / name
         path.write_bytes(b'neither')
-        with pytest.raises(RuntimeError, match=rf'Cannot read .*{name}.*safetensors file or a torch.save'):
+        with pytest.raises(RuntimeError, match=rf'Cannot read .*{name}'):
             timm_rep.load_released(tiny(), path)
 
 

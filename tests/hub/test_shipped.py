@@ -12,15 +12,14 @@ from timm.data import create_transform, resolve_data_config
 
 from tests.helpers import read_predictions, relative
 from timm_rep.deploy import load_quantized
-from timm_rep.hub import WEIGHTS
-from timm_rep.hub.card import card_text
-from timm_rep.hub.folder import check_folder
-from timm_rep.hub.metrics import METRICS, PREDICTIONS, read_metrics
-from timm_rep.hub.repository import CARD
+from timm_rep.hub import CARD_NAME, WEIGHTS_NAME
+from timm_rep.hub._card import card_text
+from timm_rep.hub._folder import verify_folder
+from timm_rep.hub._sidecar import METRICS_NAME, PREDICTIONS_NAME, read_metrics
 from timm_rep.utils.profiling import count_macs, count_params
 
 HUB = Path(__file__).parents[2] / 'hub'
-FOLDERS = sorted(path.parent.name for path in HUB.glob(f'*/{WEIGHTS}'))
+FOLDERS = sorted(path.parent.name for path in HUB.glob(f'*/{WEIGHTS_NAME}'))
 MEGABYTES = 15
 
 # CIFAR-10 as folders of images in a tar file, if it is here
@@ -30,7 +29,7 @@ _IMAGES = Path(os.environ.get(
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    monkeypatch.delenv('TIMM_REP_HUB', raising=False)
+    monkeypatch.setenv('TIMM_REP_HUB', str(HUB))
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
 
 
@@ -39,7 +38,7 @@ def images():
     """The validation images that the samples of predictions are of, by path."""
     if not _IMAGES.is_file():
         pytest.skip(f'CIFAR-10 is not in {_IMAGES}, see tests/README.md')
-    wanted = {f'val/{file}' for name in FOLDERS for file, _, _ in read_predictions(HUB / name / PREDICTIONS)}
+    wanted = {f'val/{file}' for name in FOLDERS for file, _, _ in read_predictions(HUB / name / PREDICTIONS_NAME)}
     found = {}
     with tarfile.open(_IMAGES) as archive:
         for member in archive:
@@ -58,20 +57,20 @@ def test_there_is_one_of_each():
 @pytest.mark.parametrize('name', FOLDERS)
 def test_folder(name):
     """Whole, small enough for git, and with a card that is of its figures."""
-    check_folder(HUB / name)
-    assert (HUB / name / WEIGHTS).stat().st_size < MEGABYTES * 1e6
-    assert (HUB / name / CARD).read_text() == card_text(HUB / name)
+    verify_folder(HUB / name)
+    assert (HUB / name / WEIGHTS_NAME).stat().st_size < MEGABYTES * 1e6
+    assert (HUB / name / CARD_NAME).read_text() == card_text(HUB / name)
     metrics = read_metrics(HUB / name)
-    assert {'dataset', 'accuracy', 'cost'} <= metrics.keys()
+    assert None not in (metrics.dataset, metrics.accuracy, metrics.cost)
     model = timm.create_model(name, pretrained=True)
     folded = timm.create_model(name, pretrained=True, reparameterized=True)
     forms = {'unfolded': model, 'folded': folded, 'int8': folded}
-    forms = {form: forms[form] for form in metrics['cost']['forms']}  # a converted model is folded as it is
+    forms = {form: forms[form] for form in metrics.cost.forms}  # a converted model is folded as it is
     assert {'folded', 'int8'} <= forms.keys()
     assert {form: count_params(model) for form, model in forms.items()} == {
-        form: figures['params'] for form, figures in metrics['cost']['forms'].items()}
+        form: figures.params for form, figures in metrics.cost.forms.items()}
     assert {form: round(count_macs(model).total / 1e9, 4) for form, model in forms.items()} == {
-        form: figures['gmacs'] for form, figures in metrics['cost']['forms'].items()}
+        form: figures.gmacs for form, figures in metrics.cost.forms.items()}
     if model.pretrained_cfg['pool_size']:
         with torch.no_grad():
             features = model.eval().forward_features(torch.zeros(1, *model.pretrained_cfg['input_size']))
@@ -83,7 +82,7 @@ def test_folder(name):
 def predictions(model, images, name):
     """Logits of the images of the recorded predictions, and the accuracy on them in percent."""
     transform = create_transform(**resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()))
-    recorded = read_predictions(HUB / name / PREDICTIONS)
+    recorded = read_predictions(HUB / name / PREDICTIONS_NAME)
     batches = torch.stack([transform(images[file]) for file, _, _ in recorded]).split(100)
     with torch.inference_mode():
         logits = torch.cat([model(batch) for batch in batches])
@@ -101,7 +100,7 @@ def test_int8_form(images, name):
         pytest.importorskip(package)
     int8 = load_quantized(HUB / name)
     _, logits, accuracy = predictions(int8, images, name)
-    measured, top1 = int8.report.accuracy, read_metrics(HUB / name)['accuracy']['top1']
+    measured, top1 = int8.report.accuracy, read_metrics(HUB / name).accuracy.top1
     assert measured.fp32 == top1
     assert abs(measured.int8 - top1) < 1
     assert within_three_deviations(accuracy, measured.int8, len(logits))
@@ -111,7 +110,7 @@ def test_int8_form(images, name):
 def test_predictions(images, name):
     """The recorded predictions, folded or not, and as many of them right as the card says of all images."""
     model = timm.create_model(name, pretrained=True).eval()
-    recorded = read_predictions(HUB / name / PREDICTIONS)
+    recorded = read_predictions(HUB / name / PREDICTIONS_NAME)
     first, logits, accuracy = predictions(model, images, name)
     folded = timm.create_model(name, pretrained=True, reparameterized=True).eval()
     with torch.inference_mode():
@@ -120,7 +119,7 @@ def test_predictions(images, name):
     # two logits may be almost equal, and other processors round differently
     same = sum(p == r for p, (_, _, r) in zip(predicted, recorded))
     assert same >= len(recorded) - max(1, len(recorded) // 200)
-    card = read_metrics(HUB / name)['accuracy']
-    assert within_three_deviations(accuracy, card['top1'], len(recorded))
-    assert f'| {card["top1"]:.2f}% |' in (HUB / name / CARD).read_text()
-    assert (HUB / name / METRICS).is_file()
+    top1 = read_metrics(HUB / name).accuracy.top1
+    assert within_three_deviations(accuracy, top1, len(recorded))
+    assert f'| {top1:.2f}% |' in (HUB / name / CARD_NAME).read_text()
+    assert (HUB / name / METRICS_NAME).is_file()

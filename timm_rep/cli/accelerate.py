@@ -62,20 +62,19 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from pathlib import Path
-
-    from timm_rep.accelerate import STATE, accelerate, check_output, table, write_model
+    from timm_rep.accelerate import STATE, accelerate, check_output, figures_table, write_model
     from timm_rep.convert.linearize import check_convertible
-    from timm_rep.utils.atomic import check_writable
+    from timm_rep.utils.atomic import check_writable, locking_folder
     from timm_rep.utils.checkpoints import load_checkpoint
     from timm_rep.utils.data import Images
+    from timm_rep.utils.training import check_distillation
 
     from ._picture import check_matplotlib
 
+    check_distillation(args.distil_epochs, args.lr)
     if args.resume and not args.distil_epochs:
         raise ValueError('--resume continues a distillation: pass its --distil-epochs.')
-    output = Path(args.output)
-    check_output(output)
+    output = check_output(args.output)
     if args.sweep:
         check_matplotlib('accelerate --sweep')
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
@@ -89,25 +88,30 @@ def run(args) -> int:
         args.device or default_device(), args.seed,
         **{name: getattr(args, name) for name in ('img_size', 'mean', 'std', 'interpolation', 'crop_pct')})
     check_writable(output)
-    if args.distil_epochs and (output / STATE).exists() and not args.resume:
-        raise FileExistsError(
-            f'{str(output / STATE)!r} of an interrupted distillation exists: --resume continues it; delete it to start '
-            'anew.')
-    if args.distil_epochs:
-        args.interrupt_hint = '--resume continues the distillation.'
-    result = accelerate(
-        model,
-        images,
-        idle_ratio=args.idle_ratio,
-        macs=args.macs,
-        calibration_images=args.images,
-        distil_epochs=args.distil_epochs,
-        lr=args.lr,
-        sweep=_SWEEP if args.sweep else (),
-        checkpoint=output / STATE if args.distil_epochs else None,
-        resume=args.resume,
-    )
-    write_model(output, result, args.command)
-    print(f'{result.report}\n\n{table(result.figures)}\n\nWritten: {output.resolve()}')
+    with locking_folder(output, wait=False):
+        state = output / STATE
+        if args.distil_epochs and state.exists() and not args.resume:
+            raise FileExistsError(
+                f'{str(state)!r} of an interrupted distillation exists: --resume continues it; delete it to start '
+                'again.')
+        try:
+            result = accelerate(
+                model,
+                images,
+                idle_ratio=args.idle_ratio,
+                macs=args.macs,
+                calibration_images=args.images,
+                distil_epochs=args.distil_epochs,
+                lr=args.lr,
+                sweep=_SWEEP if args.sweep else (),
+                checkpoint=state if args.distil_epochs else None,
+                resume=args.resume,
+            )
+        except KeyboardInterrupt:
+            if state.exists():
+                args.interrupt_hint = '--resume continues the distillation.'
+            raise
+        write_model(output, result, args.command)
+    print(f'{result.report}\n\n{figures_table(result.figures)}\n\nWritten: {output.resolve()}')
     print(f"\nmodel = timm.create_model('local-dir:{output}', pretrained=True)   # after import timm_rep")
     return 0

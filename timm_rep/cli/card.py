@@ -7,7 +7,8 @@ def add_parser(commands) -> None:
     parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_lvvit_s.cifar10')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of a training run (default: keep the weights)')
     parser.add_argument(
-        '--recipe', metavar='FILE', help="file for train.py --config (default: train.yaml of the folder)")
+        '--recipe', metavar='FILE',
+        help='file for train.py --config, in the folder of the checkpoint (default: train.yaml of DIR)')
     parser.add_argument(
         '--use-ema', action='store_true', help='use the moving average of the weights in the checkpoint')
     parser.add_argument('--half', action='store_true', help='write parameters as float16, in half the space')
@@ -25,9 +26,9 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.hub.folder import split_name
+    from timm_rep.hub import CARD_NAME
+    from timm_rep.hub._folder import split_name
     from timm_rep.hub.publish import prepare_folder
-    from timm_rep.hub.repository import CARD
     from timm_rep.utils.atomic import check_writable
 
     split_name(args.folder)
@@ -45,5 +46,5 @@ def run(args) -> int:
         batch_size=args.batch_size,
         measure=args.measure,
     )
-    print(f'Written: {(folder / CARD).resolve()}')
+    print(f'Written: {(folder / CARD_NAME).resolve()}')
     return 0

@@ -17,8 +17,8 @@ def add_parser(commands) -> None:
 def run(args) -> int:
     import timm
 
-    from timm_rep.hub import CONFIG
-    from timm_rep.hub.folder import convert_released, split_name, write_hashes
+    from timm_rep.hub._folder import split_name
+    from timm_rep.hub.publish import convert_released
     from timm_rep.utils.atomic import check_writable
 
     if not timm.is_model(args.model):
@@ -26,8 +26,6 @@ def run(args) -> int:
     split_name(args.output)
     folder = check_writable(args.output)
     written = convert_released(args.file, args.model, folder, args.model_kwargs)
-    if (folder / CONFIG).is_file():
-        write_hashes(folder)
     print(f'{written}: converted from {args.file!r}, checked by loading it.')
     if written.name == 'model.safetensors':
         overlay = f'dict(file={str(written)!r})'

@@ -9,6 +9,9 @@ def add_parser(commands) -> None:
     parser.add_argument('--private', action='store_true', help='create the repository as private')
     parser.add_argument('--folded', action='store_true', help='publish the folded form instead, as DIR_folded')
     parser.add_argument('--dry-run', action='store_true', help='only print what would change')
+    parser.add_argument(
+        '--delete', nargs='+', default=[], metavar='FILE',
+        help='files of weights on the Hub to delete, if they are not in DIR (default: an error)')
     parser.add_argument('--message', metavar='TEXT', help='message of the commit')
     parser.set_defaults(run=run)
 
@@ -18,13 +21,15 @@ def run(args) -> int:
     from pathlib import Path
 
     from timm_rep.hub import organization
-    from timm_rep.hub.publish import push_folder, write_folded
+    from timm_rep.hub.publish import write_folded
+    from timm_rep.hub.push import push_folder
 
     org = args.org or organization()
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_folded(args.folder, Path(temporary)) if args.folded else Path(args.folder).resolve()
         changes = push_folder(
-            folder, org, revision=args.revision, private=args.private, dry_run=args.dry_run, message=args.message)
+            folder, org, revision=args.revision, private=args.private, dry_run=args.dry_run, message=args.message,
+            delete=args.delete)
     for change in changes:
         print(f'{change.what:<8}{change.file}' + (f' ({change.size} bytes)' if change.size else ''))
     changed = [change for change in changes if change.what != 'same']

@@ -5,11 +5,10 @@ from typing import Dict, NamedTuple
 
 import torch
 import torch.nn as nn
-from timm.models import save_for_hf
 from timm.utils import reparameterize_model
 
 from timm_rep.convert import ConversionReport, convert_to_repa
-from timm_rep.utils.atomic import replacing_files
+from timm_rep.hub._folder import save_folder
 from timm_rep.utils.profiling import count_macs, count_params, measure_throughput
 from timm_rep.utils.training import evaluate
 
@@ -78,5 +77,4 @@ def save_folded(model: nn.Module, folder: Path) -> None:
     """Write model.safetensors and config.json of the folded model to a folder."""
     # timm < 1.0.31 does not record them
     model_args = dict(_MODEL_ARGS, in_chans=1, reparameterized=True)
-    with replacing_files(folder) as draft:
-        save_for_hf(model.cpu(), str(draft), model_args=model_args, safe_serialization=True)
+    save_folder(model.cpu(), folder, model_args=model_args)

@@ -14,9 +14,8 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 import timm
 import torch
 import torch.nn as nn
-from timm.models import save_for_hf
 
-from timm_rep.utils.checkpoints import contiguous_copy
+from timm_rep.hub._folder import write_model
 
 __all__ = [
     'BACKENDS', 'FORMATS', 'Backend', 'Format', 'check_format', 'check_packages', 'export_program', 'onnx_runner',
@@ -177,7 +176,7 @@ def _check_compiler() -> None:
 
 
 def _write_folder(model: nn.Module, images: torch.Tensor, folder: Path) -> None:
-    save_for_hf(contiguous_copy(model), os.fspath(folder), safe_serialization=True)
+    write_model(model, folder)
 
 
 def _load_folder(folder: Path) -> Runner:

@@ -1,13 +1,13 @@
 """Report of a quantization, and the file that stores it with the quantized model."""
 import importlib.metadata
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
 import torch
 
-from timm_rep.utils.files import COUNT, MAPPING, NUMBER, STRING, Kind, check_fields, list_of, one_of, read_json
+from timm_rep.utils.files import Sidecar
 from timm_rep.utils.profiling import device_name, versions
 
 from .formats import BACKENDS
@@ -18,8 +18,6 @@ __all__ = [
 
 REPORT_NAME = 'quantization.json'
 CALIBRATORS = ('minmax', 'entropy', 'percentile')
-
-_BOOL = Kind('true or false', lambda value: isinstance(value, bool))
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class QuantizationReport:
+class QuantizationReport(Sidecar):
     """Settings and outcome of a quantization.
 
     Attributes:
@@ -66,6 +64,11 @@ class QuantizationReport:
     float_layers: Dict[str, str]
     relative_rms: float
     accuracy: Optional[Accuracy] = None
+
+    def __post_init__(self):
+        for name, known in ('backend', BACKENDS), ('calibrator', CALIBRATORS):
+            if getattr(self, name) not in known:
+                raise ValueError(f'{name} must be one of {", ".join(known)}, got {getattr(self, name)!r}.')
 
     def __str__(self) -> str:
         calibrator = f'percentile {self.percentile:g}' if self.calibrator == 'percentile' else self.calibrator
@@ -113,15 +116,4 @@ def read_report(folder: Path) -> QuantizationReport:
         OSError: The file does not exist.
         RuntimeError: It was not written by :func:`write_report`.
     """
-    source = repr(str(folder / REPORT_NAME))
-    content = dict(check_fields(read_json(folder / REPORT_NAME), source, {
-        'backend': one_of(*BACKENDS), 'per_channel': _BOOL, 'calibrator': one_of(*CALIBRATORS), 'percentile': NUMBER,
-        'images': COUNT, 'qat_epochs': COUNT, 'input_size': list_of(COUNT, 3), 'int8_layers': list_of(STRING),
-        'float_layers': MAPPING, 'relative_rms': NUMBER,
-    }, {'accuracy': MAPPING}))
-    if content.get('accuracy'):
-        accuracy = check_fields(
-            content['accuracy'], f'{source}: accuracy', {'fp32': NUMBER, 'int8': NUMBER, 'images': COUNT})
-        content['accuracy'] = Accuracy(**{field.name: accuracy[field.name] for field in fields(Accuracy)})
-    content['input_size'] = tuple(content['input_size'])
-    return QuantizationReport(**{field.name: content.get(field.name) for field in fields(QuantizationReport)})
+    return QuantizationReport.from_json(folder / REPORT_NAME)

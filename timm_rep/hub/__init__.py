@@ -1,12 +1,22 @@
-"""Loading published weights; publishing is in ``folder``, ``card`` and ``publish``, which are not imported here."""
-from .load import build_model, find_weights, organization, resolve_pretrained
+"""Published weights: loading them. Writing and publishing is in ``publish``, which is not imported here."""
+from ._repository import (
+    CARD_NAME,
+    CONFIG_NAME,
+    SCALES_NAME,
+    WEIGHTS_NAME,
+    ModelRepository,
+    read_folder,
+    read_repository,
+    sha256,
+)
+from ._resolve import build_model, find_weights, organization, resolve_pretrained
 from .released import load_released, register_released_keys
-from .repository import CONFIG, SCALES, WEIGHTS, ModelRepository, read_folder, read_repository, sha256
 
 __all__ = [
-    'CONFIG',
-    'SCALES',
-    'WEIGHTS',
+    'CARD_NAME',
+    'CONFIG_NAME',
+    'SCALES_NAME',
+    'WEIGHTS_NAME',
     'ModelRepository',
     'build_model',
     'find_weights',

@@ -1,55 +1,67 @@
-"""From a checkpoint to a folder that can be published, to its folded form, and to the Hub."""
+"""From a checkpoint, or a released file, to a folder that can be published, and to its folded form."""
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Union
 
 import timm
 import torch
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.hf_api import RepoSibling
-from huggingface_hub.utils.sha import git_hash
 from timm.layers import get_spatial_dim
 
 from timm_rep.convert.record import is_timm_model
 from timm_rep.deploy import load_quantized, quantized_files
-from timm_rep.scales import resolve_scales
-from timm_rep.utils.atomic import replacing_folder
-from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint
-from timm_rep.utils.data import ImageFolder
-from timm_rep.utils.files import COUNT, MAPPING, STRING, argument_errors, check_fields, check_model_args, read_text
-from timm_rep.utils.network import hub_errors
+from timm_rep.scales import Scales, attach_grad_mults, resolve_scales
+from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint, read_state_dict
+from timm_rep.utils.data import PREPROCESSING, ImageFolder, check_preprocessing
+from timm_rep.utils.files import argument_errors, parse, read_text
 from timm_rep.utils.profiling import model_input_size
 
-from .card import TRAIN, write_card
-from .folder import check_folder, drop_weights, load_folder, split_name, write_folder, write_hashes
-from .load import organization
-from .metrics import (
-    METRICS,
-    PREDICTIONS,
-    drop_predictions,
-    measure_accuracy,
-    measure_cost,
-    read_metrics,
-    write_metrics,
-    write_predictions,
-)
-from .repository import CONFIG, IMAGES, WEIGHTS, read_folder, sha256
+from ._card import RECIPE_NAME, write_card
+from ._folder import load_folder, published_files, split_name, write_hashes, write_model
+from ._metrics import measure_accuracy, measure_cost, write_predictions
+from ._repository import CARD_NAME, CONFIG_NAME, SCALES_NAME, WEIGHTS_NAME, read_folder, sha256
+from ._sidecar import METRICS_NAME, PREDICTIONS_NAME, Metrics, read_metrics
+from .released import load_released
 
-__all__ = ['Change', 'prepare_folder', 'push_folder', 'write_folded']
+__all__ = ['convert_released', 'prepare_folder', 'write_folded']
 
-# settings of a recipe that are named alike in timm's train.py and pretrained_cfg
-_DATA = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'num_classes')
-_MAX_RECIPE = 1 << 15  # bytes; the time that YAML takes can grow with the square of the length
-_RECIPE = {**IMAGES, 'img_size': COUNT, 'in_chans': COUNT, 'global_pool': STRING, 'model_kwargs': MAPPING}
+PathLike = Union[str, os.PathLike]
+
+# settings of a recipe with which the model is created
+_RECIPE = {
+    'num_classes': Optional[int], 'img_size': Optional[int], 'in_chans': Optional[int], 'global_pool': Optional[str],
+    'model_kwargs': Optional[Dict[str, Any]],
+}
+# arguments of timm's train.py
+_TRAIN_ARGS = set('''
+    aa amp amp_dtype amp_impl attn_pool aug_repeats aug_splits batch_size bce_loss bce_pos_weight bce_sum
+    bce_target_thresh bn_eps bn_momentum channels_last checkpoint_hist class_map clip_grad clip_mode color_jitter
+    color_jitter_prob cooldown_epochs crop_mode crop_pct cutmix cutmix_minmax data data_dir dataset dataset_download
+    dataset_trust_remote_code decay_epochs decay_milestones decay_rate device device_modules dist_bn distill_alpha
+    drop drop_block drop_connect drop_path epoch_repeats epochs eval_metric experiment fast_norm fuser
+    gaussian_blur_prob global_pool gp grad_accum_steps grad_checkpointing grayscale_prob head_init_bias
+    head_init_scale hflip img_size in_chans initial_checkpoint input_img_mode input_key input_size interpolation
+    jsd_loss kd_loss_type kd_model_name kd_temperature layer_decay layer_decay_min_scale layer_decay_no_opt_scale
+    local_rank log_interval log_wandb lr lr_base lr_base_scale lr_base_size lr_cycle_decay lr_cycle_limit
+    lr_cycle_mul lr_k_decay lr_noise lr_noise_pct lr_noise_std mean min_lr mixup mixup_mode mixup_off_epoch
+    mixup_prob mixup_switch_prob model model_dtype model_ema model_ema_decay model_ema_force_cpu model_ema_warmup
+    model_kwargs momentum no_aug no_ddp_bb no_prefetcher no_resume_opt num_classes opt opt_betas opt_eps opt_kwargs
+    output patience_epochs pin_mem pretrained pretrained_path ratio recount recovery_interval remode reprob resplit
+    resume save_images scale sched sched_on_updates seed simsiam smoothing split_bn std sync_bn synchronize_step
+    target_key torchcompile torchcompile_mode torchscript train_crop_mode train_interpolation train_num_samples
+    train_split tta use_multi_epochs_loader val_interval val_num_samples val_split validation_batch_size vflip
+    wandb_project wandb_resume_id wandb_tags warmup_epochs warmup_lr warmup_prefix wd_exclude weight_decay
+    worker_seeding workers
+'''.split())
 
 
 def prepare_folder(
-        folder: Union[str, os.PathLike],
-        checkpoint: Optional[Union[str, os.PathLike]] = None,
-        recipe: Optional[Union[str, os.PathLike]] = None,
+        folder: PathLike,
+        checkpoint: Optional[PathLike] = None,
+        recipe: Optional[PathLike] = None,
         data_dir: Optional[str] = None,
         split: str = 'val',
         dataset: Optional[str] = None,
@@ -62,15 +74,15 @@ def prepare_folder(
     """Bring a folder up to date: weights from a checkpoint, measured figures, model card, hashes.
 
     Figures stay as long as their weights do, and so does the int8 form that ``timm-rep quantize -o FOLDER`` added; its
-    speed is measured on a CPU only. Whatever is raised, the folder is as it was.
+    speed is measured on a CPU only. If an error is raised, the folder stays as it was.
 
     Args:
         folder: Folder named MODEL.TAG, for instance ``hub/repa_lvvit_s.cifar10``.
-        checkpoint: Checkpoint of a training run with the recipe; None to keep the weights of the folder.
-        recipe: File for ``train.py --config``; None for train.yaml of the folder. The model is created with its
-            model_kwargs, num_classes, in_chans and img_size, and its pretrained_cfg gets input_size, mean, std,
-            interpolation and crop_pct.
-        data_dir: Folder of images to measure the accuracy on, with a sample of the predictions; None to keep both.
+        checkpoint: Checkpoint of a training run with the recipe. Default: the weights of the folder stay.
+        recipe: File for ``train.py --config`` in the folder of the checkpoint. Default: train.yaml of the folder. The
+            model is created with its model_kwargs, num_classes, in_chans, global_pool and img_size, and its
+            pretrained_cfg gets input_size, mean, std, interpolation, crop_pct and crop_mode.
+        data_dir: Folder of images to measure the accuracy on, with a sample of the predictions. Default: both stay.
         split: Name of the folder in it.
         dataset: Name of the images, for the card.
         half: Write parameters as float16, also those of weights that the folder has.
@@ -82,127 +94,153 @@ def prepare_folder(
     Raises:
         FileNotFoundError: There are no weights, no recipe, or no such checkpoint.
         RuntimeError: The checkpoint does not fit the recipe, or a file cannot be read.
-        ValueError: The folder is not named after a model, the recipe is of another one, the images are of other
-            classes or cannot be decoded, or the checkpoint has no moving average.
-        BlockingIOError: Another process is writing to the folder.
+        ValueError: The folder is not named after a model; the recipe is not one of this model, or is elsewhere; the
+            images have other classes or cannot be decoded; the checkpoint has no moving average; or recipe or use_ema
+            are given without a checkpoint.
     """
     folder, device = Path(folder).resolve(), torch.device(device)
-    variant, _ = split_name(folder)
-    recipe = Path(recipe) if recipe is not None else folder / TRAIN
-    with replacing_folder(folder) as draft:
-        if recipe.is_file() and recipe.resolve() != (folder / TRAIN).resolve():
-            shutil.copyfile(recipe, draft / TRAIN)
+    _, tag = split_name(folder)
+    if checkpoint is None and (use_ema or recipe is not None):
+        raise ValueError(f'{"use_ema" if use_ema else "recipe"} needs a checkpoint.')
+    if folder.is_dir():
+        published_files(folder)  # refuses links and subfolders
+    with replacing_files(folder, copy=True) as draft:
         if checkpoint is not None:
-            if data_dir is not None:
-                classes = ImageFolder(data_dir, split).classes
-            else:
-                classes = _previous_classes(folder, recipe)
-            _write_trained(draft, variant, recipe, checkpoint, classes, half, use_ema)
-        elif half and (draft / WEIGHTS).is_file():
-            model, repo = load_folder(draft), read_folder(draft)
-            _write_model(draft, model, repo.model_args, half, repo.config.get('label_names'))
-        if not (draft / CONFIG).is_file():
-            raise FileNotFoundError(f'There is no {CONFIG} in {str(folder)!r}: give a checkpoint.')
-        metrics = read_metrics(draft)
+            _write_trained(draft, folder, Path(checkpoint), recipe, data_dir, split, half, use_ema)
+        for name in CONFIG_NAME, WEIGHTS_NAME:
+            if not (draft / name).is_file():
+                raise FileNotFoundError(f'There is no {name} in {str(folder)!r}: give a checkpoint.')
+        if checkpoint is None and half:
+            model, config = load_folder(draft), read_folder(draft).config
+            _set_pool_size(model)
+            write_model(
+                model, draft, model_args=config.get('model_args'), scales=_scales(model), tag=tag, half=True,
+                label_names=config.get('label_names'))
+        model, weights, metrics = load_folder(draft), sha256(draft / WEIGHTS_NAME), read_metrics(draft)
         if dataset is not None:
-            metrics['dataset'] = dataset
-        if (draft / WEIGHTS).is_file():
-            model, weights = load_folder(draft), {'weights': sha256(draft / WEIGHTS)}
-            if data_dir is not None:
-                accuracy, predictions = measure_accuracy(model, data_dir, split, device)
-                metrics['accuracy'] = {**accuracy, **weights}
-                write_predictions(draft / PREDICTIONS, predictions)
-            measured, on_cpu = metrics.get('cost', {}).get('forms', {}), device.type == 'cpu'
-            has_int8 = on_cpu and bool(quantized_files(draft))
-            if measure or not measured or (on_cpu and ('int8' in measured) != has_int8):
-                int8 = load_quantized(draft) if has_int8 else None
-                metrics['cost'] = {**measure_cost(model, device, batch_size, int8), **weights}
-        elif data_dir is not None:
-            raise FileNotFoundError(f'There is no {WEIGHTS} to measure: give a checkpoint.')
-        write_metrics(draft / METRICS, metrics)
-        drop_predictions(draft)
-        write_card(draft)
-        write_hashes(draft)
+            metrics = replace(metrics, dataset=dataset)
+        if data_dir is not None:
+            accuracy, predictions = measure_accuracy(model, data_dir, split, device, weights)
+            metrics = replace(metrics, accuracy=accuracy)
+            write_predictions(draft / PREDICTIONS_NAME, predictions)
+        measured, on_cpu = metrics.cost.forms if metrics.cost else {}, device.type == 'cpu'
+        has_int8 = on_cpu and bool(quantized_files(draft))
+        if measure or not measured or (on_cpu and ('int8' in measured) != has_int8):
+            int8 = load_quantized(draft) if has_int8 else None
+            metrics = replace(metrics, cost=measure_cost(model, device, weights, batch_size, int8))
+        _write_documents(draft, metrics)
+
+
+def _write_documents(folder: Path, metrics: Metrics) -> None:
+    metrics.to_json(folder / METRICS_NAME)
+    if metrics.accuracy is None:
+        (folder / PREDICTIONS_NAME).unlink(missing_ok=True)
+    write_card(folder)
+    write_hashes(folder)
 
 
 def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f'There is no recipe at {str(path)!r}: pass the train.py --config of the training run.')
-    text, source = read_text(path, _MAX_RECIPE), repr(str(path))
+    source = repr(str(path))
     try:
-        settings = yaml.safe_load(text)
+        settings = yaml.safe_load(read_text(path))
     except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: of a date
         raise RuntimeError(f'{source} is not valid YAML: {" ".join(str(e).split())}') from e
     if not isinstance(settings, dict) or settings.get('model') != variant:
-        raise ValueError(f'{source} is not a recipe of {variant}.')
-    check_fields(settings, source, {}, _RECIPE)
-    check_model_args(settings.get('model_kwargs') or {}, f'{source}: model_kwargs')
+        raise ValueError(f'Expected a recipe of {variant}, but got {source}.')
+    unknown = [str(name) for name in settings if name not in _TRAIN_ARGS]
+    if unknown:
+        raise ValueError(f'{source} must have arguments of train.py only, got {", ".join(unknown[:5])}.')
+    for name, kind in _RECIPE.items():
+        parse(kind, settings.get(name), f'{source}: {name}')
+    check_preprocessing(settings, source)
     return settings
 
 
-def _previous_classes(folder: Path, recipe: Path) -> Optional[List[str]]:
-    """Names of the classes, if the recipe is the one that the folder has: another one may be of other classes."""
-    own = folder / TRAIN
-    if not (own.is_file() and recipe.is_file() and recipe.read_bytes() == own.read_bytes()):
-        return None
-    try:
-        return read_folder(folder).config.get('label_names')
-    except (FileNotFoundError, RuntimeError):  # it is about to be written anew
-        return None
-
-
 def _write_trained(
+        draft: Path,
         folder: Path,
-        variant: str,
-        recipe: Path,
-        checkpoint: Union[str, os.PathLike],
-        classes: Optional[List[str]],
+        checkpoint: Path,
+        recipe: Optional[PathLike],
+        data_dir: Optional[str],
+        split: str,
         half: bool,
         use_ema: bool,
 ) -> None:
-    if not os.path.isfile(checkpoint):
-        raise FileNotFoundError(f'There is no checkpoint {os.fspath(checkpoint)!r}.')
+    """Write the model of a checkpoint, in place of the weights that were there and the files made from them."""
+    if not checkpoint.is_file():
+        raise FileNotFoundError(f'There is no checkpoint {str(checkpoint)!r}.')
+    variant, tag = split_name(folder)
+    recipe, own = Path(recipe) if recipe is not None else folder / RECIPE_NAME, folder / RECIPE_NAME
     settings = _read_recipe(recipe, variant)
-    model_args = dict(settings.get('model_kwargs') or {})
-    model_args.update({name: settings[name] for name in ('in_chans', 'global_pool') if settings.get(name) is not None})
-    overlay = {key: settings[key] for key in _DATA if settings.get(key) is not None}
-    name = '.'.join(split_name(folder))
-    if name in timm.list_pretrained(f'{variant}.*'):
-        overlay['license'] = timm.get_pretrained_cfg(name).license  # without a tag it is that of other weights
-    size = settings.get('img_size')
-    if size is not None:
-        overlay.setdefault('input_size', [settings.get('in_chans', 3), size, size])
-        base = model_args.get('base')  # of a converted model of timm, whose own config is that of the default base
-        if timm.get_pretrained_cfg(base if is_timm_model(base) else variant).fixed_input_size:
-            model_args.setdefault('img_size', size)
-    with argument_errors(f'{str(recipe)!r}: model_kwargs'):
-        model = timm.create_model(variant, pretrained_cfg_overlay=overlay, **model_args)
+    if recipe.resolve().parent not in (folder, checkpoint.resolve().parent):
+        raise ValueError(f'The recipe must be in the folder of the checkpoint, got {str(recipe)!r}: copy it there.')
+    if data_dir is not None:
+        classes = ImageFolder(data_dir, split).classes
+    elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # another recipe may be of other classes
+        classes = _label_names(folder)
+    else:
+        classes = None
+    model = _create_trained(settings, recipe, f'{variant}.{tag}')
     if classes is not None and len(classes) != model.num_classes:
-        raise ValueError(f'The images are of {len(classes)} classes, the model of the recipe has {model.num_classes}.')
+        raise ValueError(f'The images have {len(classes)} classes, the model of the recipe has {model.num_classes}.')
     if use_ema and not has_moving_average(checkpoint):
         raise ValueError(
-            f'{os.fspath(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
+            f'{str(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
             '--use-ema.')
     load_checkpoint(model, checkpoint, use_ema)
-    drop_weights(folder)
-    _write_model(folder, model, model_args, half, classes)
-
-
-def _write_model(
-        folder: Path,
-        model: torch.nn.Module,
-        model_args: Mapping[str, Any],
-        half: bool,
-        label_names: Optional[Sequence[str]],
-) -> None:
+    _drop_weights(draft)
+    if recipe.resolve() != own.resolve():
+        shutil.copyfile(recipe, draft / RECIPE_NAME)
     _set_pool_size(model)
-    scales = resolve_scales(model, getattr(model, 'scales_source', None))
-    write_folder(folder, model, model_args, scales=scales, half=half, label_names=label_names)
+    write_model(
+        model, draft, model_args=_model_args(settings), scales=_scales(model), label_names=classes, tag=tag, half=half)
+
+
+def _model_args(settings: Dict[str, Any]) -> Dict[str, Any]:
+    args = dict(settings.get('model_kwargs') or {})
+    args.update({name: settings[name] for name in ('in_chans', 'global_pool') if settings.get(name) is not None})
+    size = settings.get('img_size')
+    base = args.get('base')  # of a converted timm model, whose own config is that of the default base
+    cfg = timm.get_pretrained_cfg(base if is_timm_model(base) else settings['model'])
+    if size is not None and cfg.fixed_input_size:
+        args.setdefault('img_size', size)
+    return args
+
+
+def _create_trained(settings: Dict[str, Any], recipe: Path, name: str) -> torch.nn.Module:
+    overlay = {key: settings[key] for key in (*PREPROCESSING, 'num_classes') if settings.get(key) is not None}
+    if name in timm.list_pretrained(f'{settings["model"]}.*'):
+        overlay['license'] = timm.get_pretrained_cfg(name).license  # the untagged cfg has the licence of other weights
+    size = settings.get('img_size')
+    if size is not None:
+        overlay.setdefault('input_size', [settings.get('in_chans') or 3, size, size])
+    with argument_errors(f'{str(recipe)!r}: model_kwargs'):
+        return timm.create_model(settings['model'], pretrained_cfg_overlay=overlay, **_model_args(settings))
+
+
+def _label_names(folder: Path) -> Optional[Sequence[str]]:
+    try:
+        return read_folder(folder).config.get('label_names')
+    except (FileNotFoundError, RuntimeError):  # it is about to be replaced
+        return None
+
+
+def _scales(model: torch.nn.Module) -> Optional[Scales]:
+    return resolve_scales(model, getattr(model, 'scales_source', None))
+
+
+def _drop_weights(folder: Path) -> None:
+    """Remove weights, and the files made from them: scales, int8 form and card."""
+    names = WEIGHTS_NAME, SCALES_NAME, CARD_NAME
+    for path in (*(folder / name for name in names), *quantized_files(folder)):
+        path.unlink(missing_ok=True)
 
 
 @torch.no_grad()
 def _set_pool_size(model: torch.nn.Module) -> None:
-    """Set pool_size of the pretrained_cfg, where it has one: the features' size, which depends on the arguments."""
+    """Set pool_size of the pretrained_cfg, if it has one: the features' size, which depends on the arguments."""
     cfg = model.pretrained_cfg
     if cfg.get('pool_size') is not None:
         features = model.eval().forward_features(torch.zeros(1, *model_input_size(model)))
@@ -210,7 +248,66 @@ def _set_pool_size(model: torch.nn.Module) -> None:
         cfg['pool_size'] = tuple(features.shape[dim] for dim in dims)
 
 
-def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike]) -> Path:
+def convert_released(path: PathLike, model_name: str, folder: PathLike, model_args: Dict[str, Any]) -> Path:
+    """Convert a released checkpoint or file of scales into a folder, and check the folder by loading it.
+
+    Args:
+        path: File of a layout that :func:`timm_rep.load_released` or :class:`timm_rep.Scales` reads; a pickled one is
+            read with ``weights_only=True``.
+        model_name: Name of the model, without a tag.
+        folder: Folder named MODEL.TAG, to write config.json and model.safetensors, or scales.safetensors, into. If
+            weights are replaced, scales, int8 form, card and predictions of the previous ones are removed.
+        model_args: Arguments of ``create_model`` of the released model.
+
+    Returns:
+        Path of the file of weights or scales.
+
+    Raises:
+        FileNotFoundError, RuntimeError, ValueError: There is no such file, it cannot be read, or does not fit the
+            model; or the folder is not named after the model. Nothing is written.
+    """
+    path, folder = os.fspath(path), Path(folder).resolve()
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f'There is no file {path!r}.')
+    if split_name(folder)[0] != model_name:
+        raise ValueError(f'The name of the folder must be {model_name}.TAG, got {str(folder)!r}.')
+    plain_args = {**model_args, 'scales': None} if 'scales' in model_args else dict(model_args)
+    # a file of vectors and no kernels is a file of scales
+    tensors = {} if path.endswith('.safetensors') else read_state_dict(path, use_ema=False)
+    if tensors and all(tensor.ndim < 2 for tensor in tensors.values()):
+        scales = Scales.load(path)
+        with argument_errors(f'{model_name} with {dict(model_args)}'):
+            model = timm.create_model(model_name, device='meta', **plain_args)
+        attach_grad_mults(model, scales)
+        scales = Scales(scales, {**scales.metadata, 'model': model_name}, scales.history)
+        with replacing_files(folder, copy=True) as draft:
+            scales.save(draft / SCALES_NAME)
+            if Scales.load(draft / SCALES_NAME) != scales:
+                raise RuntimeError(f'The scales read from {path!r} and those written to {SCALES_NAME} differ.')
+            if (draft / CONFIG_NAME).is_file():
+                write_hashes(draft)
+        return folder / SCALES_NAME
+    with argument_errors(f'{model_name} with {dict(model_args)}'):
+        model = timm.create_model(model_name, **model_args)
+    load_released(model, path).eval()
+    images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
+    with replacing_files(folder, copy=True) as draft:
+        if (draft / WEIGHTS_NAME).is_file():  # else scales that are there were converted for these weights
+            _drop_weights(draft)
+        scales = Scales.load(draft / SCALES_NAME) if (draft / SCALES_NAME).is_file() else None
+        write_model(model, draft, model_args=plain_args, scales=scales, tag=split_name(folder)[1])
+        if read_metrics(draft).accuracy is None:
+            (draft / PREDICTIONS_NAME).unlink(missing_ok=True)
+        with torch.inference_mode():
+            expected, found = model(images), load_folder(draft)(images)
+        if not torch.equal(expected, found):
+            raise RuntimeError(
+                f'The folder does not give the logits of {path!r}, by up to {(expected - found).abs().max():g}.')
+        write_hashes(draft)
+    return folder / WEIGHTS_NAME
+
+
+def write_folded(folder: PathLike, parent: PathLike) -> Path:
     """Write the folded form of a published model, which is smaller and cannot be trained further.
 
     Args:
@@ -225,111 +322,23 @@ def write_folded(folder: Union[str, os.PathLike], parent: Union[str, os.PathLike
         ValueError: It is folded already, or the folder is not named after a model.
     """
     folder = Path(folder).resolve()
-    split_name(folder)
+    _, tag = split_name(folder)
     repo = read_folder(folder)
     if repo.model_args.get('reparameterized'):
         raise ValueError(f'{str(folder)!r} is folded already.')
     model = load_folder(folder, reparameterized=True)
-    target = Path(parent) / f'{folder.name}_folded'
-    with replacing_folder(target) as draft:
+    target = Path(parent).resolve() / f'{folder.name}_folded'
+    with replacing_files(target, copy=True) as draft:
         args = {name: value for name, value in repo.model_args.items() if name != 'scales'}
-        write_folder(draft, model, args, label_names=repo.config.get('label_names'))
-        metrics, weights = read_metrics(folder), {'weights': sha256(draft / WEIGHTS)}
-        if 'accuracy' in metrics:
-            metrics['accuracy'].update(weights, of=f'{folder.name}, which computes the same')
-        if 'cost' in metrics:
-            metrics['cost'].update(weights, forms={'folded': metrics['cost']['forms']['folded']})
-        write_metrics(draft / METRICS, metrics)
-        if (folder / TRAIN).is_file():
-            shutil.copyfile(folder / TRAIN, draft / TRAIN)
-        write_card(draft)
-        write_hashes(draft)
+        write_model(model, draft, model_args=args, label_names=repo.config.get('label_names'), tag=f'{tag}_folded')
+        metrics, weights = read_metrics(folder), sha256(draft / WEIGHTS_NAME)
+        if metrics.accuracy is not None:
+            of = f'{folder.name}, which computes the same'
+            metrics = replace(metrics, accuracy=replace(metrics.accuracy, weights=weights, of=of))
+        if metrics.cost is not None:
+            forms = {'folded': metrics.cost.forms['folded']}
+            metrics = replace(metrics, cost=replace(metrics.cost, weights=weights, forms=forms))
+        if (folder / RECIPE_NAME).is_file():
+            shutil.copyfile(folder / RECIPE_NAME, draft / RECIPE_NAME)
+        _write_documents(draft, metrics)
     return target
-
-
-class Change(NamedTuple):
-    """What a push does to a file of the repository.
-
-    Attributes:
-        file: Name of the file.
-        what: 'add', 'change', 'delete' or 'same'.
-        size: Size in bytes of what is published; 0 for a deleted file.
-    """
-    file: str
-    what: str
-    size: int
-
-
-def push_folder(
-        folder: Union[str, os.PathLike],
-        org: Optional[str] = None,
-        revision: str = 'main',
-        private: bool = False,
-        dry_run: bool = False,
-        token: Optional[str] = None,
-        message: Optional[str] = None,
-) -> List[Change]:
-    """Make the repository ``<org>/<name of the folder>`` on the Hub equal to the folder, in one commit.
-
-    Unchanged files are not sent again; if none has changed there is no commit. A commit by someone else in the meantime
-    is not overwritten: the push fails.
-
-    Args:
-        folder: Folder written by ``timm-rep card``: config.json has the sha256 of every file.
-        org: User or organization on the Hub; None for TIMM_REP_ORG or 'timm-rep'.
-        revision: Branch to commit to.
-        private: Make the repository private if it does not exist yet.
-        dry_run: Only return what would change.
-        token: Access token; None for the one of ``hf auth login`` or HF_TOKEN.
-        message: Message of the commit.
-
-    Returns:
-        The change of every file.
-
-    Raises:
-        FileNotFoundError, RuntimeError: A file is missing, or is not the one of config.json; nothing is sent.
-        ValueError: The folder is not named after the model in it, or has subfolders or links to files elsewhere.
-        OSError: The Hub cannot be reached, or refuses.
-    """
-    folder = Path(folder).resolve()
-    names = sorted({CONFIG, *check_folder(folder).hashes})
-    repository = f'{org or organization()}/{folder.name}'
-    api = HfApi(token=token)
-    with hub_errors():
-        info, is_new = _branch(api, repository, revision)
-    published = {file.rfilename: file for file in info.siblings} if info else {}
-    changes = [_change(folder / name, name, published.get(name)) for name in names]
-    changes += [Change(name, 'delete', 0) for name in sorted(published) if name not in [*names, '.gitattributes']]
-    # upload_folder() may split its work into several commits
-    operations = [
-        CommitOperationDelete(change.file) if change.what == 'delete' else
-        CommitOperationAdd(change.file, folder / change.file)
-        for change in changes if change.what != 'same'
-    ]
-    if operations and not dry_run:
-        with hub_errors():
-            api.create_repo(repository, private=private, exist_ok=True)
-            if is_new and revision != 'main':
-                api.create_branch(repository, branch=revision, exist_ok=True)
-            api.create_commit(
-                repository, operations, commit_message=message or f'{folder.name}, by timm-rep', revision=revision,
-                parent_commit=info.sha if info else None)
-    return changes
-
-
-def _branch(api: HfApi, repository: str, revision: str) -> Tuple[Optional[ModelInfo], bool]:
-    """What a branch holds, or would start with, and whether it is new; None if there is no repository."""
-    try:
-        return api.model_info(repository, revision=revision, files_metadata=True), False
-    except RepositoryNotFoundError:
-        return None, True
-    except RevisionNotFoundError:
-        return api.model_info(repository, files_metadata=True), True
-
-
-def _change(path: Path, name: str, published: Optional[RepoSibling]) -> Change:
-    if published is None:
-        return Change(name, 'add', path.stat().st_size)
-    same = (published.lfs.sha256 == sha256(path) if published.lfs else
-            published.blob_id == git_hash(path.read_bytes()))
-    return Change(name, 'same' if same else 'change', path.stat().st_size)

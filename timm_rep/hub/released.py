@@ -1,4 +1,4 @@
-"""The papers' released checkpoints: the RePaFormer authors' repository on the Hub, and the layouts of the files."""
+"""Checkpoints that the papers' authors released: the RePaFormer repository on the Hub, and layouts of keys."""
 import os
 import re
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Typ
 
 import torch
 import torch.nn as nn
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, constants
 
 from timm_rep.layers import holds_structure, is_reparameterized
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
-from timm_rep.utils.network import hub_errors
+from timm_rep.utils.network import hub_download, hub_errors, is_hub_reachable
 
 __all__ = [
     'DEFAULT_IDLE_RATIO',
-    'RELEASE',
+    'RELEASED_REPO_ID',
     'fetch_released',
     'has_release',
     'load_released',
@@ -23,26 +23,23 @@ __all__ = [
     'rename_released',
 ]
 
-RELEASE = 'Ackesnal/RePaViT'
+RELEASED_REPO_ID = 'Ackesnal/RePaViT'
 DEFAULT_IDLE_RATIO = 0.75
 
-# the released models: family and size in the name of a file, of which a DeiT's is RePaViT-Base or RePaDeiT-Base
+# the released models, and the beginning of the names of their files
 _RELEASED = {
-    'repa_deit_tiny': ('vit', 'tiny'),
-    'repa_deit_small': ('vit', 'small'),
-    'repa_deit_base': ('vit', 'base'),
-    'repa_vit_large': ('vit', 'large'),
-    'repa_vit_huge': ('vit', 'huge'),
-    'repa_swin_tiny': ('swin', 'tiny'),
-    'repa_swin_small': ('swin', 'small'),
-    'repa_swin_base': ('swin', 'base'),
+    'repa_deit_tiny': r'(vit|deit)[-_](tiny|ti|t)',
+    'repa_deit_small': r'(vit|deit)[-_](small|s)',
+    'repa_deit_base': r'(vit|deit)[-_](base|b)',
+    'repa_vit_large': r'(vit|deit)[-_](large|l)',
+    'repa_vit_huge': r'(vit|deit)[-_](huge|h)',
+    'repa_swin_tiny': r'swin[-_](tiny|ti|t)',
+    'repa_swin_small': r'swin[-_](small|s)',
+    'repa_swin_base': r'swin[-_](base|b)',
 }
 _SUFFIXES = ('.safetensors', '.pth', '.pt', '.bin', '.pth.tar')
-_SIZES = {'t': 'tiny', 'ti': 'tiny', 's': 'small', 'b': 'base', 'l': 'large', 'h': 'huge'}
-_OTHER_FAMILIES = ('mixer', 'poolformer', 'lvvit', 'retinanet', 'maskrcnn', 'upernet', 'dino')
-# 0.75, 0_75 or 0p75; or in percent, after the size or 'ratio' or 'idle'
-_RATIO = re.compile(
-    r'(?<!\d)0[._p](\d+)|(?:tiny|small|base|large|huge|[-_](?:ti|[tsblhr])|ratio|idle)[-_]?r?(25|50|75|90)(?!\d)')
+# as 0.75, 0_75 or 0p75, or in percent after the size
+_RATIO = re.compile(r'(?<!\d)0[._p](?P<decimals>\d+)|[-_](?:[a-z]+)[-_]r?(?P<percent>25|50|75|90)(?!\d)')
 
 # for each model class: (pattern, replacement) from a key here to the released key
 ReleasedKeys = Sequence[Tuple[str, Union[str, Callable[[re.Match], str]]]]
@@ -56,20 +53,12 @@ def has_release(variant: str) -> bool:
     return variant in _RELEASED
 
 
-def _family_and_size(file: str) -> Optional[Tuple[str, ...]]:
-    name = re.sub(r'([a-z])(?=[A-Z][a-z])', r'\1_', file).lower()
-    if any(other in re.sub('[^a-z]', '', name) for other in _OTHER_FAMILIES):
-        return None
-    family = 'swin' if 'swin' in name else 'vit' if re.search('vit|deit', name) else None
-    words = re.split(r'[^a-z]+', name)
-    sizes = {_SIZES.get(word, word) for word in words} & set(_SIZES.values())
-    return (family, *sizes) if family and len(sizes) == 1 else None
-
-
 def _ratio(file: str, default: float) -> float:
-    """Idle ratio in the name of a file, the default if there is none."""
+    """Idle ratio in the name of a file."""
     found = _RATIO.search(file.lower())
-    return default if not found else float(f'0.{found[1]}') if found[1] else int(found[2]) / 100
+    if not found:
+        return default
+    return float(f'0.{found["decimals"]}') if found['decimals'] else int(found['percent']) / 100
 
 
 def match_released(files: Sequence[str], variant: str, idle_ratio: float) -> str:
@@ -78,27 +67,28 @@ def match_released(files: Sequence[str], variant: str, idle_ratio: float) -> str
     Args:
         files: Names of the files in the repository.
         variant: Name of the model here.
-        idle_ratio: Idle ratio of the weights; a file whose name says none has 0.75, the paper's.
+        idle_ratio: Idle ratio of the weights. A file without one in its name has 0.75, as in the paper.
 
     Raises:
         FileNotFoundError: There is none.
         ValueError: There are several.
     """
     if not has_release(variant):
-        raise FileNotFoundError(f'{RELEASE} has no weights of {variant}, but of {", ".join(_RELEASED)}.')
+        raise FileNotFoundError(f'{RELEASED_REPO_ID} has no weights of {variant}, but of {", ".join(_RELEASED)}.')
     weights = [file for file in files if file.endswith(_SUFFIXES)]
+    pattern = re.compile(rf'(?:^|/)repa[-_]?{_RELEASED[variant]}(?![a-z])')
     found = [
         file for file in weights
-        if _family_and_size(file) == _RELEASED[variant] and _ratio(file, DEFAULT_IDLE_RATIO) == idle_ratio
+        if pattern.search(file.lower()) and _ratio(file, DEFAULT_IDLE_RATIO) == idle_ratio
     ]
     if not found:
         raise FileNotFoundError(
-            f'{RELEASE} has no weights of {variant} with idle_ratio={idle_ratio}, it has '
+            f'{RELEASED_REPO_ID} has no weights of {variant} with idle_ratio={idle_ratio}, it has '
             f'{", ".join(weights) or "no weights at all"}.')
     if len(found) > 1:
         raise ValueError(
-            f'{RELEASE} has several files that may be {variant} with idle_ratio={idle_ratio}: {", ".join(found)}. '
-            f'Choose one: pretrained_cfg_overlay=dict(hf_hub_filename={found[0]!r}).')
+            f'{RELEASED_REPO_ID} has several files that may be {variant} with idle_ratio={idle_ratio}: '
+            f'{", ".join(found)}. Choose one: pretrained_cfg_overlay=dict(hf_hub_filename={found[0]!r}).')
     return found[0]
 
 
@@ -111,32 +101,33 @@ def fetch_released(
 ) -> str:
     """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary.
 
-    If the Hub cannot be reached, the file of the revision as it was last seen.
+    If the Hub cannot be reached, it is the file of the revision as it was last seen.
 
     Args:
         variant: Name of the model here.
         idle_ratio: Idle ratio of the weights.
         filename: Name of the file, if model and idle ratio do not determine it.
-        revision: Branch, tag or commit of the repository; None for its main branch.
-        cache_dir: Folder of the Hub's cache; None for the default one.
+        revision: Branch, tag or commit of the repository. Default: its main branch.
+        cache_dir: Folder of the Hub's cache. Default: the client's.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: Several files match, or the file's name says another idle ratio.
+        ValueError: Several files match, or the file's name has another idle ratio.
         OSError: The Hub cannot be reached, or failed, and the file is not in its cache.
     """
     try:
         with hub_errors():
-            files = HfApi().list_repo_files(RELEASE, revision=revision)
+            if not is_hub_reachable():
+                raise ConnectionError(f'{constants.ENDPOINT} cannot be reached.')
+            files = HfApi().list_repo_files(RELEASED_REPO_ID, revision=revision)
         file = _choose(files, variant, idle_ratio, filename)
-        with hub_errors():
-            return hf_hub_download(RELEASE, file, revision=revision, cache_dir=cache_dir)
+        return hub_download(RELEASED_REPO_ID, file, revision, cache_dir)
     except FileNotFoundError:
         raise
     except OSError as e:  # the Hub did not answer
         try:
             folder = Path(HfApi().snapshot_download(
-                RELEASE, revision=revision, cache_dir=cache_dir, local_files_only=True))
+                RELEASED_REPO_ID, revision=revision, cache_dir=cache_dir, local_files_only=True))
             files = [path.relative_to(folder).as_posix() for path in folder.rglob('*') if path.is_file()]
             return os.fspath(folder / _choose(files, variant, idle_ratio, filename))
         except FileNotFoundError:
@@ -146,10 +137,10 @@ def fetch_released(
 def _choose(files: List[str], variant: str, idle_ratio: float, filename: Optional[str]) -> str:
     file = filename or match_released(sorted(files), variant, idle_ratio)
     if file not in files:
-        raise FileNotFoundError(f'{RELEASE} has no {file!r}, it has {", ".join(files)}.')
+        raise FileNotFoundError(f'{RELEASED_REPO_ID} has no {file!r}, it has {", ".join(files)}.')
     ratio = _ratio(file, default=idle_ratio)
     if ratio != idle_ratio:
-        raise ValueError(f'{file!r} says idle_ratio={ratio}, the model has {idle_ratio}: create it with that.')
+        raise ValueError(f'Expected idle_ratio={ratio}, as in the name of {file!r}, but the model has {idle_ratio}.')
     return file
 
 

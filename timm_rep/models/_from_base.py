@@ -10,7 +10,7 @@ import torch.nn as nn
 from timm.models import PretrainedCfg, get_pretrained_cfg, model_entrypoint
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
-from timm_rep.hub.load import build_model, resolve_pretrained
+from timm_rep.hub import build_model, resolve_pretrained
 from timm_rep.layers import AnnealedActivation, add_annealing_hooks
 
 __all__ = ['base_cfg', 'create_from_base']

@@ -16,8 +16,7 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch.jit import Final
 
 from timm_rep.convert import register_block
-from timm_rep.hub.load import build_model, resolve_pretrained
-from timm_rep.hub.released import register_released_keys
+from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
 
 from .repa_vit import RePaVisionTransformer
 

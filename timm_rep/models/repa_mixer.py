@@ -9,8 +9,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
 from timm_rep.convert import ReparameterizeMixin, register_block, use_repa_ffns
-from timm_rep.hub.load import build_model, resolve_pretrained
-from timm_rep.hub.released import register_released_keys
+from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
 
 __all__ = ['RePaMlpMixer']
 

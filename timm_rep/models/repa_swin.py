@@ -7,8 +7,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
 
 from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
-from timm_rep.hub.load import build_model, resolve_pretrained
-from timm_rep.hub.released import register_released_keys
+from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
 
 __all__ = ['RePaSwinTransformer']
 

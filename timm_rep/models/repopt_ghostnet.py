@@ -9,8 +9,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.repghost import RepGhostNet
 
 from timm_rep.convert.repopt import set_scales
-from timm_rep.hub.load import build_model, resolve_pretrained
-from timm_rep.hub.released import register_released_keys
+from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch, RepOptConv, RepOptConvDeploy
 from timm_rep.scales import ScalesLike
 

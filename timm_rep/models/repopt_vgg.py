@@ -13,8 +13,7 @@ from timm.models import generate_default_cfgs, named_apply, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
 from timm_rep.convert.repopt import set_scales
-from timm_rep.hub.load import build_model, resolve_pretrained
-from timm_rep.hub.released import register_released_keys
+from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch, RepOptConv, RepOptConvDeploy
 from timm_rep.scales import ScalesLike
 

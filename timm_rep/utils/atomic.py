@@ -1,30 +1,30 @@
-"""Writing files and folders so that a failure, or the end of the process, leaves the old ones intact."""
+"""Writing files so that a folder holds the old state or the new one, also after a failure or a killed process.
+
+New files are written to a draft inside their folder. Renaming the complete draft is the commit: from then on the files
+move to their places, and :func:`recover` finishes the moves of a process that was killed meanwhile.
+"""
 import contextlib
-import ctypes
+import json
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
-from typing import Any, Iterator, List, Union
+from typing import Iterator, List, Union
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from filelock import FileLock, Timeout
 
-__all__ = ['check_writable', 'locking_folder', 'replacing_files', 'replacing_folder']
+__all__ = ['check_writable', 'locking_folder', 'recover', 'replacing_files']
 
-_PREFIX = '.writing-'
-_RENAME_EXCHANGE = 2  # linux/fs.h
-_AT_FDCWD = -100  # fcntl.h
+_DRAFT = '.writing'
+_PENDING = '.written'
+_REMOVED = '.removed.json'
 
 
 def check_writable(folder: Union[str, os.PathLike]) -> Path:
     """Check that a folder exists or can be created, and that files can be written there, before any long work.
 
     Raises:
-        OSError: They cannot; the message names the folder and why.
+        OSError: They cannot; the message names the folder and the reason.
     """
     folder = Path(folder)
     missing = _missing(folder)
@@ -35,7 +35,7 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
     except OSError as e:
         raise OSError(f'cannot write to the output folder {str(folder)!r}: {e.strerror or e}') from e
     finally:
-        _remove_unused(missing)
+        _remove_empty(missing)
     return folder
 
 
@@ -43,188 +43,146 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
 def locking_folder(folder: Union[str, os.PathLike], wait: bool = True) -> Iterator[Path]:
     """Hold the lock of a folder, which one process has at a time; it is released when the process ends.
 
-    Where the file system has no locks, nothing is locked.
+    Files can still be replaced with :func:`replacing_files`, which has a lock of its own.
 
     Args:
-        folder: Folder, which is created if it does not exist, and removed again if the body raises and leaves it empty.
+        folder: Folder, created if it does not exist, and removed again if the body raises and leaves it empty.
         wait: Wait for another process that holds the lock.
 
     Raises:
         BlockingIOError: Another process holds the lock, and ``wait`` is False.
     """
     folder = Path(folder)
-    with _removing_if_raised(folder):
-        while True:
-            try:
-                lock = _create_and_lock(folder)
-                break
-            except BlockingIOError as e:
-                if not wait:
-                    raise BlockingIOError(
-                        f'Another process is using {str(folder)!r}: try again when it is done.') from e
-                time.sleep(.1)
-        try:
-            yield folder
-        finally:
-            _unlock(lock)
+    with _removing_if_raised(folder), _locked(folder, '.lock', wait):
+        yield folder
 
 
 @contextlib.contextmanager
-def replacing_files(folder: Union[str, os.PathLike]) -> Iterator[Path]:
-    """A temporary folder whose files move into ``folder`` at the end, each in one step, replacing those of its name.
+def replacing_files(folder: Union[str, os.PathLike], copy: bool = False) -> Iterator[Path]:
+    """A temporary folder whose files move into ``folder`` at the end and replace files of the same name.
 
-    They get the permissions of a file that is opened here: safetensors writes for the owner alone. If the body raises,
-    nothing moves, and ``folder`` is removed if it is empty and was created here.
+    If the body raises, ``folder`` stays as it was, and the message names it instead of the temporary folder. If the
+    process is killed, ``folder`` has all old files or, after :func:`recover`, all new ones. The files get the
+    permissions of a file that is opened here: safetensors writes for the owner alone.
+
+    Args:
+        folder: Folder, created if it does not exist, and removed again if the body raises and leaves it empty.
+        copy: Start from a copy of the folder's files, except hidden ones and subfolders, and remove the files of the
+            folder that the body removes from the copy. The temporary folder has the name of the folder.
     """
     folder = Path(folder)
-    with _removing_if_raised(folder), _temporary_folder(folder, _PREFIX) as temporary:
-        yield temporary
-        _set_modes(temporary)
-        for path in sorted(temporary.iterdir()):
-            os.replace(path, folder / path.name)
+    with _removing_if_raised(folder), _locked(folder, '.writing.lock'):
+        _finish(folder)
+        shutil.rmtree(folder / _DRAFT, ignore_errors=True)  # of a killed process, since this one has the lock
+        draft = folder / _DRAFT / (folder.resolve().name if copy else '')
+        draft.mkdir(parents=True)
+        try:
+            before = set()
+            for path in folder.iterdir() if copy else ():
+                if not path.name.startswith('.') and (path.is_file() or path.is_symlink()):
+                    shutil.copy2(path, draft, follow_symlinks=False)
+                    before.add(path.name)
+            try:
+                yield draft
+            except Exception as e:
+                _rename_in_message(e, os.fspath(draft), os.fspath(folder))
+                raise
+            written = list(draft.iterdir())
+            for path in written:
+                target = folder / path.name
+                if target.exists() and target.is_dir() != path.is_dir():
+                    raise FileExistsError(f'{str(target)!r} is a {"folder" if target.is_dir() else "file"}: remove it.')
+            _set_modes(draft)
+            removed = sorted(before - {path.name for path in written})
+            if removed:
+                (draft / _REMOVED).write_text(json.dumps(removed), encoding='utf-8')
+            draft.rename(folder / _PENDING)
+            _finish(folder)
+        finally:
+            shutil.rmtree(folder / _DRAFT, ignore_errors=True)
+
+
+def recover(folder: Union[str, os.PathLike]) -> bool:
+    """Finish the moves of a process that was killed at the end of :func:`replacing_files`.
+
+    Returns:
+        Whether there was such a process.
+    """
+    folder = Path(folder)
+    if not (folder / _PENDING).is_dir():
+        return False
+    with _locked(folder, '.writing.lock'):
+        _finish(folder)
+    return True
+
+
+def _finish(folder: Path) -> None:
+    """Move the pending files to their places; repeated after an interruption, it gives the same result."""
+    pending = folder / _PENDING
+    if not pending.is_dir():
+        return
+    # config.json is last, since it has the hashes of the other files
+    for path in sorted(pending.iterdir(), key=lambda path: (path.name == 'config.json', path.name)):
+        if path.name == _REMOVED:
+            continue
+        if path.is_dir() and (folder / path.name).is_dir():
+            shutil.rmtree(folder / path.name)
+        os.replace(path, folder / path.name)
+    if (pending / _REMOVED).is_file():
+        for name in json.loads((pending / _REMOVED).read_text(encoding='utf-8')):
+            (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(pending)
+
+
+def _rename_in_message(e: Exception, old: str, new: str) -> None:
+    """Let an error name another folder, also in the file names of an OSError, which are not in its arguments."""
+    e.args = tuple(arg.replace(old, new) if isinstance(arg, str) else arg for arg in e.args)
+    for name in 'filename', 'filename2':
+        if isinstance(getattr(e, name, None), str):
+            setattr(e, name, getattr(e, name).replace(old, new))
 
 
 @contextlib.contextmanager
-def replacing_folder(folder: Union[str, os.PathLike]) -> Iterator[Path]:
-    """A copy of ``folder`` to write to, of the same name, which takes its place at the end, in one step.
-
-    If the body raises, the folder is as it was, and the message names it instead of the copy. If the process is killed,
-    it is the old one or the new one; where the file system cannot exchange two folders (outside Linux) it may be
-    missing, until the next call puts it back.
-
-    Raises:
-        BlockingIOError: Another process is replacing the folder.
-    """
-    folder = Path(folder).resolve()
-    prefix = f'{_PREFIX}{folder.name}-'
-    _restore(folder, prefix)
-    with _removing_if_raised(folder):
+def _locked(folder: Path, name: str, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a file that exists as long as it is locked."""
+    lock = FileLock(folder / name)
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = _create_and_lock(folder)
-        except BlockingIOError as e:
-            raise BlockingIOError(f'Another process is writing to {str(folder)!r}: try again when it is done.') from e
-        try:
-            with _temporary_folder(folder.parent, prefix) as temporary:
-                draft = temporary / folder.name
-                shutil.copytree(folder, draft, symlinks=True, ignore=shutil.ignore_patterns(f'{_PREFIX}*'))
-                try:
-                    yield draft
-                except Exception as e:  # its message is to name the folder, not the draft, which is about to be removed
-                    e.args = tuple(_renamed(arg, draft, folder) for arg in e.args)
-                    for name in 'filename', 'filename2':  # of an OSError, which are not in args
-                        if getattr(e, name, None) is not None:
-                            setattr(e, name, _renamed(getattr(e, name), draft, folder))
-                    raise
-                _set_modes(draft)
-                _exchange(draft, folder)
-        finally:
-            _unlock(lock)
-
-
-def _renamed(arg: Any, draft: Path, folder: Path) -> Any:
-    return arg.replace(os.fspath(draft), os.fspath(folder)) if isinstance(arg, str) else arg
-
-
-def _restore(folder: Path, prefix: str) -> None:
-    """Put a folder back that was moved away by a process that was killed before it moved the new one there."""
-    for old in sorted(folder.parent.glob(f'{prefix}*/{folder.name}.old')) if not folder.exists() else ():
-        old.rename(folder)
-        return
-
-
-def _exchange(new: Path, old: Path) -> None:
-    exchange = getattr(ctypes.CDLL(None), 'renameat2', None) if os.name == 'posix' else None
-    if not exchange or exchange(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE):
-        old.rename(new.with_name(f'{new.name}.old'))
-        new.rename(old)
+            lock.acquire(timeout=-1 if wait else 0)
+            break
+        except Timeout as e:
+            raise BlockingIOError(f'Another process is using {str(folder)!r}: try again when it is done.') from e
+        except FileNotFoundError:  # the process that created the folder has just removed it
+            continue
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes no open file
+            (folder / name).unlink()
+        lock.release()
 
 
 def _missing(folder: Path) -> List[Path]:
-    """The folder and those above it that do not exist, from the innermost."""
+    """The folder and its parents that do not exist, from the innermost."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
-def _remove_unused(folders: List[Path]) -> None:
-    """Remove those folders that are empty and that no process has locked."""
+def _remove_empty(folders: List[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):  # not created, or used by another process meanwhile
-            lock = _lock(folder)
-            try:
-                folder.rmdir()
-            finally:
-                _unlock(lock)
+            folder.rmdir()
 
 
 @contextlib.contextmanager
 def _removing_if_raised(folder: Path) -> Iterator[None]:
-    """Remove a folder, and those above it, if the body raises: only what it created and left empty."""
+    """Remove a folder and its parents if the body raises: those that it created and left empty."""
     missing = _missing(folder)
     try:
         yield
     except BaseException:
-        _remove_unused(missing)
+        _remove_empty(missing)
         raise
-
-
-@contextlib.contextmanager
-def _temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new folder, locked while it is in use; those that no process has locked, because it was killed, are removed."""
-    for leftover in parent.glob(f'{prefix}*') if fcntl else ():
-        with contextlib.suppress(OSError):
-            lock = _lock(leftover)
-            if lock >= 0:
-                shutil.rmtree(leftover, ignore_errors=True)
-            _unlock(lock)
-    lock = None
-    while lock is None:
-        parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        except FileNotFoundError:
-            if parent.exists():
-                raise
-            continue  # the process that created the parent has just removed it
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # just taken for a leftover
-            lock = _lock(temporary)
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _unlock(lock)
-
-
-def _lock(folder: Path) -> int:
-    """Lock a folder until :func:`_unlock`, or until the process ends; -1 where the file system has no locks.
-
-    Raises:
-        BlockingIOError: It is locked, or was replaced in the meantime.
-    """
-    if fcntl is None:
-        return -1
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
-            raise BlockingIOError(f'{str(folder)!r} was replaced')
-    except OSError as e:
-        os.close(lock)
-        if isinstance(e, (BlockingIOError, FileNotFoundError)):
-            raise
-        return -1
-    return lock
-
-
-def _create_and_lock(folder: Path) -> int:
-    """Create a folder, if it does not exist, and lock it, as :func:`_lock`."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # the process that created it has just removed it
-            return _lock(folder)
-
-
-def _unlock(lock: int) -> None:
-    if lock >= 0:
-        os.close(lock)
 
 
 def _set_modes(folder: Path) -> None:

@@ -1,9 +1,7 @@
-"""Reading checkpoints without executing pickled code."""
+"""Checkpoints, read without executing pickled code."""
 import argparse
 import contextlib
-import copy
 import os
-import re
 from pathlib import Path
 from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Union
 
@@ -16,7 +14,6 @@ from timm.models import clean_state_dict, load_state_dict
 from .atomic import replacing_files
 
 __all__ = [
-    'contiguous_copy',
     'has_moving_average',
     'load_checkpoint',
     'read_state_dict',
@@ -27,23 +24,18 @@ __all__ = [
     'write_training_state',
 ]
 
-# most keys of each kind that a message about a checkpoint names
-_NAMED = 5
-
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    if not os.path.exists(path):
-        raise FileNotFoundError(f'No checkpoint at {path!r}: there is no such file.')
+    if not os.path.isfile(path):
+        kind = 'it is not a regular file' if os.path.lexists(path) else 'there is no such file'
+        raise FileNotFoundError(f'No checkpoint at {path!r}: {kind}.')
     try:
         yield
     except Exception as e:  # torch and safetensors raise many types for damaged files
-        reason = ' '.join(str(e.__cause__ or e).split())
-        # torch explains over many lines how to load the file unsafely
-        found = re.search(r'WeightsUnpickler error: (.*?)(?= Please use | Check the documentation|$)', reason)
         raise RuntimeError(
-            f'Cannot read {path!r} as a checkpoint, a .safetensors file or a torch.save() file that loads with '
-            f'weights_only=True: {type(e.__cause__ or e).__name__}: {found[1] if found else reason}') from e
+            f'Cannot read {path!r} as a checkpoint (.safetensors, or torch.save() loaded with weights_only=True): '
+            f'{type(e.__cause__ or e).__name__}: {" ".join(str(e.__cause__ or e).split())}') from e
 
 
 def read_state_dict(
@@ -61,7 +53,7 @@ def read_state_dict(
     Raises:
         FileNotFoundError: There is no such file.
         RuntimeError: The file cannot be read.
-        TypeError: It does not hold a state dict.
+        TypeError: The file has no state dict.
     """
     path = os.fspath(path)
     with _reading(path):
@@ -83,32 +75,17 @@ def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike], use_ema: bo
     Raises:
         FileNotFoundError: There is no such file.
         RuntimeError: The file cannot be read, or does not fit the model.
-        TypeError: It does not hold a state dict.
+        TypeError: The file has no state dict.
     """
     state_dict = read_state_dict(path, use_ema)
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as e:
-        raise RuntimeError(f'{os.fspath(path)!r} does not fit the model. {_shorten(str(e))}') from e
-
-
-def _shorten(message: str) -> str:
-    """An error of load_state_dict, whose lists name every key, with the first keys of each."""
-    lines = []
-    for line in message.splitlines():
-        names = re.findall('"[^"]*"', line)
-        if len(names) > _NAMED:
-            line = f'{line.partition(":")[0]}: {", ".join(names[:_NAMED])} and {len(names) - _NAMED} more. '
-        lines.append(line)
-    misshapen = [line for line in lines if line.startswith('\tsize mismatch')]
-    if len(misshapen) > _NAMED:
-        lines = [line for line in lines if line not in misshapen[_NAMED:]]
-        lines.append(f'\tand {len(misshapen) - _NAMED} more of another size')
-    return '\n'.join(lines)
+        raise RuntimeError(f'{os.fspath(path)!r} does not fit the model: {e}') from e
 
 
 def has_moving_average(path: Union[str, os.PathLike]) -> bool:
-    """Whether a checkpoint of timm's train.py holds a moving average of the weights.
+    """Whether a checkpoint of timm's train.py has a moving average of the weights.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -141,20 +118,9 @@ def state_dict_of(
     others = [repr(k) for k, v in state_dict.items() if not isinstance(k, str) or not isinstance(v, torch.Tensor)]
     if others or not state_dict:
         raise TypeError(
-            f'A checkpoint is a state dict of tensors, or holds one under {" or ".join(map(repr, wrappers))}; this one '
-            + (f'has values that are not tensors: {", ".join(others[:5])}.' if others else 'is empty.'))
+            f'Expected a state dict of tensors, or one under {" or ".join(map(repr, wrappers))}, but got '
+            + (f'values that are not tensors: {", ".join(others[:5])}.' if others else 'an empty one.'))
     return clean_state_dict(state_dict)
-
-
-def contiguous_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model with contiguous tensors, which safetensors, and so timm's ``save_for_hf``, asks for.
-
-    A model in another memory format, such as channels-last, stays as it is.
-    """
-    model = copy.deepcopy(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.contiguous()
-    return model
 
 
 def write_safetensors(
@@ -162,13 +128,20 @@ def write_safetensors(
         path: Union[str, os.PathLike],
         metadata: Optional[Mapping[str, str]] = None,
 ) -> None:
-    """``safetensors.torch.save_file`` of contiguous copies.
+    """``safetensors.torch.save_file`` of contiguous tensors that share no memory.
 
     Raises:
         OSError: The file cannot be written, for example because the disk is full.
     """
+    storages, separate = set(), {}
+    for name, tensor in tensors.items():
+        separate[name] = tensor = tensor.detach().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes:
+            separate[name] = tensor.clone()
+        storages.add(storage.data_ptr())
     try:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata=dict(metadata or {}))
+        save_file(separate, path, metadata=dict(metadata or {}))
     except SafetensorError as e:  # not an OSError
         raise OSError(f'cannot write {os.path.basename(path)!r}: {e}') from e
 
@@ -186,11 +159,11 @@ def write_checkpoint(state: Mapping[str, Any], path: Union[str, os.PathLike]) ->
 
 
 def write_training_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of a training to resume from, replacing that of an earlier epoch in one step.
+    """Write the state of a training run to resume from, in place of an earlier one.
 
     Args:
         path: File to write.
-        state: Values that ``torch.load(weights_only=True)`` reads; under 'settings' those that must not change.
+        state: Values that ``torch.load(weights_only=True)`` reads, with the settings of the run under 'settings'.
 
     Raises:
         OSError: The file cannot be written.
@@ -200,25 +173,27 @@ def write_training_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_training_state(path: Path, settings: Mapping[str, Any], training: str) -> Dict[str, Any]:
-    """Read what :func:`write_training_state` wrote.
+    """Read the file of :func:`write_training_state`.
 
     Args:
         path: The file.
-        settings: Settings of this training.
-        training: What the training is, for messages.
+        settings: Settings of this run.
+        training: Kind of training, for messages, such as 'distillation'.
 
     Raises:
-        ValueError: The file cannot be read, or is of a training with other settings.
+        ValueError: The file cannot be read, or its run had other settings.
     """
     try:
         state = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # torch raises many types for damaged files
         raise ValueError(
-            f'{str(path)!r} cannot be read as the checkpoint of a {training}: {type(e).__name__}: {e}') from e
-    found = state.get('settings', {}) if isinstance(state, dict) else {}
+            f'{str(path)!r} cannot be read as the checkpoint of a {training}: {type(e).__name__}: '
+            f'{" ".join(str(e).split())}') from e
+    found = state.get('settings') if isinstance(state, dict) else None
+    found = found if isinstance(found, dict) else {}
     others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]
     if others:
         raise ValueError(
             f'{str(path)!r} is the checkpoint of another {training}: {", ".join(others)}. Resume with the settings '
-            'there, or delete the file to start anew.')
+            'there, or delete the file to start again.')
     return state

@@ -1,6 +1,6 @@
-"""Data sets, with errors where timm silently takes other images."""
+"""Data sets that raise an error where timm falls back to other images."""
 import os
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Literal, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -9,17 +9,46 @@ from timm.data import create_dataset, create_loader, create_transform, resolve_d
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import Dataset
 
+from .files import parse
 from .profiling import model_input_size
 
 __all__ = [
-    'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'batches_of', 'image_config', 'labelled_images',
-    'load_images', 'open_dataset', 'read_images', 'take_images',
+    'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'batches_of', 'check_preprocessing', 'image_config',
+    'labelled_images', 'load_images', 'open_dataset', 'read_images', 'take_images',
 ]
 
-# fields of a pretrained_cfg that say how images are preprocessed
-PREPROCESSING = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
+# fields of a pretrained_cfg, and of a recipe for train.py, that describe how images are preprocessed
+PREPROCESSING = {
+    'input_size': Tuple[int, int, int],
+    'interpolation': Literal['nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos', 'random'],
+    'mean': Sequence[float],
+    'std': Sequence[float],
+    'crop_pct': float,
+    'crop_mode': Literal['center', 'squash', 'border'],
+}
+_POSITIVE = ('input_size', 'std', 'crop_pct')
 # Pillow's mode of an image, timm's input_img_mode, by number of channels
 _MODES = {1: 'L', 3: 'RGB'}
+
+
+def check_preprocessing(values: Mapping[str, Any], source: str = '') -> None:
+    """Check the settings of :data:`PREPROCESSING` that a mapping has; None passes.
+
+    Args:
+        values: Settings, and anything else.
+        source: File, and place in it, for the message.
+
+    Raises:
+        RuntimeError: A setting is of another type, or a number that must be positive is not.
+    """
+    for name, kind in PREPROCESSING.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        where = f'{source}: {name}' if source else name
+        parse(kind, value, where)
+        if name in _POSITIVE and min(value if isinstance(value, (list, tuple)) else [value]) <= 0:
+            raise RuntimeError(f'{where} must be positive, got {value!r}.')
 
 
 def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Dataset:
@@ -34,7 +63,12 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Datase
     Raises:
         FileNotFoundError: There is no root, or no folder of the split; timm would take all images below the root, of
             every split.
+        ValueError: The name has no prefix; timm would open an image folder.
     """
+    if name and '/' not in name:  # timm would open an image folder
+        raise ValueError(
+            f"The name of a data set must have a prefix, as in 'torch/cifar10' or 'hfds/owner/name', got {name!r}: for "
+            "folders of images it is ''.")
     if not name and not os.path.exists(root or ''):
         raise FileNotFoundError(f'there is no folder {root!r}, expected images in {root}/{split}/CLASS/IMAGE')
     dataset = create_dataset(name, root=root, split=split, **kwargs)
@@ -92,34 +126,48 @@ class ImageFolder(Dataset):
         return (image if self.transform is None else self.transform(image)), target
 
 
-def image_config(model: nn.Module, **given) -> Dict[str, Any]:
+def image_config(
+        model: nn.Module,
+        img_size: Optional[int] = None,
+        mean: Optional[Sequence[float]] = None,
+        std: Optional[Sequence[float]] = None,
+        interpolation: Optional[str] = None,
+        crop_pct: Optional[float] = None,
+) -> Dict[str, Any]:
     """timm's ``resolve_data_config`` for the size and the number of channels that a model takes.
 
-    Where mean or deviation in the pretrained_cfg are of other channels, each channel gets their average, as in timm's
-    scripts.
+    If mean or deviation in the pretrained_cfg have another number of channels, each channel gets their average, as in
+    timm's scripts.
 
     Args:
         model: timm model.
-        given: Preprocessing instead of the model's: 'img_size', 'mean', 'std', 'interpolation', 'crop_pct'; None for
-            the model's.
+        img_size: Height and width. Default: the model's, as for the following.
+        mean: Mean of each channel, or of all.
+        std: Standard deviation of each channel, or of all.
+        interpolation: Interpolation of resized images.
+        crop_pct: Fraction of the image that is kept.
 
     Raises:
-        ValueError: The model takes images of neither 1 nor 3 channels, or ``mean`` or ``std`` is of others.
+        ValueError: The model takes images of neither 1 nor 3 channels, or a setting is of another type or size.
     """
     input_size = model_input_size(model)
     channels = input_size[0]
     if channels not in _MODES:
         raise ValueError(
-            f'{type(model).__name__} takes images of {channels} channels: files of images are read as RGB, 3 channels, '
-            'or grey, 1 channel. Pass tensors of your own to the function of timm_rep.')
+            f'{type(model).__name__} takes images of {channels} channels, but image files are read as RGB (3 channels) '
+            'or grey (1 channel). Pass tensors of your own to the function of timm_rep.')
+    given = {'mean': mean, 'std': std, 'interpolation': interpolation, 'crop_pct': crop_pct}
     given = {name: value for name, value in given.items() if value is not None}
+    given['input_size'] = input_size if img_size is None else (channels, img_size, img_size)
+    try:
+        check_preprocessing(given)
+    except RuntimeError as e:
+        raise ValueError(str(e)) from None
     for name in ('mean', 'std'):
         if name in given and len(given[name]) not in (1, channels):
             raise ValueError(
-                f'{name} has {len(given[name])} values, {type(model).__name__} takes images of {channels} channels: '
-                'pass one value for each, or leave it out.')
-    size = {} if 'img_size' in given else {'input_size': input_size}
-    config = resolve_data_config({'in_chans': channels, **size, **given}, model=model)
+                f'{name} must have 1 or {channels} values for images of {channels} channels, got {given[name]!r}.')
+    config = resolve_data_config({'in_chans': channels, **given}, model=model)
     for name in ('mean', 'std'):
         if len(config[name]) != channels:
             config[name] = (sum(config[name]) / len(config[name]),) * channels
@@ -268,26 +316,30 @@ class Images:
             workers: Number of processes that load images; 0 loads them in this process.
             device: Device of the batches.
             seed: Seed of the choice of calibration images.
-            data_config: Preprocessing instead of the model's, as for :func:`image_config`.
+            data_config: Preprocessing in place of the model's, as for :func:`image_config`.
 
         Raises:
             FileNotFoundError: A split has no folder, or no images.
-            ValueError: The images to measure the accuracy on have another number of classes than the model, or as
-                :func:`image_config`.
+            TypeError: Unknown preprocessing.
+            ValueError: The images to measure the accuracy on have other classes than the model or than the images for
+                calibration, which are in folders by class; or as :func:`image_config`.
         """
         self.root, self.splits = root, (train_split, val_split)
         self.config = image_config(model, **data_config)
         self.workers, self.device, self.seed = workers, torch.device(device), seed
-        for split in self.splits:
-            dataset = self._folder(split)
-            classes = len(dataset.classes)
-            if split == train_split:
-                self.batch_size = min(batch_size, len(dataset))  # timm's loader drops an incomplete batch
-            if split == val_split and classes != model.num_classes:
-                found = 'no folders of classes' if dataset.classes == [''] else f'{classes} classes'
-                raise ValueError(
-                    f'{root!r} has {found} in {split!r}, the model has {model.num_classes} classes: the accuracy is '
-                    f'measured on images with the labels of the model, {split}/CLASS/IMAGE.')
+        train, val = (self._folder(split) for split in self.splits)
+        self.batch_size = min(batch_size, len(train))  # timm's loader drops an incomplete batch
+        if len(val.classes) != model.num_classes or val.classes == ['']:
+            found = 'no folders of classes' if val.classes == [''] else f'{len(val.classes)} classes'
+            raise ValueError(
+                f'{root!r} has {found} in {val_split!r}, the model has {model.num_classes} classes: the accuracy is '
+                f'measured on images with the labels of the model, {val_split}/CLASS/IMAGE.')
+        if train.classes not in ([''], val.classes):
+            others = sorted(set(train.classes) ^ set(val.classes))
+            raise ValueError(
+                f'Expected the classes of {train_split!r} in {val_split!r}, but only one of them has '
+                f'{", ".join(others[:5])}: the labels would be others. Name the folders alike, or put the images of '
+                f'{train_split!r} in one folder without classes.')
 
     def _folder(self, split: str) -> ImageFolder:
         return ImageFolder(self.root, split, self.config['input_size'][0])

@@ -1,64 +1,61 @@
-"""Reading text files, and checking what they hold, so that every error names the file."""
+"""Text and JSON files, read with errors that name the file, and dataclasses that are stored as JSON."""
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import reprlib
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional, Union
+from typing import (
+    Any,
+    Dict,
+    Iterator,
+    Literal,
+    Mapping,
+    Optional,
+    Sequence,
+    Type,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 __all__ = [
-    'COUNT', 'MAPPING', 'NUMBER', 'POSITIVE', 'STRING', 'TEXT', 'Kind', 'argument_errors', 'check_fields',
-    'check_model_args', 'config_errors', 'list_of', 'one_of', 'parse_json', 'read_json', 'read_text',
+    'Sidecar', 'argument_errors', 'config_errors', 'parse', 'parse_json', 'read_config', 'read_json', 'read_text',
 ]
 
-_MAX_BYTES = 1 << 24  # label names and descriptions of ImageNet-21k take 3 MB
-_MAX_NUMBER = 1_000_000
-_MAX_VALUES = 10_000
-_MAX_DEPTH = 1_000
+SidecarType = TypeVar('SidecarType', bound='Sidecar')
 
 
-def read_text(path: Union[str, os.PathLike], limit: int = _MAX_BYTES) -> str:
+def read_text(path: Union[str, os.PathLike]) -> str:
     """Read a text file in UTF-8.
-
-    Args:
-        path: Path of the file.
-        limit: Largest size in bytes.
 
     Raises:
         OSError: The file cannot be opened.
-        RuntimeError: The file is larger, or not UTF-8.
+        RuntimeError: The file is not UTF-8.
     """
-    with open(path, 'rb') as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise RuntimeError(f'{os.fspath(path)!r} is too large: expected a text file of at most {limit >> 10} KiB.')
     try:
-        return data.decode('utf-8')
+        return Path(path).read_text(encoding='utf-8')
     except UnicodeDecodeError as e:
         raise RuntimeError(f'{os.fspath(path)!r} is not a text file in UTF-8: {e}') from e
 
 
 def parse_json(text: str) -> Any:
-    """``json.loads`` of at most 16 MiB.
-
-    Raises:
-        ValueError: The text is longer, is not JSON, or is nested too deeply.
-    """
-    if len(text) > _MAX_BYTES:
-        raise ValueError(f'expected JSON of at most {_MAX_BYTES >> 20} MiB, got {len(text)} characters')
+    """``json.loads``, which also raises ValueError if the text is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as e:
         raise ValueError('JSON that is nested too deeply') from e
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file of at most 16 MiB.
+def read_json(path: Union[str, os.PathLike]) -> Any:
+    """Read a JSON file.
 
     Raises:
         OSError: The file cannot be opened.
-        RuntimeError: The file is larger, or is not JSON in UTF-8.
+        RuntimeError: The file is not JSON in UTF-8.
     """
     text = read_text(path)
     try:
@@ -67,136 +64,151 @@ def read_json(path: Path) -> Any:
         raise RuntimeError(f'{os.fspath(path)!r} is not valid JSON: {e}') from e
 
 
-class Kind(NamedTuple):
-    """What a field of a file holds.
-
-    Attributes:
-        text: Description, for the error message.
-        test: Whether a value is of this kind.
-    """
-    text: str
-    test: Callable[[Any], bool]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-STRING = Kind('a string', lambda value: isinstance(value, str))
-NUMBER = Kind('a number', _is_number)
-POSITIVE = Kind('a positive number', lambda value: _is_number(value) and value > 0)
-COUNT = Kind(
-    f'an integer from 0 to {_MAX_NUMBER:,}',
-    lambda value: _is_number(value) and isinstance(value, int) and 0 <= value <= _MAX_NUMBER)
-TEXT = Kind('a string or a number', lambda value: isinstance(value, str) or _is_number(value))
-MAPPING = Kind(
-    'a mapping with strings as keys', lambda value: isinstance(value, dict) and all(isinstance(k, str) for k in value))
-
-
-def list_of(kind: Kind, length: Optional[int] = None) -> Kind:
-    """A list of values of a kind, of any length if that is None."""
-    return Kind(
-        f'a list of {"values" if length is None else length}, each {kind.text}',
-        lambda value: isinstance(value, (list, tuple)) and length in (None, len(value)) and all(map(kind.test, value)))
-
-
-def one_of(*values: str) -> Kind:
-    """One of some strings."""
-    return Kind(f'one of {", ".join(values)}', lambda value: isinstance(value, str) and value in values)
-
-
-def check_fields(
-        values: Any,
-        source: str,
-        required: Mapping[str, Kind],
-        optional: Optional[Mapping[str, Kind]] = None,
-) -> Mapping[str, Any]:
-    """Check the fields of a mapping that was read from a file.
+def parse(kind: Any, value: Any, source: str) -> Any:
+    """Check a value that was read from JSON or YAML, and convert it to a type.
 
     Args:
-        values: The mapping.
+        kind: ``str``, ``bool``, ``int``, ``float`` (finite), ``Any``, a dataclass, or ``Optional``, ``Union``,
+            ``Literal``, ``Sequence``, ``Tuple`` or ``Dict`` of these.
+        value: Value to check.
         source: File, and place in it, for the message.
-        required: Kinds of the fields that it has.
-        optional: Kinds of the fields that it may have; None passes as well.
 
     Returns:
-        The mapping.
+        The value: mappings as dataclasses where a dataclass is expected, without their unknown fields.
 
     Raises:
-        RuntimeError: It is not a mapping, or a field is missing or of another kind.
+        RuntimeError: The value is of another type.
     """
-    if not MAPPING.test(values):
-        raise RuntimeError(f'{source} has to be {MAPPING.text}, got {reprlib.repr(values)}.')
-    for name, kind in {**(optional or {}), **required}.items():
-        value = values.get(name)
-        if name in required and name not in values:
-            raise RuntimeError(f'{source} has no {name!r}, expected {kind.text}.')
-        if (name in required or value is not None) and not kind.test(value):
-            raise RuntimeError(f'{source}: {name!r} has to be {kind.text}, got {reprlib.repr(value)}.')
-    return values
+    origin, args = get_origin(kind), get_args(kind)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if dataclasses.is_dataclass(kind):
+        values, hints = parse(Mapping[str, Any], value, source), get_type_hints(kind)
+        fields = [field for field in dataclasses.fields(kind) if field.init]
+        missing = [
+            field.name for field in fields
+            if field.name not in values and field.default is field.default_factory is dataclasses.MISSING]
+        if missing:
+            raise RuntimeError(f'{source} has no {", ".join(map(repr, missing))}.')
+        try:
+            return kind(**{
+                field.name: parse(hints[field.name], values[field.name], f'{source}: {field.name}')
+                for field in fields if field.name in values
+            })
+        except ValueError as e:  # of __post_init__
+            raise RuntimeError(f'{source}: {e}') from e
+    if origin is Union:
+        if value is None and type(None) in args:
+            return None
+        options = [option for option in args if option is not type(None)]
+        for option in options[:-1]:
+            with contextlib.suppress(RuntimeError):
+                return parse(option, value, source)
+        return parse(options[-1], value, source)
+    elif origin is Literal:
+        if value in args:
+            return value
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)) and len(value) == len(args):
+            return tuple(parse(arg, item, source) for arg, item in zip(args, value))
+    elif origin is not None and issubclass(origin, Mapping):
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            return {name: parse(args[1], item, f'{source}: {name}') for name, item in value.items()}
+    elif origin is not None and issubclass(origin, Sequence):
+        if isinstance(value, (list, tuple)):
+            return [parse(args[0], item, source) for item in value]
+    elif kind is Any or (kind is float and is_number and math.isfinite(value)) or (
+            kind in (str, bool, type(None)) and isinstance(value, kind)) or (
+            kind is int and is_number and isinstance(value, int)):
+        return value
+    expected = getattr(kind, '__name__', kind) if origin is None else str(kind).replace('typing.', '')
+    raise RuntimeError(f'{source} must be {expected}, got {reprlib.repr(value)}.')
 
 
-def check_model_args(args: Mapping[str, Any], source: str) -> None:
-    """Check that arguments of a model, read from a file, are of a size that some model has.
+class Sidecar:
+    """Base of dataclasses that are stored as a JSON file, with the fields as keys."""
 
-    A ``depth`` of 1e9 would occupy the machine for minutes before it fails.
+    @classmethod
+    def from_json(cls: Type[SidecarType], path: Union[str, os.PathLike]) -> SidecarType:
+        """Read the dataclass from a file.
 
-    Args:
-        args: Arguments of ``create_model``, by name.
-        source: File, and place in it, for the message.
+        Raises:
+            OSError: The file cannot be opened.
+            RuntimeError: The file is not JSON, or a field is missing or of another type.
+        """
+        return parse(cls, read_json(path), repr(os.fspath(path)))
+
+    def to_json(self, path: Union[str, os.PathLike]) -> None:
+        """Write the dataclass to a file; fields that are None are left out."""
+        def without_none(items):
+            return {name: value for name, value in items if value is not None}
+
+        content = dataclasses.asdict(self, dict_factory=without_none)
+        Path(path).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+
+
+# fields of timm's config.json that are read here, and those of this package
+_CONFIG = {
+    'num_classes': Optional[int],
+    'label_names': Union[None, Sequence[str], Dict[str, str]],
+    'model_args': Dict[str, Any],
+    'pretrained_cfg': Dict[str, Any],
+    'sha256': Dict[str, str],
+}
+
+
+def read_config(path: Union[str, os.PathLike]) -> Dict[str, Any]:
+    """Read a config.json of timm's ``save_for_hf``.
 
     Raises:
-        RuntimeError: They are not a mapping; a number exceeds 1,000,000, or 1,000 in a number of blocks; or there are
-            more than 10,000 values.
+        OSError: The file cannot be opened.
+        RuntimeError: The file is not JSON, has no architecture, or a field is of another type.
     """
-    check_fields(args, source, {})
-    count = 0
-    for name, value in args.items():
-        limit = _MAX_DEPTH if name.startswith(('depth', 'num_block')) else _MAX_NUMBER
-        remaining: List[Any] = [value]
-        while remaining:
-            item = remaining.pop()
-            if isinstance(item, dict):
-                remaining += item.values()
-            elif isinstance(item, (list, tuple)):
-                remaining += item
-            elif isinstance(item, (int, float)) and not abs(item) <= limit:
-                raise RuntimeError(f'{source}: {name!r} is {item!r:.100}, expected numbers up to {limit:,}.')
-            count += 1
-            if count + len(remaining) > _MAX_VALUES:
-                raise RuntimeError(f'{source} holds too much in {name!r}: expected at most {_MAX_VALUES:,} values.')
+    source = repr(os.fspath(path))
+    config = parse(Dict[str, Any], read_json(path), source)
+    if 'architecture' not in config:
+        raise RuntimeError(f"{source} has no 'architecture': it is not a timm model.")
+    parse(str, config['architecture'], f'{source}: architecture')
+    for name, kind in _CONFIG.items():
+        if name in config:
+            parse(kind, config[name], f'{source}: {name}')
+    return config
 
 
 @contextlib.contextmanager
 def argument_errors(source: str) -> Iterator[None]:
-    """Raise what a model's constructor raises for wrong arguments as a ValueError that names where they come from.
+    """Put the origin of a model's arguments in front of the message if they cannot be used.
 
     Args:
-        source: Origin of the arguments, the beginning of the message.
+        source: Origin of the arguments.
 
     Raises:
         ValueError: Arguments have wrong names, types or values, or do not fit together.
     """
     try:
         yield
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
-            ValueError) as e:
+    except OSError:
+        raise
+    except Exception as e:  # constructors raise many types
         raise ValueError(f'{source} cannot be used: {type(e).__name__}: {e}') from e
 
 
 @contextlib.contextmanager
 def config_errors(name: str) -> Iterator[None]:
-    """Raise timm's KeyError for a config.json of another library as a ValueError that names the model.
+    """Name the model in errors of ``timm.create_model`` about a config.json.
 
     Args:
-        name: Name for ``timm.create_model``, 'local-dir:FOLDER' or 'hf-hub:ID'.
+        name: Name for ``timm.create_model``, such as 'local-dir:FOLDER' or 'hf-hub:ID'.
 
     Raises:
+        RuntimeError: The config.json of a folder cannot be read.
         ValueError: The config.json has no 'architecture'.
     """
+    source, _, folder = name.partition(':')
+    if source == 'local-dir' and (Path(folder) / 'config.json').exists():
+        read_config(Path(folder) / 'config.json')
     try:
         yield
     except KeyError as e:
         if e.args != ('architecture',):
             raise
-        raise ValueError(f"{name!r} is no model of timm: its config.json has no 'architecture'.") from e
+        raise ValueError(f"Expected a timm model, but the config.json of {name!r} has no 'architecture'.") from e

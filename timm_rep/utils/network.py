@@ -1,13 +1,20 @@
-"""Errors of the Hugging Face Hub's client."""
+"""Downloads from the Hugging Face Hub."""
 import contextlib
-from typing import Iterator
+import os
+import socket
+import threading
+from typing import Iterator, Optional, Union
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-__all__ = ['hub_errors']
+__all__ = ['hub_download', 'hub_errors', 'is_hub_reachable']
 
-# base error of the client's HTTP library (requests, then httpx); a failed connection raises it, and no OSError
+# base error of the client's HTTP library (requests, then httpx); a failed connection raises it, not OSError
 _HTTP_ERROR = HfHubHTTPError.__bases__[0]
+_TIMEOUT = 1.5  # seconds
 
 
 @contextlib.contextmanager
@@ -15,11 +22,64 @@ def hub_errors() -> Iterator[None]:
     """Raise every error of the connection to the Hub, or of its answer, as an OSError.
 
     Raises:
-        OSError: The Hub cannot be reached, or answers with an error.
+        OSError: The Hub cannot be reached, or answers with an error or with something unexpected.
     """
     try:
         yield
+    except HFValidationError:
+        raise
     except _HTTP_ERROR as e:
         if isinstance(e, OSError):
             raise
         raise ConnectionError(f'The Hub cannot be reached: {type(e).__name__}: {e}') from e
+    except (AttributeError, LookupError, TypeError, ValueError) as e:
+        raise ConnectionError(f'The Hub gave an unexpected answer: {type(e).__name__}: {e}') from e
+
+
+def is_hub_reachable() -> bool:
+    """Whether the Hub accepts connections: the client itself retries for half a minute. True behind a proxy."""
+    url = urlsplit(constants.ENDPOINT)
+    if url.scheme in getproxies() or 'all' in getproxies():
+        return True
+    connected = []
+
+    def connect() -> None:
+        port = url.port or (443 if url.scheme == 'https' else 80)
+        with contextlib.suppress(OSError), socket.create_connection((url.hostname, port), _TIMEOUT):
+            connected.append(True)
+
+    # in a thread, since create_connection() has no limit on the time of the name lookup
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT)
+    return bool(connected)
+
+
+def hub_download(
+        repo_id: str,
+        filename: str,
+        revision: Optional[str] = None,
+        cache_dir: Optional[Union[str, os.PathLike]] = None,
+) -> str:
+    """``hf_hub_download``, which takes the file from the Hub's cache at once if the Hub cannot be reached.
+
+    Args:
+        repo_id: 'owner/name'.
+        filename: Name of the file.
+        revision: Branch, tag or commit. Default: the main branch.
+        cache_dir: Folder of the Hub's cache. Default: the client's.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        LocalEntryNotFoundError: The Hub cannot be reached, and the file is not in its cache.
+        OSError: There is no such file, or the Hub failed.
+    """
+    with hub_errors():
+        offline = constants.HF_HUB_OFFLINE or not is_hub_reachable()
+        try:
+            return hf_hub_download(repo_id, filename, revision=revision, cache_dir=cache_dir, local_files_only=offline)
+        except LocalEntryNotFoundError as e:
+            raise LocalEntryNotFoundError(
+                f"{constants.ENDPOINT} cannot be reached, and {filename} of {repo_id} is not in its cache.") from e

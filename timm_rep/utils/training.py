@@ -3,7 +3,7 @@ import contextlib
 import hashlib
 import math
 from pathlib import Path
-from typing import Callable, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from .checkpoints import read_training_state, write_training_state
 from .data import PREPROCESSING, Images, batches_of, labelled_images
 
-__all__ = ['distil', 'evaluate', 'fit', 'world_size_and_rank']
+__all__ = ['check_distillation', 'distil', 'evaluate', 'fit', 'world_size_and_rank']
 
 
 def world_size_and_rank() -> Tuple[int, int]:
@@ -147,15 +147,28 @@ def _seed_epoch(seed: int, epoch: int, loader: Iterable) -> None:
         sampler.set_epoch(seed + 1 + epoch)  # a DistributedSampler shuffles by its own seed
 
 
+def check_distillation(epochs: int, lr: float) -> None:
+    """Check settings of :func:`distil`.
+
+    Raises:
+        ValueError: epochs is not an integer >= 0, or lr not a finite number > 0.
+    """
+    if not isinstance(epochs, int) or epochs < 0:
+        raise ValueError(f'The number of distillation epochs must be an integer >= 0, got {epochs!r}.')
+    if not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
+        raise ValueError(f'lr must be a finite number > 0, got {lr!r}.')
+
+
 def distil(
         model: nn.Module,
         teacher: nn.Module,
         images: Images,
         epochs: int,
         lr: float = 1e-4,
-        weight_decay: float = 0.05,
+        weight_decay: float = 1e-4,
         checkpoint: Optional[Path] = None,
         resume: bool = False,
+        settings: Optional[Mapping[str, Any]] = None,
 ) -> None:
     """Train a model on the outputs of another one, without labels; in place.
 
@@ -169,14 +182,16 @@ def distil(
         epochs: Number of epochs.
         lr: Learning rate of the first step.
         weight_decay: Weight decay of the weight matrices.
-        checkpoint: File that the state is written to after every epoch, to resume from.
-        resume: Continue from that file.
+        checkpoint: File for the state after every epoch, to resume from.
+        resume: Continue from that file, if it exists.
+        settings: Further settings that must not change if the distillation is resumed.
 
     Raises:
-        ValueError: The file cannot be read, or is of a distillation with another model, other settings or other
-            preprocessing.
+        ValueError: A setting is invalid, or the file cannot be read or belongs to a distillation with another model,
+            other settings or other preprocessing.
         OSError: The file cannot be written.
     """
+    check_distillation(epochs, lr)
     device = images.device
     model.to(device)
     teacher.to(device).eval()
@@ -187,14 +202,20 @@ def distil(
     if checkpoint is not None:
         config = getattr(images, 'config', {})  # other classes of images need none
         settings = dict(
-            teacher=_digest(teacher, values=True), student=_digest(model), epochs=epochs, lr=lr,
+            settings or {}, teacher=_digest(teacher, values=True), student=_digest(model), epochs=epochs, lr=lr,
             weight_decay=weight_decay, steps=len(loader), seed=images.seed,
             **{name: config[name] for name in PREPROCESSING if name in config})
     if resume and checkpoint.is_file():
         state = read_training_state(checkpoint, settings, 'distillation')
-        model.load_state_dict(state['model'])
-        optimizer.load_state_dict(state['optimizer'])
-        start = state['epoch']
+        try:
+            start = state['epoch']
+            if not isinstance(start, int) or not 0 <= start <= epochs:
+                raise ValueError(f'epoch must be an integer from 0 to {epochs}, got {start!r}')
+            model.load_state_dict(state['model'])
+            optimizer.load_state_dict(state['optimizer'])
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+            raise ValueError(
+                f'{str(checkpoint)!r} is damaged ({type(e).__name__}: {e}): delete it to start again.') from e
 
     def save(epoch: int) -> None:
         write_training_state(checkpoint, dict(

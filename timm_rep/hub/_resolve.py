@@ -1,9 +1,11 @@
 """Finding published weights, checking them, and building models with them."""
+import contextlib
 import functools
 import inspect
 import os
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Type, Union
 
 import timm
 import torch
@@ -15,37 +17,43 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from safetensors import SafetensorError, safe_open
 from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, resolve_pretrained_cfg
 
-from timm_rep.convert.record import FACTORY_ARGS, input_layers
+from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, input_layers
 from timm_rep.init import weight_select_init
 from timm_rep.scales import packaged_scales
+from timm_rep.utils.atomic import recover
 from timm_rep.utils.checkpoints import read_state_dict
 from timm_rep.utils.files import argument_errors
 
-from .released import DEFAULT_IDLE_RATIO, RELEASE, fetch_released, has_release, rename_released
-from .repository import CONFIG, SCALES, WEIGHTS, ModelRepository, check_sha256, read_folder, read_repository
+from ._repository import (
+    CONFIG_NAME,
+    SCALES_IN_FOLDER,
+    SCALES_NAME,
+    WEIGHTS_NAME,
+    ModelRepository,
+    check_sha256,
+    read_folder,
+    read_repository,
+)
+from .released import DEFAULT_IDLE_RATIO, RELEASED_REPO_ID, fetch_released, has_release, rename_released
 
 __all__ = ['Weights', 'build_model', 'find_weights', 'local_folder', 'organization', 'resolve_pretrained']
 
 FilterFn = Callable[[Dict[str, torch.Tensor], nn.Module], Dict[str, torch.Tensor]]
 
 _ORGANIZATION = 'timm-rep'
-# tag of the weights to load where none is named
+# tag of the weights to load if none is named
 _DEFAULT_TAG = 'in1k'
-# keys of a config.json that describe images and classes, none that locate weights
-_CFG = (
-    'input_size', 'test_input_size', 'min_input_size', 'fixed_input_size', 'interpolation', 'crop_pct', 'test_crop_pct',
-    'crop_mode', 'mean', 'std', 'num_classes', 'label_names', 'label_descriptions', 'pool_size', 'test_pool_size',
-    'first_conv', 'classifier', 'tag', 'license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
 
 
 class Weights(NamedTuple):
-    """What a model was published with.
+    """Resolved weights and their model arguments.
 
     Attributes:
         path: Checked file of weights; None if timm finds them, or none are asked for.
-        model_args: Arguments that the weights were trained with.
+        model_args: Arguments of the model in the file.
         released: Whether the file has the layout of the authors' release.
         source: Folder, repository or release that published the model, for error messages.
     """
@@ -73,16 +81,16 @@ def build_model(
         cls: Class of the model.
         variant: Name of the model.
         pretrained: Whether to load weights.
-        weights: File that :func:`resolve_pretrained` found; None if timm finds the weights.
-        weight_select: Teacher for :func:`timm_rep.weight_select_init`; None for the model's own initialization.
+        weights: Weights that :func:`resolve_pretrained` found. Default: timm finds the weights.
+        weight_select: Teacher for :func:`timm_rep.weight_select_init`. Default: the model's own initialization.
         pretrained_filter_fn: timm's ``checkpoint_filter_fn`` of the family.
-        kwargs: Other arguments of ``build_model_with_cfg``, and those of the class.
+        kwargs: Other arguments of ``build_model_with_cfg`` and of the class.
 
     Raises:
-        ValueError: As :func:`timm_rep.weight_select_init`; the weights are of another idle ratio; or the published
-            arguments, with those given, cannot be used.
+        ValueError: As :func:`timm_rep.weight_select_init`; the weights have another idle ratio; or the published
+            arguments, with the given ones, cannot be used.
         RuntimeError: The weights do not fit the model.
-        TypeError: An argument given is unknown.
+        TypeError: A given argument is unknown.
     """
     if weights is None or weights.path is None:
         build = cls if weights is None else functools.partial(_create, cls, weights)
@@ -103,14 +111,17 @@ def build_model(
 
 
 def _create(cls: Type[nn.Module], weights: Weights, **model_args) -> nn.Module:
+    given = [name for name in model_args if name not in weights.model_args]
     try:
-        with argument_errors(f'The model_args of {weights.source} (with the arguments given)'):
-            return cls(**model_args)
-    except ValueError as e:
-        given = [name for name in model_args if name not in weights.model_args]
-        if isinstance(e.__cause__, TypeError) and any(repr(name) in str(e.__cause__) for name in given):
-            raise e.__cause__ from None  # an unknown argument that was given, for any model of timm a TypeError
-        raise
+        return cls(**model_args)
+    except TypeError as e:
+        if any(repr(name) in str(e) for name in given):  # an unknown argument, a TypeError for any timm model
+            raise
+        error = e
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as e:
+        error = e
+    with argument_errors(f'The model_args of {weights.source} (with the arguments given)'):
+        raise error
 
 
 def _create_with_weights(
@@ -132,6 +143,11 @@ def _create_with_weights(
             model, weights.path, (classifier,) if isinstance(classifier, str) else classifier)
     else:
         state_dict = read_state_dict(weights.path)
+    own = model.state_dict()
+    others = [f'{name} is {value.dtype}' for name, value in state_dict.items()
+              if name in own and value.is_floating_point() != own[name].is_floating_point()]
+    if others:
+        raise RuntimeError(f'Expected floating-point weights in {weights.path!r}, but {", ".join(others[:5])}.')
     try:
         load_pretrained(
             model,
@@ -171,118 +187,133 @@ def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_
 def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Dict[str, Any]:
     """Add the published arguments of a model, and its weights, to the arguments of create_model.
 
-    The model is that of 'hf-hub:' or 'local-dir:'; with ``pretrained=True``, that of :func:`find_weights`; else the one
-    in the local folder, if the name of the model has a tag.
+    The model is read from 'hf-hub:' or 'local-dir:'; with ``pretrained=True``, it is found by :func:`find_weights`;
+    else it is read from TIMM_REP_HUB, if the name of the model has a tag.
 
     Args:
         cls: Class of the model.
         variant: Name of the model.
         pretrained: Whether weights are to be loaded.
-        kwargs: Arguments of ``create_model``, which go before the published ones.
+        kwargs: Arguments of ``create_model``, which override the published ones.
 
     Returns:
         Arguments for :func:`build_model`.
 
     Raises:
-        RuntimeError: There are no weights, they are damaged, or of another model.
+        RuntimeError: There are no weights, they are damaged, or belong to another model.
         ValueError: Several files of the authors' release match; or weight_select is given for a model that has weights.
     """
     for name, given in (('pretrained', pretrained), ('features_only', kwargs.get('features_only'))):
         if given and kwargs.get('weight_select') is not None:
             raise ValueError(
-                f'weight_select is for models that start from it, not with {name}=True: use '
+                f'weight_select cannot be combined with {name}=True: use '
                 'timm_rep.weight_select_init(student, teacher).')
     cfg = kwargs.get('pretrained_cfg')
     cfg = {'tag': cfg} if isinstance(cfg, str) else cfg.to_dict() if isinstance(cfg, PretrainedCfg) else dict(cfg or {})
     overlay, cache_dir = dict(kwargs.get('pretrained_cfg_overlay') or {}), kwargs.get('cache_dir')
-    tag, repository, path = cfg.get('tag'), None, None
+    tag, repo_id, path, repo = cfg.get('tag'), None, None, None
     if cfg.get('source') in ('hf-hub', 'local-dir'):
-        repository = cfg['hf_hub_id'] if cfg['source'] == 'hf-hub' else None
-        repo = read_repository(repository, cache_dir) if repository else read_folder(cfg['file'])
+        repo_id = cfg['hf_hub_id'] if cfg['source'] == 'hf-hub' else None
+        if repo_id is None and recover(cfg['file']):  # timm has read the config.json before
+            raise RuntimeError(f'{cfg["file"]!r} had an interrupted write, which is finished now: load it again.')
+        repo = read_repository(repo_id, cache_dir) if repo_id else read_folder(cfg['file'])
         if pretrained:
             path = _path_if_there(repo)
     elif any(overlay.get(key) or cfg.get(key) for key in ('file', 'url', 'state_dict')):
-        return kwargs  # the caller says where the weights are
+        pass  # the caller says where the weights are
     elif not pretrained:
         folder = local_folder()
-        if not tag or not folder or not (folder / f'{variant}.{tag}' / CONFIG).is_file():
-            return kwargs
-        repo = read_folder(folder / f'{variant}.{tag}')
+        if tag and folder and (folder / f'{variant}.{tag}' / CONFIG_NAME).is_file():
+            repo = read_folder(folder / f'{variant}.{tag}')
     else:
         tag = _DEFAULT_TAG if tag in (None, 'untrained') else tag
-        repository = cfg.get('hf_hub_id')
-        if repository == f'{_ORGANIZATION}/{variant}.{tag}':  # of the registered cfg, as timm's scripts pass it
-            repository = None
-        repository, file = overlay.get('hf_hub_id') or repository, overlay.get('hf_hub_filename')
-        if file and not repository and has_release(variant):
-            repository = RELEASE
-        if file and (not repository or repository.partition('@')[0] != RELEASE):
-            return kwargs  # timm loads files that this package did not publish
-        ratio = kwargs.get('idle_ratio', DEFAULT_IDLE_RATIO)
-        path, repo = find_weights(variant, tag, repository, file, ratio, cache_dir)
-        if repo is None:
-            return {**kwargs, 'weights': Weights(path, {'idle_ratio': ratio}, True, RELEASE)}
+        repo_id = cfg.get('hf_hub_id')
+        if repo_id == f'{_ORGANIZATION}/{variant}.{tag}':  # of the registered cfg, as timm's scripts pass it
+            repo_id = None
+        repo_id, file = overlay.get('hf_hub_id') or repo_id, overlay.get('hf_hub_filename')
+        if file and not repo_id and has_release(variant):
+            repo_id = RELEASED_REPO_ID
+        if not file or (repo_id or '').partition('@')[0] == RELEASED_REPO_ID:  # else timm loads it
+            ratio = kwargs.get('idle_ratio', DEFAULT_IDLE_RATIO)
+            path, repo = find_weights(variant, tag, repo_id, file, ratio, cache_dir)
+            if repo is None:
+                return {**kwargs, 'weights': Weights(path, {'idle_ratio': ratio}, True, RELEASED_REPO_ID)}
+    if repo is None:
+        if kwargs.get('scales') == SCALES_IN_FOLDER:  # model_args of a config.json, without its folder
+            return {**kwargs, 'scales': False}
+        return kwargs
 
     if repo.config['architecture'] != variant:
-        raise RuntimeError(f'{repo.where} holds a {repo.config["architecture"]}, no {variant}.')
+        raise RuntimeError(f'Expected a {variant} in {repo.where}, but got a {repo.config["architecture"]}.')
     args = _model_args(cls, repo)
     resolved = {**args, **kwargs, 'weights': Weights(path, args, source=repo.where)}
-    if SCALES in repo.hashes and 'scales' not in kwargs:
-        resolved['scales'] = repo.file(SCALES)
+    if resolved.get('scales') == SCALES_IN_FOLDER:
+        has_scales = SCALES_NAME in repo.hashes or (repo.folder / SCALES_NAME).is_file()
+        resolved['scales'] = repo.file(SCALES_NAME) if has_scales else False
     if path or not cfg.get('source'):
-        on_hub = repository if cfg.get('source') else repository or f'{organization()}/{variant}.{tag}'
+        on_hub = repo_id if cfg.get('source') else repo_id or f'{organization()}/{variant}.{tag}'
         resolved['pretrained_cfg'] = _pretrained_cfg(repo, architecture=variant, tag=tag, hf_hub_id=on_hub)
     return resolved
 
 
 def _path_if_there(repo: ModelRepository) -> Optional[str]:
-    """Path of the checked weights; None if a model that this package did not publish has no such file."""
+    """Path of the checked weights; None if a model that another package published has no such file."""
     try:
-        return repo.file(WEIGHTS)
+        return repo.file(WEIGHTS_NAME)
     except LocalEntryNotFoundError:  # the Hub cannot be reached
         raise
     except (FileNotFoundError, EntryNotFoundError):
-        if WEIGHTS in repo.hashes:
+        if WEIGHTS_NAME in repo.hashes or os.path.lexists(repo.folder / WEIGHTS_NAME):
             raise
         return None
 
 
 def _model_args(cls: Type[nn.Module], repo: ModelRepository) -> Dict[str, Any]:
-    """The model_args of a config.json, limited to constructor arguments that read no files.
-
-    Raises:
-        RuntimeError: There are others.
-    """
+    """The model_args of a config.json, limited to constructor arguments that read no files."""
     args = dict(repo.model_args)
+    _check_depth(args, repo)
     others = args.keys() - (_parameters(cls).keys() - {'self', 'args', 'kwargs', 'device', 'dtype'})
-    if not isinstance(cls, type):  # it passes arguments on to a model of timm, whose constructor reads no files
+    if not isinstance(cls, type):  # it passes arguments on to a timm model, whose constructor reads no files
         others &= FACTORY_ARGS
     if args.get('scales') is False:
         args['scales'] = None
-    if args.get('scales') not in (None, 'ones', 'init', *packaged_scales()):
+    if args.get('scales') not in (None, 'ones', 'init', SCALES_IN_FOLDER, *packaged_scales()):
         others.add('scales')
     if others:
         raise RuntimeError(
-            f'{repo.where}: the model_args of config.json are arguments of {cls.__name__} and name no file; not '
+            f'{repo.where}: the model_args of config.json must be arguments of {cls.__name__} that name no file; not '
             f'allowed: {", ".join(f"{name}={args[name]!r}" for name in sorted(others))}.')
     return args
 
 
+def _check_depth(args: Mapping[str, Any], repo: ModelRepository) -> None:
+    """Refuse a number of blocks that would take minutes to build: each block has a tensor in the file of weights."""
+    if not (repo.folder / WEIGHTS_NAME).is_file():
+        return
+    with contextlib.suppress(SafetensorError), safe_open(repo.folder / WEIGHTS_NAME, 'pt') as file:
+        tensors = len(file.keys())
+        for name in [name for name in args if name.startswith(('depth', 'num_block', 'layers'))]:
+            depths = args[name] if isinstance(args[name], (list, tuple)) else [args[name]]
+            depth = sum(value for value in depths if isinstance(value, (int, float)))
+            if not depth <= tensors:
+                raise RuntimeError(
+                    f'{repo.where}: {name} in model_args must be at most {tensors}, the number of tensors in '
+                    f'{WEIGHTS_NAME}, got {args[name]!r:.100}.')
+
+
 def _pretrained_cfg(repo: ModelRepository, **kwargs) -> Dict[str, Any]:
-    """pretrained_cfg of a config.json as timm reads it, without what says where weights are."""
+    """pretrained_cfg of a config.json as timm reads it, without the location of weights."""
     config = {**repo.config.get('pretrained_cfg', {}), **repo.config}
+    names = {field.name for field in fields(PretrainedCfg)} - set(WEIGHT_SOURCE) | {'tag'}
     cfg = {name: tuple(config[name]) if isinstance(config[name], list) else config[name]
-           for name in _CFG if name in config}
+           for name in names if name in config}
     return {**cfg, **{name: value for name, value in kwargs.items() if value is not None}}
 
 
 def local_folder() -> Optional[Path]:
-    """The folder of published models on this machine: TIMM_REP_HUB, or ``hub/`` of a checkout of this package."""
-    if os.environ.get('TIMM_REP_HUB'):
-        return Path(os.path.expanduser(os.environ['TIMM_REP_HUB']))
-    checkout = Path(__file__).parents[2]
-    folder = checkout / 'hub'
-    return folder if folder.is_dir() and (checkout / 'pyproject.toml').is_file() else None
+    """The folder of published models on this machine, TIMM_REP_HUB; None if it is not set."""
+    folder = os.environ.get('TIMM_REP_HUB')
+    return Path(os.path.expanduser(folder)) if folder else None
 
 
 def organization() -> str:
@@ -293,65 +324,60 @@ def organization() -> str:
 def find_weights(
         variant: str,
         tag: str,
-        repository: Optional[str] = None,
+        repo_id: Optional[str] = None,
         file: Optional[str] = None,
         idle_ratio: float = DEFAULT_IDLE_RATIO,
         cache_dir: Optional[Union[str, os.PathLike]] = None,
 ) -> Tuple[str, Optional[ModelRepository]]:
-    """Find published weights: in the local folder, on the Hub, in the authors' release, in this order.
+    """Find published weights: in TIMM_REP_HUB, on the Hub, in the authors' release, in this order.
 
     Args:
         variant: Name of the model.
         tag: Tag of the weights.
-        repository: 'owner/name' or 'owner/name@revision' on the Hub, the only place to look in; None for all places.
+        repo_id: 'owner/name' or 'owner/name@revision' on the Hub, the only place to look in. Default: all places.
         file: Name of a file of the authors' release.
         idle_ratio: Idle ratio of the authors' weights.
-        cache_dir: Folder of the Hub's cache; None for the default one.
+        cache_dir: Folder of the Hub's cache. Default: the client's.
 
     Returns:
         Path of the checked file, and the published model, None for the authors' release.
 
     Raises:
         RuntimeError: There are no weights, or the Hub cannot be reached; the message has every place and its reason. Or
-            what was found is damaged.
+            the file is damaged.
         ValueError: Several files of the release match.
     """
-    name = f'{variant}.{tag}'
-    owner, _, revision = (repository or '').partition('@')
-    if owner == RELEASE:
+    name, reasons = f'{variant}.{tag}', []
+    owner, _, revision = (repo_id or '').partition('@')
+    if owner == RELEASED_REPO_ID:
         return _find_released(variant, idle_ratio, file, revision, cache_dir), None
 
-    def in_folder() -> ModelRepository:
-        if folder is None:
-            raise FileNotFoundError('there is none')
-        return read_folder(folder / name)
-
     folder = local_folder()
-    on_hub = repository or f'{organization()}/{name}'
-    places: List[Tuple[str, Callable[[], Optional[ModelRepository]]]] = [
-        (f'the folder {str(folder / name)!r}' if folder else "a 'hub' folder (TIMM_REP_HUB is not set)", in_folder),
-        (f'the Hub repository {on_hub}', lambda: read_repository(on_hub, cache_dir)),
-        (f"the authors' release, {RELEASE}", lambda: None),
-    ]
-    if repository:
-        places = places[1:2]
-    elif tag != _DEFAULT_TAG or not has_release(variant):
-        places = places[:2]
-    reasons: List[str] = []
-    out_of_reach = False
-    for where, read in places:
-        if out_of_reach:
-            # a short failure of the Hub must not lead to other weights than usual
-            reasons.append(f'{where}: not tried')
-            continue
+    if repo_id is None and folder is None:
+        reasons.append('TIMM_REP_HUB: not set')
+    elif repo_id is None:
         try:
-            repo = read()
-            path = repo.file(WEIGHTS) if repo else _find_released(
-                variant, idle_ratio, None, None, cache_dir)
-            return path, repo
+            repo = read_folder(folder / name)
+            return repo.file(WEIGHTS_NAME), repo
         except OSError as e:
-            out_of_reach = not _is_absent(e)
-            reasons.append(f'{where}: {" ".join(str(e).split())}')
+            reasons.append(f'the folder {str(folder / name)!r}: {_one_line(e)}')
+
+    on_hub, reachable = repo_id or f'{organization()}/{name}', True
+    try:
+        repo = read_repository(on_hub, cache_dir)
+        return repo.file(WEIGHTS_NAME), repo
+    except OSError as e:
+        reachable = _is_absent(e)
+        reasons.append(f'the Hub repository {on_hub}: {_one_line(e)}')
+
+    if repo_id is None and tag == _DEFAULT_TAG and has_release(variant):
+        where = f"the authors' release, {RELEASED_REPO_ID}"
+        try:
+            if reachable:  # a short failure of the Hub must not lead to other weights than usual
+                return _find_released(variant, idle_ratio, None, None, cache_dir), None
+            reasons.append(f'{where}: not tried')
+        except OSError as e:
+            reasons.append(f'{where}: {_one_line(e)}')
     published = [other for other in timm.list_pretrained(f'{variant}.*') if other != name]
     raise RuntimeError('\n  '.join([
         f'There are no weights of {name}:',
@@ -360,16 +386,20 @@ def find_weights(
     ]))
 
 
+def _one_line(e: Exception) -> str:
+    return ' '.join(str(e).split())
+
+
 def _find_released(variant: str, idle_ratio: float, file: Optional[str], revision: Optional[str], cache_dir) -> str:
     path = fetch_released(variant, idle_ratio, file, revision or None, cache_dir)
     digest = Path(os.path.realpath(path)).name  # the Hub's cache names large files by their sha256
     if len(digest) == 64:
-        check_sha256(path, digest, RELEASE)
+        check_sha256(path, digest, RELEASED_REPO_ID)
     return path
 
 
 def _is_absent(e: OSError) -> bool:
-    """Whether the error says that there is no such thing, and not that the Hub did not answer."""
+    """Whether the error says that the Hub answered and there is no such thing."""
     if isinstance(e, LocalEntryNotFoundError):
         return constants.HF_HUB_OFFLINE
     return isinstance(e, (FileNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError))

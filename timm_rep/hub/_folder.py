@@ -1,0 +1,264 @@
+"""Model folders: timm's config.json with the sha256 of every other file, weights, and scales."""
+import copy
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import timm
+import torch
+import torch.nn as nn
+from timm.models._hub import save_config_for_hf  # save_for_hf() writes contiguous weights in their own dtype only
+from torch.utils import _pytree as pytree
+
+from timm_rep.convert.record import is_folded, is_timm_model
+from timm_rep.scales import Scales
+from timm_rep.utils.atomic import replacing_files
+from timm_rep.utils.checkpoints import write_safetensors
+from timm_rep.utils.files import read_config
+from timm_rep.utils.profiling import model_input_size
+
+from ._repository import (
+    CONFIG_NAME,
+    SCALES_IN_FOLDER,
+    SCALES_NAME,
+    WEIGHTS_NAME,
+    ModelRepository,
+    PathLike,
+    read_folder,
+    sha256,
+)
+
+__all__ = [
+    'check_saveable', 'load_folder', 'published_files', 'save_folder', 'split_name', 'verify_folder', 'write_hashes',
+    'write_model',
+]
+
+
+def split_name(folder: PathLike) -> Tuple[str, str]:
+    """Split the name of a folder, ``repa_lvvit_s.cifar10``, into model and tag.
+
+    Raises:
+        ValueError: The name has no tag, or there is no such model.
+    """
+    variant, _, tag = Path(folder).resolve().name.partition('.')
+    if not tag or not timm.is_model(variant):
+        raise ValueError(
+            f'The name of a published folder must be MODEL.TAG, as in repa_lvvit_s.cifar10, got {str(folder)!r}'
+            + (f': there is no model {variant!r}.' if tag else '.'))
+    return variant, tag
+
+
+def save_folder(
+        model: nn.Module,
+        folder: PathLike,
+        *,
+        model_args: Optional[Mapping[str, Any]] = None,
+        scales: Optional[Scales] = None,
+        label_names: Optional[Sequence[str]] = None,
+        tag: Optional[str] = None,
+        half: bool = False,
+        extra: Optional[Callable[[Path], None]] = None,
+) -> None:
+    """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` and transformers' AutoModel load.
+
+    Unless ``half``, the folder is loaded before its files replace earlier ones: its outputs must be those of the model.
+    Other files of the folder stay.
+
+    Args:
+        model: Model of this package or of timm.
+        folder: Folder, created if it does not exist.
+        model_args: Arguments of ``create_model`` that determine the structure. Default: those that timm recorded.
+        scales: Scales of the model's GradMults, to train it further. Default: no scales.
+        label_names: Names of the classes, by index.
+        tag: Tag of the weights, as in MODEL.TAG.
+        half: Write parameters as float16; the statistics of a BatchNorm stay float32.
+        extra: Called with the temporary folder before its files replace earlier ones, to write further files.
+
+    Raises:
+        OSError: The folder cannot be written to.
+        OverflowError: A parameter is too large for float16.
+        ValueError: ``create_model`` cannot build the model from config.json. In all cases, nothing is written.
+    """
+    with replacing_files(folder) as draft:
+        write_model(model, draft, model_args=model_args, scales=scales, label_names=label_names, tag=tag, half=half)
+        if not half:
+            _check_rebuilt(model, load_folder(draft))
+        if extra is not None:
+            extra(draft)
+
+
+def write_model(
+        model: nn.Module,
+        folder: Path,
+        *,
+        model_args: Optional[Mapping[str, Any]] = None,
+        scales: Optional[Scales] = None,
+        label_names: Optional[Sequence[str]] = None,
+        tag: Optional[str] = None,
+        half: bool = False,
+) -> None:
+    """Write the files of :func:`save_folder`, without a check, to a temporary folder."""
+    tensors = dict(model.state_dict())
+    if half:
+        tensors.update(_halved(model))
+    write_safetensors(tensors, folder / WEIGHTS_NAME, metadata={'format': 'pt'})  # which transformers asks for
+    hashes = {WEIGHTS_NAME: sha256(folder / WEIGHTS_NAME)}
+    if scales is not None:
+        scales.save(folder / SCALES_NAME)
+        hashes[SCALES_NAME] = sha256(folder / SCALES_NAME)
+    config = _config(model, folder, model_args, scales is not None, label_names, tag)
+    _write_config(folder, {**config, 'sha256': hashes})
+
+
+def _config(
+        model: nn.Module,
+        folder: Path,
+        model_args: Optional[Mapping[str, Any]] = None,
+        has_scales: bool = False,
+        label_names: Optional[Sequence[str]] = None,
+        tag: Optional[str] = None,
+) -> Dict[str, Any]:
+    """timm's config.json of a model, completed; it is written to the folder on the way."""
+    if not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture') or not hasattr(model, 'num_classes'):
+        raise ValueError(
+            f'Expected a timm model, but got {type(model).__name__}, which config.json cannot describe: create it with '
+            'timm.create_model(), without features_only.')
+    args = {**getattr(model, '_model_args', {}), **(model_args or {})}
+    # num_classes is at the top level, and create_model() in transformers gets it twice if it is in model_args too
+    args.pop('num_classes', None)
+    if has_scales:
+        args['scales'] = SCALES_IN_FOLDER
+    if is_folded(model) and not is_timm_model(model.pretrained_cfg['architecture']):
+        args['reparameterized'] = True
+        args.pop('scales', None)
+    for name, value in args.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as e:
+            raise ValueError(
+                f'The model argument {name} must be a JSON value to be written to config.json, got {value!r}.') from e
+    labels = {'label_names': list(label_names)} if label_names else None
+    save_config_for_hf(model, os.fspath(folder / CONFIG_NAME), model_args=args, model_config=labels)
+    config = read_config(folder / CONFIG_NAME)
+    config['pretrained_cfg']['input_size'] = list(model_input_size(model))
+    if tag is not None:
+        config['pretrained_cfg']['tag'] = tag
+    config['model_args'] = {**config.get('model_args', {}), **args}
+    config['model_args'].pop('num_classes', None)
+    return config
+
+
+@torch.no_grad()
+def _check_rebuilt(model: nn.Module, rebuilt: nn.Module) -> None:
+    """Compare the outputs of a model, in eval mode on the CPU, with those of the model built from its config.json."""
+    images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
+    model = copy.deepcopy(model).cpu().eval()
+    expected, found = (pytree.tree_leaves(m(images.to(next(m.parameters()).dtype))) for m in (model, rebuilt.eval()))
+    for x, y in zip(expected, found):
+        if x.shape != y.shape or not torch.allclose(x.float(), y.float(), rtol=1e-3, atol=1e-4 * x.abs().max().item()):
+            raise ValueError(
+                f'{type(model).__name__} must be built by timm.create_model() from its arguments, but the model built '
+                'from them computes something else: it was changed afterwards, by a hook or another layer.')
+
+
+def check_saveable(model: nn.Module) -> None:
+    """Check, before any long work, that :func:`save_folder` can describe a model: ``create_model`` builds it again.
+
+    Raises:
+        ValueError: An argument is not a JSON value, or the model was changed after its creation.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _write_config(Path(folder), _config(model, Path(folder)))
+        rebuilt = timm.create_model(f'local-dir:{folder}')
+    state_dict, other = model.state_dict(), rebuilt.state_dict()
+    shapes, others = ({(name, value.shape) for name, value in x.items()} for x in (state_dict, other))
+    differing = sorted({name for name, _ in shapes ^ others})
+    if differing:
+        raise ValueError(
+            f'{type(model).__name__} must be built by timm.create_model() from its arguments, which timm records since '
+            f'1.0.31, but has other tensors than the model built from them: {", ".join(differing[:5])}.')
+    rebuilt.load_state_dict({name: value.cpu() for name, value in state_dict.items()})
+    _check_rebuilt(model, rebuilt.to(next(model.parameters()).dtype))
+
+
+def load_folder(folder: PathLike, **kwargs) -> nn.Module:
+    """Create the model of a folder with its weights, in eval mode.
+
+    Args:
+        folder: Folder with config.json and weights.
+        kwargs: Further arguments of ``timm.create_model``.
+
+    Raises:
+        FileNotFoundError, RuntimeError: There is no config.json or no file of weights, or one cannot be read.
+    """
+    architecture = read_folder(folder).config['architecture']  # timm's errors do not name the file
+    if not timm.is_model(architecture):
+        raise RuntimeError(f'{str(Path(folder) / CONFIG_NAME)!r}: there is no model {architecture!r}.')
+    return timm.create_model(f'local-dir:{os.fspath(folder)}', pretrained=True, **kwargs).eval()
+
+
+def _halved(model: nn.Module) -> Dict[str, torch.Tensor]:
+    halved = {name: value.detach().half() for name, value in model.named_parameters()}
+    for name, value in model.named_parameters():
+        if not torch.isfinite(halved[name]).all() and torch.isfinite(value).all():
+            raise OverflowError(f'{name} holds {value.abs().max().item():g}, which float16 cannot represent.')
+    return halved
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    temporary = folder / f'.{CONFIG_NAME}'
+    temporary.write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+    temporary.replace(folder / CONFIG_NAME)
+
+
+def write_hashes(folder: PathLike) -> None:
+    """Write the sha256 of every file of the folder, except hidden ones, into its config.json.
+
+    Raises:
+        FileNotFoundError, RuntimeError: There is no config.json, or it cannot be read.
+        ValueError: The folder has subfolders, or links to files elsewhere.
+    """
+    repo = read_folder(folder)
+    hashes = {name: sha256(repo.folder / name) for name in published_files(repo.folder)}
+    config = {**repo.config, 'sha256': hashes}
+    if SCALES_NAME in hashes:
+        config['model_args'] = {**repo.model_args, 'scales': SCALES_IN_FOLDER}
+    _write_config(repo.folder, config)
+
+
+def published_files(folder: Path) -> List[str]:
+    """Names of the files of a published folder: all but config.json and hidden ones, which programs leave there.
+
+    Raises:
+        ValueError: The folder has subfolders, or links to files elsewhere.
+    """
+    paths = sorted(path for path in folder.iterdir() if path.name != CONFIG_NAME and not path.name.startswith('.'))
+    for path in paths:
+        if not path.is_file() or path.resolve().parent != folder.resolve():
+            raise ValueError(
+                f'{os.fspath(path)!r} cannot be published: a published folder holds files only, and no links to files '
+                'elsewhere. Remove it, or replace the link by the file.')
+    return [path.name for path in paths]
+
+
+def verify_folder(folder: PathLike) -> ModelRepository:
+    """Check that a folder is complete and unchanged since ``timm-rep card`` wrote it.
+
+    Raises:
+        FileNotFoundError: There is no config.json or no file of weights, or a file that config.json names is missing.
+        RuntimeError: A file differs from its hash in config.json, or has none there.
+        ValueError: The folder is not named after its model, or has subfolders or links to files elsewhere.
+    """
+    variant, _ = split_name(folder)
+    repo = read_folder(folder)
+    if repo.config['architecture'] != variant:
+        raise ValueError(f'Expected a {variant} in {os.fspath(folder)!r}, but got a {repo.config["architecture"]}.')
+    for name in {WEIGHTS_NAME, *repo.hashes}:
+        repo.file(name)
+    missing = [name for name in published_files(repo.folder) if name not in repo.hashes]
+    if missing:
+        raise RuntimeError(
+            f'{CONFIG_NAME} in {os.fspath(folder)!r} has no sha256 of {", ".join(missing)}: run timm-rep card on it.')
+    return repo

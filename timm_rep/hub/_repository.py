@@ -1,0 +1,142 @@
+"""Model repositories: a folder with timm's config.json, local or on the Hub, and the files that it names."""
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Union
+
+from timm_rep.utils.atomic import recover
+from timm_rep.utils.data import check_preprocessing
+from timm_rep.utils.files import read_config
+from timm_rep.utils.network import hub_download
+
+__all__ = [
+    'CARD_NAME', 'CONFIG_NAME', 'SCALES_IN_FOLDER', 'SCALES_NAME', 'WEIGHTS_NAME', 'ModelRepository', 'check_sha256',
+    'read_folder', 'read_repository', 'sha256',
+]
+
+PathLike = Union[str, os.PathLike]
+
+CONFIG_NAME = 'config.json'
+CARD_NAME = 'README.md'
+WEIGHTS_NAME = 'model.safetensors'
+SCALES_NAME = 'scales.safetensors'
+# model_args['scales'] of a folder with scales. Libraries that create the model from model_args alone get one without
+# scales, which RepSGD refuses; if the argument was left out, it would train with other scales
+SCALES_IN_FOLDER = 'folder'
+
+
+def sha256(path: PathLike) -> str:
+    """SHA-256 of a file, as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, 'rb') as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_sha256(path: PathLike, expected: str, source: str) -> None:
+    """Compare the hash of a file with the published one.
+
+    Args:
+        path: File to check.
+        expected: SHA-256, as hexadecimal digits.
+        source: Name of the folder or repository that published the hash, for the message.
+
+    Raises:
+        RuntimeError: The hashes differ.
+    """
+    found = sha256(path)
+    if found != expected:
+        real = os.path.realpath(path)
+        raise RuntimeError(
+            f'{os.fspath(path)!r} is not the file that {source} published, or is damaged: expected sha256 {expected}, '
+            f'found {found} ({os.path.getsize(path)} bytes). Nothing was loaded. Delete {real!r} and get it again.')
+
+
+class ModelRepository(NamedTuple):
+    """A model repository: a local folder, or a repository of the Hub at one commit.
+
+    Attributes:
+        folder: The folder; for a repository, the folder of the commit in the Hub's cache.
+        config: Contents of config.json: the fields of timm's ``save_for_hf``, and ``sha256``, a mapping from file to
+            hash.
+        repo_id: 'owner/name' on the Hub; '' for a local folder.
+        cache_dir: Folder of the Hub's cache; None for the default one.
+    """
+    folder: Path
+    config: Mapping[str, Any]
+    repo_id: str = ''
+    cache_dir: Optional[PathLike] = None
+
+    @property
+    def where(self) -> str:
+        """The folder, or 'owner/name@commit'."""
+        return f'{self.repo_id}@{self.folder.name}' if self.repo_id else os.fspath(self.folder)
+
+    @property
+    def model_args(self) -> Mapping[str, Any]:
+        """Arguments of ``create_model``."""
+        return self.config.get('model_args', {})
+
+    @property
+    def hashes(self) -> Mapping[str, str]:
+        """SHA-256 of the published files, by name; empty if another package wrote the folder."""
+        return self.config.get('sha256', {})
+
+    def file(self, name: str) -> str:
+        """Path of a file, downloaded if necessary, and checked if config.json has its hash.
+
+        Raises:
+            OSError: There is no such file, or the Hub cannot be reached or failed.
+            RuntimeError: The file is not the published one.
+        """
+        path = self.folder / name
+        if self.repo_id:
+            path = hub_download(self.repo_id, name, self.folder.name, self.cache_dir)
+        elif not path.is_file():
+            kind = 'is not a regular file' if os.path.lexists(path) else 'does not exist'
+            raise FileNotFoundError(f'{name} in {self.where!r} {kind}')
+        if name in self.hashes:
+            check_sha256(path, self.hashes[name], self.where)
+        return os.fspath(path)
+
+
+def read_folder(folder: PathLike) -> ModelRepository:
+    """Read the config.json of a local folder, after the end of an interrupted write.
+
+    Raises:
+        FileNotFoundError: There is none.
+        RuntimeError: It cannot be read.
+    """
+    path = Path(folder) / CONFIG_NAME
+    recover(path.parent)
+    if not path.is_file():
+        raise FileNotFoundError(f'no {CONFIG_NAME} in {os.fspath(folder)!r}')
+    return ModelRepository(path.parent, _read_config(path))
+
+
+def read_repository(repo_id: str, cache_dir: Optional[PathLike] = None) -> ModelRepository:
+    """Read the config.json of a repository on the Hub; its other files come from the same commit.
+
+    Args:
+        repo_id: 'owner/name' or 'owner/name@revision'.
+        cache_dir: Folder of the Hub's cache; None for the default one.
+
+    Raises:
+        OSError: There is no such repository, revision or file, or the Hub cannot be reached or failed.
+        RuntimeError: The config.json cannot be read.
+    """
+    name, _, revision = repo_id.partition('@')
+    path = Path(hub_download(name, CONFIG_NAME, revision or None, cache_dir))
+    return ModelRepository(path.parent, _read_config(path), name, cache_dir)
+
+
+def _read_config(path: Path) -> Dict[str, Any]:
+    config, source = read_config(path), repr(str(path))
+    check_preprocessing(config.get('pretrained_cfg', {}), f'{source}: pretrained_cfg')
+    for name in config.get('sha256', {}):
+        if Path(name).name != name:
+            raise RuntimeError(f'{source}: sha256 has {name!r}, which is not the name of a file in this folder.')
+    if 'transformers_version' in config:  # its save_pretrained() copies the hashes of the files that it read
+        config.pop('sha256', None)
+    return config

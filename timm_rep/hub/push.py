@@ -1,0 +1,115 @@
+"""Publishing a folder on the Hub."""
+from pathlib import Path
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils.sha import git_hash
+
+from timm_rep.utils.network import hub_errors
+
+from ._folder import verify_folder
+from ._repository import CONFIG_NAME, PathLike, sha256
+from ._resolve import organization
+
+__all__ = ['Change', 'push_folder']
+
+_WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.pt2', '.onnx', '.data')
+
+
+class Change(NamedTuple):
+    """A change of a push to a file of the repository.
+
+    Attributes:
+        file: Name of the file.
+        what: 'add', 'change', 'delete' or 'same'.
+        size: Size of the file in bytes; 0 for a deleted file.
+    """
+    file: str
+    what: str
+    size: int
+
+
+def push_folder(
+        folder: PathLike,
+        org: Optional[str] = None,
+        revision: str = 'main',
+        private: bool = False,
+        dry_run: bool = False,
+        token: Optional[str] = None,
+        message: Optional[str] = None,
+        delete: Sequence[str] = (),
+) -> List[Change]:
+    """Make the repository ``<org>/<name of the folder>`` on the Hub equal to the folder, in one commit.
+
+    Unchanged files are not sent again; if none has changed there is no commit. A commit by someone else in the meantime
+    is not overwritten: the push fails. Files of weights are deleted only if they are named.
+
+    Args:
+        folder: Folder written by ``timm-rep card``: config.json has the sha256 of every file.
+        org: User or organization on the Hub. Default: TIMM_REP_ORG, or 'timm-rep'.
+        revision: Branch to commit to.
+        private: Make the repository private if it does not exist yet.
+        dry_run: Only return what would change.
+        token: Access token. Default: the token of ``hf auth login`` or HF_TOKEN.
+        message: Message of the commit.
+        delete: Names of files of weights that may be deleted.
+
+    Returns:
+        The change of every file.
+
+    Raises:
+        FileNotFoundError, RuntimeError: A file is missing, or differs from its hash in config.json; nothing is sent.
+        ValueError: The folder is not named after its model, or has subfolders or links to files elsewhere; or a file of
+            weights would be deleted. Nothing is sent.
+        OSError: The Hub cannot be reached, or refuses.
+    """
+    folder = Path(folder).resolve()
+    names = sorted({CONFIG_NAME, *verify_folder(folder).hashes})
+    repository = f'{org or organization()}/{folder.name}'
+    api = HfApi(token=token)
+    with hub_errors():
+        info, is_new = _branch(api, repository, revision)
+    published = {file.rfilename: file for file in info.siblings} if info else {}
+    changes = [_change(folder / name, name, published.get(name)) for name in names]
+    changes += [Change(name, 'delete', 0) for name in sorted(published) if name not in [*names, '.gitattributes']]
+    deleted = [change.file for change in changes if change.what == 'delete']
+    kept = [name for name in deleted if name.endswith(_WEIGHT_SUFFIXES) and name not in delete]
+    if kept:
+        raise ValueError(
+            f'{repository} has {", ".join(kept)}, which {str(folder)!r} does not have: to delete weights, name them '
+            f'(--delete {" ".join(kept)}).')
+    # upload_folder() may split its work into several commits
+    operations = [
+        CommitOperationDelete(change.file) if change.what == 'delete' else
+        CommitOperationAdd(change.file, folder / change.file)
+        for change in changes if change.what != 'same'
+    ]
+    if operations and not dry_run:
+        with hub_errors():
+            api.create_repo(repository, private=private, exist_ok=True)
+            if is_new and revision != 'main':
+                api.create_branch(repository, branch=revision, exist_ok=True)
+            api.create_commit(
+                repository, operations, commit_message=message or f'{folder.name}, by timm-rep', revision=revision,
+                parent_commit=info.sha if info else None)
+    return changes
+
+
+def _branch(api: HfApi, repository: str, revision: str) -> Tuple[Optional[ModelInfo], bool]:
+    """What a branch holds, or would start with, and whether it is new; None if there is no repository."""
+    try:
+        return api.model_info(repository, revision=revision, files_metadata=True), False
+    except RepositoryNotFoundError:
+        return None, True
+    except RevisionNotFoundError:
+        return api.model_info(repository, files_metadata=True), True
+
+
+def _change(path: Path, name: str, published: Optional[RepoSibling]) -> Change:
+    if published is None:
+        return Change(name, 'add', path.stat().st_size)
+    same = (published.lfs.sha256 == sha256(path) if published.lfs else
+            published.blob_id == git_hash(path.read_bytes()))
+    return Change(name, 'same' if same else 'change', path.stat().st_size)
