@@ -1,0 +1,29 @@
+"""The how-to pages: their code runs and prints what stands below it. ``pytest -m slow --update-examples`` rewrites it."""
+import re
+from itertools import groupby
+
+import pytest
+
+from tests.helpers import ROOT
+
+pytest_examples = pytest.importorskip('pytest_examples', reason='pytest-examples is not installed')
+PAGES = {
+    path.stem: list(examples) for path, examples in groupby(
+        pytest_examples.find_examples(str(ROOT / 'docs' / 'how-to')), key=lambda example: example.path)}
+_NUMBER = re.compile(r'\d+(?:\.\d+)?')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page', PAGES)
+def test_page(page, eval_example, capsys):
+    """The blocks of a page share one namespace. Numbers may differ by 5%: processors round differently."""
+    names = {}
+    for example in PAGES[page]:
+        if eval_example.update_examples:
+            names.update(eval_example.run_print_update(example, module_globals=names))
+            continue
+        names.update(eval_example.run(example, module_globals=names))
+        printed, expected = capsys.readouterr().out, '\n'.join(re.findall(r'#> (.*)', example.source))
+        assert _NUMBER.sub('0', printed).split() == _NUMBER.sub('0', expected).split()
+        numbers = [[float(number) for number in _NUMBER.findall(text)] for text in (printed, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.05)
