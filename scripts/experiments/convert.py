@@ -1,9 +1,10 @@
 """Procedure ``accelerate``: convert the FFNs of a trained model, optionally distil it.
 
 ``accelerate.yaml`` describes the methods. ``budget, RULE`` chooses an idle ratio for each FFN to minimize the sum over
-the FFNs of the lost variance (``absolute``), of its share of the output's variance (``relative``), or of the lost
-variance times the divergence of the logits that a unit of it causes (``divergence``, the rule of ``macs=``).
+the FFNs of the lost variance (``absolute``), of its share of the output's variance (``relative``), or of the divergence
+of the logits that the lost part of their outputs causes (``divergence``, the rule of ``macs=``).
 """
+import contextlib
 import copy
 from functools import partial
 from typing import Any, Dict, Mapping
@@ -101,17 +102,30 @@ def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Mod
     return model
 
 
+def _plain_metrics(model: nn.Module, ffns, shares, *args, relative: bool) -> Dict[str, torch.Tensor]:
+    """Metrics that weigh all channels of an FFN's output alike, and the outputs by their variance if relative."""
+    variances = {}
+    hooks = [ffn.output_layer.register_forward_hook(lambda _, args, y, ffn=ffn: variances.__setitem__(
+        ffn.name, y.transpose(1, -1).flatten(0, -2).var(0).sum() if ffn.use_conv else y.flatten(0, -2).var(0).sum()))
+        for ffn in ffns]
+    model(shares[0].x)
+    for hook in hooks:
+        hook.remove()
+    return {
+        ffn.name: torch.full((ffn.out_features,), float(variances[ffn.name]) ** -.5 if relative else 1.).double()
+        for ffn in ffns}
+
+
 @torch.no_grad()
 def with_budget(model: nn.Module, loader, ratio: float, rule: str) -> nn.Module:
     """Choose the idle ratios by a rule, at the MACs of one idle ratio for all FFNs."""
     report = linearize_ffns(copy.deepcopy(model), loader, ratio)
-    rules = {
-        'divergence': linearize._budget_weight,
-        'absolute': lambda *args: 1.,
-        'relative': lambda recorder, ffn, problem, *args: 1 / problem.output_variance(),
-    }
-    with mock.patch.object(linearize, '_budget_weight', rules[rule]):
-        linearize_ffns(model, loader, macs=report.macs[1] / report.macs[0])
+    fraction = report.macs[1] / report.macs[0]
+    with contextlib.ExitStack() as stack:
+        if rule != 'divergence':
+            metrics = partial(_plain_metrics, relative=rule == 'relative')
+            stack.enter_context(mock.patch.object(linearize, 'output_metrics', metrics))
+        linearize_ffns(model, loader, macs=fraction)
     return model
 
 

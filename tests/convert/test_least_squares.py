@@ -20,10 +20,16 @@ def features(tokens=400, hidden=12, inputs=5, out=7, seed=0, mean=0.):
     return h + mean, u + mean, second
 
 
-def problem(h, u, second, ridge):
-    moments = Moments()
-    moments.add(torch.cat([h, u], 1))
-    return LeastSquares(second, moments.mean(), moments.covariance(), ridge)
+def problem(h, u, second, d=None, metric=None):
+    columns = torch.cat([h, u] if d is None else [h, u, d], 1)
+    moments = Moments(columns[0])
+    moments.add(columns)
+    return LeastSquares(second, moments, u.shape[1], metric)
+
+
+def predict(fit, h, u):
+    u = u if fit.linear_path else u[:, :0]
+    return h[:, fit.active] @ fit.weight.T + u @ fit.linear.weight.T + fit.linear.bias
 
 
 def refit(design, y):
@@ -36,7 +42,7 @@ def refit(design, y):
 @pytest.mark.parametrize('mean', [0., 1e3])
 def test_moments_of_a_stream(mean):
     h, u, _ = features(mean=mean)
-    x, moments = torch.cat([h, u], 1), Moments()
+    x, moments = torch.cat([h, u], 1), Moments(h.new_full((17,), mean))
     for part in x.split([1, 7, 200, 192]):
         moments.add(part)
     torch.testing.assert_close(moments.mean(), x.mean(0))
@@ -49,11 +55,12 @@ def test_moments_of_a_stream(mean):
 def test_fit_equals_lstsq(active, mean, linear_path):
     h, u, second = features(mean=mean)
     y, active = h @ second.weight.T + second.bias, torch.tensor(active, dtype=torch.long)
-    linear, weight, error = problem(h, u, second, 1e-12).solve(active, linear_path)
-    u = u if linear_path else u[:, :0]
-    fitted = h[:, active] @ weight.T + u @ linear.weight.T + linear.bias
+    p = problem(h, u, second)
+    fit, = p.solve(active, 1e-12, linear_path)
+    error, = p.losses([fit])
+    fitted = predict(fit, h, u)
     measured = (y - fitted).square().mean(0).sum().item()
-    reference, best = refit(torch.cat([h[:, active], u], 1), y)
+    reference, best = refit(torch.cat([h[:, active], u] if linear_path else [h[:, active]], 1), y)
     scale = y.var(0).sum().item()
     assert (fitted - reference).square().mean(0).sum() < 1e-9 * scale
     assert measured == pytest.approx(best, abs=1e-9 * scale)
@@ -63,17 +70,69 @@ def test_fit_equals_lstsq(active, mean, linear_path):
 def test_output_variance_and_ridge():
     h, u, second = features()
     y, active = h @ second.weight.T + second.bias, torch.tensor([0, 5])
-    assert problem(h, u, second, 1.).output_variance() == pytest.approx(y.var(0, correction=0).sum().item())
+    p = problem(h, u, second)
+    assert p.output_variance() == pytest.approx(y.var(0, correction=0).sum().item())
     errors = []
     for ridge in (1e-9, 1e-2, 1., 100.):
-        linear, weight, error = problem(h, u, second, ridge).solve(active)
-        fitted = h[:, active] @ weight.T + u @ linear.weight.T + linear.bias
+        fit, = p.solve(active, ridge)
+        fitted = predict(fit, h, u)
+        errors += p.losses([fit])
         # damped weights are no best fit; the error is still theirs
-        assert error == pytest.approx((y - fitted).square().mean(0).sum().item(), rel=1e-9)
+        assert errors[-1] == pytest.approx((y - fitted).square().mean(0).sum().item(), rel=1e-9)
         assert (y - fitted).mean(0).abs().max() < 1e-9
-        errors.append(error)
     assert errors == sorted(errors)
     assert errors[-1] > errors[0]
+
+
+def ridge_regression(x, y, ridge):
+    """Weights (out, in), with a damping relative to the variance of every variable."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    penalty = (ridge * x.square().mean(0)).sqrt().diag() * len(x) ** .5
+    zeros = y.new_zeros(x.shape[1], y.shape[1])
+    return torch.linalg.lstsq(torch.cat([x, penalty]), torch.cat([y, zeros]), driver='gelsd').solution.T
+
+
+@pytest.mark.parametrize('linear_path', [True, False])
+@pytest.mark.parametrize('metric', ['none', 'diagonal', 'matrix'])
+def test_correction_against_two_regressions(linear_path, metric):
+    """The part that the active channels do not give, with one damping; then what is left, with another."""
+    h, u, second = features(hidden=9, inputs=4)
+    h, u = h + .2 * torch.randn(400, 9, dtype=F64), u + .2 * torch.randn(400, 4, dtype=F64)
+    g = torch.Generator().manual_seed(3)
+    d = torch.randn(400, 7, generator=g, dtype=F64) + 3 * u[:, :1] + h[:, 4:5] - 2
+    metric = {
+        'none': None, 'diagonal': torch.rand(7, generator=g, dtype=F64),
+        'matrix': torch.randn(5, 7, generator=g, dtype=F64)}[metric]
+    other_h, other_u, other_d = h[:90] * 1.5 + .3, u[:90] - .7, d[:90].flip(0)  # the fit is measured on other rows, too
+    p, q = problem(h, u, second, d, metric), problem(other_h, other_u, second, other_d, metric)
+    y, active, idle = h @ second.weight.T + second.bias, torch.tensor([1, 4, 6]), torch.tensor([0, 2, 3, 5, 7, 8])
+    x = torch.cat([h[:, active], u] if linear_path else [h[:, active]], 1)
+    matrix = torch.eye(7, dtype=F64) if metric is None else metric.diag() if metric.ndim == 1 else metric
+    ridges = (.3, 5., float('inf'))
+    fits = p.solve(active, 1e-2, linear_path, ridges)
+    for ridge, fit, loss, other_loss in zip(ridges, fits, p.losses(fits), q.losses(fits)):
+        weight = ridge_regression(x, h[:, idle] @ second.weight[:, idle].T, 1e-2)
+        weight[:, :3] += second.weight[:, active]
+        if ridge < float('inf'):
+            weight = weight + ridge_regression(x, y + d - x @ weight.T, ridge)
+        expected = x @ weight.T + (y + d - x @ weight.T).mean(0)
+        torch.testing.assert_close(predict(fit, h, u), expected, rtol=1e-4, atol=1e-4)
+        error = (y + d - predict(fit, h, u)) @ matrix.T
+        assert loss == pytest.approx(error.square().mean(0).sum().item(), rel=1e-8)
+        target = other_h @ second.weight.T + second.bias + other_d
+        error = (target - predict(fit, other_h, other_u)) @ matrix.T
+        assert other_loss == pytest.approx(error.square().mean(0).sum().item(), rel=1e-8)
+    assert p.output_variance() == pytest.approx(((y + d) @ matrix.T).var(0, correction=0).sum().item())
+
+
+def test_moments_add_up():
+    h, _, _ = features()
+    parts = [Moments(h[0]) for _ in range(2)]
+    for moments, rows in zip(parts, (h[:150], h[150:])):
+        moments.add(rows)
+    total = parts[0] + parts[1]
+    torch.testing.assert_close(total.covariance(), torch.cov(h.T, correction=0))
+    assert parts[0].count == 150
 
 
 def test_damping_is_relative_to_the_variance_of_every_variable():
@@ -83,23 +142,22 @@ def test_damping_is_relative_to_the_variance_of_every_variable():
     other = Affine(second.weight / units, second.bias)
     active = torch.tensor([0, 5, 9])
     for ridge in (1e-2, 1.):
-        linear, weight, error = problem(h, u, second, ridge).solve(active)
-        scaled, scaled_weight, scaled_error = problem(h * units, u, other, ridge).solve(active)
+        p, q = problem(h, u, second), problem(h * units, u, other)
+        fit, scaled = p.solve(active, ridge)[0], q.solve(active, ridge)[0]
         # up to a millionth of the mean variance, which damps constant variables
-        torch.testing.assert_close(scaled.weight, linear.weight, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(scaled_weight * units[active], weight, rtol=1e-3, atol=1e-4)
-        assert scaled_error == pytest.approx(error, rel=1e-4)
+        torch.testing.assert_close(scaled.linear.weight, fit.linear.weight, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(scaled.weight * units[active], fit.weight, rtol=1e-3, atol=1e-4)
+        assert q.losses([scaled])[0] == pytest.approx(p.losses([fit])[0], rel=1e-4)
 
 
 def test_features_that_are_all_constant():
     h, u, second = features()
-    constant = problem(h[:1].repeat(50, 1), u[:1].repeat(50, 1), second, 1e-4)
+    constant = problem(h[:1].repeat(50, 1), u[:1].repeat(50, 1), second)
     assert constant.output_variance() == pytest.approx(0, abs=1e-20)
-    assert constant.elimination().loss.isfinite().all()
-    linear, weight, error = constant.solve(torch.tensor([1]))
-    assert error == 0
-    expected = h[0] @ second.weight.T + second.bias
-    torch.testing.assert_close(weight @ h[0, 1:2] + linear.weight @ u[0] + linear.bias, expected)
+    assert constant.elimination(1e-4).loss.isfinite().all()
+    fit, = constant.solve(torch.tensor([1]), 1e-4)
+    assert constant.losses([fit])[0] == pytest.approx(0, abs=1e-20)
+    torch.testing.assert_close(predict(fit, h[:1], u[:1])[0], h[0] @ second.weight.T + second.bias)
 
 
 @pytest.mark.parametrize('linear_path', [True, False])
@@ -108,7 +166,7 @@ def test_elimination_equals_trying_every_channel(seed, linear_path):
     h, u, second = features(hidden=8, seed=seed)
     h[:, 3:5] += torch.randn(400, 2, generator=torch.Generator().manual_seed(1), dtype=F64)  # all channels differ
     y = h @ second.weight.T
-    found = problem(h, u, second, 1e-12).elimination(linear_path)
+    found = problem(h, u, second).elimination(1e-12, linear_path)
     u = u if linear_path else u[:, :0]
     left, order, losses = list(range(8)), [], [0.]
     while left:
@@ -123,11 +181,11 @@ def test_elimination_equals_trying_every_channel(seed, linear_path):
 def test_elimination_of_several_channels_at_once():
     h, _, second = features(hidden=40, out=9)
     residual = torch.cov(h.T) + torch.eye(40, dtype=F64)
-    one, groups = eliminate(residual, second.weight, 40), eliminate(residual, second.weight, 8)
+    one, groups = eliminate(residual, second.weight, 0), eliminate(residual, second.weight, .2)
     assert sorted(groups.order.tolist()) == list(range(40))
     assert (groups.loss.diff() >= 0).all()
     # the loss is that of the refitted second layer whatever the steps
-    for k in (5, 20, 40):
+    for k in (8, 14, 19, 40):
         gone, kept = groups.order[:k], groups.order[k:]
         schur = residual[gone][:, gone] - residual[gone][:, kept] @ torch.linalg.solve(
             residual[kept][:, kept], residual[kept][:, gone])
@@ -139,8 +197,8 @@ def test_elimination_of_several_channels_at_once():
 def test_channels_of_one_step_share_its_cost_in_proportion():
     """Of uncorrelated channels each costs what it does alone, whatever the steps."""
     variance, weight = torch.tensor([1., 4., 9., 16.], dtype=F64), torch.ones(2, 4, dtype=F64)
-    for steps in (1, 2, 4):
-        found = eliminate(variance.diag(), weight, steps)
+    for fraction in (1, .5, 0):
+        found = eliminate(variance.diag(), weight, fraction)
         assert found.order.tolist() == [0, 1, 2, 3]
         torch.testing.assert_close(found.loss, torch.tensor([0., 2., 10., 28., 60.], dtype=F64))
 

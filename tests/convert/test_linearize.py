@@ -19,7 +19,7 @@ from tests.convert.families import VIT, build
 from tests.helpers import images, needs_recorded_args, needs_torch_2_6, relative, same_weights, save_model
 from timm_rep.convert import linearize_ffns
 from timm_rep.convert.ffn import find_ffns
-from timm_rep.convert.least_squares import LeastSquares
+from timm_rep.convert.least_squares import LeastSquares, Moments
 from timm_rep.convert.linearize import check_convertible
 from timm_rep.layers import Affine, RePaMlpDeploy
 from timm_rep.utils.profiling import count_macs
@@ -88,7 +88,7 @@ Square = type('Square', (nn.Module,), {'forward': lambda self, x: x ** 2})  # sy
 @pytest.mark.parametrize('idle_ratio', [.75, 1.])
 @pytest.mark.parametrize('act,matrices', [(nn.GELU, 3), (nn.Hardtanh, 3), (Square, 2)])
 def test_two_matrices_where_a_linear_path_gains_nothing(act, matrices, idle_ratio, tmp_path):
-    model, x = vit(depth=2), images(64, 32)
+    model, x = vit(depth=2), images(16, 32)  # too few to hold some out
     for block in model.blocks:
         block.mlp.act = act()
         nn.init.zeros_(block.mlp.fc1.bias)
@@ -115,11 +115,13 @@ def test_two_matrices_where_a_linear_path_gains_nothing(act, matrices, idle_rati
     with torch.no_grad():
         g = mlp.act(mlp.fc1(u[0]))
         moments = torch.cat([g, u[0]], 1)
-        problem = LeastSquares(
-            Affine.from_linear(mlp.fc2), moments.mean(0), torch.cov(moments.T, correction=0), 1e-9)
-    errors = {
-        n: problem.solve(problem.elimination(n == 3).order[96 - count:].sort().values, n == 3)[2]
-        for n, count in counts.items()}
+        seen = Moments(moments[0])
+        seen.add(moments)
+        problem = LeastSquares(Affine.from_linear(mlp.fc2), seen, 24)
+    errors = {}
+    for n, count in counts.items():
+        kept = problem.elimination(1e-9, n == 3).order[96 - count:].sort().values
+        errors[n], = problem.losses(problem.solve(kept, 1e-9, n == 3))
     assert min(errors, key=errors.get) == matrices
     assert report.ffns[0].lost_variance == pytest.approx(errors[matrices] / problem.output_variance(), rel=1e-3)
 
@@ -137,7 +139,7 @@ def test_more_channels_than_there_are_stay_all():
     before = model(x)
     report = linearize_ffns(model, [x], idle_ratio=.05)  # three matrices would be slower
     assert [ffn.matrices for ffn in report.ffns] == [2] * 2
-    assert [ffn.lost_variance for ffn in report.ffns] == [0] * 2
+    assert [ffn.lost_variance for ffn in report.ffns] == pytest.approx([0] * 2, abs=1e-9)
     assert report.macs[0] == report.macs[1]
     assert relative(model(x), before) < 1e-5
 
@@ -294,7 +296,8 @@ def test_dtypes(dtype, tolerance):
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert relative(model(x.to(dtype)).double(), expected(x).double()) < tolerance + 1e-4
     for a, b in zip(report.ffns, other.ffns):
-        assert a.lost_variance == pytest.approx(b.lost_variance, rel=.1)
+        # the correction of the second one has the rounding errors of the stream
+        assert a.lost_variance == pytest.approx(b.lost_variance, rel=.1, abs=.05)
 
 
 def test_overflow_of_a_small_dtype():
@@ -556,7 +559,7 @@ def test_budget_of_a_model_that_returns_no_class_dimension():
 
 def test_a_budget_needs_an_output_of_each_image():
     model = Returning(vit(), lambda y: {'loss': y.mean(), 'classes': y.argmax(1).tolist()})
-    with Unchanged(model), pytest.raises(TypeError, match='Returning returns no tensor of floating-point numbers'):
+    with Unchanged(model), pytest.raises(TypeError, match='but got dict'):
         linearize_ffns(model, [images(16, 32)], macs=.8)
     linearize_ffns(model, [images(16, 32)])
 

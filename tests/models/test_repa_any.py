@@ -30,7 +30,8 @@ def test_it_is_what_the_conversion_makes(args, tmp_path):
     converted = plain(args)
     x = images(64, 32 if args is VIT else 128)
     report = timm_rep.convert_to_repa(converted, idle_ratio=.6, calibration=[x])
-    model = timm.create_model('repa_any', idle_ratio=.6, **args).eval()
+    model_args = {name: converted._model_args[name] for name in ('idle_ratio', 'linear_path')}
+    model = timm.create_model('repa_any', **model_args, **args).eval()
     assert type(model) is type(converted)
     model.load_state_dict(converted.state_dict())
     assert torch.equal(model(x), converted(x))

@@ -21,7 +21,7 @@ def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budge
         Number of idle channels of every FFN.
 
     Raises:
-        ValueError: The budget is less than the sum of the least multiply-accumulates.
+        ValueError: A loss is not finite, or the budget is less than the sum of the least multiply-accumulates.
     """
     def choose(multiplier: float) -> List[int]:
         return [(loss + multiplier * m).argmin().item() for loss, m in zip(losses, macs)]
@@ -29,12 +29,15 @@ def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budge
     def total(idle: Sequence[int]) -> float:
         return sum(m[k].item() for m, k in zip(macs, idle))
 
+    if not all(loss.isfinite().all() for loss in losses):
+        raise ValueError('losses must be finite.')
     if budget < sum(m.min().item() for m in macs):
         raise ValueError('The budget is less than the least multiply-accumulates of the FFNs.')
-    low, high = 0., 1e-30
+    low, high = 0., torch.finfo(torch.float64).tiny ** .5
     if total(choose(low)) <= budget:
         return choose(low)
-    while total(choose(high)) > budget:
+    # far above this the losses do not matter
+    while total(choose(high)) > budget and high < 1e300:
         low, high = high, 10 * high
     for _ in range(60):
         middle = (low + high) / 2

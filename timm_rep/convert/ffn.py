@@ -217,14 +217,14 @@ class Ffn:
             setattr(norm, name, nn.Parameter(value.detach()[channels], requires_grad=value.requires_grad))
         return nn.Sequential(act, norm)
 
-    def replacement(
+    def matrices(
             self,
             active_features: int,
             act: Optional[nn.Module] = None,
             linear_path: bool = True,
             **dd,
-    ) -> nn.Module:
-        """The module that takes the place of the FFN: at most three matrices, between the layers before and after.
+    ) -> RePaMlpDeploy:
+        """A map of u to y of at most three matrices, with new weights.
 
         Args:
             active_features: Number of hidden channels that keep the activation.
@@ -233,7 +233,7 @@ class Ffn:
             dd: Device and dtype of the new parameters (default: of the FFN).
         """
         like = linear_of(self.first).weight
-        return self.around(RePaMlpDeploy(
+        return RePaMlpDeploy(
             self.in_features,
             self.hidden_features if linear_path else active_features,
             active_features=active_features,
@@ -242,7 +242,11 @@ class Ffn:
             act_layer=lambda: act or self.act(torch.arange(active_features)),
             use_conv=self.use_conv,
             **{'device': like.device, 'dtype': like.dtype, **dd},
-        ))
+        )
+
+    def replacement(self, *args, **kwargs) -> nn.Module:
+        """The module that takes the place of the FFN: :meth:`matrices` between the layers that are kept."""
+        return self.around(self.matrices(*args, **kwargs))
 
     def around(self, deploy: nn.Module) -> nn.Module:
         """The module that takes the place of the FFN, given the part between the layers that are kept.

@@ -1,33 +1,65 @@
 """Least squares for an FFN ``y = W2 g(u) + b2``: which hidden channels become idle, and what replaces them.
 
-The active channels A keep the activation, and ``W2' g_A + M u + c`` replaces the FFN. All quantities follow from mean
-and covariance of (g, u), hidden features before inputs, in float64.
+The active channels A keep the activation, and ``W2' g_A + M u + c`` replaces the FFN. It is fitted to ``y + d``, where
+the correction d is what the residual stream lacks on the way to the original model's. All quantities follow from the
+mean and the covariance of (g, u), hidden features before inputs, and of d, in float64.
 """
 import dataclasses
-from typing import NamedTuple, Tuple
+import math
+from functools import cached_property
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from timm_rep.layers import Affine
 
-__all__ = ['Elimination', 'LeastSquares', 'Moments', 'eliminate']
+__all__ = ['Elimination', 'Fit', 'LeastSquares', 'Moments', 'eliminate', 'wide']
+
+
+_STRIPS = 4  # of a symmetric product, half of which is computed
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64, on the CPU if its device has none."""
+    return (x.cpu() if x.device.type == 'mps' else x).to(torch.float64)  # mps has no float64
 
 
 class Moments:
-    """Mean and covariance of the columns of a stream of matrices, in float64."""
+    """Mean and covariance of the columns of a stream of matrices, accumulated in float64.
 
-    def __init__(self):
-        self.count = 0
+    Products within one matrix are summed in its own dtype.
+    """
 
-    def add(self, x: torch.Tensor) -> None:
-        """Add rows, of shape (tokens, channels)."""
-        if not self.count:
-            self.shift = x.mean(0)  # near the mean, so that the squares do not cancel
-            self.total, self.square = x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1], x.shape[1])
-        x = x - self.shift
-        self.count += len(x)
-        self.total += x.sum(0)
-        self.square.addmm_(x.T, x)
+    def __init__(self, shift: torch.Tensor):
+        """
+        Args:
+            shift: Row near the mean, so that squares do not cancel, of shape (columns,).
+        """
+        self.shift = wide(shift)
+        self.count = self.shift.new_zeros(())
+        self.total = torch.zeros_like(self.shift)
+        self.square = self.shift.new_zeros(len(shift), len(shift))
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Add rows, of shape (rows, columns)."""
+        rows = rows - self.shift.to(rows)
+        self.count += len(rows)
+        self.total += wide(rows.sum(0))
+        # the upper triangle, in strips
+        for strip in torch.arange(rows.shape[1]).tensor_split(_STRIPS):
+            if len(strip):
+                start, stop = int(strip[0]), int(strip[-1]) + 1
+                self.square[start:stop, start:] += wide(rows[:, start:stop].T @ rows[:, start:])
+
+    def sums(self) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sums; those over other rows, with the same shift, may be added to them in place."""
+        return self.count, self.total, self.square
+
+    def __add__(self, other: 'Moments') -> 'Moments':
+        result = Moments(self.shift)
+        for total, a, b in zip(result.sums(), self.sums(), other.sums()):
+            total.copy_(a + b)
+        return result
 
     def mean(self) -> torch.Tensor:
         """Mean of the columns."""
@@ -36,7 +68,8 @@ class Moments:
     def covariance(self) -> torch.Tensor:
         """Covariance matrix of the columns, normalized by the number of rows."""
         mean = self.total / self.count
-        return self.square / self.count - mean[:, None] * mean
+        upper = self.square.triu()
+        return (upper + upper.triu(1).T) / self.count - mean[:, None] * mean
 
 
 def _damped(covariance: torch.Tensor, ridge: float) -> torch.Tensor:
@@ -58,7 +91,7 @@ class Elimination(NamedTuple):
     loss: torch.Tensor
 
 
-def eliminate(residual: torch.Tensor, weight: torch.Tensor, steps: int = 128) -> Elimination:
+def eliminate(residual: torch.Tensor, weight: torch.Tensor, fraction: float = 1 / 8) -> Elimination:
     """Choose idle channels by backward elimination with refitted weights.
 
     With ``K`` the inverse of the residual covariance of the remaining channels and ``W`` their refitted second layer,
@@ -69,17 +102,17 @@ def eliminate(residual: torch.Tensor, weight: torch.Tensor, steps: int = 128) ->
         residual: Covariance of the hidden features, or of what their input does not predict of them, (hidden, hidden)
             and positive definite.
         weight: Second layer, (out, hidden).
-        steps: Number of steps; the channels of one step are chosen together.
+        fraction: Share of the remaining channels that one step removes, at least one channel.
 
     Returns:
         Order and loss.
     """
-    hidden = len(residual)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(residual))
-    weight, left = weight.clone(), torch.arange(hidden, device=residual.device)
+    weight, left = weight.clone(), torch.arange(len(residual), device=residual.device)
     order, loss = [], [residual.new_zeros(1)]
-    for size in (len(part) for part in torch.arange(hidden).tensor_split(min(steps, hidden))):
+    while len(left):
         cost = weight.square().sum(0) / inverse.diagonal()
+        size = max(1, int(fraction * len(left)))
         rank = cost.argsort()
         gone, kept = rank[:size], rank[size:].sort().values
         factor = torch.linalg.cholesky(inverse[gone][:, gone])
@@ -97,61 +130,158 @@ def eliminate(residual: torch.Tensor, weight: torch.Tensor, steps: int = 128) ->
     return Elimination(torch.cat(order), torch.cat(loss))
 
 
+class Fit(NamedTuple):
+    """The map ``W2' g_A + M u + c``.
+
+    Attributes:
+        active: Indices of the active channels A.
+        weight: W2' of shape (out, active).
+        linear: M and c; M has no columns if it is zero.
+    """
+    active: torch.Tensor
+    weight: torch.Tensor
+    linear: Affine
+
+    @property
+    def linear_path(self) -> bool:
+        """Whether M is fitted."""
+        return self.linear.weight.shape[1] > 0
+
+
 @dataclasses.dataclass(frozen=True)
 class LeastSquares:
     """The least-squares problem of an FFN.
 
     Attributes:
         second: The second layer, W2 of shape (out, hidden) and b2.
-        mean: Mean of (g, u), of shape (hidden + in,).
-        covariance: Covariance of (g, u).
-        ridge: Damping, relative to the variance of every variable.
+        moments: Moments of (g, u, d), of shape (hidden + in + out,), or of (g, u) without a correction d.
+        in_features: Number of columns of u.
+        metric: Matrix (rows, out), or diagonal (out,), that multiplies an error of the output before it is squared and
+            summed; None for the identity. The losses and the choice of channels depend on it, the fit does not.
     """
     second: Affine
-    mean: torch.Tensor
-    covariance: torch.Tensor
-    ridge: float = 1e-4
+    moments: Moments
+    in_features: int
+    metric: Optional[torch.Tensor] = None
+
+    @property
+    def hidden(self) -> int:
+        """Number of hidden channels."""
+        return self.second.weight.shape[1]
+
+    @property
+    def corrects(self) -> bool:
+        """Whether there is a correction d."""
+        return len(self.moments.total) > self.hidden + self.in_features
+
+    @cached_property
+    def mean(self) -> torch.Tensor:
+        """Mean of (g, u, d)."""
+        return self.moments.mean()
+
+    @cached_property
+    def covariance(self) -> torch.Tensor:
+        """Covariance of (g, u, d)."""
+        return self.moments.covariance()
+
+    def _weighted(self, output: torch.Tensor) -> torch.Tensor:
+        if self.metric is None:
+            return output
+        if self.metric.ndim == 2:
+            return self.metric @ output
+        return self.metric * output if output.ndim == 1 else self.metric[:, None] * output
+
+    @cached_property
+    def _cross(self) -> torch.Tensor:
+        """Covariance of y with (g, u, d)."""
+        return self.second.weight @ self.covariance[:self.hidden]
+
+    @cached_property
+    def _target(self) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of y + d: mean, weighted covariance with (g, u, d), and weighted variance."""
+        h, d = self.hidden, self.hidden + self.in_features
+        mean, cross = self.second.bias + self.second.weight @ self.mean[:h], self._cross
+        if self.corrects:
+            mean, cross = mean + self.mean[d:], cross + self.covariance[d:]
+        cross = self._weighted(cross)
+        variance = (cross[:, :h] * self._weighted(self.second.weight)).sum()
+        if self.corrects:
+            variance = variance + (cross[:, d:] * self._weighted(torch.eye(len(mean)).to(cross))).sum()
+        return mean, cross, variance
 
     def output_variance(self) -> float:
-        """Variance of y, summed over its channels."""
-        weight, h = self.second.weight, self.second.weight.shape[1]
-        return (weight @ self.covariance[:h, :h] * weight).sum().item()
+        """Weighted variance of y + d."""
+        return self._target[2].item()
 
-    def elimination(self, linear_path: bool = True) -> Elimination:
+    def elimination(self, ridge: float, linear_path: bool = True) -> Elimination:
         """Choose the idle channels, see :func:`eliminate`.
 
         Args:
+            ridge: Damping of the fits, relative to the variance of every variable; the choice takes a tenth of it,
+                since its losses are those of damped moments.
             linear_path: Whether M is fitted, or zero.
         """
-        cov, h = self.covariance, self.second.weight.shape[1]
-        if not linear_path:
-            return eliminate(_damped(cov[:h, :h], self.ridge), self.second.weight)
-        factor = torch.linalg.cholesky(_damped(cov[h:, h:], self.ridge))
-        predicted = torch.linalg.solve_triangular(factor, cov[h:, :h], upper=False)
-        return eliminate(_damped(cov[:h, :h] - predicted.T @ predicted, self.ridge), self.second.weight)
+        h, weight, ridge = self.hidden, self._weighted(self.second.weight), ridge / 10
+        hidden, inputs = slice(h), slice(h, h + self.in_features)
+        residual = self.covariance[hidden, hidden]
+        if linear_path:
+            factor = torch.linalg.cholesky(_damped(self.covariance[inputs, inputs], ridge))
+            predicted = torch.linalg.solve_triangular(factor, self.covariance[inputs, hidden], upper=False)
+            # channels that u predicts exactly leave rounding errors
+            rounding = 1e-3 * ridge * residual.diagonal()
+            residual = residual - predicted.T @ predicted + rounding.diag()
+        return eliminate(_damped(residual, ridge), weight)
 
-    def solve(self, active: torch.Tensor, linear_path: bool = True) -> Tuple[Affine, torch.Tensor, float]:
-        """Fit ``W2' g_A + M u + c`` to y.
+    def _known(self, active: torch.Tensor, linear_path: bool) -> torch.Tensor:
+        inputs = torch.arange(self.hidden, self.hidden + self.in_features * linear_path, device=active.device)
+        return torch.cat([active, inputs])
+
+    def solve(
+            self,
+            active: torch.Tensor,
+            ridge: float,
+            linear_path: bool = True,
+            correction_ridges: Sequence[float] = (math.inf,),
+    ) -> List[Fit]:
+        """Fit ``W2' g_A + M u + c`` to y, then what is left of y + d with another damping.
 
         Args:
             active: Indices of the active channels A.
+            ridge: Damping of the fit to y, relative to the variance of every variable.
             linear_path: Whether M is fitted, or zero.
+            correction_ridges: Dampings of the fit to what is left of y + d; an infinite one fits its mean alone.
 
         Returns:
-            M and c, M without columns if it is zero; W2' of shape (out, active); and the squared error, as variance
-            summed over the output channels.
+            One fit for each of correction_ridges.
         """
-        weight, h, a = self.second.weight, self.second.weight.shape[1], len(active)
-        is_idle = torch.ones(h, dtype=torch.bool, device=active.device)
-        is_idle[active] = False
-        idle = is_idle.nonzero().squeeze(1)
-        inputs = torch.arange(h, len(self.mean) if linear_path else h, device=active.device)
-        known = torch.cat([active, inputs])
-        # W2_A is exact already; what is fitted is the part of the idle channels
+        a, known = len(active), self._known(active, linear_path)
         covariance = self.covariance[known][:, known]
-        target = weight[:, idle] @ self.covariance[idle][:, known]
-        fitted = torch.cholesky_solve(target.T, torch.linalg.cholesky(_damped(covariance, self.ridge))).T
-        variance = (weight[:, idle] @ self.covariance[idle][:, idle] * weight[:, idle]).sum()
-        error = variance - 2 * (fitted * target).sum() + (fitted @ covariance * fitted).sum()
-        shift = self.second.bias + weight[:, idle] @ self.mean[idle] - fitted @ self.mean[known]
-        return Affine(fitted[:, a:], shift), weight[:, active] + fitted[:, :a], max(error.item(), 0.)
+        # W2_A is exact already; what is fitted is the part of the idle channels
+        exact = self.second.weight[:, active]
+        left = self._cross[:, known] - exact @ covariance[:a]
+        plain = torch.cholesky_solve(left.T, torch.linalg.cholesky(_damped(covariance, ridge))).T
+        if self.corrects:
+            left = left - plain @ covariance + self.covariance[self.hidden + self.in_features:][:, known]
+        fits = []
+        for correction_ridge in correction_ridges:
+            weight = plain.clone()
+            if self.corrects and correction_ridge < math.inf:
+                factor = torch.linalg.cholesky(_damped(covariance, correction_ridge))
+                weight += torch.cholesky_solve(left.T, factor).T
+            weight[:, :a] += exact
+            shift = self._target[0] - weight @ self.mean[known]
+            fits.append(Fit(active, weight[:, :a], Affine(weight[:, a:], shift)))
+        return fits
+
+    def losses(self, fits: Sequence[Fit]) -> List[float]:
+        """Weighted mean squared errors of fits of the same channels, which may come from the moments of other rows."""
+        mean, cross, variance = self._target
+        known = self._known(fits[0].active, fits[0].linear_path)
+        covariance, cross, losses = self.covariance[known][:, known], cross[:, known], []
+        for fit in fits:
+            weight = torch.cat([fit.weight, fit.linear.weight], 1)
+            offset = self._weighted(mean - weight @ self.mean[known] - fit.linear.bias)
+            weight = self._weighted(weight)
+            explained = (weight * (2 * cross - weight @ covariance)).sum()
+            losses.append(max((variance - explained + offset.square().sum()).item(), 0.))
+        return losses

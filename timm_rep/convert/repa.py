@@ -58,8 +58,8 @@ def convert_to_repa(
         calibration: Batches of images, a few hundred, preprocessed as for the model.
         anneal_steps: Number of training steps over which the FFNs change.
         kwargs: Arguments of the chosen function: ``idle_schedule``, ``bn_momentum``, ``bn_eps`` to train; ``macs``,
-            ``max_images``, ``ridge``, ``progress`` from data; ``norm``, ``anneal_schedule``, ``bn_momentum``,
-            ``bn_eps`` annealed.
+            ``max_images``, ``tokens_per_image``, ``compensate``, ``ridge``, ``progress`` from data; ``norm``,
+            ``anneal_schedule``, ``bn_momentum``, ``bn_eps`` annealed.
 
     Returns:
         The report of the conversion.

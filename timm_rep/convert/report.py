@@ -24,6 +24,9 @@ class ConvertedFfn:
     linear_path: bool = True
     lost_variance: Optional[float] = None
     macs: Optional[Tuple[int, int]] = None
+    held_out_loss: Optional[float] = None
+    linear_share: Optional[float] = None
+    correction_ridge: Optional[float] = None
 
     @property
     def idle_ratio(self) -> float:

@@ -1,0 +1,238 @@
+"""The forward pass during which FFNs are converted, and how the residual stream around an FFN is found."""
+import threading
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.convert.families import build
+from tests.convert.test_linearize import Unchanged, all_hooks, vit
+from tests.helpers import images, relative
+from timm_rep.convert import linearize_ffns
+from timm_rep.convert.ffn import find_ffns
+from timm_rep.convert.fitting import exact_map
+from timm_rep.convert.least_squares import LeastSquares
+from timm_rep.convert.residual import probe
+from timm_rep.convert.streaming import ConvertingPass, Share, TokenSampler
+
+
+def calibration_threads():
+    return [thread for thread in threading.enumerate() if 'calibration' in thread.name]
+
+
+def randomized(**kwargs):
+    """A ViT with random norms and layer scales."""
+    model = vit(init_values=.5, **kwargs)
+    g = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if 'norm' in name or 'ls' in name:
+                p.add_(.3 * torch.randn(p.shape, generator=g))
+    return model
+
+
+def sampler_of(model, ffns, batches, count=5):
+    probes = probe(model, ffns, batches[0][:4])
+    return TokenSampler([len(b) for b in batches], probes, {ffn.name: count for ffn in ffns})
+
+
+@torch.no_grad()
+def test_tokens_are_those_of_the_images():
+    model, x = vit(), images(7, 32)
+    ffns, _ = find_ffns(model)
+    sampler = sampler_of(model, ffns, [x[:4], x[4:]])
+    name = ffns[0].name
+    whole = sampler(name, Share(1, slice(0, None, 1), x[4:]), 51).view(3, 5)
+    assert (whole // 17 == torch.arange(3)[:, None]).all()
+    assert (whole[:, 0] % 17 == 0).all()  # the class token
+    assert all(len(row.unique()) == 5 for row in whole)
+    assert len({tuple((row % 17).tolist()) for row in whole}) > 1
+    # a process that runs a part of a batch takes the same tokens of its images
+    share = Share(1, slice(1, None, 2), x[5:6])
+    assert torch.equal(sampler(name, share, 17), whole[1] - 17)
+    assert sampler.images(name, share, 17).tolist() == [5] * 5
+
+
+@pytest.mark.parametrize('family', [
+    'Mlp: vision_transformer', 'Mlp with convolutions: convnext', 'ConvMlp: fastvit', 'vision_transformer, dinov2',
+    'GluMlp: mlp_mixer', 'ConvEncoder: swiftformer', 'swin', 'LevitMlp: levit',
+    'SwiGLU with LayerNorm: eva', 'cait', 'xcit', 'poolformer'])
+@torch.no_grad()
+def test_residual_streams_are_found(family):
+    model, x = build(family)
+    x = x[:4]
+    ffns, _ = find_ffns(model)
+    probes = probe(model, ffns, x)
+    assert not all_hooks(model)
+    for ffn in ffns:
+        residual = probes[ffn.name].residual
+        if probes[ffn.name].calls > 1 or probes[ffn.name].tokens == 1:
+            continue
+        assert residual.scale.shape == (ffn.out_features,)
+        assert residual.scale.abs().max() > .01
+
+
+@torch.no_grad()
+def test_scales_are_those_of_the_blocks():
+    model = randomized()
+    found = probe(model, find_ffns(model)[0], images(4, 32))
+    for i, block in enumerate(model.blocks):
+        residual = found[f'blocks.{i}.mlp'].residual
+        assert residual.module is block.norm2
+        assert residual.is_input
+        torch.testing.assert_close(residual.scale.float(), block.ls2.gamma, rtol=1e-3, atol=1e-4)
+        assert found[f'blocks.{i}.mlp'].prefix_tokens == 1
+        assert found[f'blocks.{i}.mlp'].tokens == 17
+
+
+class PostNorm(nn.Module):
+    """norm(x + mlp(x)), with the FFN's own input as the stream."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.mlp, self.norm = block.mlp, block.norm2
+
+    def forward(self, x, **kwargs):
+        return self.norm(x + .5 * self.mlp(x))
+
+
+class Scaled(PostNorm):
+    """x + norm(mlp(x)), which is not a scaled addition."""
+
+    def forward(self, x, **kwargs):
+        return x + self.norm(self.mlp(x))
+
+
+@torch.no_grad()
+def test_post_norm():
+    model, x = randomized(), images(40, 32)
+    model.blocks = nn.Sequential(*(PostNorm(block) for block in model.blocks))
+    found = probe(model, find_ffns(model)[0], x[:4])
+    for name, seen in found.items():
+        assert seen.residual.module is model.get_submodule(name)
+        assert seen.residual.is_input
+        torch.testing.assert_close(seen.residual.scale, torch.full((24,), .5, dtype=torch.float64), rtol=1e-3, atol=0)
+    report = linearize_ffns(model, [x])
+    assert report.ffns[1].correction_ridge is not None
+    model = randomized()
+    model.blocks = nn.Sequential(*(Scaled(block) for block in model.blocks))
+    assert all(seen.residual is None for seen in probe(model, find_ffns(model)[0], x[:4]).values())
+    report = linearize_ffns(model, [x])
+    assert all(ffn.correction_ridge is None for ffn in report.ffns)
+
+
+@torch.no_grad()
+def test_the_stream_comes_closer_to_the_original_one():
+    model, x = randomized(depth=4), images(96, 32)
+    kwargs = dict(idle_ratio=.9)
+    errors = []
+    for compensate in (True, False):
+        converted = randomized(depth=4)
+        linearize_ffns(converted, [x[:64]], compensate=compensate, **kwargs)
+        errors.append(relative(converted.forward_features(x[64:]), model.forward_features(x[64:])))
+    assert errors[0] < errors[1]
+
+
+@torch.no_grad()
+def test_batches_go_on_with_the_converted_ffns():
+    """What is recorded is what a forward pass of the converted model shows, whatever the batches."""
+    model, x = randomized(depth=3), images(20, 32)
+    ffns, _ = find_ffns(model)
+    batches = [x[:3], x[3:9], x[9:]]
+    shares = [Share(i, slice(None), batch) for i, batch in enumerate(batches)]
+    sampler = sampler_of(model, ffns, batches)
+    recorded, maps = {}, {}
+    with ConvertingPass(model, ffns, shares, sampler) as converting:
+        for ffn in ffns:
+            recorded[ffn.name] = converting.arrive_at(ffn)
+            maps[ffn.name] = exact_map(ffn)
+            with torch.no_grad():
+                maps[ffn.name].fc_out.weight.mul_(1.5)
+            converting.convert(ffn, maps[ffn.name])
+    assert not calibration_threads()
+    assert not all_hooks(model)
+    for i, block in enumerate(model.blocks):
+        assert block.mlp is maps[f'blocks.{i}.mlp']
+    inputs = {}
+    hooks = [block.norm2.register_forward_hook(
+        lambda _, args, y, i=i: inputs.setdefault(f'blocks.{i}.mlp', []).append((y, args[0])))
+        for i, block in enumerate(model.blocks)]
+    for batch in batches:
+        model(batch)
+    for hook in hooks:
+        hook.remove()
+    for name, (u, stream) in recorded.items():
+        expected = [
+            [sampler.take(name, share, t.reshape(-1, 24)) for t in pair] for pair, share in zip(inputs[name], shares)]
+        torch.testing.assert_close(u.rows, torch.cat([pair[0] for pair in expected]))
+        assert u.images.tolist() == [i for i in range(20) for _ in range(5)]
+        torch.testing.assert_close(stream, torch.cat([pair[1] for pair in expected]))
+
+
+def test_an_interrupt_leaves_the_model_and_no_thread(monkeypatch):
+    model, x = randomized(depth=3), images(20, 32)
+    solve, calls = LeastSquares.solve, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            assert calibration_threads()
+            raise KeyboardInterrupt
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(LeastSquares, 'solve', interrupted)
+    with Unchanged(model), pytest.raises(KeyboardInterrupt):
+        linearize_ffns(model, list(x.split(6)))
+    assert not calibration_threads()
+
+
+class Failing(nn.Module):
+    """Raises from the second pass of a batch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += threading.current_thread() is not threading.main_thread()
+        if self.calls > 1:
+            raise ArithmeticError('of a layer')
+        return x
+
+
+def test_errors_of_a_layer_come_with_their_traceback():
+    model = randomized(depth=3)
+    model.blocks[1].drop_path1 = Failing()
+    with Unchanged(model), pytest.raises(ArithmeticError, match='of a layer') as error:
+        linearize_ffns(model, list(images(20, 32).split(5)))
+    assert any('test_streaming' in str(entry.path) and entry.name == 'forward' for entry in error.traceback)
+    assert not calibration_threads()
+
+
+def test_autocast_holds_in_the_pass():
+    model, x = randomized(), images(20, 32)
+    dtypes = set()
+    model.blocks[1].attn.qkv.register_forward_hook(lambda m, args, y: dtypes.add(y.dtype))
+    with torch.autocast('cpu', torch.bfloat16):
+        linearize_ffns(model, [x])
+    assert dtypes == {torch.bfloat16}
+
+
+@torch.no_grad()
+def test_hooks_of_the_user_stay_and_see_the_batches():
+    model, x, seen = randomized(), images(20, 32), []
+    handle = model.register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))
+    linearize_ffns(model, list(x.split(5)))
+    assert seen.count(5) >= 8
+    assert len(model._forward_pre_hooks) == 1
+    handle.remove()
+
+
+@torch.no_grad()
+def test_ffns_that_are_called_several_times():
+    model, x = build('Mlp called several times: coat')
+    ffns, _ = find_ffns(model)
+    probes = probe(model, ffns, x[:4])
+    assert {seen.calls for seen in probes.values()} == {1, 3} or max(seen.calls for seen in probes.values()) > 1
+    report = linearize_ffns(model, [x], .25)
+    assert {ffn.name for ffn in report.ffns} == {*probes}

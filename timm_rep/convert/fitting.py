@@ -1,0 +1,253 @@
+"""What replaces an FFN: its rows of calibration data, the choice among candidates on held-out rows, the matrices."""
+import dataclasses
+import math
+from typing import Callable, NamedTuple, Optional, Tuple
+
+import torch
+
+from timm_rep.layers import Affine, RePaMlpDeploy
+from timm_rep.utils.training import world_size_and_rank
+
+from .ffn import Ffn
+from .ffn_parts import linear_of
+from .least_squares import Fit, LeastSquares, Moments
+
+__all__ = ['CalibrationRows', 'FittedFfn', 'exact_map', 'fit_ffn', 'least_squares']
+
+# damping of the correction of the residual stream; infinite for none
+CORRECTION_RIDGES = (0.1, 0.3, 1., 3., 10., math.inf)
+_BLOCK = 4096  # rows whose features are computed at once
+_FLOAT32_RIDGE = 1e-4  # least damping that rounding errors of moments of float32 rows do not reach
+
+
+class CalibrationRows(NamedTuple):
+    """What an FFN sees of the calibration images of this process, and what it lacks.
+
+    Attributes:
+        inputs: Input u, (rows, in).
+        held_out: Whether a row is of a held-out image, (rows,).
+        wanted: Output that brings the residual stream to the original model's, (rows, out). None if the FFN is to give
+            what it gives on this input.
+        metric: See :class:`LeastSquares`.
+    """
+    inputs: torch.Tensor
+    held_out: torch.Tensor
+    wanted: Optional[torch.Tensor] = None
+    metric: Optional[torch.Tensor] = None
+
+
+class FittedFfn(NamedTuple):
+    """A converted FFN and its losses, as shares of the variance of the target.
+
+    Attributes:
+        matrices: The map of u to y.
+        linear_path: Whether it has the path M.
+        active_features: Number of active channels.
+        linear_share: Share that a linear map of u alone explains.
+        loss: Loss on all images, which it was fitted to.
+        held_out_loss: Loss on the held-out images of the fit to the others; None without them.
+        correction_ridge: Damping of the correction of the residual stream; None without a correction.
+    """
+    matrices: RePaMlpDeploy
+    linear_path: bool
+    active_features: int
+    linear_share: float
+    loss: float
+    held_out_loss: Optional[float]
+    correction_ridge: Optional[float]
+
+
+def sum_over_processes(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Add the tensors of all processes of a group, in place; returns them."""
+    if world_size_and_rank()[0] > 1:
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+    return tensors
+
+
+def exact_map(ffn: Ffn) -> RePaMlpDeploy:
+    """The FFN as two matrices, which map u to y."""
+    return _matrices(ffn, torch.arange(ffn.hidden_features), ffn.fc_out())
+
+
+def _matrices(
+        ffn: Ffn,
+        active: torch.Tensor,
+        fc_out: Optional[Affine] = None,
+        linear: Optional[Affine] = None,
+) -> RePaMlpDeploy:
+    """A map of u to y; without a linear map of two matrices, without ``fc_out`` of the hidden features alone."""
+    new = ffn.matrices(len(active), ffn.act(active), linear is not None, device='meta')
+    like = linear_of(ffn.last).weight
+    if new.has_active:
+        ffn.fc_in(active).write_to(new.fc_in, like=linear_of(ffn.first).weight)
+        if fc_out is not None:
+            fc_out.write_to(new.fc_out, like=like)
+    if linear is not None:
+        linear.write_to(new.fc_idle, like=like)
+    return new.eval()
+
+
+def _features(ffn: Ffn, matrices: RePaMlpDeploy) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The map of inputs, (rows, in), to hidden features, (rows, active)."""
+    def features(u: torch.Tensor) -> torch.Tensor:
+        if not matrices.has_active:
+            return u[:, :0]
+        u = u.to(matrices.fc_in.weight)
+        if not ffn.use_conv:
+            return matrices.act(matrices.fc_in(u))
+        return matrices.act(matrices.fc_in(u.T[None, :, :, None]))[0, :, :, 0].T
+
+    return features
+
+
+def _moments(rows: CalibrationRows, columns: Callable[[slice], torch.Tensor]) -> Tuple[Moments, Moments]:
+    """Moments of the rows that are fitted and of those held out, over all processes.
+
+    Args:
+        rows: The rows.
+        columns: Function of a slice of the rows that gives what the moments are of.
+    """
+    count = len(rows.inputs)
+    first = columns(slice(0, min(count, 256)))
+    total, n = sum_over_processes(first.sum(0, dtype=torch.float64), first.new_tensor(len(first), dtype=torch.float64))
+    fitted, held_out = Moments(total / n), Moments(total / n)
+    for start in range(0, count, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        block, held = columns(part), rows.held_out[part]
+        fitted.add(block[~held])
+        if held.any():
+            held_out.add(block[held])
+    for moments in (fitted, held_out):
+        sum_over_processes(*moments.sums())
+    return fitted, held_out
+
+
+def _dtype(rows: CalibrationRows, ridge: float) -> torch.dtype:
+    return torch.promote_types(
+        rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
+
+
+def least_squares(ffn: Ffn, rows: CalibrationRows, ridge: float) -> Tuple[LeastSquares, LeastSquares]:
+    """The problems of the fitted and the held-out rows.
+
+    Raises:
+        ValueError: Features or weights are not finite.
+    """
+    second = ffn.fc_out()
+    exact = exact_map(ffn)
+    dtype = _dtype(rows, ridge)
+    like = exact.fc_out.weight
+    weight, bias = (x.to(like.device, dtype) for x in second)
+    hidden_features = _features(ffn, exact)
+
+    def columns(part: slice) -> torch.Tensor:
+        u = rows.inputs[part]
+        g, u = hidden_features(u).to(dtype), u.to(dtype)
+        if rows.wanted is None:
+            return torch.cat([g, u], 1)
+        return torch.cat([g, u, rows.wanted[part].to(dtype) - g @ weight.T - bias], 1)
+
+    moments = _moments(rows, columns)
+    if not all(x.isfinite().all() for x in (*second, *moments[0].sums(), *moments[1].sums())):
+        raise ValueError(
+            f'The features of {ffn.name} are not finite on the calibration images: the images, or the weights up to '
+            'it, hold NaN or infinite values. Nothing was changed.')
+    return tuple(LeastSquares(second, m, ffn.in_features, rows.metric) for m in moments)
+
+
+def _with_own_norm(
+        ffn: Ffn,
+        rows: CalibrationRows,
+        active: torch.Tensor,
+        ridge: float,
+) -> Tuple[LeastSquares, LeastSquares]:
+    """The problems with hidden features whose LayerNorm sees the active channels alone.
+
+    Columns are these features, then the part of y that the kept columns of W2 do not give, as channels of their own,
+    u and d.
+    """
+    second, o = ffn.fc_out(), ffn.out_features
+    exact, reduced = exact_map(ffn), _matrices(ffn, active)
+    dtype = _dtype(rows, ridge)
+    weight, bias = (x.to(rows.inputs.device, dtype) for x in second)
+    every, own = _features(ffn, exact), _features(ffn, reduced)
+
+    def columns(part: slice) -> torch.Tensor:
+        u = rows.inputs[part]
+        g, features, u = every(u).to(dtype), own(u).to(dtype), u.to(dtype)
+        y = g @ weight.T + bias
+        parts = [features, y - features @ weight[:, active].T, u]
+        return torch.cat(parts if rows.wanted is None else [*parts, rows.wanted[part].to(dtype) - y], 1)
+
+    identity = torch.eye(o, dtype=second.weight.dtype, device=second.weight.device)
+    wide_second = Affine(torch.cat([second.weight[:, active], identity], 1), torch.zeros_like(second.bias))
+    return tuple(LeastSquares(wide_second, m, ffn.in_features, rows.metric) for m in _moments(rows, columns))
+
+
+class _Candidate(NamedTuple):
+    """A fit with its loss on held-out rows, the channels of the FFN that it keeps, and what it is a fit of."""
+    loss: float
+    channels: torch.Tensor
+    correction_ridge: float
+    fit: Fit
+    fitted: LeastSquares
+    held_out: LeastSquares
+
+
+def _share(loss: float, problem: LeastSquares) -> float:
+    variance = problem.output_variance()
+    return loss / variance if variance > 0 else 0.
+
+
+def fit_ffn(ffn: Ffn, rows: CalibrationRows, active_features: int, ridge: float) -> FittedFfn:
+    """Fit three matrices, or two with as many multiply-accumulates where these are better.
+
+    The path and the damping of the correction have the least loss on the held-out rows; the fit is then to all rows.
+
+    Args:
+        ffn: The FFN.
+        rows: Its calibration data.
+        active_features: Number of active channels of three matrices.
+        ridge: Damping of the fit to y, relative to the variance of every variable.
+
+    Raises:
+        ValueError: Features or weights are not finite.
+        OverflowError: A fitted weight does not fit the dtype of the FFN.
+    """
+    problems = least_squares(ffn, rows, ridge)
+    h, device = ffn.hidden_features, problems[0].mean.device
+    has_held_out = problems[1].moments.count > 0
+    ridges = (math.inf,) if rows.wanted is None else CORRECTION_RIDGES if has_held_out else (1.,)
+    candidates = []
+    forms = [(False, ffn.pruned_features(active_features)), (True, active_features)]
+    if active_features == h:
+        forms = [(False, h)]
+    elif ffn.hidden_norm is not None:
+        forms = forms[1:]
+    for linear_path, count in forms:
+        active = channels = torch.arange(count, device=device)
+        fitted, held_out = problems
+        if 0 < count < h:
+            active = channels = fitted.elimination(ridge, linear_path).order[h - count:].sort().values
+        if ffn.hidden_norm is not None:
+            fitted, held_out = _with_own_norm(ffn, rows, channels, ridge)
+            active = torch.arange(count, device=device)
+        held_out = held_out if has_held_out else fitted
+        fits = fitted.solve(active, ridge, linear_path, ridges)
+        candidates += [
+            _Candidate(loss, channels, correction_ridge, fit, fitted, held_out)
+            for loss, correction_ridge, fit in zip(held_out.losses(fits), ridges, fits)]
+    best = min(candidates, key=lambda c: c.loss)  # of equal ones the first, two matrices
+    fit, every, held_out_loss = best.fit, best.fitted, None
+    if has_held_out:
+        held_out_loss = _share(best.loss, best.held_out)
+        every = dataclasses.replace(best.fitted, moments=best.fitted.moments + best.held_out.moments)
+        fit, = every.solve(fit.active, ridge, fit.linear_path, (best.correction_ridge,))
+    loss, = every.losses([fit])
+    line, = every.losses(every.solve(fit.active[:0], ridge))
+    return FittedFfn(
+        _matrices(
+            ffn, best.channels, Affine(fit.weight, fit.linear.bias), fit.linear if fit.linear_path else None),
+        fit.linear_path, len(best.channels), 1 - _share(line, every), _share(loss, every), held_out_loss,
+        best.correction_ridge if best.correction_ridge < math.inf else None)

@@ -1,0 +1,170 @@
+"""How the outputs of FFNs enter the residual stream, found numerically, since each architecture has its own blocks."""
+from collections import deque
+from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Set
+
+import torch
+import torch.nn as nn
+
+from .ffn import Ffn
+from .least_squares import wide
+
+__all__ = ['Probe', 'Residual', 'first_tensor', 'probe', 'tokens_of']
+
+# rows of an activation that are compared, and activations before and after an FFN that are looked at
+_ROWS, _BEFORE, _AFTER = 128, 128, 64
+
+
+def tokens_of(x: torch.Tensor, channels_first: bool) -> torch.Tensor:
+    """An activation as a matrix, (tokens, channels)."""
+    x = x.movedim(1, -1) if channels_first else x
+    return x.reshape(-1, x.shape[-1])
+
+
+def first_tensor(value: Any) -> Optional[torch.Tensor]:
+    """The first tensor of the arguments or the output of a module."""
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return value if isinstance(value, torch.Tensor) else None
+
+
+class Residual(NamedTuple):
+    """Where to see the residual stream s to which an FFN's output y is added, as ``s + scale * y``.
+
+    Attributes:
+        module: Module whose input or output is s.
+        is_input: Whether it is the input.
+        channels_first: Whether its channels are at dimension 1.
+        scale: Factor of every channel, (out,), float64.
+    """
+    module: nn.Module
+    is_input: bool
+    channels_first: bool
+    scale: torch.Tensor
+
+
+class Probe(NamedTuple):
+    """What a forward pass of a few images shows about an FFN.
+
+    Attributes:
+        tokens: Tokens that it sees of each image.
+        calls: Number of calls in a forward pass.
+        prefix_tokens: Number of class and register tokens, the first ones of each image.
+        residual: Where its output is added to the residual stream; None if it is not, or not as a scaled addition.
+    """
+    tokens: int
+    calls: int
+    prefix_tokens: int
+    residual: Optional[Residual]
+
+
+class _Activation(NamedTuple):
+    module: nn.Module
+    is_input: bool
+    channels_first: bool
+    tokens: int
+    rows: torch.Tensor
+
+
+class _Pending(NamedTuple):
+    """The output of an FFN whose addition is yet to come."""
+    name: str
+    tokens: int
+    y: torch.Tensor
+    before: List[_Activation]
+    until: int
+
+
+def _replaced_parts(ffn: Ffn) -> Set[nn.Module]:
+    """Modules of an FFN that its replacement lacks; whose activations cannot be seen once it is converted."""
+    return {*ffn.module.modules()} - {ffn.module, *ffn.around(nn.Identity()).modules()}
+
+
+def _scale_of(total: torch.Tensor, stream: torch.Tensor, y: torch.Tensor, eps: float) -> Optional[torch.Tensor]:
+    """The scale if ``total = stream + scale * y`` up to rounding, and y is well above rounding."""
+    added = total - stream
+    scale = (added * y).sum(0) / y.square().sum(0).clamp(min=torch.finfo(y.dtype).tiny)
+    if ((scale - 1).abs() < 1e-3).all():
+        scale = torch.ones_like(scale)
+    rounding = 2 * eps * (total.square().mean() + stream.square().mean()).sqrt()
+    size = (scale * y).square().mean().sqrt()
+    error = (added - scale * y).square().mean().sqrt()
+    return scale if error <= rounding + 1e-4 * size and size > 8 * rounding else None
+
+
+@torch.no_grad()
+def probe(model: nn.Module, ffns: Sequence[Ffn], images: torch.Tensor) -> Dict[str, Probe]:
+    """Run a few images through a model, and look at its FFNs.
+
+    The residual stream of an FFN is the latest activation s before it such that an activation after it is
+    ``s + scale * y``, where all activations are inputs and outputs of modules.
+
+    Returns:
+        By name, in the order of the last calls; FFNs that are not called are missing.
+    """
+    widths = {ffn.out_features for ffn in ffns}
+    eps = torch.finfo(images.dtype).eps
+    tokens: Dict[str, int] = {}
+    calls: Dict[str, int] = {}
+    prefix: Dict[str, int] = {}
+    found: Dict[str, Residual] = {}
+    recent: Deque[_Activation] = deque(maxlen=_BEFORE)
+    pending: List[_Pending] = []
+    time = 0
+    inner = {m for ffn in ffns for m in _replaced_parts(ffn)}
+
+    def see(module: nn.Module, is_input: bool, value: Any) -> None:
+        nonlocal time
+        x = first_tensor(value)
+        if x is None or not x.is_floating_point() or x.ndim < 2:
+            return
+        time += 1
+        pending[:] = [p for p in pending if p.until > time]
+        for channels_first in (False, True):
+            if x.shape[1 if channels_first else -1] not in widths or (channels_first and x.ndim < 3):
+                continue
+            rows = tokens_of(x, channels_first)
+            n = len(rows)
+            rows = wide(rows[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
+            activation = _Activation(module, is_input, channels_first, n, rows)
+            for p in list(pending):
+                if n != p.tokens or rows.shape != p.y.shape:
+                    continue
+                for s in reversed(p.before):
+                    scale = _scale_of(rows, s.rows, p.y, eps)
+                    if scale is not None:
+                        found[p.name] = Residual(s.module, s.is_input, s.channels_first, scale)
+                        pending.remove(p)
+                        break
+            if module not in inner:
+                recent.append(activation)
+
+    def see_input(ffn: Ffn, x: torch.Tensor) -> None:
+        n = len(tokens_of(x, ffn.use_conv)) // len(images)
+        tokens[ffn.name] = tokens.get(ffn.name, 0) + n
+        calls[ffn.name] = calls.pop(ffn.name, 0) + 1  # in the order of the last calls
+        count = getattr(model, 'num_prefix_tokens', 0)
+        prefix[ffn.name] = count if x.ndim == 3 and len(x) == len(images) and count < n else 0
+
+    def see_features(ffn: Ffn, x: torch.Tensor) -> None:
+        g = tokens_of(x, ffn.use_conv)
+        n = len(g)
+        g = wide(g[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
+        second = ffn.fc_out()
+        y = g @ second.weight.T + second.bias
+        before = [a for a in recent if a.tokens == n and a.rows.shape == y.shape]
+        pending.append(_Pending(ffn.name, n, y, before, time + _AFTER))
+
+    hooks = []
+    try:
+        for ffn in ffns:
+            hooks.append(ffn.first.register_forward_pre_hook(lambda _, args, ffn=ffn: see_input(ffn, args[0])))
+        for module in model.modules():
+            hooks.append(module.register_forward_pre_hook(lambda m, args: see(m, True, args)))
+            hooks.append(module.register_forward_hook(lambda m, args, out: see(m, False, out)))
+        for ffn in ffns:  # after the hooks that see its inputs
+            hooks.append(ffn.last.register_forward_pre_hook(lambda _, args, ffn=ffn: see_features(ffn, args[0])))
+        model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {
+        name: Probe(tokens[name], n, prefix[name], found.get(name) if n == 1 else None) for name, n in calls.items()}

@@ -1,0 +1,382 @@
+"""One forward pass of the calibration images, during which the FFNs of a model are replaced one after another."""
+import contextlib
+import threading
+from functools import cached_property
+from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+
+from timm_rep.layers import Affine
+
+from .ffn import Ffn, replace_module
+from .fitting import exact_map
+from .residual import Probe, Residual, first_tensor, tokens_of
+
+__all__ = ['ConvertingPass', 'Inputs', 'Original', 'Share', 'TokenSampler', 'record_original']
+
+
+class Share(NamedTuple):
+    """The images of a batch that this process runs.
+
+    Attributes:
+        batch: Index of the batch.
+        images: Which of its images.
+        x: The images, on the device and in the dtype of the model.
+    """
+    batch: int
+    images: slice
+    x: torch.Tensor
+
+
+class TokenSampler:
+    """Which tokens of each image are used: all class tokens, and as many others as are asked for, at random.
+
+    The choice depends on the position of an image in the batches alone, so that every pass and every process makes the
+    same one.
+    """
+
+    def __init__(self, batch_sizes: Sequence[int], probes: Dict[str, Probe], counts: Dict[str, int]):
+        """
+        Args:
+            batch_sizes: Images of each batch, of all processes.
+            probes: What the FFNs see.
+            counts: Tokens of an image that are used of one call, for every FFN.
+        """
+        self.batch_sizes, self.probes, self.counts = batch_sizes, probes, counts
+        self._chosen: Dict[Tuple[int, int, int, int], torch.Tensor] = {}
+
+    def __call__(self, name: str, share: Share, tokens: int) -> torch.Tensor:
+        """Rows of the matrix of tokens that an FFN sees of the images in one call, image by image.
+
+        Args:
+            name: Name of the FFN.
+            share: The images.
+            tokens: Rows of the matrix.
+        """
+        count = self.batch_sizes[share.batch]
+        n = tokens // len(share.x)
+        key = share.batch, n, min(self.counts[name], n), self.probes[name].prefix_tokens
+        if key not in self._chosen:
+            scores = torch.rand(count, n, generator=torch.Generator().manual_seed(share.batch))
+            scores[:, :key[3]] += 1
+            self._chosen[key] = scores.topk(key[2]).indices.sort().values
+        chosen = self._chosen[key][share.images]
+        return (chosen + n * torch.arange(len(chosen))[:, None]).flatten().to(share.x.device)
+
+    def take(self, name: str, share: Share, x: torch.Tensor) -> torch.Tensor:
+        """The rows of such a matrix."""
+        return x[self(name, share, len(x))]
+
+    def images(self, name: str, share: Share, tokens: int) -> torch.Tensor:
+        """Of each of the rows, the index of its image among all."""
+        local = self(name, share, tokens) // (tokens // len(share.x))
+        images = torch.arange(self.batch_sizes[share.batch])[share.images] + sum(self.batch_sizes[:share.batch])
+        return images.to(local.device)[local]
+
+
+def _hook_stream(
+        residual: Residual,
+        module: nn.Module,
+        record: Callable[[torch.Tensor], None],
+) -> torch.utils.hooks.RemovableHandle:
+    """Call a function with the residual stream, (tokens, channels), whenever it is seen at a module."""
+    def see(value: Any) -> None:
+        record(tokens_of(first_tensor(value), residual.channels_first))
+
+    if residual.is_input:
+        return module.register_forward_pre_hook(lambda _, args: see(args))
+    return module.register_forward_hook(lambda _, args, output: see(output))
+
+
+class Inputs(NamedTuple):
+    """Input of an FFN.
+
+    Attributes:
+        rows: Input u of the sampled tokens, (rows, in).
+        images: Index of the image of each, (rows,).
+    """
+    rows: torch.Tensor
+    images: torch.Tensor
+
+
+def _concatenated(parts: Sequence[Inputs]) -> Inputs:
+    return Inputs(*map(torch.cat, zip(*parts)))
+
+
+class Original(NamedTuple):
+    """What a pass of the images through the original model shows, for the sampled tokens in the order of the images.
+
+    Attributes:
+        totals: The residual stream after each FFN, ``s + scale * y``, (rows, out), for FFNs whose stream is known.
+        inputs: Input of each FFN, if asked for.
+        outputs: What the model returned for each share.
+    """
+    totals: Dict[str, torch.Tensor]
+    inputs: Dict[str, Inputs]
+    outputs: List[Any]
+
+
+@torch.no_grad()
+def record_original(
+        model: nn.Module,
+        ffns: Sequence[Ffn],
+        shares: Sequence[Share],
+        sampler: TokenSampler,
+        with_inputs: bool = False,
+) -> Original:
+    """Run the images through the original model.
+
+    Args:
+        model: The model.
+        ffns: FFNs to record.
+        shares: The images.
+        sampler: Which tokens to record.
+        with_inputs: Whether to record the inputs of the FFNs, too.
+    """
+    totals: Dict[str, List[torch.Tensor]] = {}
+    inputs: Dict[str, List[Inputs]] = {}
+    streams: Dict[str, torch.Tensor] = {}
+    outputs, hooks, share = [], [], None
+    like = next(model.parameters())
+
+    def see_features(ffn: Ffn, second: Affine, scale: torch.Tensor, g: torch.Tensor) -> None:
+        g = sampler.take(ffn.name, share, tokens_of(g, ffn.use_conv)).to(scale)
+        with torch.autocast(g.device.type, enabled=False):
+            y = g @ second.weight.T + second.bias
+        totals.setdefault(ffn.name, []).append(streams.pop(ffn.name).to(scale) + scale * y)
+
+    def see_input(ffn: Ffn, u: torch.Tensor) -> None:
+        u = tokens_of(u, ffn.use_conv)
+        inputs.setdefault(ffn.name, []).append(
+            Inputs(sampler.take(ffn.name, share, u), sampler.images(ffn.name, share, len(u))))
+
+    def see_stream(name: str, stream: torch.Tensor) -> None:
+        streams[name] = sampler.take(name, share, stream)
+
+    try:
+        for ffn in ffns:
+            residual = sampler.probes[ffn.name].residual
+            if residual is not None:
+                scale = residual.scale.to(like.device, torch.promote_types(like.dtype, torch.float32))
+                second = Affine(*(x.to(scale) for x in ffn.fc_out()))
+                hooks.append(_hook_stream(
+                    residual, residual.module, lambda x, name=ffn.name: see_stream(name, x)))
+                hooks.append(ffn.last.register_forward_pre_hook(
+                    lambda _, args, ffn=ffn, second=second, scale=scale:
+                    see_features(ffn, second, scale, args[0])))
+            if with_inputs:
+                hooks.append(ffn.first.register_forward_pre_hook(
+                    lambda _, args, ffn=ffn: see_input(ffn, args[0])))
+        for share in shares:
+            outputs.append(model(share.x))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Original(
+        {name: torch.cat(parts) for name, parts in totals.items()},
+        {name: _concatenated(parts) for name, parts in inputs.items()}, outputs)
+
+
+def _thread_state(device_type: str) -> Callable[[], ContextManager[None]]:
+    """A context with this thread's autocast settings, which are those of a thread, and without gradients."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    @contextlib.contextmanager
+    def context():
+        with torch.no_grad(), torch.autocast(device_type, dtype, enabled):
+            yield
+
+    return context
+
+
+class _Cancelled(BaseException):
+    """Ends the thread of a batch."""
+
+
+class _Station(nn.Module):
+    """The place of an FFN, where batches wait until it is converted."""
+
+    def __init__(self, ffn: Ffn, arrive: Callable[['_Station', torch.Tensor], None]):
+        """
+        Args:
+            ffn: The FFN.
+            arrive: Function that is called with the input, and returns when the batch may go on.
+        """
+        super().__init__()
+        self.ffn, self.arrive = ffn, arrive
+        self.converted: Optional[nn.Module] = None
+
+    @cached_property
+    def exact(self) -> nn.Module:
+        """The FFN, as a map of u to y."""
+        return exact_map(self.ffn)
+
+    def forward(self, u: torch.Tensor) -> torch.Tensor:
+        if self.converted is None:
+            self.arrive(self, u)
+        return (self.converted or self.exact)(u)
+
+
+class _Runner(threading.Thread):
+    """Runs one batch through the model. One thread runs at a time: all others wait, at an FFN or for a batch to."""
+
+    def __init__(self, run: Callable[[], Any], name: str):
+        super().__init__(name=name, daemon=True)
+        self.run_model = run
+        self.inputs: Dict[str, List[Inputs]] = {}
+        self.streams: Dict[str, torch.Tensor] = {}
+        self.waits_at: Optional[_Station] = None
+        self.finished, self.cancelled = False, False
+        self.error: Optional[BaseException] = None
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self.cancelled:
+                self.run_model()
+        except _Cancelled:
+            pass
+        except BaseException as e:
+            self.error = e
+        finally:
+            self.finished = True
+            self._back.release()
+
+    def proceed(self) -> None:
+        """Called by the main thread: run to the next FFN that is not converted, or to the end."""
+        if not self.is_alive():
+            self.start()
+        self._go.release()
+        self._back.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, station: _Station) -> None:
+        """Called by this thread: hand over to the main thread until it proceeds."""
+        self.waits_at = station
+        self._back.release()
+        self._go.acquire()
+        self.waits_at = None
+        if self.cancelled:
+            raise _Cancelled
+
+    def cancel(self) -> None:
+        """End the thread where it waits, and wait for its end."""
+        self.cancelled = True
+        if self.is_alive():
+            self._go.release()
+            self.join()
+
+
+class ConvertingPass:
+    """A forward pass of all batches in step: each waits at an FFN until this is converted, then goes on with it.
+
+    A batch is a thread, so that any architecture can wait in the middle of its forward pass; its state is what the
+    frames of ``forward()`` hold, about two activations. Used as a context manager: what enters an FFN comes from the
+    converted ones before it, an error or interrupt restores the model and ends the threads.
+
+    ::
+
+        with ConvertingPass(model, ffns, shares, sampler) as converting:
+            for ffn in ffns:
+                inputs, streams = converting.arrive_at(ffn)
+                converting.convert(ffn, new_map)
+    """
+
+    def __init__(
+            self,
+            model: nn.Module,
+            ffns: Sequence[Ffn],
+            shares: Sequence[Share],
+            sampler: TokenSampler,
+    ):
+        """
+        Args:
+            model: The model, in eval mode.
+            ffns: FFNs to convert, in the order of execution.
+            shares: The images.
+            sampler: Which tokens to record.
+        """
+        self.model, self.ffns, self.sampler = model, ffns, sampler
+        context = _thread_state(next(model.parameters()).device.type)
+        self._runners = [
+            _Runner(lambda share=share: self._run(share, context), f'calibration batch {share.batch}')
+            for share in shares]
+        self._shares = dict(zip(self._runners, shares))
+        self._stations: Dict[str, _Station] = {}
+        self._placed: Dict[str, nn.Module] = {}
+        self._hooks: List[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> 'ConvertingPass':
+        try:
+            self._place_stations()
+        except BaseException as e:
+            self.__exit__(type(e))
+            raise
+        return self
+
+    def _place_stations(self) -> None:
+        for ffn in self.ffns:
+            station = _Station(ffn, self._arrive)
+            self._stations[ffn.name] = station
+            self._put(ffn, ffn.around(station))
+        placed = {ffn.module: self._placed[ffn.name] for ffn in self.ffns}
+        for ffn in self.ffns:
+            residual = self.sampler.probes[ffn.name].residual
+            if residual is not None:
+                module = placed.get(residual.module, residual.module)
+                self._hooks.append(_hook_stream(
+                    residual, module, lambda x, name=ffn.name: self._see_stream(name, x)))
+
+    def _put(self, ffn: Ffn, new: nn.Module) -> None:
+        replace_module(self.model, self._placed.get(ffn.name, ffn.module), new)
+        self._placed[ffn.name] = new
+
+    def __exit__(self, error: Optional[type] = None, *_) -> None:
+        for runner in self._runners:
+            runner.cancel()
+        for hook in self._hooks:
+            hook.remove()
+        for ffn in self.ffns:
+            if ffn.name in self._placed:
+                self._put(ffn, ffn.module if error else ffn.around(self._stations[ffn.name].converted))
+
+    def _run(self, share: Share, context: Callable[[], Any]) -> None:
+        with context():
+            self.model(share.x)
+
+    def _see_stream(self, name: str, stream: torch.Tensor) -> None:
+        runner = threading.current_thread()
+        if self._stations[name].converted is None:
+            runner.streams[name] = self.sampler.take(name, self._shares[runner], stream)
+
+    def _arrive(self, station: _Station, u: torch.Tensor) -> None:
+        runner, name = threading.current_thread(), station.ffn.name
+        seen = runner.inputs.setdefault(name, [])
+        share, u = self._shares[runner], tokens_of(u, station.ffn.use_conv)
+        seen.append(Inputs(self.sampler.take(name, share, u), self.sampler.images(name, share, len(u))))
+        # of an FFN that is called several times in a pass, the calls before the last are the original's
+        if len(seen) == self.sampler.probes[name].calls:
+            runner.wait(station)
+
+    def arrive_at(self, ffn: Ffn) -> Tuple[Inputs, Optional[torch.Tensor]]:
+        """Run all batches up to an FFN.
+
+        Returns:
+            For the sampled tokens, in the order of the batches: the input of the FFN, and the residual stream that its
+            output is added to, (rows, out), None if it is not known.
+        """
+        for runner in self._runners:
+            while not runner.finished and (runner.waits_at is None or runner.waits_at.converted is not None):
+                runner.proceed()
+        inputs = [x for runner in self._runners for x in runner.inputs.pop(ffn.name, [])]
+        streams = [runner.streams.pop(ffn.name) for runner in self._runners if ffn.name in runner.streams]
+        like = next(self.model.parameters())
+        empty = Inputs(like.new_zeros(0, ffn.in_features), torch.zeros(0, dtype=torch.long, device=like.device))
+        return _concatenated(inputs or [empty]), torch.cat(streams) if streams else None
+
+    def convert(self, ffn: Ffn, converted: nn.Module) -> None:
+        """Let all batches go on with another map of u to y."""
+        self._stations[ffn.name].converted = converted
