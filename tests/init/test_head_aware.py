@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from timm.layers import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 import timm_rep
 from tests.helpers import relative
@@ -85,7 +85,7 @@ def test_within_heads():
     with pytest.raises(ValueError, match=r'blocks\.0\.attn\.qkv.* 6 heads of 4 channels, the teacher 5 of 16'):
         init(build(0, **dict(STUDENT, num_heads=6)), teacher)
     before = copy.deepcopy(student.state_dict())
-    with pytest.raises(ValueError, match='heads is one of whole, within'):
+    with pytest.raises(ValueError, match='heads must be one of'):
         init(student, teacher, heads='all')
     assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())
 
@@ -243,3 +243,16 @@ def test_the_pairs_of_the_paper(pair):
     report = init(student, teacher)
     assert {s.component for s in report.own} == {'head'}
     assert student.eval()(torch.randn(1, 3, 224, 224)).isfinite().all()
+
+
+@torch.no_grad()
+def test_tables_of_beit():
+    """The table of relative positions is resized, but for the three entries of the class token, which are copied."""
+    args = dict(patch_size=8, depth=1, num_classes=5)
+    student = build(0, 'beit_base_patch16_224', img_size=32, embed_dim=24, num_heads=2, **args)
+    teacher = build(1, 'beit_base_patch16_224', img_size=48, embed_dim=48, num_heads=4, **args)
+    init(student, teacher)
+    table, larger = (model.blocks[0].attn.relative_position_bias_table for model in (student, teacher))
+    assert (table.shape, larger.shape) == ((7 ** 2 + 3, 2), (11 ** 2 + 3, 4))
+    assert torch.equal(table[-3:], larger[-3:, [0, 2]])
+    assert torch.equal(table, resize_rel_pos_bias_table(larger, (4, 4), (52, 4))[:, [0, 2]])

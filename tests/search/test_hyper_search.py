@@ -180,15 +180,15 @@ def test_refused_before_anything_is_trained(tmp_path):
         with pytest.raises(ValueError, match="structure='search'"):
             timm_rep.hyper_search(model, KilledLoader(0), epochs=2, warmup_epochs=0)
     for kwargs in (dict(epochs=0, warmup_epochs=0), dict(epochs=3, warmup_epochs=3)):
-        with pytest.raises(ValueError, match='warmup_epochs is less than epochs'):
+        with pytest.raises(ValueError, match='epochs must be'):
             search(**kwargs)
     for kwargs, message in [
-        (dict(checkpoint_epochs=0), 'checkpoint_epochs is at least 1, got 0'),
-        (dict(smoothing=2.), r'smoothing is at least 0 and less than 1, got 2\.0'),
-        (dict(lr=float('nan')), 'lr is greater than 0, got nan'),
-        (dict(weight_decay=-1.), 'weight_decay is at least 0'),
-        (dict(clip_grad=0.), 'clip_grad is greater than 0, or None'),
-        (dict(metadata={'classes': 3}), "metadata of scales are strings by name, got 'classes': 3"),
+        *((kwargs, next(iter(kwargs))) for kwargs in (
+            dict(checkpoint_epochs=0), dict(smoothing=2.), dict(smoothing=1.), dict(lr=float('nan')), dict(lr=0.),
+            dict(lr=float('inf')), dict(weight_decay=-1.), dict(clip_grad=0.), dict(epochs='1'), dict(epochs=2.),
+            dict(epochs=True), dict(warmup_epochs=-1), dict(resume=True), dict(amp_dtype=torch.float16),
+            dict(amp_dtype=torch.int8), dict(amp_dtype='bfloat16'))),
+        (dict(metadata={'classes': 3}), "metadata.*'classes': 3"),
         (dict(metadata={'history': 'x'}), "'history' is reserved"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -196,13 +196,20 @@ def test_refused_before_anything_is_trained(tmp_path):
     searched = timm.create_model('repopt_vgg_a0', structure='search', **TINY)
     with pytest.raises(TypeError, match='learning_rate: arguments of create_model are for the name of a model'):
         timm_rep.hyper_search(searched, KilledLoader(0), learning_rate=.1)
-    with pytest.raises(TypeError, match='train_loader has a length'):
+    with pytest.raises(TypeError, match='train_loader'):
         timm_rep.hyper_search('repopt_vgg_a0', (batch for batch in loader()), **TINY)
     with pytest.raises(TypeError, match=r'a batch has images .* and labels .*, got .*, str'):
         timm_rep.hyper_search(
             'repopt_vgg_a0', KilledLoader(0), [(torch.randn(2, 3, 32, 32), torch.arange(2), 'path')], **TINY)
-    with pytest.raises(ValueError, match=r'amp_dtype is torch\.bfloat16 or None'):
-        search(amp_dtype=torch.float16)
+    for change, message in [
+        (lambda model: model.requires_grad_(False), 'frozen'), (lambda model: model.half(), 'float16'),
+        (lambda model: model.bfloat16(), 'bfloat16'), (lambda model: model.to('meta'), 'meta'),
+        (lambda model: model.stages[1][1].conv[0].scales.requires_grad_(False), 'frozen'),
+    ]:
+        changed = timm.create_model('repopt_vgg_a0', structure='search', **TINY)
+        change(changed)
+        with pytest.raises(ValueError, match=message):
+            timm_rep.hyper_search(changed, KilledLoader(0))
     (tmp_path / 'file').write_text('old')
     with pytest.raises(OSError, match='cannot write to the output folder'):
         search(checkpoint=tmp_path / 'file' / 'search.pth')
@@ -224,10 +231,17 @@ def test_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match=r"search\.pth' cannot be read as the checkpoint of a search"):
         search(**same)
     for loaders, what in ((([],), 'train_loader'), ((loader(), []), 'val_loader')):
-        with pytest.raises(ValueError, match=f'{what} has no batches'):
+        with pytest.raises(ValueError, match=what):
             timm_rep.hyper_search('repopt_vgg_a0', *loaders, **TINY)
     with pytest.raises(ValueError, match=r"cannot be built with structure='search', which RepOpt models can"):
         timm_rep.hyper_search('repopt_ghostnet_050', loader(), strides=(1, 1))
+
+
+def test_a_label_of_a_later_batch():
+    images, targets = dataset(32).tensors
+    batches = list(zip(images.split(16), [targets[:16], targets[16:] + 9]))
+    with pytest.raises(ValueError, match='Labels'):
+        timm_rep.hyper_search('repopt_vgg_a0', batches, epochs=1, warmup_epochs=0, progress=False, **TINY)
 
 
 X, Y = dataset(4).tensors

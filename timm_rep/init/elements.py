@@ -105,7 +105,8 @@ def select_elements(
     """
     shape = tuple(shape)
     if element_selection not in ELEMENT_SELECTIONS:
-        raise ValueError(f'element_selection is one of {", ".join(ELEMENT_SELECTIONS)}, got {element_selection!r}.')
+        raise ValueError(
+            f'element_selection must be one of {", ".join(ELEMENT_SELECTIONS)}, got {element_selection!r}.')
     if tensor.dim() != len(shape) or any(s > t for s, t in zip(shape, tensor.shape)):
         raise ValueError(f'Cannot select {shape} from {tuple(tensor.shape)}: as many axes are needed, none longer.')
     if parts > 1 and element_selection != 'uniform' and not (shape[0] % parts or tensor.shape[0] % parts):

@@ -11,13 +11,17 @@ from .attention import AttentionLayout, fused_projections
 from .elements import Indices, evenly_spaced
 from .matching import Shape
 
-__all__ = ['HEADS', 'ModelLayout', 'head_aware_indices', 'interpolate_positions']
+__all__ = ['HEADS', 'ModelLayout', 'Unselectable', 'head_aware_indices', 'interpolate_positions']
 
 HEADS = ('whole', 'within')
 
 _BIAS_TABLE = re.compile(r'(^|\.)relative_position_bias_table$')
 _HIDDEN = re.compile(r'^(.*)\.(fc1\.weight|fc1\.bias|norm2\.\w+|fc2\.weight)$')
 _GLU = re.compile(r'^(.*\.)?(fc1|w12)\.(weight|bias)$')
+
+
+class Unselectable(Exception):
+    """A tensor of the teacher that the student's cannot be selected from; the message is the reason."""
 
 
 class ModelLayout(NamedTuple):
@@ -75,23 +79,23 @@ class _Segment(NamedTuple):
     teacher_width: int
     kind: str = ''
 
-    def positions(self, heads: str) -> Tuple[Optional[torch.Tensor], str]:
-        """Positions in the teacher's segment, and the reason if there are too few to select from."""
+    def positions(self, heads: str) -> torch.Tensor:
+        """Positions in the teacher's segment; raises Unselectable if there are too few to select from."""
         length, teacher_length = self.count * self.width, self.teacher_count * self.teacher_width
         if heads == 'within' and teacher_length >= length > 0:
-            return evenly_spaced(teacher_length, length), ''
+            return evenly_spaced(teacher_length, length)
         if self.count > self.teacher_count or self.width > self.teacher_width:
             if not self.kind:
-                return None, 'smaller'
+                raise Unselectable('smaller')
             if 'channels' in self.kind:
-                return None, f'the student has {length} {self.kind}, the teacher {teacher_length}'
-            return None, (
+                raise Unselectable(f'the student has {length} {self.kind}, the teacher {teacher_length}')
+            raise Unselectable(
                 f'the student has {self.count} {self.kind} of {self.width} channels, the teacher {self.teacher_count} '
                 f"of {self.teacher_width}; heads='within' selects among the channels of all of them")
         if length == 0:
-            return torch.arange(0), ''
+            return torch.arange(0)
         starts = evenly_spaced(self.teacher_count, self.count) * self.teacher_width
-        return (starts[:, None] + evenly_spaced(self.teacher_width, self.width)).flatten(), ''
+        return (starts[:, None] + evenly_spaced(self.teacher_width, self.width)).flatten()
 
 
 def _segments(
@@ -138,8 +142,8 @@ def _attention_axis(
         student: ModelLayout,
         teacher: ModelLayout,
         heads: str,
-) -> Optional[Tuple[Optional[torch.Tensor], str]]:
-    """Positions along an axis of projections or heads, and why there are none; None for other axes."""
+) -> Optional[torch.Tensor]:
+    """Positions along an axis of projections or heads; None for other axes."""
     attention, parts = student.attention_of(name)
     if attention is None:
         return None
@@ -158,17 +162,15 @@ def _attention_axis(
     elif _BIAS_TABLE.search(name):
         larger = larger._replace(widths=None)
     elif larger.projections(larger_parts, dim) != projections:
-        return None, f'with other projections than {projections}'
+        raise Unselectable(f'with other projections than {projections}')
     theirs = larger.positions(projections, teacher_length)
     if theirs is None:
-        return None, f'which is not {larger.heads} heads of equal width'
+        raise Unselectable(f'which is not {larger.heads} heads of equal width')
     chosen = torch.empty(length, dtype=torch.long)
     for part, larger_part in zip(ours, theirs):
-        taken, reason = _Segment(*part.shape, *larger_part.shape, 'heads').positions(heads)
-        if taken is None:
-            return None, reason
+        taken = _Segment(*part.shape, *larger_part.shape, 'heads').positions(heads)
         chosen[part.flatten()] = larger_part.flatten()[taken]
-    return (None if len(chosen) == teacher_length and torch.equal(chosen, torch.arange(teacher_length)) else chosen), ''
+    return chosen
 
 
 def head_aware_indices(
@@ -178,7 +180,7 @@ def head_aware_indices(
         student: ModelLayout,
         teacher: ModelLayout,
         heads: str = 'whole',
-) -> Tuple[Indices, str]:
+) -> Indices:
     """Evenly spaced positions within each unit of the axes of a tensor, from names and shapes.
 
     - A ``qkv``, ``kv`` or ``q`` (ViT, Swin, PVT, TinyViT), in either order of heads and projections: of each projection
@@ -202,37 +204,29 @@ def head_aware_indices(
         heads: 'whole' or 'within'.
 
     Returns:
-        The positions along each axis, None where the axis is kept whole or interpolated; and the reason why the
-        selection is impossible, '' if it is possible.
+        The positions along each axis, None where the axis is kept whole or interpolated.
+
+    Raises:
+        Unselectable: The tensor of the teacher is too small or has another structure.
     """
     shape = student.shapes[name]
+    position_axes = _position_axes(name, shape)
     indices: Indices = []
     for dim, (length, teacher_length) in enumerate(zip(shape, teacher_shape)):
-        if dim in _position_axes(name, shape) and length != teacher_length:
-            if len(_position_axes(name, shape)) == 1 and (
-                    _grids(teacher_length, length) if dim else _window(length)) is None:
-                return [], f'{teacher_length} positions cannot be interpolated to {length}: both are square grids'
+        if dim in position_axes and length != teacher_length:
+            if len(position_axes) == 1 and (_grids(teacher_length, length) if dim else _window(length)) is None:
+                raise Unselectable(f'{teacher_length} positions cannot be interpolated to {length}: expected grids')
             indices.append(None)
             continue
-        of_heads = _attention_axis(name, dim, teacher_name, teacher_length, student, teacher, heads)
-        if of_heads is not None:
-            if of_heads[1]:
-                return [], of_heads[1]
-            indices.append(of_heads[0])
-            continue
-        segments = _segments(name, dim, teacher_name, teacher_length, student, teacher)
-        if all((s.count, s.width) == (s.teacher_count, s.teacher_width) for s in segments):
-            indices.append(None)
-            continue
-        positions, offset = [], 0
-        for segment in segments:
-            taken, reason = segment.positions(heads)
-            if taken is None:
-                return [], reason
-            positions.append(offset + taken)
-            offset += segment.teacher_count * segment.teacher_width
-        indices.append(torch.cat(positions))
-    return indices, ''
+        positions = _attention_axis(name, dim, teacher_name, teacher_length, student, teacher, heads)
+        if positions is None:
+            offset, of_segments = 0, []
+            for segment in _segments(name, dim, teacher_name, teacher_length, student, teacher):
+                of_segments.append(offset + segment.positions(heads))
+                offset += segment.teacher_count * segment.teacher_width
+            positions = torch.cat(of_segments)
+        indices.append(None if torch.equal(positions, torch.arange(teacher_length)) else positions)
+    return indices
 
 
 def _position_axes(name: str, shape: Shape) -> Tuple[int, ...]:

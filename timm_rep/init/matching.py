@@ -13,7 +13,7 @@ from .elements import evenly_spaced
 
 __all__ = [
     'COMPONENTS', 'LAYER_SELECTIONS', 'Shape', 'absent_in_plain', 'classifier_names', 'component_of', 'map_names',
-    'matches', 'select_blocks', 'with_ones_of', 'without_ones',
+    'match_outer_ones', 'matches', 'select_blocks', 'without_ones',
 ]
 
 LAYER_SELECTIONS = ('first', 'uniform', 'mid', 'last')
@@ -33,7 +33,7 @@ _PATTERNS = (
     ('attention', r'(^|\.)attn\w*\.'),
     ('mlp', r'(^|\.)mlp\w*\.'),
 )
-# names of a RePaFormer's tensors, and those of the same tensors in the plain model
+# names of a RePaFormer's tensors, and of the same tensors in the plain model
 _MLP = r'\.(mlp|mlp_channels)'
 _REPA_TO_PLAIN = (
     (_MLP + r'\.norm1\.(weight|bias)$', r'.norm2.\2'),
@@ -68,10 +68,11 @@ def without_ones(shape: Shape) -> Shape:
     return shape[inner[0]:inner[-1] + 1] if inner else ()
 
 
-def with_ones_of(shape: Shape, like: Shape) -> Shape:
+def match_outer_ones(shape: Shape, like: Shape) -> Shape:
     """A shape with the leading and trailing ones of another instead of its own.
 
-    A shape of as many axes stays, where an axis of length 1 is one of them, as the heads of a table with one head.
+    With equal rank but different inner axes, return ``shape`` unchanged: the table of one head, for example, has an
+    axis of length 1 that counts.
     """
     if len(shape) == len(like) and len(without_ones(shape)) != len(without_ones(like)):
         return shape
@@ -91,7 +92,7 @@ def select_blocks(length: int, count: int, layer_selection: str = 'first') -> Li
         ValueError: ``layer_selection`` is unknown.
     """
     if layer_selection not in LAYER_SELECTIONS:
-        raise ValueError(f'layer_selection is one of {", ".join(LAYER_SELECTIONS)}, got {layer_selection!r}.')
+        raise ValueError(f'layer_selection must be one of {", ".join(LAYER_SELECTIONS)}, got {layer_selection!r}.')
     if layer_selection == 'uniform':
         return evenly_spaced(length, count).tolist()
     start = {'first': 0, 'mid': (length - count) // 2, 'last': length - count}[layer_selection]

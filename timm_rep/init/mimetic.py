@@ -98,6 +98,9 @@ def _factors(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """Factors L and R (rank, channels): L^T R is the closest matrix of this rank to alpha Z + beta I."""
     z = torch.randn(channels, channels, generator=generator, device='cpu') / channels ** .5
-    u, s, vh = torch.linalg.svd(alpha * z + beta * torch.eye(channels, device='cpu'))
-    root = s[:rank].sqrt()
-    return (u[:, :rank] * root).T, vh[:rank] * root[:, None]
+    matrix = alpha * z + beta * torch.eye(channels, device='cpu')
+    # the singular vectors on one side are enough: half the time of torch.linalg.svd()
+    squares, vectors = torch.linalg.eigh(matrix.T @ matrix)
+    root = squares[-rank:].clamp(min=torch.finfo(matrix.dtype).tiny) ** .25
+    vectors = vectors[:, -rank:]
+    return (matrix @ vectors / root).T, (vectors * root).T

@@ -38,6 +38,8 @@ class Teacher:
 
 def _from_state_dict(state_dict: Mapping[str, torch.Tensor], model: Optional[nn.Module] = None) -> Teacher:
     shapes = {name: tuple(value.shape) for name, value in state_dict.items()}
+    if any(value.is_meta for value in state_dict.values()):
+        raise ValueError("The teacher is on 'meta', which has no weights: load them, on another device.")
     return Teacher(shapes, lambda name: state_dict[name].detach(), model)
 
 
@@ -109,6 +111,9 @@ def open_teacher(source: TeacherSource) -> Teacher:
         return _from_state_dict(source.state_dict(), source)
     if isinstance(source, Mapping):
         return _with_timm_names(_from_state_dict(state_dict_of(source, _WRAPPERS)))
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f'teacher must be a model, a state dict, a path or the name of a timm model, got {source!r:.100}.')
     path = os.fspath(source)
     if os.path.isfile(path):
         if path.endswith('.safetensors'):
@@ -118,7 +123,7 @@ def open_teacher(source: TeacherSource) -> Teacher:
         with config_errors(path):
             return open_teacher(timm.create_model(path, pretrained=True))
     if os.path.isdir(path):
-        raise ValueError(f'The teacher {path!r} is a folder: the model in it is named local-dir:{path}.')
+        raise ValueError(f'The teacher {path!r} is a folder: use local-dir:{path} for the model in it.')
     if not timm.is_model(path):
         raise FileNotFoundError(f'The teacher {path!r} is neither a file nor a timm model.')
     if not timm.get_pretrained_cfg(path).has_weights:

@@ -3,7 +3,7 @@
 `Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823
 """
 import copy
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -11,7 +11,7 @@ import torch.nn as nn
 from timm.utils import unwrap_model
 
 from .elements import ELEMENT_SELECTIONS, Indices, index_axes, select_elements
-from .head_aware import HEADS, ModelLayout, head_aware_indices, interpolate_positions
+from .head_aware import HEADS, ModelLayout, Unselectable, head_aware_indices, interpolate_positions
 from .matching import (
     COMPONENTS,
     Shape,
@@ -19,9 +19,9 @@ from .matching import (
     classifier_names,
     component_of,
     map_names,
+    match_outer_ones,
     matches,
     select_blocks,
-    with_ones_of,
 )
 from .teachers import TeacherSource, open_teacher
 
@@ -59,7 +59,7 @@ class TensorSelection(NamedTuple):
     def __str__(self) -> str:
         if self.teacher_name is None:
             return f'{self.name} {self.shape}: its own initialization, {self.reason}'
-        lengths = with_ones_of(self.teacher_shape, self.shape)
+        lengths = match_outer_ones(self.teacher_shape, self.shape)
         axes = [
             _shortened(positions.tolist()) if positions is not None else ':' if length == before else '[...]'
             for positions, length, before in zip(self.indices or (), self.shape, lengths)]
@@ -137,18 +137,22 @@ def weight_select_init(
         The origin of every tensor; ``print`` shows one line for each.
 
     Raises:
-        ValueError: An argument is unknown, or (strict) tensors have no counterpart or too small a one: the message
-            names the first ones, and the student is unchanged.
-        FileNotFoundError, RuntimeError, TypeError: The teacher does not exist, cannot be read, or is not a state dict.
-            The student is unchanged, unless a file is damaged after it was opened.
+        TypeError: The student is not a module, or the teacher is something else than the above.
+        ValueError: An argument is unknown, selected weights are not finite, or (strict) tensors have no counterpart or
+            too small a one: the message names the first ones.
+        FileNotFoundError, RuntimeError: The teacher does not exist or cannot be read.
+
+        The student is unchanged then.
     """
+    if not isinstance(student, nn.Module):
+        raise TypeError(f'student must be a torch.nn.Module, got {student!r:.100}.')
     include, exclude = ([x] if isinstance(x, str) else x for x in (include, exclude))
     _check_arguments(element_selection, layer_selection, heads, [*(include or ()), *(exclude or ())])
     if 'head' in (include or ()) and not include_head:
-        raise ValueError("include names the component 'head': include_head=True selects the classifier.")
+        raise ValueError("include has the component 'head', which needs include_head=True.")
     chain = list(teacher) if isinstance(teacher, (list, tuple)) else [teacher]
     if not chain:
-        raise ValueError('teacher is an empty list.')
+        raise ValueError('teacher must name at least one model, got an empty list.')
     first, *between = chain
     for source in between:
         model = _copy_or_create(source)
@@ -179,33 +183,47 @@ def weight_select_init(
             + (f'\n  and {len(problems) - _NAMED} more' if len(problems) > _NAMED else ''))
 
     # each tensor is written before the next one is read: a teacher in a file needs the memory of one tensor
-    for i, s in enumerate(selections):
-        if s.teacher_name is None:
-            continue
-        tensor = opened.read(s.teacher_name).reshape(with_ones_of(s.teacher_shape, s.shape))
-        if heads is None:
-            tensor, indices = select_elements(
-                tensor, s.shape, element_selection, seed, key=s.name, parts=layout.projections(s.name))
-        else:
-            indices, _ = head_aware_indices(s.name, s.teacher_name, tuple(tensor.shape), layout, teacher_layout, heads)
-            tensor = index_axes(interpolate_positions(tensor, s.name, s.shape), indices)
+    before: Dict[str, torch.Tensor] = {}
+    try:
+        for i, s in enumerate(selections):
+            if s.teacher_name is None:
+                continue
+            tensor = opened.read(s.teacher_name).reshape(match_outer_ones(s.teacher_shape, s.shape))
+            if heads is None:
+                tensor, indices = select_elements(
+                    tensor, s.shape, element_selection, seed, key=s.name, parts=layout.projections(s.name))
+            else:
+                indices = head_aware_indices(
+                    s.name, s.teacher_name, tuple(tensor.shape), layout, teacher_layout, heads)
+                tensor = index_axes(interpolate_positions(tensor, s.name, s.shape), indices)
+            tensor = tensor.to(state_dict[s.name])
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f'The weights for {s.name}, selected from {s.teacher_name} of the teacher, must be finite in '
+                    f'{tensor.dtype}; nothing was changed. Exclude the tensor, or use another teacher or dtype.')
+            before[s.name] = state_dict[s.name].detach().clone()
+            with torch.no_grad():
+                state_dict[s.name].copy_(tensor)
+            selections[i] = s._replace(indices=indices)
+            del tensor
+    except BaseException:
         with torch.no_grad():
-            state_dict[s.name].copy_(tensor)
-        selections[i] = s._replace(indices=indices)
-        del tensor
+            for name, value in before.items():
+                state_dict[name].copy_(value)
+        raise
     return SelectionReport(tuple(selections))
 
 
 def _check_arguments(element_selection: str, layer_selection: str, heads: str, patterns: Sequence[str]) -> None:
     if element_selection not in ELEMENT_CHOICES:
-        raise ValueError(f'element_selection is one of {", ".join(ELEMENT_CHOICES)}, got {element_selection!r}.')
+        raise ValueError(f'element_selection must be one of {", ".join(ELEMENT_CHOICES)}, got {element_selection!r}.')
     if heads not in HEADS:
-        raise ValueError(f'heads is one of {", ".join(HEADS)}, got {heads!r}.')
+        raise ValueError(f'heads must be one of {", ".join(HEADS)}, got {heads!r}.')
     select_blocks(1, 1, layer_selection)
     for pattern in patterns:
-        if pattern not in COMPONENTS and not any(c in pattern for c in '.*?[_'):
+        if not isinstance(pattern, str) or (pattern not in COMPONENTS and not any(c in pattern for c in '.*?[_')):
             raise ValueError(
-                f'include and exclude take components ({", ".join(COMPONENTS)}) or patterns of names such as '
+                f'include and exclude must be components ({", ".join(COMPONENTS)}) or patterns of names such as '
                 f"'blocks.*.attn.*', got {pattern!r}.")
 
 
@@ -253,11 +271,14 @@ def _why_impossible(
         name: str, teacher_name: str, student: ModelLayout, teacher: ModelLayout, heads: Optional[str],
 ) -> str:
     shape, reason = student.shapes[name], ''
-    teacher_shape = with_ones_of(teacher.shapes[teacher_name], shape)
+    teacher_shape = match_outer_ones(teacher.shapes[teacher_name], shape)
     if len(shape) != len(teacher_shape):
         reason = 'with another number of axes'
     elif heads is not None:
-        reason = head_aware_indices(name, teacher_name, teacher_shape, student, teacher, heads)[1]
+        try:
+            head_aware_indices(name, teacher_name, teacher_shape, student, teacher, heads)
+        except Unselectable as e:
+            reason = str(e)
     elif any(a > b for a, b in zip(shape, teacher_shape)):
         reason = 'smaller'
     return reason and f'{teacher_name} of the teacher is {teacher.shapes[teacher_name]}, {reason}'
@@ -269,4 +290,4 @@ def _copy_or_create(source: TeacherSource) -> nn.Module:
     if isinstance(source, str) and timm.is_model(source):
         return timm.create_model(source)
     raise ValueError(
-        f'In a chain of teachers all but the first are models or names of timm models, got {source!r}.')
+        f'In a chain of teachers, all but the first must be models or names of timm models, got {source!r}.')

@@ -75,10 +75,10 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         self._layers: Dict[str, Dict[str, torch.Tensor]] = {}
         for layer, branches in layers.items():
             if not isinstance(branches, Mapping):
-                raise ValueError(f'Scales hold, for each layer, vectors by branch; {layer!r} has {branches!r:.100}.')
+                raise ValueError(f'Scales must be vectors by branch by layer, got {branches!r:.100} for {layer!r}.')
             self._layers[layer] = {branch: _constant(layer, branch, scale) for branch, scale in branches.items()}
         self.metadata = dict(metadata or {})
-        _check_metadata(self.metadata)
+        check_metadata(self.metadata)
         self.history = {
             layer: {branch: list(means) for branch, means in branches.items()}
             for layer, branches in (history or {}).items()
@@ -214,7 +214,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             OSError: The file cannot be written.
             ValueError: The path does not end in .safetensors, or the metadata are not strings or use a reserved key.
         """
-        _check_metadata(self.metadata)
+        check_metadata(self.metadata)
         history = {_HISTORY: json.dumps(self.history)} if self.history else {}
         write(self._layers, {**self.metadata, **history}, path)
 
@@ -242,24 +242,25 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             raise ValueError(f'{path!r} holds no scales. {e}') from e
 
 
-def _check_metadata(metadata: Mapping[str, str]) -> None:
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise ValueError for metadata that cannot be saved."""
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise ValueError(f'The metadata of scales are strings by name, got {key!r}: {value!r:.100}.')
+            raise ValueError(f'The metadata of scales must be strings by name, got {key!r}: {value!r:.100}.')
         if key in (_HISTORY, ORDER):
-            raise ValueError(f'The metadata key {key!r} is reserved by the file format: choose another name.')
+            raise ValueError(f'The metadata key {key!r} is reserved for the file format: choose another name.')
 
 
 def _constant(layer: str, branch: str, scale: torch.Tensor) -> torch.Tensor:
     where = f'The scale of the branch {branch!r} of {layer!r}'
     if '.' in branch:
-        raise ValueError(f'{where}: the name of a branch has no dot, which separates it from its layer in a file.')
+        raise ValueError(f"{where}: branch names must not contain '.'.")
     if not isinstance(scale, torch.Tensor) or scale.ndim != 1 or scale.is_complex():
         found = f'a tensor of shape {tuple(scale.shape)}' if isinstance(scale, torch.Tensor) else f'{scale!r:.100}'
-        raise ValueError(f'{where} is a tensor of one real number for each channel, got {found}.')
+        raise ValueError(f'{where} must be a tensor of one real number for each channel, got {found}.')
     if scale.is_meta or scale.layout != torch.strided:
-        raise ValueError(f"{where} is a dense tensor with data, got a tensor on '{scale.device}' of {scale.layout}.")
+        raise ValueError(f"{where} must be a dense tensor with data, got one on '{scale.device}' of {scale.layout}.")
     constant = scale.detach().to('cpu', torch.float32, copy=True)
     if not constant.isfinite().all():
-        raise ValueError(f'{where} is not finite in float32.')
+        raise ValueError(f'{where} must be finite in float32.')
     return constant

@@ -1,10 +1,11 @@
-"""Hyper-Search: trains the scales of a multi-branch net, which are the constants of a RepOptimizer.
+"""Hyper-Search: training of the scales of a multi-branch net, the constants of a RepOptimizer.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.3 and 4.1.
 """
 import math
 import os
 from datetime import date
+from numbers import Real
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sized, Tuple, Union
 
@@ -17,6 +18,7 @@ from timm.utils import random_seed, unwrap_model
 
 from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
+from timm_rep.scales.scales import check_metadata
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.data import batches_of, labelled_images
@@ -97,8 +99,8 @@ def hyper_search(
         seed: Seed of the initialization and of every epoch.
         checkpoint: File that the first process writes during the search; none if None.
         checkpoint_epochs: Epochs between two checkpoints; the last epoch always writes one.
-        resume: Continue from the checkpoint, if it exists.
-        overwrite: Start anew even if the checkpoint exists.
+        resume: Continue from the checkpoint if it exists.
+        overwrite: Replace an existing checkpoint by a new search.
         progress: Show a progress bar.
         metadata: Further metadata of the scales, such as the data set.
         model_args: Arguments of create_model, if ``model`` is a name.
@@ -109,17 +111,22 @@ def hyper_search(
 
     Raises:
         TypeError: A loader has no length or batches of something else, or there are model_args without a name.
-        ValueError: The model is not in the search structure, an argument is out of range, a label of the first batch
+        ValueError: The model is not in the search structure or cannot be trained, an argument is out of range, a label
             has no class, the metadata are not strings, or the checkpoint belongs to another search.
         OSError: The checkpoint cannot be written, is a folder, or exists without ``resume`` or ``overwrite``.
     """
     recipe = dict(
         epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
         clip_grad=clip_grad, seed=seed, amp_dtype=None if amp_dtype is None else str(amp_dtype))
-    _check_recipe(**recipe)
-    if checkpoint_epochs < 1:
-        raise ValueError(f'checkpoint_epochs is at least 1, got {checkpoint_epochs}.')
-    metadata = Scales({}, metadata).metadata  # what cannot be saved is refused before the search
+    _check_recipe({**recipe, 'checkpoint_epochs': checkpoint_epochs})
+    if amp_dtype not in (None, torch.bfloat16):
+        raise ValueError(
+            f'amp_dtype must be torch.bfloat16 or None, got {amp_dtype!r}: float16 needs a GradScaler, which '
+            'hyper_search does not use.')
+    metadata = dict(metadata or {})
+    check_metadata(metadata)  # before the search rather than after it
+    if resume and checkpoint is None:
+        raise ValueError('resume=True needs the checkpoint of the search to continue: pass its path as checkpoint.')
     if checkpoint is not None:
         checkpoint = _check_checkpoint(Path(checkpoint), resume, overwrite)
     _check_loaders(train_loader, val_loader)
@@ -192,29 +199,23 @@ def hyper_search(
     return Scales(Scales.from_model(model), found, history)
 
 
-def _check_recipe(
-        epochs: int,
-        lr: float,
-        warmup_epochs: int,
-        weight_decay: float,
-        smoothing: float,
-        clip_grad: Optional[float],
-        amp_dtype: Optional[str],
-        **_,
-) -> None:
-    if amp_dtype == str(torch.float16):
+def _check_recipe(recipe: Mapping[str, Any]) -> None:
+    for name, least in (('epochs', 1), ('warmup_epochs', 0), ('checkpoint_epochs', 1)):
+        value = recipe[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f'{name} must be an integer >= {least}, got {value!r}.')
+    if recipe['warmup_epochs'] >= recipe['epochs']:
         raise ValueError(
-            'amp_dtype is torch.bfloat16 or None: gradients in float16 need a GradScaler, which Hyper-Search has not.')
-    if not 0 <= warmup_epochs < epochs:
-        raise ValueError(f'warmup_epochs is less than epochs, got {warmup_epochs} of {epochs}.')
-    if not 0 < lr < math.inf:
-        raise ValueError(f'lr is greater than 0, got {lr}.')
-    if not 0 <= weight_decay < math.inf:
-        raise ValueError(f'weight_decay is at least 0, got {weight_decay}.')
-    if not 0 <= smoothing < 1:
-        raise ValueError(f'smoothing is at least 0 and less than 1, got {smoothing}.')
-    if clip_grad is not None and not clip_grad > 0:
-        raise ValueError(f'clip_grad is greater than 0, or None for no clipping, got {clip_grad}.')
+            f'warmup_epochs must be less than epochs, got {recipe["warmup_epochs"]} of {recipe["epochs"]}.')
+    for name, is_valid, what in (
+            ('lr', lambda x: 0 < x < math.inf, 'a positive finite number'),
+            ('weight_decay', lambda x: 0 <= x < math.inf, 'a finite number >= 0'),
+            ('smoothing', lambda x: 0 <= x < 1, 'a number in [0, 1)'),
+            ('clip_grad', lambda x: x > 0, 'a positive number or None'),
+    ):
+        value = recipe[name]
+        if not (isinstance(value, Real) and is_valid(value)) and (name, value) != ('clip_grad', None):
+            raise ValueError(f'{name} must be {what}, got {value!r}.')
 
 
 def _check_loaders(train_loader: Iterable, val_loader: Optional[Iterable]) -> None:
@@ -222,9 +223,9 @@ def _check_loaders(train_loader: Iterable, val_loader: Optional[Iterable]) -> No
         if loader is None:
             continue
         if not isinstance(loader, Sized):
-            raise TypeError(f'{name} has a length, as a DataLoader or a list of batches: got {loader!r:.100}.')
+            raise TypeError(f'{name} must define `__len__`, such as a DataLoader or a list, got {loader!r:.100}.')
         if not len(loader):
-            raise ValueError(f'{name} has no batches.')
+            raise ValueError(f'{name} must have at least one batch, got none.')
     if val_loader is not None:  # which would fail after the last epoch
         labelled_images(next(batches_of(val_loader)))
 
@@ -236,7 +237,7 @@ def _check_checkpoint(path: Path, resume: bool, overwrite: bool) -> Path:
     if path.exists() and not (resume or overwrite):
         raise FileExistsError(
             f'The checkpoint {str(path)!r} of an earlier search exists: resume=True (--resume) continues it, '
-            'overwrite=True (--overwrite) starts anew and replaces it.')
+            'overwrite=True (--overwrite) replaces it by a new one.')
     return path
 
 
@@ -251,8 +252,18 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
             ) from e
     elif model_args:
         raise TypeError(f'{", ".join(model_args)}: arguments of create_model are for the name of a model.')
-    if not any(isinstance(layer, CslaBlock) and layer.structure == 'search' for layer in model.modules()):
+    layers = [layer for layer in model.modules() if isinstance(layer, CslaBlock) and layer.structure == 'search']
+    if not layers:
         raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
+    params = [p for layer in layers for p in layer.parameters()]
+    if any(p.is_meta for p in params):
+        raise ValueError(f"{name} is on 'meta', which has no data to train: create it on another device.")
+    if any(p.dtype not in (torch.float32, torch.float64) for p in params):
+        raise ValueError(
+            f'{name} must be float32 or float64 to be trained, got {params[0].dtype}: call its float(), and pass '
+            'amp_dtype=torch.bfloat16 to compute in lower precision.')
+    if not all(p.requires_grad for p in params):
+        raise ValueError(f'{name} has frozen kernels or scales, which would not be searched: call requires_grad_().')
     return model
 
 
@@ -263,8 +274,8 @@ def _check_start(start: int, world_size: int) -> None:
         torch.distributed.all_gather_object(starts, start)
     if len(set(starts)) > 1:
         raise ValueError(
-            f'The processes would start from different epochs, {starts}: the checkpoint must be in a folder that all '
-            'of them see.')
+            f'All processes must start from the same epoch, got {starts}: put the checkpoint into a folder that all of '
+            'them see.')
 
 
 def _record(history: _History, scales: Scales) -> None:

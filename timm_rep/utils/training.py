@@ -101,7 +101,8 @@ def fit(
                 images, targets = batch if teacher is not None else labelled_images(batch)
                 scheduler.step_update(epoch * steps + step)
                 images = images.to(device, non_blocking=True, memory_format=memory_format)
-                if teacher is None and not losses and not step:
+                # on a GPU, looking at labels would wait for it
+                if teacher is None and (targets.device.type == 'cpu' or not (losses or step)):
                     _check_labels(targets, getattr(model, 'num_classes', math.inf))
                 targets = targets.to(device, torch.long, non_blocking=True)
                 with autocast():
