@@ -17,6 +17,7 @@ _NUMBER = re.compile(r'\d+(?:\.\d+)?')
 @pytest.mark.parametrize('page', PAGES)
 def test_page(page, eval_example, capsys):
     """The blocks of a page share one namespace. Numbers may differ by 5%: processors round differently."""
+    eval_example.set_config(line_length=120)
     names = {}
     for example in PAGES[page]:
         if eval_example.update_examples:
