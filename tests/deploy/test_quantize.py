@@ -338,7 +338,7 @@ def test_wrong_images(quantized):
 
 @pytest.mark.parametrize('kwargs, message', [
     (dict(backend='tensorrt'), "backend must be one of 'inductor', 'onnxruntime'.* got 'tensorrt'"),
-    (dict(calibrator='mse'), "calibrator must be one of 'minmax', 'entropy', 'percentile', got 'mse'"),
+    (dict(calibrator='mse'), "calibrator must be one of 'minmax', .* got 'mse'"),
     (dict(percentile=10), 'percentile must be .* got 10'),
     (dict(percentile='x'), "percentile must be .* got 'x'"),
     (dict(max_images=0), 'max_images is a number of images, at least 1, got 0'),

@@ -92,12 +92,16 @@ def export(
     'onnx'         file.onnx, of ``torch.onnx.export(dynamo=True)``           ONNX Runtime
     'pt2'          file.pt2, of ``torch.export.save``                         ``torch.export.load``
     'aoti'         file.pt2, compiled by AOTInductor for this kind of CPU     ``torch._inductor.aoti_load_package``
+    'openvino'     folder: model.xml, model.bin                               OpenVINO
+    'executorch'   file.pte, for XNNPACK                                      ExecuTorch
     =============  =========================================================  ==================================
 
-    The batch size is dynamic, the size of the images fixed (in a folder, nothing is). A copy of the model is exported
-    in eval mode and loaded again. Its outputs, for a batch and for a single image, must be those of the given, unfolded
-    model up to the tolerance. The differences are written as JSON: ``FILE.verify.json``, or ``verify.json`` in a
-    folder. An existing file is replaced; a folder must be new or empty.
+    The batch size is dynamic, except for 'executorch', which takes one image at a time. The image size is fixed, except
+    for 'safetensors'. A copy of the model is exported in eval mode and loaded again. Its outputs, for a batch
+    and for a single image, must be those of the given, unfolded model up to the tolerance. The differences are written
+    as JSON: ``FILE.verify.json``, or ``verify.json`` in a folder. An existing file is replaced; a folder must be new or
+    empty. OpenVINO is compared in float32; by itself it computes in bfloat16 on CPUs with AMX, unless its
+    ``INFERENCE_PRECISION_HINT`` is 'f32'.
 
     Args:
         model: Model of this package or of timm, or a network around one, with float32 parameters. Its input is one

@@ -17,6 +17,8 @@ import torch.nn as nn
 
 from timm_rep.hub._folder import write_model
 
+from .runtimes import Runner, load_executorch, load_openvino, save_openvino, to_openvino, write_executorch
+
 __all__ = [
     'BACKENDS', 'FORMATS', 'Backend', 'Format', 'check_format', 'check_packages', 'export_program', 'onnx_runner',
     'save_program', 'tracing_batch', 'write_onnx',
@@ -24,8 +26,6 @@ __all__ = [
 
 # largest total size of weights inside an ONNX file: protobuf's limit of 2 GiB, minus space for the graph
 _MAX_ONNX_WEIGHTS = (2 << 30) - (16 << 20)
-
-Runner = Callable[[torch.Tensor], Any]
 
 
 class Format(NamedTuple):
@@ -62,11 +62,13 @@ class Backend(NamedTuple):
         files: Names of the files of a quantized model; the first one is loaded, the others hold its weights.
         packages: Modules to import besides torch; torchao has the calibrators.
         extra: Extra of this package that installs them.
+        calibrators: Names of the calibrators that it has.
     """
     program: Tuple[str, str]
     files: Tuple[str, ...]
     packages: Tuple[str, ...]
     extra: str
+    calibrators: Tuple[str, ...] = ('minmax', 'entropy', 'percentile')
 
 
 def _dynamic_batch() -> Tuple[Dict[int, Any]]:
@@ -175,6 +177,10 @@ def _check_compiler() -> None:
             "format='aoti' requires a C++ compiler, but torch found none: install g++ or clang, or set CXX.") from e
 
 
+def _write_openvino(model: nn.Module, images: torch.Tensor, folder: Path) -> None:
+    save_openvino(to_openvino(export_program(model, images), images), folder / 'model.xml')
+
+
 def _write_folder(model: nn.Module, images: torch.Tensor, folder: Path) -> None:
     write_model(model, folder)
 
@@ -209,6 +215,12 @@ FORMATS: Dict[str, Format] = {
     'pt2': Format('torch.export', '.pt2', _write_pt2, _load_pt2),
     'aoti': Format(
         'compiled by AOTInductor for this kind of CPU', '.pt2', _write_aoti, _load_aoti, check_machine=_check_compiler),
+    'openvino': Format(
+        'folder with model.xml and model.bin for OpenVINO', None, _write_openvino, load_openvino,
+        packages=('openvino',), extra='openvino'),
+    'executorch': Format(
+        'ExecuTorch program for XNNPACK, one image at a time', '.pte', write_executorch, load_executorch,
+        packages=('executorch',), extra='executorch', dynamic_batch=False),
 }
 
 BACKENDS: Dict[str, Backend] = {
@@ -216,6 +228,9 @@ BACKENDS: Dict[str, Backend] = {
     'onnxruntime': Backend(
         ('ort', 'OnnxProgram'), ('model.onnx', 'model.onnx.data'), ('onnx', 'onnxscript', 'onnxruntime', 'torchao'),
         'deploy'),
+    'openvino': Backend(
+        ('openvino_int8', 'OpenVinoProgram'), ('model.xml', 'model.bin'), ('openvino', 'nncf', 'torchao'), 'openvino',
+        calibrators=('minmax', 'percentile')),
 }
 
 

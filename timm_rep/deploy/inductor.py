@@ -48,9 +48,9 @@ class _LayerQuantizer(X86InductorQuantizer):
     nn.Conv2d and nn.Linear; and it quantizes shortcuts, whose rounding errors accumulate from block to block.
     """
 
-    def __init__(self, activation: QuantizationSpec, weight: QuantizationSpec):
+    def __init__(self, activation: QuantizationSpec, weight: QuantizationSpec, keep_float: Sequence[str]):
         super().__init__()
-        self.activation, self.weight = activation, weight
+        self.activation, self.weight, self.keep_float = activation, weight, {*keep_float}
 
     def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         # inductor has no int8 kernel for linear layers with transposed inputs, as in an MLP-Mixer
@@ -68,13 +68,19 @@ class _LayerQuantizer(X86InductorQuantizer):
 
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         for node in model.graph.nodes:
-            if node.target in _LAYERS and node.args[1].op == 'get_attr':
+            is_layer = node.target in _LAYERS and node.args[1].op == 'get_attr'
+            if is_layer and _module(node) not in self.keep_float:
                 node.meta['quantization_annotation'] = QuantizationAnnotation(
                     input_qspec_map={node.args[0]: self.activation, node.args[1]: self.weight}, _annotated=True)
         return model
 
     def validate(self, model: torch.fx.GraphModule) -> None:
         pass
+
+
+def _module(node: torch.fx.Node) -> str:
+    """Name of the innermost module of a node, '' outside of modules."""
+    return next((path for path, _ in reversed(node.meta.get('nn_module_stack', {}).values())), '')
 
 
 def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
@@ -101,7 +107,7 @@ def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
     return graph
 
 
-def _quantizer(activation, weight) -> _LayerQuantizer:
+def _quantizer(activation, weight, keep_float: Sequence[str] = ()) -> _LayerQuantizer:
     # Without VNNI, kernels add pairs of products in 16 bits, which saturate with 8-bit inputs but not with 7 bits
     # (torchao's reduce_range). Its default eps, 2 ** -12, would be the smallest scale, too large for small weights.
     return _LayerQuantizer(
@@ -110,7 +116,8 @@ def _quantizer(activation, weight) -> _LayerQuantizer:
             qscheme=torch.per_tensor_affine, observer_or_fake_quant_ctr=activation),
         QuantizationSpec(
             dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_channel_symmetric, ch_axis=0,
-            observer_or_fake_quant_ctr=weight))
+            observer_or_fake_quant_ctr=weight),
+        keep_float)
 
 
 class _Kernels(CustomGraphPass):
@@ -151,10 +158,12 @@ class InductorProgram(Program):
             per_channel: bool,
             calibrator: str,
             percentile: float,
+            keep_float: Sequence[str] = (),
     ) -> 'InductorProgram':
         prepared = prepare_pt2e(_graph(model, batches[0]), _quantizer(
             ACTIVATION_OBSERVERS[calibrator].with_args(percentile=percentile),
-            PerChannelMinMaxObserver if per_channel else PerTensorWeightObserver))
+            PerChannelMinMaxObserver if per_channel else PerTensorWeightObserver,
+            keep_float))
         for images in batches:
             prepared(images)
         return cls(convert_pt2e(prepared), batches[0].shape[1:])
@@ -169,7 +178,7 @@ class InductorProgram(Program):
             operator = getattr(getattr(node.target, 'overloadpacket', None), '__name__', '')
             if node.op != 'call_function' or operator not in _PRODUCTS:
                 continue
-            name = next((path for path, _ in reversed(node.meta.get('nn_module_stack', {}).values())), '') or node.name
+            name = _module(node) or node.name
             if node.target in _LAYERS and _take(kernels.scales, _weight_scale(self.graph, node)):
                 int8.append(name)
             else:

@@ -57,6 +57,7 @@ class OnnxProgram(Program):
             per_channel: bool,
             calibrator: str,
             percentile: float,
+            keep_float: Sequence[str] = (),
     ) -> 'OnnxProgram':
         with torch.no_grad():
             structure = dump_structure(model(batches[0][:1]))
@@ -68,7 +69,10 @@ class OnnxProgram(Program):
         _unshare(graph)
         weights = {x.name for x in graph.initializer}
         # products of activations, as in attention, stay in float: quantized, they cost most of the accuracy
-        layers = [node for node in graph.node if node.op_type in _OPERATORS and node.input[1] in weights]
+        layers = [
+            node for node in graph.node
+            if node.op_type in _OPERATORS and node.input[1] in weights
+            and _module(node, node.input[1]) not in keep_float]
         # ONNX Runtime replaces these activations by the range of their output, so nothing else may read their input
         uses = Counter([*(name for node in graph.node for name in node.input), *(x.name for x in graph.output)])
         following = {name for node in layers for name in node.output if uses[name] == 1}

@@ -26,6 +26,7 @@ class Program(ABC):
             per_channel: bool,
             calibrator: str,
             percentile: float,
+            keep_float: Sequence[str] = (),
     ) -> 'Program':
         """Post-training quantization.
 
@@ -35,6 +36,7 @@ class Program(ABC):
             per_channel: One scale for each output channel of a weight, instead of one for the weight.
             calibrator: Key of ``ACTIVATION_OBSERVERS``.
             percentile: Percentage of values covered by the calibrator 'percentile'.
+            keep_float: Names of layers that are not quantized.
         """
 
     @abstractmethod

@@ -6,9 +6,11 @@ import contextlib
 import copy
 import importlib
 import os
+import statistics
+import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn as nn
@@ -17,12 +19,16 @@ from timm_rep._verify import check_finite, compare
 from timm_rep.convert import folded_copy
 from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.data import Images, batches_of, labelled_images, take_images
+from timm_rep.utils.profiling import time_calls
 from timm_rep.utils.training import distil, evaluate
 
 from ._export import check_model
 from .formats import BACKENDS, check_packages
 from .program import Program
-from .report import CALIBRATORS, REPORT_NAME, Accuracy, QuantizationReport, read_report, write_report
+from .report import REPORT_NAME, Accuracy, QuantizationReport, read_report, write_report
+
+# timed passes of the float and the quantized model
+_ROUNDS = 3
 
 __all__ = ['Quantized', 'check_quantization', 'check_settings', 'load_quantized', 'quantize_ptq', 'quantize_qat']
 
@@ -123,6 +129,10 @@ def quantize_ptq(
         percentile: float = 99.99,
         max_images: int = 512,
         validation_loader: Optional[Iterable] = None,
+        keep_float: Union[str, Sequence[str]] = (),
+        max_error: Optional[float] = None,
+        max_accuracy_loss: Optional[float] = None,
+        diagnose: bool = False,
 ) -> Quantized:
     """Post-training quantization of a model to int8.
 
@@ -141,8 +151,8 @@ def quantize_ptq(
             one tensor (N, channels, height, width), its output a nesting of tensors. Not modified.
         calibration_loader: A few hundred training images, preprocessed as for validation: batches of images
             (N, channels, height, width) of one size, or with the images first.
-        backend: Key of ``timm_rep.deploy.BACKENDS``: 'inductor' (torchao and ``torch.compile``) or 'onnxruntime'
-            (static quantization, QDQ format).
+        backend: Key of ``timm_rep.deploy.BACKENDS``: 'inductor' (torchao and ``torch.compile``), 'onnxruntime' (static
+            quantization, QDQ format) or 'openvino' (NNCF, with bias correction).
         per_channel: One scale for each output channel of a weight, instead of one for the weight.
         calibrator: Choice of the range of an activation: 'minmax', all values; 'entropy', the range with the smallest
             Kullback-Leibler divergence of the quantized distribution; 'percentile', a percentage of the values.
@@ -150,9 +160,16 @@ def quantize_ptq(
         max_images: Largest number of calibration images; they are held in memory.
         validation_loader: Batches of images and labels (N,) to measure the accuracy on, before and after. Default: it
             is not measured.
+        keep_float: Names of layers of the folded model that stay in float; or 'auto', the fewest of the most harmful
+            layers so that ``max_error`` or ``max_accuracy_loss`` holds when the others are rounded.
+        max_error: Largest relative root mean square of the difference of the outputs, on the first calibration batch,
+            for ``keep_float='auto'``.
+        max_accuracy_loss: Largest loss of top-1 accuracy on ``validation_loader`` in percentage points, for
+            ``keep_float='auto'``.
+        diagnose: Measure the error that each layer adds alone, on the first calibration batch, as ``report.layers``.
 
     Returns:
-        The quantized model, with a report.
+        The quantized model, with a report. Warns if it is slower than the folded float model on this machine.
 
     Raises:
         ModuleNotFoundError: The backend requires a package that is not installed (extra ``deploy``).
@@ -163,15 +180,31 @@ def quantize_ptq(
             quantized or wrapped.
     """
     program = check_quantization(backend, calibrator, percentile)
+    _check_keep_float(keep_float, max_error, max_accuracy_loss, validation_loader)
     _check_model(model)
     batches = _read_images(calibration_loader, max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
+    names = dict(folded.named_modules())
+    unknown = [name for name in keep_float if keep_float != 'auto' and name not in names]
+    if unknown:
+        raise ValueError(f'keep_float must be names of layers of the folded model, got {unknown[0]!r}.')
     accuracy = _accuracy(model, validation_loader, batches[0].shape[1:])
+    settings = per_channel, calibrator, percentile
+    errors = None
+    if diagnose or keep_float == 'auto':
+        from .diagnosis import RoundedModel, layer_errors, layers_to_keep
+
+        with torch.no_grad():
+            rounded = RoundedModel(folded, batches, *settings)
+            errors = layer_errors(rounded, batches[0])
+            if keep_float == 'auto':
+                keep_float = layers_to_keep(rounded, errors, _criterion(
+                    model, batches[0], max_error, max_accuracy_loss, validation_loader, accuracy))
     with _errors(model, backend):
         quantized = _finish(
-            program.quantize(folded, batches, per_channel, calibrator, percentile), model, batches, backend=backend,
-            per_channel=per_channel, calibrator=calibrator, percentile=percentile, qat_epochs=0)
+            program.quantize(folded, batches, *settings, keep_float), model, folded, batches, backend=backend,
+            per_channel=per_channel, calibrator=calibrator, percentile=percentile, qat_epochs=0, layers=errors)
     return _measured(quantized, validation_loader, accuracy)
 
 
@@ -239,8 +272,8 @@ def quantize_qat(
         prepared, copy.deepcopy(model), images, epochs, lr, weight_decay=0., checkpoint=checkpoint, resume=resume)
     with _errors(model, 'inductor'):
         quantized = _finish(
-            finish_training(prepared, batches[0].shape[1:]), model, batches, backend='inductor', per_channel=True,
-            calibrator='minmax', percentile=100., qat_epochs=epochs)
+            finish_training(prepared, batches[0].shape[1:]), model, folded, batches, backend='inductor',
+            per_channel=True, calibrator='minmax', percentile=100., qat_epochs=epochs)
     return _measured(quantized, validation_loader, accuracy)
 
 
@@ -267,8 +300,11 @@ def check_settings(backend: str, calibrator: str, percentile: float) -> None:
     """
     if backend not in BACKENDS:
         raise ValueError(f'backend must be one of {", ".join(map(repr, BACKENDS))}, got {backend!r}.')
-    if calibrator not in CALIBRATORS:
-        raise ValueError(f'calibrator must be one of {", ".join(map(repr, CALIBRATORS))}, got {calibrator!r}.')
+    calibrators = BACKENDS[backend].calibrators
+    if calibrator not in calibrators:
+        raise ValueError(
+            f'calibrator must be one of {", ".join(map(repr, calibrators))} for backend={backend!r}, got '
+            f'{calibrator!r}.')
     if not isinstance(percentile, (int, float)) or not 50 < percentile <= 100:
         raise ValueError(f'percentile must be a number > 50 and <= 100, got {percentile!r}.')
     check_packages(f'backend={backend!r}', BACKENDS[backend])
@@ -315,14 +351,67 @@ def _errors(model: nn.Module, backend: str) -> Iterator[None]:
             f'Cannot quantize {type(model).__name__} with {backend!r}: {type(e).__name__}: {str(e).strip()}') from e
 
 
+def _check_keep_float(
+        keep_float: Any,
+        max_error: Optional[float],
+        max_accuracy_loss: Optional[float],
+        validation_loader: Optional[Iterable],
+) -> None:
+    if isinstance(keep_float, str) and keep_float != 'auto':
+        raise ValueError(f"keep_float must be a list of names of layers, or 'auto', got {keep_float!r}.")
+    if (keep_float == 'auto') != (max_error is not None or max_accuracy_loss is not None):
+        raise ValueError(
+            "keep_float='auto' and one of max_error and max_accuracy_loss must be given together, got "
+            f'keep_float={keep_float!r}, max_error={max_error!r}, max_accuracy_loss={max_accuracy_loss!r}.')
+    for name, x in (('max_error', max_error), ('max_accuracy_loss', max_accuracy_loss)):
+        if x is not None and (not isinstance(x, (int, float)) or not x >= 0):
+            raise ValueError(f'{name} must be a number >= 0, got {x!r}.')
+    if max_accuracy_loss is not None and validation_loader is None:
+        raise ValueError('max_accuracy_loss requires validation_loader.')
+
+
+def _criterion(
+        model: nn.Module,
+        images: torch.Tensor,
+        max_error: Optional[float],
+        max_accuracy_loss: Optional[float],
+        loader: Optional[Iterable],
+        accuracy: Optional[Tuple[float, int]],
+) -> Callable[[nn.Module], bool]:
+    """Whether a rounded model is close enough to the float model."""
+    expected = model(images)
+
+    def is_enough(rounded: nn.Module) -> bool:
+        if max_error is not None and not compare(expected, rounded(images), len(images)).relative_rms <= max_error:
+            return False
+        return max_accuracy_loss is None or (
+            evaluate(rounded, loader, torch.device('cpu'))[1] >= accuracy[0] - max_accuracy_loss)
+
+    return is_enough
+
+
 @torch.no_grad()
-def _finish(program: Program, model: nn.Module, batches: List[torch.Tensor], **settings) -> Quantized:
-    """The quantized model with its report."""
+def _finish(
+        program: Program,
+        model: nn.Module,
+        folded: nn.Module,
+        batches: List[torch.Tensor],
+        **settings,
+) -> Quantized:
+    """The quantized model with its report; warns if it is slower than the folded model."""
     first = batches[0]
     int8, other = program.layers(first)
+    seconds = time_calls(
+        {'fp32': lambda: folded(first), 'int8': lambda: program(first)}, torch.device('cpu'), rounds=_ROUNDS)
+    milliseconds = {name: round(1e3 * statistics.median(values), 3) for name, values in seconds.items()}
+    if milliseconds['int8'] > milliseconds['fp32']:
+        warnings.warn(
+            f"int8 is slower than float32 on this machine: {milliseconds['int8']:.1f} ms for {len(first)} images, the "
+            f"folded model {milliseconds['fp32']:.1f} ms.", stacklevel=4)
     return Quantized(program, QuantizationReport(
         **settings, images=sum(map(len, batches)), input_size=tuple(first.shape[1:]), int8_layers=int8,
-        float_layers=other, relative_rms=compare(model(first), program(first), len(first)).relative_rms))
+        float_layers=other, milliseconds=milliseconds,
+        relative_rms=compare(model(first), program(first), len(first)).relative_rms))
 
 
 def _accuracy(model: nn.Module, loader: Optional[Iterable], size: Sequence[int]) -> Optional[Tuple[float, int]]:

@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 REPORT_NAME = 'quantization.json'
-CALIBRATORS = ('minmax', 'entropy', 'percentile')
+CALIBRATORS = tuple(dict.fromkeys(name for backend in BACKENDS.values() for name in backend.calibrators))
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class QuantizationReport(Sidecar):
         relative_rms: Root mean square of the difference between quantized and float outputs, relative to the float
             outputs' own, on the first batch of calibration images.
         accuracy: Accuracy before and after, if measured.
+        layers: Error that each layer adds alone, as ``relative_rms``, by name, the most harmful first; if diagnosed.
+        milliseconds: Time of the first batch with the folded float model, in eager mode, and with the quantized model,
+            by 'fp32' and 'int8'.
     """
     backend: str
     per_channel: bool
@@ -64,6 +67,8 @@ class QuantizationReport(Sidecar):
     float_layers: Dict[str, str]
     relative_rms: float
     accuracy: Optional[Accuracy] = None
+    layers: Optional[Dict[str, float]] = None
+    milliseconds: Optional[Dict[str, float]] = None
 
     def __post_init__(self):
         for name, known in ('backend', BACKENDS), ('calibrator', CALIBRATORS):
@@ -86,6 +91,9 @@ class QuantizationReport(Sidecar):
             lines.append(
                 f'top-1 accuracy: {before:.2f}% before, {after:.2f}% after ({after - before:+.2f}), '
                 f'{self.accuracy.images} images')
+        if self.layers:
+            lines.append('relative rms difference by each layer alone, the largest:')
+            lines += [f'  {name}: {error:.2g}' for name, error in list(self.layers.items())[:5]]
         return '\n'.join(lines)
 
 

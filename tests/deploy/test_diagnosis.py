@@ -1,0 +1,177 @@
+"""Error that int8 adds in each layer, and layers that stay in float."""
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+import timm_rep
+from tests.helpers import images, relative, same_weights
+
+pytest.importorskip('torchao')
+
+from tests.deploy.test_quantize import simulated
+from timm_rep.deploy.diagnosis import RoundedModel, layer_errors, layers_to_keep
+
+MINMAX = (True, 'minmax', 100.)
+
+
+class Net(nn.Module):
+    """A strided and a dilated, grouped convolution, and a linear layer, not made in the order of execution."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+        self.b = nn.Conv2d(4, 6, 3, dilation=2, groups=2)
+        self.a = nn.Conv2d(3, 4, 3, stride=2)
+
+    def forward(self, x):
+        return self.head(self.b(self.a(x).relu()).relu().mean((2, 3)))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@torch.no_grad()
+def test_against_the_definition(net, monkeypatch):
+    """All layers rounded are the simulated quantization; a layer alone is one of a model whose others are exact."""
+    monkeypatch.setattr(torch.cpu, '_is_vnni_supported', lambda: True)  # inputs of 8 bits
+    calibration, x = [images(4, 16, seed=1), 2 * images(3, 16, seed=2)], images(5, 16, seed=3)
+    before = copy.deepcopy(net)
+    for per_channel in (True, False):
+        rounded = RoundedModel(net, calibration, per_channel, 'minmax', 100.)
+        assert rounded.names == ['a', 'b', 'head']
+        assert torch.equal(rounded(x), net(x))
+        rounded.rounded = {*rounded.names}
+        expected = simulated(net, calibration, x, per_channel)
+        assert relative(expected, net(x)) > 1e-3
+        assert relative(rounded(x), expected) < 1e-5
+        rounded.rounded = set()
+        assert torch.equal(rounded(x), net(x))
+    assert same_weights(net, before)
+
+
+@torch.no_grad()
+def damage(net):
+    """A channel of large weights that is not used."""
+    net.b.weight[0] *= 100
+    net.b.bias[0] = -1e6
+
+
+@torch.no_grad()
+def test_the_most_harmful_layer_is_first(net):
+    """Channels of different size suit one scale for the tensor badly, and a scale for each channel well."""
+    damage(net)
+    x = images(4, 16)
+    errors = layer_errors(RoundedModel(net, [x], False, 'minmax', 100.), x)
+    assert next(iter(errors)) == 'b'
+    assert list(errors.values()) == sorted(errors.values(), reverse=True)
+    assert layer_errors(RoundedModel(net, [x], *MINMAX), x)['b'] < errors['b'] / 4
+    rounded = RoundedModel(net, [x], False, 'minmax', 100.)
+    rounded.rounded = {'b'}
+    expected = net(x)
+    assert errors['b'] == pytest.approx(((rounded(x) - expected).norm() / expected.norm()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize('needed', range(4))
+def test_the_fewest_layers_that_are_enough(net, needed):
+    rounded = RoundedModel(net, [images(2, 16)], *MINMAX)
+    order = ['b', 'head', 'a']
+    kept = layers_to_keep(
+        rounded, dict.fromkeys(order, 0.), lambda model: not model.rounded & {*order[:needed]})
+    assert kept == order[:needed]
+    assert layers_to_keep(rounded, dict.fromkeys(order, 0.), lambda model: False) == order
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('kept', [[], ['b'], ['a', 'head']])
+def test_layers_kept_in_float_by_inductor(net, kept, monkeypatch):
+    from timm_rep.deploy.inductor import InductorProgram
+
+    monkeypatch.setattr(torch.cpu, '_is_vnni_supported', lambda: True)
+    x = images(4, 16)
+    graph = InductorProgram.quantize(net, [x], *MINMAX, keep_float=kept).graph
+    rounded = RoundedModel(net, [x], *MINMAX)
+    rounded.rounded = {'a', 'b', 'head'}.difference(kept)
+    assert relative(graph(x), rounded(x)) < 1e-4
+    assert relative(graph(x), net(x)) > 1e-3
+
+
+def test_layers_kept_in_float_by_onnxruntime(net):
+    pytest.importorskip('onnxruntime')
+    x = images(4, 16)
+    quantized = timm_rep.quantize_ptq(net, [x], 'onnxruntime', keep_float=['b'], diagnose=True)
+    assert quantized.report.int8_layers == ['a', 'head']
+    assert quantized.report.float_layers == {'b': 'Conv'}
+    assert quantized.report.layers.keys() == {'a', 'b', 'head'}
+    assert f'  {next(iter(quantized.report.layers))}: ' in str(quantized.report)
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Quantizes nothing: records which layers would stay in float. Yields them."""
+    kept = []
+
+    class Program:
+        @classmethod
+        def quantize(cls, model, batches, per_channel, calibrator, percentile, keep_float):
+            kept.extend(keep_float)
+            program = cls()
+            program.model = model
+            return program
+
+        def __call__(self, x):
+            return self.model(x)
+
+        def layers(self, x):
+            return [], {}
+
+    monkeypatch.setattr('timm_rep.deploy.quantize._program', lambda name: Program)
+    return kept
+
+
+def test_automatic_choice(net, unmeasured):
+    damage(net)
+    x = images(4, 16)
+    labels = net(x).argmax(1)
+    settings = dict(per_channel=False, keep_float='auto', validation_loader=[(x, labels)])
+    errors = timm_rep.quantize_ptq(net, [x], **settings, max_error=1e9).report.layers
+    assert unmeasured == []
+    timm_rep.quantize_ptq(net, [x], **settings, max_error=errors['b'] / 2)
+    assert unmeasured == ['b']
+    unmeasured.clear()
+    timm_rep.quantize_ptq(net, [x], **settings, max_error=0.)
+    assert unmeasured == list(errors)
+    unmeasured.clear()
+    timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=100.)
+    assert unmeasured == []
+    timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=0., max_error=0.)
+    assert unmeasured == list(errors)
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    (dict(keep_float='b'), "keep_float must be a list of names of layers, or 'auto', got 'b'"),
+    (dict(keep_float=['c']), "keep_float must be names of layers .* got 'c'"),
+    (dict(keep_float='auto'), 'max_error and max_accuracy_loss must be given together'),
+    (dict(max_error=.1), 'must be given together'),
+    (dict(keep_float='auto', max_error=-1.), r'max_error must be a number >= 0, got -1\.0'),
+    (dict(keep_float='auto', max_error='x'), "max_error must be a number >= 0, got 'x'"),
+    (dict(keep_float='auto', max_accuracy_loss=1.), 'max_accuracy_loss requires validation_loader'),
+])
+def test_wrong_settings(net, unmeasured, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        timm_rep.quantize_ptq(net, [images(2, 16)], **kwargs)
+
+
+@pytest.mark.parametrize('fp32, int8', [(.001, .002), (.002, .001)])
+def test_warns_if_int8_is_slower(net, unmeasured, monkeypatch, recwarn, fp32, int8):
+    monkeypatch.setattr(
+        'timm_rep.deploy.quantize.time_calls', lambda calls, *args, **kwargs: {'fp32': [fp32] * 3, 'int8': [int8] * 3})
+    report = timm_rep.quantize_ptq(net, [images(2, 16)]).report
+    assert report.milliseconds == {'fp32': 1e3 * fp32, 'int8': 1e3 * int8}
+    found = [str(w.message) for w in recwarn if 'slower' in str(w.message)]
+    assert len(found) == (int8 > fp32)
+    assert all('2.0 ms' in text and '1.0 ms' in text for text in found)

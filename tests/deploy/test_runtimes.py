@@ -1,0 +1,122 @@
+"""Formats and int8 of runtimes that no extra for the tests installs: each test runs where its runtime is installed."""
+import pytest
+import torch
+import torch.nn as nn
+
+import timm_rep
+from tests.deploy.models import MODELS, build
+from tests.helpers import images, relative
+from timm_rep.cli import main
+from timm_rep.deploy import FORMATS, load_quantized
+
+pytestmark = pytest.mark.clients
+
+
+@pytest.mark.parametrize('kind', MODELS)
+@pytest.mark.parametrize('format', ['openvino', 'executorch'])
+def test_every_family(format, kind, tmp_path):
+    pytest.importorskip(format)
+    model, input_size = build(kind)
+    path = tmp_path / f'model{FORMATS[format].suffix or ""}'
+    result = timm_rep.export(model.train(), path, format, images=images(3, input_size[1], seed=2))
+    assert result.differences.keys() == {'random', 'real'}
+    model.eval()
+    runner = FORMATS[format].load(path)
+    with torch.no_grad():
+        for n in (1, 5) if FORMATS[format].dynamic_batch else (1, 1):
+            x = images(n, input_size[1], seed=n)
+            assert relative(runner(x), model(x)) < 1e-4
+
+
+@pytest.mark.parametrize('format', ['openvino', 'executorch'])
+def test_a_broken_file_is_noticed(format, tmp_path, monkeypatch):
+    pytest.importorskip(format)
+
+    class Exported(nn.Module):
+        def forward(self, x):
+            return x * (1.01 if torch.compiler.is_compiling() else 1.)
+
+    with pytest.raises(RuntimeError, match=f"as '{format}' differs from the model"):
+        timm_rep.export(Exported(), tmp_path / f'm{FORMATS[format].suffix or ""}', format, input_size=(3, 8, 8))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('format', ['openvino', 'executorch'])
+def test_several_outputs(format, tmp_path):
+    pytest.importorskip(format)
+
+    class Several(nn.Module):
+        def forward(self, x):
+            return {'a': x + 1, 'b': [x.mean(1), x * 2]}
+
+    path = tmp_path / f'm{FORMATS[format].suffix or ""}'
+    timm_rep.export(Several(), path, format, input_size=(3, 8, 8))
+    x = images(1, 8)
+    for y, expected in zip(FORMATS[format].load(path)(x), (x + 1, x.mean(1), x * 2), strict=True):
+        assert relative(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize('format', ['openvino', 'executorch'])
+def test_command(format, tmp_path, capsys):
+    pytest.importorskip(format)
+    path = tmp_path / f'm{FORMATS[format].suffix or ""}'
+    args = ['--model-kwargs', 'img_size=32', 'patch_size=8', 'embed_dim=24', 'depth=1', 'num_heads=3']
+    assert main(['export', 'repa_deit_tiny', '--format', format, '-o', str(path), *args]) == 0
+    assert ('batch size 1 only' in capsys.readouterr().out) != FORMATS[format].dynamic_batch
+    assert path.exists()
+    if format == 'openvino':
+        assert main(['export', 'repa_deit_tiny', '--format', format, '-o', str(path), *args]) == 1
+        assert 'is not empty' in capsys.readouterr().err
+
+
+@pytest.fixture
+def openvino_int8():
+    for package in ('openvino', 'nncf', 'torchao'):
+        pytest.importorskip(package)
+
+
+@pytest.mark.parametrize('kind', ['repopt_vgg', 'repa_vit'])
+@pytest.mark.parametrize('kwargs', [{}, dict(per_channel=False, calibrator='percentile', percentile=99.9)], ids=str)
+def test_int8_of_openvino(openvino_int8, kind, kwargs, tmp_path):
+    model, input_size = build(kind)
+    model.eval()
+    x = images(4, input_size[1])
+    quantized = timm_rep.quantize_ptq(model, [x], 'openvino', **kwargs)
+    layers = [
+        name for name, m in timm_rep.convert.folded_copy(model).named_modules()
+        if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert set(quantized.report.int8_layers) == {*layers}
+    assert 1e-3 < quantized.report.relative_rms < .2
+    quantized.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {'model.xml', 'model.bin', 'quantization.json'}
+    loaded = load_quantized(tmp_path)
+    assert loaded.report == quantized.report
+    y = images(3, input_size[1], seed=7)
+    assert torch.equal(loaded(y), quantized(y))
+    kept = timm_rep.quantize_ptq(model, [x], 'openvino', keep_float=layers[:1], **kwargs).report
+    assert layers[0] in kept.float_layers
+    assert set(kept.int8_layers) == {*layers[1:]}
+
+
+def test_int8_of_openvino_with_several_outputs(openvino_int8, tmp_path):
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return {'maps': [y, y.relu()]}
+
+    torch.manual_seed(0)
+    model, x = Several().eval(), images(2, 8)
+    quantized = timm_rep.quantize_ptq(model, [x], 'openvino')
+    quantized.save(tmp_path)
+    for found in (quantized(x), load_quantized(tmp_path)(x)):
+        for y, expected in zip(found['maps'], model(x)['maps'], strict=True):
+            assert relative(y, expected.detach()) < .05
+
+
+def test_openvino_has_no_entropy(openvino_int8):
+    with pytest.raises(ValueError, match=r"calibrator must be one of 'minmax', 'percentile' .*'openvino'"):
+        timm_rep.quantize_ptq(nn.Conv2d(3, 3, 1).eval(), [images(2, 8)], 'openvino', calibrator='entropy')

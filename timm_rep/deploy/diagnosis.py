@@ -1,0 +1,128 @@
+"""Error that int8 adds in each layer, and the layers to keep in float. Imported only with torchao installed."""
+import copy
+from typing import Any, Callable, Collection, Dict, List, Sequence, Set
+
+import torch
+import torch.nn as nn
+
+from timm_rep._verify import compare
+
+from .observers import ACTIVATION_OBSERVERS
+
+__all__ = ['RoundedModel', 'layer_errors', 'layers_to_keep']
+
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
+
+
+class RoundedModel(nn.Module):
+    """A model in float32 with inputs and weights of some layers rounded to int8 values.
+
+    Attributes:
+        names: Names of the convolutions and linear layers, in the order of execution.
+        rounded: Names of the layers that are rounded; to be set.
+    """
+
+    def __init__(
+            self,
+            model: nn.Module,
+            batches: Sequence[torch.Tensor],
+            per_channel: bool,
+            calibrator: str,
+            percentile: float,
+    ):
+        """
+        Args:
+            model: Folded model in eval mode on the CPU. Not modified.
+            batches: Calibration batches of images (N, channels, height, width).
+            per_channel: One scale for each output channel of a weight, instead of one for the weight.
+            calibrator: Key of ``ACTIVATION_OBSERVERS``.
+            percentile: Percentage of values covered by the calibrator 'percentile'.
+        """
+        super().__init__()
+        self.model = copy.deepcopy(model)
+        self.rounded: Set[str] = set()
+        layers = {name: module for name, module in self.model.named_modules() if isinstance(module, _LAYERS)}
+        observers: Dict[str, nn.Module] = {}
+
+        def observe(name: str) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: Any) -> None:
+                if name not in observers:  # in the order of execution
+                    observers[name] = ACTIVATION_OBSERVERS[calibrator](
+                        percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0,
+                        quant_max=255)
+                observers[name](args[0])
+            return hook
+
+        handles = [layer.register_forward_pre_hook(observe(name)) for name, layer in layers.items()]
+        for images in batches:
+            self.model(images)
+        for handle in handles:
+            handle.remove()
+        self.names: List[str] = list(observers)
+        for name, observer in observers.items():
+            scale, zero = observer.calculate_qparams()
+            self._round_inputs_and_weight(name, layers[name], scale, zero, per_channel)
+
+    def _round_inputs_and_weight(
+            self, name: str, layer: nn.Module, scale: torch.Tensor, zero: torch.Tensor, per_channel: bool) -> None:
+        weight = layer.weight.detach()
+        largest = weight.flatten(1).abs().amax(1) if per_channel else weight.abs().max().expand(len(weight))
+        steps = (largest / 127.5).clamp(min=torch.finfo(torch.float32).tiny)
+        steps = steps.unflatten(0, (-1, *[1] * (weight.ndim - 1)))
+        # torch multiplies by the inverse, and the largest weight of a channel is a tie
+        rounded = (weight * (1 / steps)).round().clamp(-128, 127) * steps
+
+        def before(layer: nn.Module, args: Any) -> Any:
+            layer.weight.data = rounded if name in self.rounded else weight
+            if name in self.rounded:
+                return ((args[0] * (1 / scale)).round() + zero).clamp(0, 255).sub(zero).mul(scale), *args[1:]
+            return None
+
+        layer.register_forward_pre_hook(before)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        """Outputs for images (N, channels, height, width)."""
+        return self.model(images)
+
+
+def layer_errors(model: RoundedModel, images: torch.Tensor) -> Dict[str, float]:
+    """Error that each layer adds alone: relative root mean square of the difference of the outputs.
+
+    Args:
+        model: The model.
+        images: Images (N, channels, height, width).
+
+    Returns:
+        Errors by name of the layer, the largest first.
+    """
+    model.rounded = set()
+    expected = model(images)
+    errors = {}
+    for name in model.names:
+        model.rounded = {name}
+        errors[name] = compare(expected, model(images), len(images)).relative_rms
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))
+
+
+def layers_to_keep(model: RoundedModel, errors: Dict[str, float], is_enough: Callable[[nn.Module], bool]) -> List[str]:
+    """The fewest of the most harmful layers that are to stay in float.
+
+    Args:
+        model: The model.
+        errors: Errors of :func:`layer_errors`.
+        is_enough: Whether a model is good enough; assumed to become true, and stay so, as more layers stay in float.
+
+    Returns:
+        Names of layers, all of them if nothing less is enough.
+    """
+    names = list(errors)
+
+    def passes(kept: Collection[str]) -> bool:
+        model.rounded = {*names}.difference(kept)
+        return is_enough(model)
+
+    low, high = 0, len(names)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(names[:middle]) else (middle + 1, high)
+    return names[:low]

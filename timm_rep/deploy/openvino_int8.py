@@ -1,0 +1,147 @@
+"""Int8 backend 'openvino': NNCF. Imported only with its packages installed."""
+import re
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
+
+import nncf
+import openvino
+import torch
+import torch.nn as nn
+from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, OverflowFix, QuantizationParameters
+from nncf.quantization.range_estimator import (
+    AggregatorType,
+    RangeEstimatorParameters,
+    RangeEstimatorParametersSet,
+    StatisticsCollectorParameters,
+    StatisticsType,
+)
+from torch.utils._pytree import tree_unflatten, treespec_loads
+
+from .formats import export_program, tracing_batch
+from .program import Program, dump_structure
+from .runtimes import compile_openvino, save_openvino, to_openvino
+
+__all__ = ['OpenVinoProgram']
+
+# elementwise products and sums, as of shortcuts, whose rounding errors accumulate from block to block
+_FLOAT_TYPES = ['Add', 'Multiply', 'Subtract', 'Divide']
+_STRUCTURE = 'timm_rep_outputs'  # key for the structure of several outputs
+_NAMES = 'timm_rep_layers'  # key for the names of modules, by name of the operation
+
+
+class OpenVinoProgram(Program):
+    """An OpenVINO model quantized by NNCF, run with torch's number of threads."""
+
+    def __init__(self, model: openvino.Model):
+        """
+        Args:
+            model: Quantized model.
+        """
+        self.model = model
+        self._run, self._compiled = compile_openvino(model)
+        structure = _rt_info(model, _STRUCTURE)
+        self._structure = treespec_loads(structure) if structure else None
+
+    def __call__(self, images: torch.Tensor) -> Any:
+        outputs = self._run(images)
+        if self._structure is None:
+            return outputs
+        return tree_unflatten(outputs if isinstance(outputs, list) else [outputs], self._structure)
+
+    @classmethod
+    def quantize(
+            cls,
+            model: nn.Module,
+            batches: Sequence[torch.Tensor],
+            per_channel: bool,
+            calibrator: str,
+            percentile: float,
+            keep_float: Sequence[str] = (),
+    ) -> 'OpenVinoProgram':
+        with torch.no_grad():
+            structure = dump_structure(model(batches[0][:1]))
+        program = export_program(model, tracing_batch(batches[0]))
+        converted = to_openvino(program, batches[0])
+        names = _module_names(program)
+        kept = [x.get_friendly_name() for x in converted.get_ordered_ops() if _module(x, names) in keep_float]
+        quantized = nncf.quantize(
+            converted,
+            nncf.Dataset([image.numpy() for batch in batches for image in batch.split(1)]),
+            preset=nncf.QuantizationPreset.MIXED,  # asymmetric activations, as the other backends
+            subset_size=sum(map(len, batches)),
+            ignored_scope=nncf.IgnoredScope(
+                names=[*kept, *_products_of_activations(converted)], types=_FLOAT_TYPES, validate=False),
+            advanced_parameters=AdvancedQuantizationParameters(
+                overflow_fix=OverflowFix.DISABLE if torch.cpu._is_vnni_supported() else OverflowFix.ENABLE,
+                weights_quantization_params=QuantizationParameters(per_channel=per_channel),
+                activations_range_estimator_params=_ranges(calibrator, percentile)))
+        quantized.set_rt_info(structure, _STRUCTURE)
+        quantized.set_rt_info(names, _NAMES)
+        return cls(quantized)
+
+    def layers(self, images: torch.Tensor) -> Tuple[List[str], Dict[str, str]]:
+        names = {key: str(value.astype(str)) for key, value in self.model.get_rt_info([_NAMES]).astype(dict).items()}
+        int8, other = [], {}
+        for node in self._compiled.get_runtime_model().get_ordered_ops():
+            info = {key: str(value.astype(str)) for key, value in node.get_rt_info().items()}
+            if info.get('layerType') not in ('Convolution', 'FullyConnected', 'MatMul', 'Deconvolution'):
+                continue
+            operations = re.split('[,/]', info['originalLayersNames'])
+            module = next((names[x] for x in operations if x in names), node.get_friendly_name())
+            if info['runtimePrecision'] in ('i8', 'u8'):
+                int8.append(module)
+            else:
+                other[module] = info['layerType']
+        return list(dict.fromkeys(name for name in int8 if name not in other)), other
+
+    def write(self, path: Path) -> None:
+        save_openvino(self.model, path)
+
+    @classmethod
+    def read(cls, path: Path) -> 'OpenVinoProgram':
+        if not path.is_file():
+            raise FileNotFoundError(f'No such file: {str(path)!r}')
+        try:
+            return cls(openvino.Core().read_model(path))
+        except Exception as e:  # OpenVINO raises its own types
+            raise RuntimeError(f'Cannot read {str(path)!r} as an OpenVINO model: {type(e).__name__}: {e}') from e
+
+
+def _rt_info(model: openvino.Model, key: str) -> str:
+    return str(model.get_rt_info([key]).astype(str)) if model.has_rt_info([key]) else ''
+
+
+def _module_names(program: 'torch.export.ExportedProgram') -> Dict[str, str]:
+    """Names of modules by names of the operations in the program that OpenVINO decomposes."""
+    names: Dict[str, str] = {}
+    convolutions = 0
+    for node in program.graph.nodes:
+        module = next((path for path, _ in reversed(node.meta.get('nn_module_stack', {}).values())), '')
+        target = str(node.target)
+        if re.match(r'aten\.conv(_transpose)?\dd', target) or target.startswith('aten.convolution'):
+            names[f'convolution_{convolutions}' if convolutions else 'convolution'] = module or node.name
+            convolutions += 1
+        elif 'linear' in target:
+            names[node.name] = module or node.name
+    return names
+
+
+def _module(node: openvino.Node, names: Mapping[str, str]) -> str:
+    return names.get(node.get_friendly_name().split('/')[0], '')
+
+
+def _products_of_activations(model: openvino.Model) -> List[str]:
+    """Names of products such as attention's, which stay in float: quantized, they cost most of the accuracy."""
+    return [
+        node.get_friendly_name() for node in model.get_ordered_ops()
+        if node.get_type_name() == 'ScaledDotProductAttention' or (node.get_type_name() == 'MatMul' and not any(
+            x.get_source_output().get_node().get_type_name() == 'Constant' for x in node.inputs()))]
+
+
+def _ranges(calibrator: str, percentile: float) -> RangeEstimatorParameters:
+    if calibrator == 'minmax':
+        return RangeEstimatorParametersSet.MINMAX
+    outliers = (1 - percentile / 100) / 2
+    return RangeEstimatorParameters(*(
+        StatisticsCollectorParameters(StatisticsType.QUANTILE, AggregatorType.MEAN, quantile_outlier_prob=p)
+        for p in (outliers, outliers)))
