@@ -17,7 +17,7 @@ from tests.convert.multi_branch import FAMILIES, build
 from tests.helpers import images, normal_scales, relative, same_weights, save_model
 from timm_rep.convert.linear_sums import find_linear_sums
 from timm_rep.convert.repopt import use_repopt_convs
-from timm_rep.layers import CslaBlock, CslaConv2d, csla_layers
+from timm_rep.layers import CslaBlock, CslaConv2d, RepOptConv, csla_layers
 from timm_rep.optim import RepAdamW, RepSGD
 from timm_rep.scales import Scales
 
@@ -368,9 +368,9 @@ def test_scales_of_the_registered_architecture(tmp_path):
     assert recorded(model) is False
     with pytest.raises(ValueError, match=r'scales .*structure='):
         timm.create_model('repopt_any', structure='csla', scales=False, **args)
-    with pytest.raises(ValueError, match="structure is 'target'"):
+    with pytest.raises(ValueError, match='structure must be'):
         timm.create_model('repopt_any', structure='plain', **args)
-    with pytest.raises(ValueError, match='base is the name of a model of timm without tag'):
+    with pytest.raises(ValueError, match='base must be'):
         timm.create_model('repopt_any', base='repopt_vgg_a0')
 
 
@@ -447,3 +447,21 @@ def test_a_checkpoint_with_branches(family, folded):
         model.load_state_dict(original.state_dict(), strict=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     pickle.loads(pickle.dumps(model)).load_state_dict(before)
+
+
+def test_weights_of_the_base_are_not_discarded():
+    with pytest.raises(ValueError, match='reinit'):
+        timm.create_model('repopt_any', base='mobileone_s0', pretrained=True, reinit=True)
+
+
+@pytest.mark.parametrize('structure', ['target', 'search'])
+def test_momentum_and_eps_of_the_branches(structure):
+    """The BatchNorm of the sum has those of the branches."""
+    model = timm.create_model('repvgg_a0', num_classes=5)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum, module.eps = .03, 1e-3
+    use_repopt_convs(model, structure)
+    norms = [layer[1] for layer in model.modules() if isinstance(layer, RepOptConv)]
+    assert norms
+    assert {(norm.momentum, norm.eps) for norm in norms} == {(.03, 1e-3)}

@@ -496,70 +496,9 @@ def test_inputs_are_cast_once_under_autocast(always):
     assert seen.count(torch.bfloat16) >= 2
 
 
-@pytest.fixture
-def tf32():
-    """Multiplications on a GPU in TF32 allowed, as timm's train.py does."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision('high')
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-class Tf32(TorchFunctionMode):
-    """A GPU that multiplies in TF32, as far as a tensor on a CPU can tell."""
-
-    @staticmethod
-    def rounded(x):
-        kept = (x.detach() * (1 + 2 ** -11)).view(torch.int32).bitwise_and(-1 << 13).view(torch.float32)
-        return x + (kept - x).detach()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func == torch.Tensor.is_cuda.__get__:
-            return True
-        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__):
-            return self.rounded(args[0]) @ self.rounded(args[1])
-        return func(*args, **kwargs or {})
-
-
-def test_a_product_where_a_gpu_would_round(monkeypatch):
-    monkeypatch.setattr(fused_idle, '_multiplies_in_tf32', lambda: True)
-    g = torch.Generator().manual_seed(0)
-    a = torch.randn(48, 24, generator=g).requires_grad_()
-    b = torch.randn(24, 24, generator=g).requires_grad_()
-    a.data[0], b.data[1] = 0., 1e30
-    exact = a.double() @ b.double()
-    with Tf32():
-        coarse, product = a @ b, fused_idle._product(a, b)
-    errors = [((found - exact).abs() / exact.abs().clamp(min=1e-30))[1:].max() for found in (coarse, product)]
-    assert errors[0] > 1e-4
-    assert errors[1] < 1e-5
-    monkeypatch.setattr(fused_idle, '_multiplies_in_tf32', lambda: False)  # one product is enough then
-    with Tf32():
-        assert torch.equal(fused_idle._product(a, b), coarse)
-    grad = torch.cos(torch.arange(exact.numel(), dtype=torch.float32)).view_as(exact)
-    for ours, theirs in zip(*(torch.autograd.grad(y, (a, b), grad.to(y.dtype)) for y in (product, exact))):
-        assert relative(ours, theirs) < 1e-3
-    big = torch.tensor([[0., -0., 1e-45, -3.4e38, float('inf')]])
-    leading, rest = fused_idle._split_tf32(big)
-    assert torch.equal((leading + rest)[:, :4], big[:, :4])
-    assert not (leading[:, :4].view(torch.int32) & (1 << 13) - 1).any()
-
-
-def test_whether_a_gpu_would_round(tf32):
-    compiled = torch.compile(
-        lambda x: x + 1 if fused_idle._multiplies_in_tf32() else x, backend='eager', fullgraph=True)
-    assert fused_idle._multiplies_in_tf32()
-    assert compiled(torch.zeros(1)) == 1
-    torch.set_float32_matmul_precision('highest')
-    assert not fused_idle._multiplies_in_tf32()
-    if hasattr(torch.backends.cuda.matmul, 'fp32_precision'):  # after which torch refuses to say it the old way
-        torch.backends.cuda.matmul.fp32_precision = 'tf32'
-        assert fused_idle._multiplies_in_tf32()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-def test_statistics_on_a_gpu(tf32, always, dtype):
+def test_statistics_on_a_gpu(always, dtype):
     """They are those of the layers in float64."""
     x = (tokens(shape=(8, 64, 40, 40)) / 3).cuda()
     model = ffn(64).cuda()

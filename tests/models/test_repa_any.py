@@ -186,18 +186,22 @@ def test_bases_that_timm_folds(args, tmp_path):
 
 
 @pytest.mark.parametrize('args,message', [
-    (dict(base='repa_deit_tiny'), "base is the name of a model of timm without tag.*got 'repa_deit_tiny'"),
+    (dict(base='repa_deit_tiny'), r"base must be .*got 'repa_deit_tiny'"),
     (dict(base='vit_tiny_patch16_224.augreg_in21k'), 'without tag'),
     (dict(base='hf-hub:timm/resnet18.a1_in1k'), 'without tag'),
     (dict(base='resnet18'), 'ResNet has no pointwise FFN'),
     (dict(base='resnet18', norm='batch'), 'ResNet'),
     (dict(VIT, idle_ratio=[.5, .5]), r'4 FFNs.* 2: blocks.0.mlp'),
     *((dict(VIT, linear_path=path), 'linear_path') for path in ([True], 5, 'x', ['x'] * 4)),
-    (dict(VIT, idle_schedule='linear'), "norm='keep' or anneal_steps, idle_schedule is 'constant'"),
-    (dict(VIT, norm='batch', linear_path=False), "linear_path is for norm='keep' without anneal_steps"),
-    (dict(VIT, anneal_steps=4, linear_path=False), "linear_path is for norm='keep' without anneal_steps"),
+    (dict(VIT, idle_schedule='linear'), 'idle_schedule'),
+    (dict(VIT, norm='batch', linear_path=False), 'linear_path'),
+    (dict(VIT, anneal_steps=4, linear_path=False), 'linear_path'),
     (dict(VIT, idle_ratio=1.5), 'idle_ratio .*1.5'),
-    (dict(VIT, norm='layer'), "norm is 'keep' or 'batch', got 'layer'"),
+    (dict(VIT, linear_path=['x'] * 4), 'linear_path'),
+    (dict(VIT, linear_path=5), 'linear_path'),
+    (dict(VIT, anneal_schedule='x'), 'anneal_schedule'),
+    (dict(VIT, reparameterized='yes'), 'reparameterized'),
+    (dict(VIT, norm='layer'), r"norm must .*'layer'"),
 ])
 def test_refusals(args, message):
     with pytest.raises(ValueError, match=message):
@@ -230,3 +234,21 @@ def test_it_trains_as_any_model():
     optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
     losses = train(model, optimizer, images(10, 32), torch.arange(10) % 5, steps=25)
     assert losses[-1] < .5 * losses[0]
+
+
+@pytest.mark.parametrize('anneal_steps', [0, 9])
+def test_settings_of_the_batch_norms(anneal_steps):
+    model = timm.create_model(
+        'repa_any', **VIT, norm='batch', anneal_steps=anneal_steps, bn_momentum=.03, bn_eps=1e-3)
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    assert len(norms) == 8 - 4 * (anneal_steps > 0)
+    assert {(norm.momentum, norm.eps) for norm in norms} == {(.03, 1e-3)}
+
+
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+def test_schedule_of_the_annealing(norm):
+    model = timm.create_model('repa_any', **VIT, norm=norm, anneal_steps=5, anneal_schedule='cosine')
+    layers = [m for m in model.modules() if hasattr(m, 'anneal_schedule')]
+    assert len(layers) == (4 if norm == 'keep' else 8)
+    assert {layer.anneal_schedule for layer in layers} == {'cosine'}
+    assert model._model_args['anneal_schedule'] == 'cosine'

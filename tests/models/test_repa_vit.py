@@ -345,7 +345,7 @@ def test_training_moves_the_statistics_and_lowers_the_loss():
 
 def test_refusals():
     for kwargs, match in [
-        (dict(idle_ratio=1.5), 'from 0 to 1'),
+        (dict(idle_ratio=1.5), r'idle.ratio'),
         (dict(idle_schedule='cosine'), "'constant' or 'linear'"),
         (dict(mlp_layer=nn.Identity), r'blocks\.0\.mlp is a Identity'),
     ]:

@@ -6,11 +6,11 @@ Idle channels are linear in training mode too. BatchNorm maps an idle channel ``
 channels. Their contribution to the output of the second linear layer is one C x C matrix, ``fc2 diag(s) fc1``, whatever
 their number; they are neither computed nor kept for the backward pass. Outputs, gradients and running statistics equal
 those of the layers in sequence up to rounding. Where the inputs are so correlated that rounding would matter, the
-layers run in sequence on a CPU.
+layers run in sequence, as they do on a GPU that multiplies float32 in TF32.
 """
 import contextlib
 import os
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ['fused_idle_ffn', 'fused_idle_is_faster', 'set_fused_idle', 'sync_group', 'use_fused_idle']
 
-# whether torch.mm() takes an out_dtype, so that half precision is multiplied into float32; not all ROCm builds do
-_MM_OUT_DTYPE = hasattr(torch.ops.aten.mm, 'dtype') and torch.version.hip is None
-
-# multiplications in the time that making the matrix takes beside its products, measured on a CPU of two cores from 192
-# to 768 channels (scripts/bench.py ffn-train)
+# fixed cost of building the matrix, in multiplications, measured on a CPU of two cores from 192 to 768 channels
+# (scripts/bench.py ffn-train)
 _OVERHEAD = 2e8
 
 _USE_FUSED_IDLE = os.environ.get('TIMM_REP_FUSED_IDLE', '1') != '0'
@@ -73,39 +70,6 @@ def _full_precision(device: torch.device):
     return contextlib.nullcontext()
 
 
-@torch.compiler.assume_constant_result
-def _accumulates_in_float16() -> bool:
-    """Whether a GPU accumulates float16 products in float16; torch.mm() then refuses a float32 output."""
-    return getattr(torch.backends.cuda.matmul, 'allow_fp16_accumulation', False)
-
-
-@torch.compiler.assume_constant_result
-def _multiplies_in_tf32() -> bool:
-    """Whether a GPU multiplies float32 in TF32, by torch's new setting if it is used.
-
-    Reading the legacy flag raises once the new API is in use.
-    """
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, 'fp32_precision', None)
-    return matmul.allow_tf32 if precision is None else precision == 'tf32'
-
-
-def _split_tf32(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The leading 11 bits of float32 numbers, which TF32 represents exactly, and the remainders."""
-    rest = (x - x.detach().view(torch.int32).bitwise_and(-1 << 13).view(torch.float32)).detach()
-    return x - rest, rest
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` in nearly float32 precision even where a GPU multiplies in TF32; its gradient uses plain products."""
-    if not (a.is_cuda and a.dtype == torch.float32 and _multiplies_in_tf32()):
-        return a @ b
-    (a, a_rest), (b, b_rest) = _split_tf32(a), _split_tf32(b)
-    with torch.no_grad():
-        rest = a_rest @ b + a @ b_rest
-    return a @ b + rest
-
-
 class _Gram(torch.autograd.Function):
     """``x^T x`` of x (tokens, channels), accumulated in at least float32.
 
@@ -116,8 +80,6 @@ class _Gram(torch.autograd.Function):
     def forward(x: torch.Tensor) -> torch.Tensor:
         with _full_precision(x.device):
             if x.dtype in (torch.float16, torch.bfloat16):
-                if x.is_cuda and _MM_OUT_DTYPE and not (x.dtype == torch.float16 and _accumulates_in_float16()):
-                    return torch.mm(x.t(), x, out_dtype=torch.float32)
                 x = x.float()
             return x.t() @ x
 
@@ -253,7 +215,7 @@ def fused_idle_ffn(
         b1 = b1 if fc1.bias is None else b1 + fc1.bias
         w1 = w1.to(covariance.dtype) * norm1.weight
         idle = w1[active:]
-        var = (_product(idle, covariance) * idle).sum(1).clamp(min=0.)
+        var = ((idle @ covariance) * idle).sum(1).clamp(min=0.)
         precise = _is_precise(var + norm2.eps, idle, covariance)
         if precise:
             scaled = w2[:, active:] * (norm2.weight[active:] * (var + norm2.eps).rsqrt())
@@ -277,9 +239,9 @@ def fused_idle_ffn(
 def _is_precise(var: torch.Tensor, idle: torch.Tensor, covariance: torch.Tensor) -> bool:
     """Whether the variances keep at least three digits after rounding, which small differences of large sums do not.
 
-    Always True on a GPU and when compiled, where the check would have to wait for the result.
+    Always True when compiled, since a graph cannot depend on the result, and on the 'meta' device.
     """
-    if var.device.type != 'cpu' or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or var.is_meta:
         return True
     with torch.no_grad():
         error = torch.finfo(var.dtype).eps * idle.square().sum(1) * torch.linalg.matrix_norm(covariance)

@@ -29,8 +29,7 @@ def active_channels(channels: int, idle_ratio: float) -> int:
         ValueError: The ratio is not a number in [0, 1].
     """
     if not isinstance(idle_ratio, Real) or not 0. <= idle_ratio <= 1.:
-        raise ValueError(
-            f'idle_ratio is the share of hidden channels that skip the activation, from 0 to 1, got {idle_ratio!r}.')
+        raise ValueError(f'idle_ratio must be in [0, 1], got {idle_ratio!r}.')
     return math.ceil(channels * (1 - float(idle_ratio)))
 
 
@@ -55,12 +54,13 @@ def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'cons
     elif idle_schedule == 'linear':
         ratios = [(2 * idle_ratio - 1) + (2 - 2 * idle_ratio) / (depth - 1) * (i + 1) for i in range(depth - 1)] + [0.]
     else:
-        raise ValueError(f"idle_schedule is 'constant' or 'linear', got {idle_schedule!r}.")
+        raise ValueError(f"idle_schedule must be 'constant' or 'linear', got {idle_schedule!r}.")
     for i, ratio in enumerate(ratios):
         if not 0. <= ratio <= 1.:
             raise ValueError(
-                f'idle_ratio={idle_ratio} with idle_schedule={idle_schedule!r} gives block {i} of {depth} the idle '
-                f'ratio {ratio:.3g}, which is not from 0 to 1. A linear schedule needs idle_ratio of about 0.5 to 1.')
+                f'The idle ratio of each block must be in [0, 1], got {ratio:.3g} for block {i} of {depth} with '
+                f'idle_ratio={idle_ratio} and idle_schedule={idle_schedule!r}. A linear schedule needs a ratio of '
+                'about 0.5 to 1.')
     return ratios
 
 
@@ -211,8 +211,8 @@ class RePaMlp(nn.Module):
         self.ls = ls_layer(in_features, init_values=init_values, **dd) if init_values else nn.Identity()
         if not isinstance(self.norm1, nn.modules.batchnorm._BatchNorm):
             raise TypeError(
-                f'RePaMlp folds its norms into its linear layers, which requires a BatchNorm: norm_layer builds '
-                f'{type(self.norm1).__name__}, pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of it.')
+                f'norm_layer must build a BatchNorm, which folds into a linear layer, got {type(self.norm1).__name__}: '
+                'pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of them.')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.jit.is_scripting() and not torch.jit.is_tracing() and self._can_fuse_idle(x):
@@ -246,6 +246,8 @@ class RePaMlp(nn.Module):
         tokens = x.numel() // channels if group is None else sys.maxsize
         return (
             fused_idle_is_faster(tokens, channels, hidden - active)
+            # TF32 would round the variances of idle channels
+            and not (x.is_cuda and torch.get_float32_matmul_precision() != 'highest')
             and group == sync_group(self.norm2)
             and all(
                 isinstance(norm, nn.modules.batchnorm._BatchNorm)

@@ -21,14 +21,10 @@ _DESCRIPTION = ('license', 'description', 'origin_url', 'paper_name', 'paper_ids
 
 
 def _check_base(base: str, example: str) -> None:
-    """Refuse what is no model of timm.
-
-    Raises:
-        ValueError: base is no name, has a tag, or is a model of another package.
-    """
+    """Raise ValueError if base is not a timm model name without tag."""
     if not is_timm_model(base):
         raise ValueError(
-            f'base is the name of a model of timm without tag, such as {example!r}; got {base!r}, see '
+            f'base must be the name of a timm model without tag, such as {example!r}, got {base!r}: see '
             'timm.list_models().')
 
 
@@ -72,7 +68,7 @@ def _resize(
 
 
 def _take_layers(target: nn.Module, layers: Dict[str, nn.Module], name: str = '') -> None:
-    """Put the layers of a model in the places of a copy of it, whose names may have underscores for dots."""
+    """Swap converted layers into a feature extractor, whose names may have underscores for dots."""
     for child_name, child in target.named_children():
         path = f'{name}_{child_name}'.strip('_').replace('.', '_')
         layer = layers.get(path)
@@ -109,11 +105,9 @@ def _resolve(
         advice: str,
         kwargs: Dict[str, Any],
 ) -> Dict[str, Any]:
-    """timm_rep.hub's ``resolve_pretrained``, whose weights are of the base that is given.
+    """Call timm_rep.hub's ``resolve_pretrained`` and check that the weights were trained with this base.
 
-    Raises:
-        RuntimeError: The weights cannot be found; with a base and no name of weights, the message has the advice.
-        ValueError: They are of another base.
+    With a base and no name of weights, the error of missing weights gets the advice.
     """
     try:
         resolved = resolve_pretrained(build, variant, pretrained, kwargs)
@@ -150,7 +144,8 @@ def create_from_base(
         kwargs: Arguments of ``create_model``.
 
     Raises:
-        ValueError: base is no model of timm, or not that of the weights; or an argument of the conversion is invalid.
+        ValueError: base is not a timm model name, or not the base of the weights; or an argument of the conversion is
+            invalid.
         RuntimeError: The weights cannot be found or do not fit.
     """
     has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')

@@ -12,12 +12,9 @@ _logger = logging.getLogger(__name__)
 
 
 def check_structure(structure: str) -> None:
-    """
-    Raises:
-        ValueError: The structure is unknown.
-    """
+    """Raise ValueError if the structure is unknown."""
     if structure not in ('target', 'search', 'csla'):
-        raise ValueError(f"structure is 'target', 'search' or 'csla', got {structure!r}.")
+        raise ValueError(f"structure must be 'target', 'search' or 'csla', got {structure!r}.")
 
 
 def choose_scales(
@@ -79,14 +76,10 @@ class RepOptMixin(ReparameterizeMixin):
     """
     scales_source: Optional[str] = None
 
-    @property
+    @ReparameterizeMixin._model_args.getter
     def _model_args(self) -> Dict[str, Any]:
-        args = ReparameterizeMixin._model_args.fget(self)
+        args = ReparameterizeMixin._model_args.__get__(self)
         args.pop('scales', None)
         if not self.reparameterized:
             args['scales'] = recorded_scales(self.scales_source, args.get('structure', 'target'))
         return args
-
-    @_model_args.setter
-    def _model_args(self, args: Mapping[str, Any]) -> None:
-        ReparameterizeMixin._model_args.fset(self, args)

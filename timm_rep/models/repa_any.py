@@ -13,7 +13,7 @@ from timm.utils import reparameterize_model
 from timm_rep.convert import anneal_ffns, use_repa_ffns
 from timm_rep.convert.ffn import find_ffns, ratios_of, replace_module
 from timm_rep.convert.record import make_foldable
-from timm_rep.layers import active_channels
+from timm_rep.layers import active_channels, check_annealing
 
 from ._from_base import base_cfg, create_from_base
 
@@ -36,20 +36,26 @@ def _build(
         **kwargs,
 ) -> nn.Module:
     """The timm model ``base`` with converted FFNs; see :func:`repa_any`."""
+    if norm not in ('keep', 'batch'):
+        raise ValueError(f"norm must be 'keep' or 'batch', got {norm!r}.")
+    if not isinstance(reparameterized, bool):
+        raise ValueError(f'reparameterized must be True or False, got {reparameterized!r}.')
+    paths = [linear_path] if isinstance(linear_path, bool) else linear_path
+    if not isinstance(paths, (list, tuple)) or not all(isinstance(path, bool) for path in paths):
+        raise ValueError(f'linear_path must be True or False, or one of them for each FFN, got {linear_path!r}.')
+    if linear_path is not True and (norm == 'batch' or anneal_steps):
+        raise ValueError(f"linear_path must be True with norm='batch' or anneal_steps, got {linear_path!r}.")
+    if (norm == 'keep' or anneal_steps) and idle_schedule != 'constant':
+        raise ValueError(f"idle_schedule must be 'constant' with norm='keep' or anneal_steps, got {idle_schedule!r}.")
+    check_annealing(anneal_steps or 2, anneal_schedule)
     model = timm.create_model(base, **kwargs)
     model._model_args = dict(base=base)  # create_model adds the others
-    if (norm == 'keep' or anneal_steps) and idle_schedule != 'constant':
-        raise ValueError(f"With norm='keep' or anneal_steps, idle_schedule is 'constant', got {idle_schedule!r}.")
-    if linear_path is not True and (norm == 'batch' or anneal_steps):
-        raise ValueError(f"linear_path is for norm='keep' without anneal_steps, got {linear_path!r}.")
     if anneal_steps and not reparameterized:
         anneal_ffns(model, anneal_steps, idle_ratio, norm, anneal_schedule, bn_momentum, bn_eps)
     elif norm == 'keep':
         use_linearized_ffns(model, idle_ratio, linear_path)
-    elif norm == 'batch':
-        use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
     else:
-        raise ValueError(f"norm is 'keep' or 'batch', got {norm!r}.")
+        use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
     if reparameterized:
         reparameterize_model(model, inplace=True)  # what else timm folds
     make_foldable(model, reparameterized)
@@ -89,8 +95,8 @@ def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Mod
     start_from_base = {} if kwargs.get('anneal_steps') and not kwargs.get('reparameterized') else None
     return create_from_base(
         _build, variant, _DEFAULT_BASE, pretrained, start_from_base,
-        'timm_rep.convert_to_repa(timm.create_model(base, pretrained=True), calibration=loader) makes it of the '
-        "weights of the base, and anneal_steps=N over a training.", **kwargs)
+        'To start from pretrained weights, use timm_rep.convert_to_repa(timm.create_model(base, pretrained=True), '
+        'calibration=loader), or anneal_steps=N to train.', **kwargs)
 
 
 default_cfgs = generate_default_cfgs({
@@ -107,7 +113,7 @@ default_cfgs = generate_default_cfgs({
 def repa_any(pretrained=False, **kwargs) -> nn.Module:
     """Any timm model with pointwise FFNs as a RePaFormer: ``create_model('repa_any', base='deit3_base_patch16_224')``.
 
-    Args, beside those of the base:
+    Args (in addition to the base model's):
         base: Name of a model of timm, without tag.
         idle_ratio: Share of the hidden channels that are idle, from 0 to 1; or one for each FFN, with ``norm='keep'``
             each pointwise one, None for those that stay as they are.

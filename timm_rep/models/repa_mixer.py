@@ -8,8 +8,10 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
-from timm_rep.convert import ReparameterizeMixin, register_block, use_repa_ffns
+from timm_rep.convert import register_block
 from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+
+from ._repa import RePaMixin
 
 __all__ = ['RePaMlpMixer']
 
@@ -32,36 +34,18 @@ class TokenNormMixerBlock(MixerBlock):
 register_block(TokenNormMixerBlock, mlp='mlp_channels')
 
 
-class RePaMlpMixer(ReparameterizeMixin, MlpMixer):
-    """MLP-Mixer with RePaFormer channel MLPs.
+class RePaMlpMixer(RePaMixin, MlpMixer):
+    """MLP-Mixer with RePaFormer channel MLPs."""
 
-    Takes the arguments of timm's MlpMixer and those below.
-    """
-
-    def __init__(
-            self,
-            *,
-            idle_ratio: float = 0.75,
-            idle_schedule: str = 'constant',
-            reparameterized: bool = False,
-            bn_momentum: float = 0.1,
-            bn_eps: float = 1e-5,
-            **kwargs,
-    ):
+    def __init__(self, **kwargs):
         """
         Args:
-            idle_ratio: Share of the hidden channels of a channel MLP that skip the activation, from 0 to 1.
-            idle_schedule: 'constant' or 'linear', see :func:`timm_rep.layers.idle_ratios`.
-            reparameterized: Build the deploy structure, for checkpoints of a folded model.
-            bn_momentum: Momentum of the BatchNorms of the channel MLPs.
-            bn_eps: Epsilon of the BatchNorms of the channel MLPs.
-            kwargs: Other arguments of timm's MlpMixer, except block_layer.
+            kwargs: Arguments of RePaMixin and of timm's MlpMixer, except block_layer.
 
         Raises:
-            ValueError: idle_ratio or idle_schedule is out of range, or mlp_layer is not timm's Mlp.
+            ValueError: An argument is out of range, or mlp_layer is not timm's Mlp.
         """
         super().__init__(block_layer=TokenNormMixerBlock, **kwargs)
-        use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
 
 
 register_released_keys(RePaMlpMixer, [(r'^(blocks\.\d+)\.norm1\.', r'\1.mlp_tokens.norm.')])

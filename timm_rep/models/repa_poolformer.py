@@ -11,14 +11,15 @@ from timm.layers import GroupNorm1
 from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, Pooling
 
-from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
 from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
 from timm_rep.layers import WindowAvgPool2d
+
+from ._repa import RePaMixin
 
 __all__ = ['RePaPoolFormer']
 
 
-class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
+class RePaPoolFormer(RePaMixin, MetaFormer):
     """PoolFormer with RePaFormer FFNs.
 
     The head normalizes before it pools, as in the authors' PoolFormer; timm's MetaFormer normalizes afterwards.
@@ -34,11 +35,6 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             layer_scale_init_values: Optional[float] = 1e-5,
             norm_layers: Union[Type[nn.Module], List[Type[nn.Module]]] = GroupNorm1,
             output_norm: Type[nn.Module] = GroupNorm1,
-            idle_ratio: float = 0.75,
-            idle_schedule: str = 'constant',
-            reparameterized: bool = False,
-            bn_momentum: float = 0.1,
-            bn_eps: float = 1e-5,
             **kwargs,
     ):
         """
@@ -50,16 +46,11 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             layer_scale_init_values: Initial layer scale of all blocks; no layer scale if None.
             norm_layers: Norm before the token mixers.
             output_norm: Norm before the pooled classifier.
-            idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
-            idle_schedule: 'constant' or 'linear' over all blocks, see :func:`timm_rep.layers.idle_ratios`.
-            reparameterized: Build the deploy structure, for checkpoints of a folded model.
-            bn_momentum: Momentum of the BatchNorms.
-            bn_eps: Epsilon of the BatchNorms.
-            kwargs: in_chans, num_classes, global_pool, drop_rate, drop_path_rate and proj_drop_rate of timm's
-                MetaFormer.
+            kwargs: Arguments of RePaMixin; in_chans, num_classes, global_pool, drop_rate, drop_path_rate and
+                proj_drop_rate of timm's MetaFormer.
 
         Raises:
-            ValueError: idle_ratio, idle_schedule or pool_size is out of range.
+            ValueError: An argument is out of range.
         """
         super().__init__(
             depths=depths,
@@ -76,7 +67,6 @@ class RePaPoolFormer(ReparameterizeMixin, MetaFormer):
             pool_size=pool_size,
             **kwargs,
         )
-        use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
         for stage in self.stages:
             for block in stage.blocks:
                 block.token_mixer.pool = WindowAvgPool2d(pool_size)

@@ -6,42 +6,15 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
 
-from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
 from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+
+from ._repa import RePaMixin
 
 __all__ = ['RePaSwinTransformer']
 
 
-class RePaSwinTransformer(ReparameterizeMixin, SwinTransformer):
-    """Swin Transformer with RePaFormer FFNs.
-
-    Takes the arguments of timm's SwinTransformer and those below.
-    """
-
-    def __init__(
-            self,
-            *,
-            idle_ratio: float = 0.75,
-            idle_schedule: str = 'constant',
-            reparameterized: bool = False,
-            bn_momentum: float = 0.1,
-            bn_eps: float = 1e-5,
-            **kwargs,
-    ):
-        """
-        Args:
-            idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
-            idle_schedule: 'constant' or 'linear', see :func:`timm_rep.layers.idle_ratios`.
-            reparameterized: Build the deploy structure, for checkpoints of a folded model.
-            bn_momentum: Momentum of the BatchNorms of the FFNs.
-            bn_eps: Epsilon of the BatchNorms of the FFNs.
-            kwargs: Other arguments of timm's SwinTransformer.
-
-        Raises:
-            ValueError: idle_ratio or idle_schedule is out of range.
-        """
-        super().__init__(**kwargs)
-        use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
+class RePaSwinTransformer(RePaMixin, SwinTransformer):
+    """Swin Transformer with RePaFormer FFNs."""
 
 
 register_released_keys(RePaSwinTransformer, [

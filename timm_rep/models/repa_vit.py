@@ -11,49 +11,31 @@ from timm.layers import LayerType
 from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
 from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+
+from ._repa import RePaMixin
 
 __all__ = ['RePaVisionTransformer']
 
 
-class RePaVisionTransformer(ReparameterizeMixin, VisionTransformer):
-    """Vision Transformer with RePaFormer FFNs.
+class RePaVisionTransformer(RePaMixin, VisionTransformer):
+    """Vision Transformer with RePaFormer FFNs."""
 
-    Takes the arguments of timm's VisionTransformer and those below.
-    """
-
-    def __init__(
-            self,
-            *,
-            norm_layer: Optional[LayerType] = None,
-            idle_ratio: float = 0.75,
-            idle_schedule: str = 'constant',
-            reparameterized: bool = False,
-            bn_momentum: float = 0.1,
-            bn_eps: float = 1e-5,
-            **kwargs,
-    ):
+    def __init__(self, *, norm_layer: Optional[LayerType] = None, **kwargs):
         """
         Args:
             norm_layer: Norm layer outside the FFNs. By default (None, not 'layernorm') LayerNorm, with eps 1e-5 in the
                 blocks and 1e-6 elsewhere, as released.
-            idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
-            idle_schedule: 'constant' or 'linear', see :func:`timm_rep.layers.idle_ratios`.
-            reparameterized: Build the deploy structure, for checkpoints of a folded model.
-            bn_momentum: Momentum of the BatchNorms of the FFNs.
-            bn_eps: Epsilon of the BatchNorms of the FFNs.
-            kwargs: Other arguments of timm's VisionTransformer.
+            kwargs: Arguments of RePaMixin, and other arguments of timm's VisionTransformer.
 
         Raises:
-            ValueError: idle_ratio or idle_schedule is out of range, or mlp_layer is not timm's Mlp.
+            ValueError: An argument is out of range, or mlp_layer is not timm's Mlp.
         """
         super().__init__(norm_layer=norm_layer, **kwargs)
         if norm_layer is None:
             for module in self.blocks.modules():
                 if isinstance(module, nn.LayerNorm):
                     module.eps = 1e-5
-        use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
 
 
 register_released_keys(RePaVisionTransformer, [(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.')])

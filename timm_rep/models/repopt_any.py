@@ -50,8 +50,10 @@ def _build(
 
 
 def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    # branches that are trained or have constant scales start anew
+    # branches that are trained or have constant scales are newly initialized
     start_from_base = dict(reinit=False) if kwargs.get('structure', 'target') == 'target' else None
+    if pretrained and start_from_base and kwargs.get('reinit') and not kwargs.get('pretrained_cfg'):
+        raise ValueError('reinit=True would discard the weights of pretrained=True: leave one of them out.')
     return create_from_base(
         _build, variant, _DEFAULT_BASE, pretrained, start_from_base,
         "structure='target' starts from the weights of the base.", **kwargs)
@@ -74,13 +76,13 @@ def repopt_any(pretrained=False, **kwargs) -> nn.Module:
 
     With ``pretrained=True``, the target structure starts from the published weights of the base, folded.
 
-    Args, beside those of the base:
+    Args (in addition to the base model's):
         base: Name of a model of timm with blocks that are sums of linear branches, without tag.
         structure: 'target', a plain network; 'search', the network that Hyper-Search trains; 'csla', with the branches
             and constant scales.
         scales: Constants of the branches, which determine the GradMults and initial kernels of the target structure:
             Scales, a path, a Hub repository, 'ones', or 'init', the values that a search starts from. False for none.
-        reinit: Initialize kernels, by the rule of initialization, and BatchNorms anew.
+        reinit: Reinitialize BatchNorms, and kernels by the rule of initialization. Not with ``pretrained=True``.
         reparameterized: Build the deploy structure, timm's folded model of the base.
     """
     return _create_repopt_any('repopt_any', pretrained=pretrained, **kwargs)
