@@ -18,15 +18,15 @@ import yaml
 from timm.models import save_for_hf
 from timm.optim import list_optimizers
 
-from tests.helpers import ROOT, SCRIPTS
+from tests.helpers import ROOT, SCRIPTS, run
 from timm_rep import cli
 from timm_rep.layers import CslaBlock
 from timm_rep.paper import PAPER_ROWS
 from timm_rep.utils.profiling import count_params
 
 _HAS_TORCHAO = importlib.util.find_spec('torchao') is not None  # tests/conftest.py hides it from torch before 2.6
-_PATTERNS = 'hub/README.md', 'docs/**/*.md', 'scripts/**/README.md', 'examples/*.md'
-DOCUMENTS = ['README.md', *sorted(
+_PATTERNS = 'hub/README.md', 'tests/README.md', 'docs/**/*.md', 'scripts/**/README.md', 'examples/*.md'
+DOCUMENTS = ['README.md', 'CONTRIBUTING.md', *sorted(
     str(path.relative_to(ROOT)) for pattern in _PATTERNS for path in ROOT.glob(pattern))]
 
 # Arguments that make a documented model small; the entry points of these names get them, their own arguments still win
@@ -109,9 +109,32 @@ def run_blocks(document, folder):
     return states
 
 
-@pytest.mark.parametrize('document', [document for document in DOCUMENTS[1:] if blocks(document, 'python')])
+@pytest.mark.parametrize('document', [document for document in DOCUMENTS[2:] if blocks(document, 'python')])
 def test_python_blocks(document, tmp_path):
     run_blocks(document, tmp_path)
+
+
+# uses what the blocks of CONTRIBUTING.md define
+_USE = '''
+from timm_rep import cli
+
+vit = timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+for block in vit.blocks:
+    block.mlp = Ffn(24)
+report = timm_rep.convert_to_repa(vit.eval(), idle_ratio=0.5, calibration=[torch.randn(16, 3, 32, 32)])
+assert [ffn.hidden_features for ffn in report.ffns] == [96, 96], report
+cli.models.add_parser, cli.models.run = add_parser, run
+assert cli.main(['count', 'repa_beit_base']) == 0
+'''
+
+
+def test_extension_points(tmp_path):
+    """The code of CONTRIBUTING.md runs as one program, in a process of its own, whose registrations end with it."""
+    program = tmp_path / 'program.py'
+    program.write_text('\n'.join([*blocks('CONTRIBUTING.md', 'python'), _USE]))
+    out = run([sys.executable, program], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert int(out.split()[-1]) > 80e6
+    assert (tmp_path / 'beit.ts').is_file()
 
 
 @pytest.fixture(scope='module')
