@@ -112,7 +112,7 @@ def weight_select_init(
 
     Three steps: layer selection chooses a block of the teacher for each block of the student, component mapping the
     tensor of the same name in it, element selection the entries of that tensor (section 3). The teacher is not needed
-    afterwards.
+    afterwards. After an error, the student is unchanged.
 
     Args:
         student: The model to initialize, on any device and of any dtype.
@@ -140,9 +140,8 @@ def weight_select_init(
         TypeError: The student is not a module, or the teacher is something else than the above.
         ValueError: An argument is unknown, selected weights are not finite, or (strict) tensors have no counterpart or
             too small a one: the message names the first ones.
-        FileNotFoundError, RuntimeError: The teacher does not exist or cannot be read.
-
-        The student is unchanged then.
+        FileNotFoundError: The teacher does not exist.
+        RuntimeError: The teacher cannot be read.
     """
     if not isinstance(student, nn.Module):
         raise TypeError(f'student must be a torch.nn.Module, got {student!r:.100}.')
