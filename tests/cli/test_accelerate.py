@@ -1,7 +1,9 @@
 """``timm-rep accelerate``: a pretrained model in, a folder with a faster one out."""
 import copy
 import json
+import os
 import shlex
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import timm_rep
 from tests.helpers import relative, same_weights
 from timm_rep.accelerate import STATE, accelerate, measure, write_model
 from timm_rep.cli import main
+from timm_rep.utils.atomic import locking_folder
 from timm_rep.utils.data import Images
 from timm_rep.utils.training import distil
 
@@ -194,7 +197,7 @@ def test_calibration_images_are_drawn_by_the_seed(data):
 
 
 @torch.no_grad()
-def test_agreement_is_with_the_first_model(data):
+def test_agreement_is_counted(data):
     models = {'first': original(data), 'other': original(data)}
     images = Images(models['first'], str(data))
     for seed, model in enumerate(models.values()):
@@ -406,3 +409,148 @@ def test_models_frozen_for_inference_are_distilled(data):
     result = accelerate(model, images, calibration_images=64, distil_epochs=1)
     assert list(result.figures) == ['original', 'converted', 'distilled']
     assert not any(p.requires_grad for p in model.parameters())
+
+
+def _non_json(model):
+    model._model_args['act_layer'] = torch.nn.ReLU
+
+
+def _replaced_head(model):
+    model.head = torch.nn.Sequential(model.head)
+
+
+def _activated_head(model):
+    model.head.register_forward_hook(lambda module, args, output: output.relu())
+
+
+@pytest.mark.parametrize('change, message', [
+    (_non_json, 'act_layer'), (_replaced_head, r'head\.0\.weight'), (_activated_head, 'VisionTransformer'),
+])
+def test_models_that_cannot_be_saved_are_refused_before_the_work(data, monkeypatch, change, message):
+    model = original(data)
+    images = Images(model, str(data))
+    change(model)
+    monkeypatch.setattr(images, 'calibration', lambda *args: pytest.fail('too late'))
+    with pytest.raises(ValueError, match=message):
+        accelerate(model, images)
+
+
+@torch.no_grad()
+def test_tied_parameters(data, tmp_path):
+    """They are written twice."""
+    model = original(data)
+    model.blocks[1].attn.proj.weight = model.blocks[0].attn.proj.weight
+    result = accelerate(model, Images(model, str(data)), calibration_images=24)
+    write_model(tmp_path / 'out', result)
+    x, found = torch.randn(2, 3, 32, 32), timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True).eval()
+    assert relative(found(x), result.model(x)) < 1e-5
+
+
+@pytest.mark.parametrize('kwargs, name', [
+    (dict(distil_epochs=-1), 'epochs'), (dict(distil_epochs='1'), 'epochs'), (dict(lr=float('inf')), 'lr'),
+    (dict(lr=0), 'lr'), (dict(resume=True), 'checkpoint'), (dict(idle_ratio=.5, macs=.7), 'macs'),
+    (dict(sweep=[.1234567, .1234568]), 'sweep'), (dict(sweep=[2]), 'sweep'),
+], ids=str)
+def test_wrong_settings_are_refused_before_the_work(data, monkeypatch, kwargs, name):
+    model = original(data)
+    images = Images(model, str(data))
+    monkeypatch.setattr(images, 'calibration', lambda *args: pytest.fail('too late'))
+    with pytest.raises(ValueError, match=name):
+        accelerate(model, images, **kwargs)
+
+
+@pytest.mark.parametrize('change', ['no model', 'no optimizer', 'no epoch', 'optimizer', 'epoch', 'not a dict'])
+def test_damaged_states(data, tmp_path, change):
+    teacher = original(data)
+    images, state = Images(teacher, str(data), batch_size=24), tmp_path / STATE
+    student = original(data)
+    distil(student, teacher, images, epochs=1, checkpoint=state)
+    content = torch.load(state, weights_only=True)
+    if change.startswith('no '):
+        content.pop(change[3:])
+    elif change == 'optimizer':
+        content['optimizer'] = {}
+    elif change == 'epoch':
+        content['epoch'] = 99
+    else:
+        content = 3
+    torch.save(content, state)
+    with pytest.raises(ValueError, match=STATE):
+        distil(original(data), teacher, images, epochs=1, checkpoint=state, resume=True)
+
+
+def test_resuming_with_other_calibration_images(data, tmp_path, monkeypatch):
+    model = original(data)
+    images, state = Images(model, str(data), batch_size=24), str(tmp_path / STATE)
+    run = dict(distil_epochs=1, checkpoint=state, resume=True)
+    accelerate(model, images, calibration_images=24, **run)
+    with pytest.raises(ValueError, match='calibration_images is 24 there and 32 here'):
+        accelerate(model, images, calibration_images=32, **run)
+    result = accelerate(model, images, calibration_images=24, **run)  # nothing is left to train
+    assert 'distilled' in result.figures
+
+
+def test_a_diverged_distillation_is_named(data, monkeypatch):
+    def diverge(model, *args, **kwargs):
+        with torch.no_grad():
+            model.head.weight.fill_(float('nan'))
+
+    monkeypatch.setattr('timm_rep.accelerate.distil', diverge)
+    model = original(data)
+    with pytest.raises(RuntimeError, match='lr'):
+        accelerate(model, Images(model, str(data)), calibration_images=24, distil_epochs=1)
+
+
+@torch.no_grad()
+def test_agreement_is_with_the_original(data):
+    """Not with the model before: the second and the third agree."""
+    models = {name: original(data) for name in 'abc'}
+    for name, label in zip('abc', (0, 1, 1)):
+        models[name].head.weight.zero_()
+        models[name].head.bias.copy_(torch.eye(3)[label])
+    figures = measure(models, Images(models['a'], str(data)), batch_sizes=())
+    assert [figures[name]['agreement'] for name in 'abc'] == [100, 0, 0]
+
+
+def test_one_run_at_a_time(data, tmp_path, capsys):
+    with locking_folder(tmp_path / 'out'):
+        assert main(command(data, tmp_path / 'out')) == 1
+    assert str(tmp_path / 'out') in capsys.readouterr().err
+    assert not list((tmp_path / 'out').iterdir())
+
+
+@pytest.mark.parametrize('output', ['', '/'])
+def test_output_folders_without_a_name(data, capsys, output):
+    assert main(command(data, output)) == 1
+    assert 'output folder' in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs a process that can be killed')
+@pytest.mark.parametrize('moves', [0, 2])
+def test_resumed_after_a_kill_while_files_move(data, tmp_path, monkeypatch, moves):
+    """The result is complete, and --resume ends with it."""
+    output = tmp_path / 'out'
+    arguments = command(data, output, '--images', '24', '--distil-epochs', '1', '--resume')
+    pid = os.fork()
+    if not pid:
+        replace, done = os.replace, []
+
+        def replace_or_die(source, target):
+            if '.written' in str(source) and (output / '.written' / 'config.json').exists():
+                if len(done) == moves:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                done.append(target)
+            return replace(source, target)
+
+        os.replace = replace_or_die
+        main(arguments)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert (output / STATE).exists()
+    assert not (output / 'config.json').exists()
+    with pytest.raises((RuntimeError, FileNotFoundError)):  # timm reads config.json before this package can finish it
+        timm.create_model(f'local-dir:{output}', pretrained=True)
+    assert main(arguments) == 0
+    assert not (output / STATE).exists()
+    assert {p.name for p in output.iterdir()} == {'model.safetensors', 'config.json', 'report.json', 'README.md'}
+    assert timm.create_model(f'local-dir:{output}', pretrained=True).num_classes == 3

@@ -441,3 +441,21 @@ def test_what_programs_leave_behind(folder, checkpoint):
     (folder / '.cache' / 'h').write_bytes(b'x')
     prepare_folder(folder, checkpoint[2])
     assert not any('.DS' in name or 'cache' in name for name in verify_folder(folder).hashes)
+
+
+def test_a_recipe_belongs_to_the_checkpoint(folder, checkpoint, tmp_path):
+    """It is checked and in the folder of the checkpoint; without a checkpoint it is refused, as is use_ema."""
+    prepare_folder(folder, checkpoint[2])
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    (tmp_path / 'elsewhere').mkdir()
+    shutil.copyfile(folder / 'train.yaml', tmp_path / 'elsewhere' / 'r.yaml')
+    (tmp_path / 'link.yaml').symlink_to(tmp_path / 'elsewhere' / 'r.yaml')
+    for kwargs, name in [
+            (dict(recipe=tmp_path / 'missing.yaml'), 'recipe'), (dict(use_ema=True), 'use_ema'),
+            (dict(checkpoint=checkpoint[2], recipe=tmp_path / 'elsewhere' / 'r.yaml'), 'folder of the checkpoint'),
+            (dict(checkpoint=checkpoint[2], recipe=tmp_path / 'link.yaml'), 'folder of the checkpoint')]:
+        with pytest.raises(ValueError, match=name):
+            prepare_folder(folder, **kwargs)
+    with pytest.raises(FileNotFoundError, match=r'missing\.yaml'):
+        prepare_folder(folder, checkpoint[2], tmp_path / 'missing.yaml')
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

@@ -164,3 +164,26 @@ def test_interrupted_upload(account, folder):
     account.clear_faults()
     push_folder(folder, 'we')
     assert 'model.safetensors' in account.files(REPO)
+
+
+def test_weights_are_deleted_only_by_name(account, folder, capsys):
+    publish(folder)
+    account.add(REPO, {'model.safetensors': b'x', 'model.onnx': b'theirs', 'notes.txt': b'theirs'})
+    for dry_run in False, True:
+        with pytest.raises(ValueError, match=r'model\.onnx.*--delete model\.onnx'):
+            push_folder(folder, 'we', dry_run=dry_run, delete=['notes.txt'])
+    assert account.files(REPO)['model.onnx'] == b'theirs'
+    assert main(['push', str(folder), '--org', 'we', '--delete', 'model.onnx']) == 0
+    assert not {'model.onnx', 'notes.txt'} & account.files(REPO).keys()
+
+
+def test_a_folder_without_weights(account, folder):
+    """Neither carded nor pushed, whatever its config.json says."""
+    publish(folder)
+    push_folder(folder, 'we')
+    (folder / 'model.safetensors').unlink()
+    assert main(['card', str(folder)]) == 1
+    write_hashes(folder)
+    with pytest.raises(FileNotFoundError, match=r'model\.safetensors'):
+        push_folder(folder, 'we', dry_run=True)
+    assert 'model.safetensors' in account.files(REPO)

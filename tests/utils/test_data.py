@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_rep.utils.data import Images, read_images
+from timm_rep.utils.data import Images, open_dataset, read_images
 
 
 @pytest.mark.parametrize('count', [1, 7, 11, 19, 20, 30])
@@ -73,3 +73,29 @@ def test_other_channels_are_refused(colours):
         read_images(vit(4), 'nowhere', 'val', 1)
     with pytest.raises(ValueError, match=r'mean must have 1 .* for images of 1 channels'):
         Images(vit(1), str(colours), mean=(.1, .2, .3))
+
+
+@pytest.mark.parametrize('given', [
+    dict(interpolation='zz'), dict(crop_pct=-1), dict(crop_pct='x'), dict(std=(-1., 1., 1.)), dict(mean='x'),
+    dict(img_size=0), dict(img_size=16.)], ids=str)
+def test_wrong_preprocessing(colours, given):
+    with pytest.raises(ValueError, match='input_size' if 'img_size' in given else next(iter(given))):
+        Images(vit(3), str(colours), **given)
+    with pytest.raises(TypeError, match='foo'):
+        Images(vit(3), str(colours), foo=1)
+
+
+def test_classes_of_both_splits(colours, tmp_path):
+    """Labels are the positions of the classes' names: other names give other labels."""
+    (tmp_path / 'val').symlink_to(colours / 'val')
+    for i, name in enumerate('12x'):
+        (tmp_path / 'train' / name).mkdir(parents=True)
+        Image.new('RGB', (16, 16)).save(tmp_path / 'train' / name / f'{i}.png')
+    with pytest.raises(ValueError, match=r"'train'.*'val'.*0, x"):
+        Images(vit(3), str(tmp_path))
+
+
+def test_a_data_set_without_a_prefix(colours):
+    """timm would open the folder of images."""
+    with pytest.raises(ValueError, match="'foo'"):
+        open_dataset('foo', str(colours), 'val')

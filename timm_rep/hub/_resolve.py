@@ -22,7 +22,7 @@ from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, re
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, input_layers
 from timm_rep.init import weight_select_init
-from timm_rep.scales import packaged_scales
+from timm_rep.scales import recorded_scales
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.checkpoints import read_state_dict
 from timm_rep.utils.files import argument_errors
@@ -275,9 +275,10 @@ def _model_args(cls: Type[nn.Module], repo: ModelRepository) -> Dict[str, Any]:
     others = args.keys() - (_parameters(cls).keys() - {'self', 'args', 'kwargs', 'device', 'dtype'})
     if not isinstance(cls, type):  # it passes arguments on to a timm model, whose constructor reads no files
         others &= FACTORY_ARGS
-    if args.get('scales') is False:
+    scales = args.get('scales')
+    if scales is False:
         args['scales'] = None
-    if args.get('scales') not in (None, 'ones', 'init', SCALES_IN_FOLDER, *packaged_scales()):
+    elif scales not in (None, SCALES_IN_FOLDER) and recorded_scales(scales) != scales:  # a path, or a repository
         others.add('scales')
     if others:
         raise RuntimeError(
