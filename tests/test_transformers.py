@@ -54,7 +54,7 @@ def test_round_trip(transformers, image, tmp_path, name):
         inputs = processor(image, return_tensors='pt')
         assert torch.equal(inputs['pixel_values'], pixels)
         with torch.inference_mode():
-            assert torch.equal(model(**inputs).logits, logits)
+            torch.testing.assert_close(model(**inputs).logits, logits)
         classify = transformers.pipeline('image-classification', model=source, dtype=torch.float32)
         best, *_ = classify(image)
         assert best['label'] == labels[logits.argmax()]
@@ -62,19 +62,58 @@ def test_round_trip(transformers, image, tmp_path, name):
         model.save_pretrained(saved)
     again = timm.create_model(f'local-dir:{saved}', pretrained=True).eval()
     with torch.inference_mode():
-        assert torch.equal(again(pixels), logits)
+        torch.testing.assert_close(again(pixels), logits)
 
 
 def test_scales(transformers, tmp_path):
-    """The published scales are attached by path; what transformers saves has none, and RepSGD refuses it."""
+    """The scales of the folder are attached; the folder that transformers saves has none, and RepSGD refuses it."""
     folder = ROOT / 'hub' / 'repopt_vgg_a0.cifar10'
     model = transformers.AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32)
-    timm_rep.attach_grad_mults(model.timm_model, str(folder / 'scales.safetensors'))
     published = timm.create_model(f'local-dir:{folder}', pretrained=True)
     for name, layer in csla_layers(published).items():
         found = csla_layers(model.timm_model)[name].grad_mult
         assert torch.equal(found.dense('squared'), layer.grad_mult.dense('squared'))
+    timm.optim.create_optimizer_v2(model, opt='repsgd', lr=.1)
     model.save_pretrained(tmp_path / folder.name)
     saved = timm.create_model(f'local-dir:{tmp_path / folder.name}', pretrained=True)
     with pytest.raises(ValueError, match='GradMult'):
         timm.optim.create_optimizer_v2(saved, opt='repsgd', lr=.1)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_folded_inside(transformers, tmp_path, name):
+    """save_pretrained() writes that the model is folded."""
+    load = transformers.AutoModelForImageClassification.from_pretrained
+    model = load(ROOT / 'hub' / name, dtype=torch.float32).eval()
+    model.timm_model.reparameterize()
+    model.save_pretrained(tmp_path / name)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        logits = model(x).logits
+        torch.testing.assert_close(load(tmp_path / name, dtype=torch.float32).eval()(x).logits, logits)
+        found = timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True).eval()
+        torch.testing.assert_close(found(x), logits)
+
+
+def test_converted_inside(transformers, tmp_path):
+    args = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+    timm_rep.export(timm.create_model('vit_tiny_patch16_224', **args), tmp_path / 'vit')
+    load = transformers.AutoModelForImageClassification.from_pretrained
+    model = load(tmp_path / 'vit', dtype=torch.float32).eval()
+    timm_rep.convert_to_repa(model.timm_model, calibration=[torch.randn(8, 3, 32, 32)])
+    model.save_pretrained(tmp_path / 'saved')
+    x = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        found = load(tmp_path / 'saved', dtype=torch.float32).eval()
+        torch.testing.assert_close(found(x).logits, model(x).logits)
+
+
+def test_exported(transformers, tmp_path):
+    args = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+    model = timm.create_model('repa_deit_tiny', **args).eval()
+    timm_rep.export(model, tmp_path / 'm')
+    x = torch.randn(2, 3, 32, 32)
+    for kind in 'AutoModel', 'AutoModelForImageClassification':
+        found = getattr(transformers, kind).from_pretrained(tmp_path / 'm', dtype=torch.float32).eval()
+    with torch.inference_mode():
+        assert found(x).logits.allclose(model(x), atol=1e-5)

@@ -2,21 +2,26 @@
 import itertools
 import json
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file, save_file
 from timm.data import resolve_data_config
 
 from tests.helpers import relative
 from tests.hub.published import REPA, REPOPT, publish, same, trained, write_folder
 from timm_rep.hub import read_repository, sha256
+from timm_rep.hub._folder import write_hashes
 from timm_rep.hub.publish import write_folded
 from timm_rep.layers import csla_layers
 from timm_rep.models import RePaVisionTransformer
 from timm_rep.scales import Scales
+from timm_rep.utils.network import is_hub_reachable
 
 NAME = 'repa_deit_tiny.mine'
 ORG = f'timm-rep/{NAME}'
@@ -315,6 +320,53 @@ def test_names_of_folders(folder, monkeypatch):
     monkeypatch.setenv('TIMM_REP_HUB', '~nouser/x')
     with pytest.raises(RuntimeError, match=rf"1\. the folder '~nouser/x/{NAME}': no config\.json"):
         timm.create_model(NAME, pretrained=True)
+
+
+def test_a_write_that_was_killed_is_finished(folder, images):
+    """Files of two states are not loaded together."""
+    publish(folder / NAME)
+    model, files = publish(folder / 'new' / NAME, seed=1)
+    (folder / NAME / '.written').mkdir()
+    (folder / NAME / '.written' / 'config.json').write_bytes(files.pop('config.json'))
+    for name, data in files.items():  # moved already
+        (folder / NAME / name).write_bytes(data)
+    with pytest.raises(RuntimeError, match='load it again'):
+        timm.create_model(f'local-dir:{folder / NAME}', pretrained=True)
+    assert same(timm.create_model(f'local-dir:{folder / NAME}', pretrained=True), model)
+
+
+def test_integer_weights_are_refused(folder):
+    publish(folder / NAME)
+    tensors = load_file(folder / NAME / 'model.safetensors')
+    save_file({**tensors, 'norm.weight': torch.ones(24, dtype=torch.int64)}, folder / NAME / 'model.safetensors')
+    write_hashes(folder / NAME)
+    with pytest.raises(RuntimeError, match=r'norm\.weight is torch\.int64'):
+        timm.create_model(NAME, pretrained=True)
+
+
+def test_a_tag_is_the_same_network_in_a_checkout(monkeypatch):
+    """Only TIMM_REP_HUB names a folder."""
+    monkeypatch.delenv('TIMM_REP_HUB', raising=False)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    with pytest.raises(RuntimeError, match='TIMM_REP_HUB: not set'):
+        timm.create_model('repa_lvvit_s.cifar10', pretrained=True)
+
+
+def test_an_unreachable_hub_is_asked_once(monkeypatch):
+    """The client would try for half a minute; behind a proxy only the client can tell."""
+    with socket.socket() as closed:
+        closed.bind(('127.0.0.1', 0))
+        monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', f'http://127.0.0.1:{closed.getsockname()[1]}')
+        asked = []
+        monkeypatch.setattr('timm_rep.utils.network.hf_hub_download', lambda *args, local_files_only, **kwargs: (
+            asked.append(local_files_only), hf_hub_download(*args, local_files_only=True, **kwargs))[1])
+        with pytest.raises(RuntimeError, match='cannot be reached'):
+            timm.create_model('repa_deit_tiny', pretrained=True)
+        assert asked == [True]
+        for name in 'http_proxy', 'HTTP_PROXY':
+            monkeypatch.setenv(name, 'http://127.0.0.1:1')
+        assert is_hub_reachable()
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from timm.models import build_model_with_cfg, is_model, model_entrypoint
 
 from timm_rep.layers import csla_layers, is_reparameterized
 from timm_rep.scales import recorded_scales
+from timm_rep.scales._transformers import extend_timm_wrapper
 
 from ._reparameterize import check_loaded_structure, reparameterize
 
@@ -63,6 +64,7 @@ def record_conversion(model: nn.Module, architecture: str, **args) -> None:
     base = recorded_base(model)
     if base is None:
         return
+    extend_timm_wrapper()
     # timm writes the current number of classes
     base_args = {k: v for k, v in model._model_args.items() if k not in FACTORY_ARGS and k != 'num_classes'}
     model._model_args = {**base_args, 'base': base, **args}

@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from timm_rep._verify import check_finite, compare
 from timm_rep.convert import folded_copy
-from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.atomic import check_writable, recover, replacing_files
 from timm_rep.utils.data import Images, batches_of, labelled_images, take_images
 from timm_rep.utils.profiling import time_calls
 from timm_rep.utils.training import distil, evaluate
@@ -112,6 +112,7 @@ def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
         RuntimeError: A file cannot be read.
     """
     folder = Path(folder)
+    recover(folder)
     if not (folder / REPORT_NAME).is_file():
         raise FileNotFoundError(f'Expected the folder of a quantized model, but {str(folder)!r} has no {REPORT_NAME}.')
     report = read_report(folder)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Union
 
+from timm_rep.scales._transformers import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.data import check_preprocessing
 from timm_rep.utils.files import read_config
@@ -19,10 +20,6 @@ PathLike = Union[str, os.PathLike]
 CONFIG_NAME = 'config.json'
 CARD_NAME = 'README.md'
 WEIGHTS_NAME = 'model.safetensors'
-SCALES_NAME = 'scales.safetensors'
-# model_args['scales'] of a folder with scales. Libraries that create the model from model_args alone get one without
-# scales, which RepSGD refuses; if the argument was left out, it would train with other scales
-SCALES_IN_FOLDER = 'folder'
 
 
 def sha256(path: PathLike) -> str:

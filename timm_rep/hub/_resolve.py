@@ -23,6 +23,7 @@ from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, re
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, input_layers
 from timm_rep.init import weight_select_init
 from timm_rep.scales import recorded_scales
+from timm_rep.scales._transformers import extend_timm_wrapper
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.checkpoints import read_state_dict
 from timm_rep.utils.files import argument_errors
@@ -203,6 +204,7 @@ def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwa
         RuntimeError: There are no weights, they are damaged, or belong to another model.
         ValueError: Several files of the authors' release match; or weight_select is given for a model that has weights.
     """
+    extend_timm_wrapper()
     for name, given in (('pretrained', pretrained), ('features_only', kwargs.get('features_only'))):
         if given and kwargs.get('weight_select') is not None:
             raise ValueError(

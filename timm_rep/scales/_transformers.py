@@ -1,0 +1,62 @@
+"""Hugging Face transformers, whose ``AutoModel`` wraps timm models: scales, and saving the structure of a model."""
+import functools
+import os
+import sys
+from typing import Any
+
+from timm_rep.utils.network import hub_download
+
+from .attach import attach_grad_mults
+
+__all__ = ['SCALES_IN_FOLDER', 'SCALES_NAME', 'extend_timm_wrapper']
+
+SCALES_NAME = 'scales.safetensors'
+# model_args['scales'] of a folder with scales. Libraries that create the model from model_args alone get one without
+# scales, which RepSGD refuses; if the argument was left out, it would train with other scales
+SCALES_IN_FOLDER = 'folder'
+
+_WRAPPER = 'transformers.models.timm_wrapper.modeling_timm_wrapper'
+
+
+def extend_timm_wrapper() -> None:
+    """Let transformers attach the scales of a folder, and save the structure that a model has.
+
+    By itself, ``save_pretrained`` in transformers writes the arguments that the model was created with. If the model
+    was folded or converted since then, the folder would load with other layers, and transformers initializes layers
+    without weights with no more than a warning. This does nothing until transformers has loaded its wrapper.
+    """
+    cls = getattr(sys.modules.get(_WRAPPER), 'TimmWrapperPreTrainedModel', None)
+    if cls is None or hasattr(cls.save_pretrained, 'extended'):
+        return
+    inherited_save, inherited_init = cls.save_pretrained, cls.post_init
+
+    @functools.wraps(inherited_save)
+    def save_pretrained(self, *args, **kwargs):
+        model = self.timm_model
+        if hasattr(model, 'reparameterize'):  # of this package
+            model.state_dict()  # converted models bring their arguments up to date
+            self.config.architecture = model.pretrained_cfg['architecture']
+            self.config.model_args = {k: v for k, v in model._model_args.items() if k != 'num_classes'}
+        return inherited_save(self, *args, **kwargs)
+
+    @functools.wraps(inherited_init)
+    def post_init(self):
+        inherited_init(self)
+        if (self.config.model_args or {}).get('scales') == SCALES_IN_FOLDER:
+            _attach(self)
+
+    save_pretrained.extended = True
+    cls.save_pretrained, cls.post_init = save_pretrained, post_init
+
+
+def _attach(wrapper: Any) -> None:
+    """Attach the scales of the folder or repository of a model, if it has any; RepSGD refuses a model without."""
+    source = wrapper.config._name_or_path
+    path = os.path.join(source, SCALES_NAME)
+    if not os.path.isdir(source):
+        try:
+            path = hub_download(source, SCALES_NAME, getattr(wrapper.config, '_commit_hash', None))
+        except (OSError, ValueError):  # ValueError: not the name of a repository
+            return
+    if os.path.isfile(path):
+        attach_grad_mults(wrapper.timm_model, path)
