@@ -1,7 +1,10 @@
 """import timm_rep: what it registers, and that it does nothing else."""
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
+from types import ModuleType
 
 SCRIPT = """
 import builtins, glob, io, os, random, sys, warnings
@@ -74,6 +77,16 @@ def test_import_registers_and_nothing_else(tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout == '[]\n'
     assert run.stderr == ''
+
+
+def test_no_module_is_shadowed_by_a_function():
+    """A module is private where its package has a function of its name: import timm_rep.x gives a module."""
+    import timm_rep
+
+    for module in pkgutil.walk_packages(timm_rep.__path__, 'timm_rep.'):
+        parent, _, name = module.name.rpartition('.')
+        found = getattr(importlib.import_module(parent), name, None)  # None: not imported so far
+        assert found is None or isinstance(found, ModuleType), module.name
 
 
 def test_version_has_one_source():
