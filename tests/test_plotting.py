@@ -100,9 +100,9 @@ def test_refusals():
         plot_scales({})
     with pytest.raises(ValueError, match='no checkpoints to draw'):
         plot_kernels({})
-    with pytest.raises(ValueError, match='no kernel of 3 x 3'):
+    with pytest.raises(ValueError, match='3 x 3 kernel'):
         kernel_layer({'fc.weight': torch.ones(3, 3)})
-    with pytest.raises(ValueError, match=r"'head.fc.weight' is no kernel of 3 x 3 in m"):
+    with pytest.raises(ValueError, match=r"'head.fc.weight' must be a 3 x 3 kernel of m"):
         plot_kernels({'m': model().state_dict()}, ['head.fc.weight'])
 
 
@@ -141,7 +141,7 @@ def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
     (['nothing'], 'a model with packaged scales'),
     (['--kernels', '{tmp}/nothing.pth'], 'Expected a checkpoint'),
     (['--kernels', __file__], 'as a checkpoint'),
-    (['--kernels', '{tmp}/s.safetensors'], 'no kernel of 3 x 3'),
+    (['--kernels', '{tmp}/s.safetensors'], '3 x 3 kernel'),
     (['--kernels', '{tmp}/s.safetensors', '--layer', 'a', '--layer', 'b'], 'Expected --layer once'),
     (['{tmp}/s.safetensors', '--layer', 'a'], '--layer requires --kernels'),
     (['{tmp}/s.safetensors', '-o', '{tmp}/figure.txt'], '--output must be a .png'),

@@ -113,7 +113,7 @@ def kernel_layer(state_dict: Mapping[str, torch.Tensor]) -> str:
         if _is_kernel(value):
             stages.setdefault(tuple(name.split('.')[:2]), []).append(name)
     if not stages:
-        raise ValueError('There is no kernel of 3 x 3 in this checkpoint.')
+        raise ValueError('The checkpoint must have a 3 x 3 kernel, got none.')
     layers = max(stages.values(), key=len)
     return layers[(len(layers) - 1) // 2]
 
@@ -143,7 +143,7 @@ def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: 
     layers = layers or [kernel_layer(state_dict) for state_dict in state_dicts.values()]
     for (name, state_dict), layer in zip(state_dicts.items(), layers):
         if not _is_kernel(state_dict.get(layer)):
-            raise ValueError(f'{layer!r} is no kernel of 3 x 3 in {name}.')
+            raise ValueError(f'{layer!r} must be a 3 x 3 kernel of {name}.')
     figure = _figure(len(state_dicts), 1)
     columns = figure.subplots(1, len(state_dicts), squeeze=False, sharex=True)[0]
     centre = torch.zeros(9, dtype=torch.bool)

@@ -134,7 +134,7 @@ def test_fuse_refuses_what_its_parameters_do_not_say():
 
     hook = 'The RePaMlp has hooks'
     for change, message in (
-            (adapt, 'a _Adapter where a linear layer is expected: merge'), (normalize, hook),
+            (adapt, 'got _Adapter: merge'), (normalize, hook),
             (lambda mlp: mlp.norm2.register_forward_hook(lambda module, args, y: 2 * y), hook),
             (replace_forward, r'a forward\(\) that was replaced'), (replace_norm, 'LayerNorm.* no running statistics')):
         mlp = RePaMlp(8, 32)

@@ -182,8 +182,8 @@ def test_search_finds_scales_that_a_model_takes():
 def test_refusals():
     for kwargs, error, match in [
         (dict(structure='train'), ValueError, r"'target', 'search' or 'csla', got 'train'"),
-        (dict(width=0), ValueError, 'width: expected a positive number, got 0'),
-        (dict(reparam=True), TypeError, 'reparam: not for RepOpt-GhostNet'),
+        (dict(width=0), ValueError, 'width must be positive'),
+        (dict(reparam=True), TypeError, 'reparam'),
         (dict(structure='search', scales=False), ValueError, "scales .*structure='search'"),
         (dict(scales=normal_scales(tiny(width=2.), 0)), ValueError, r'(?s)do not fit RepOptGhostNet.*ghost1.*24'),
         (dict(not_an_argument=1), TypeError, 'not_an_argument'),

@@ -190,16 +190,16 @@ def test_refusals(tmp_path):
     for kwargs, match in [
         (dict(structure='train'), r"'target', 'search' or 'csla', got 'train'"),
         (dict(structure='csla', scales=False), "scales .*structure='csla'"),
-        (dict(drop_path_rate=.1), 'no shortcut to drop'),
-        (dict(strides=(2, 2, 2, 2)), 'five numbers'),
-        (dict(strides=2), 'strides: expected five numbers.*got 2'),
-        (dict(depths=(1, 2)), 'depths: expected four numbers of at least 1'),
-        (dict(depths=(1, 0, 2, 1)), r'depths: expected four.*\(1, 0, 2, 1\)'),
-        (dict(widths=(8, 16, 24)), 'widths: expected four multiples of 8'),
-        (dict(widths=(10, 20, 30, 44)), 'widths: expected four multiples of 8'),
-        (dict(stem_width=0), 'stem_width: expected a number of at least 1, got 0'),
-        (dict(output_stride=4), 'output_stride: expected 8, 16 or 32, got 4'),
-        (dict(strides=(2, 2, 2, 2, 4)), 'five numbers, 1 or 2'),
+        (dict(drop_path_rate=.1), 'drop_path_rate'),
+        (dict(strides=(2, 2, 2, 2)), 'strides must'),
+        (dict(strides=2), 'strides must .*got 2'),
+        (dict(depths=(1, 2)), 'depths must'),
+        (dict(depths=(1, 0, 2, 1)), r'depths must .*\(1, 0, 2, 1\)'),
+        (dict(widths=(8, 16, 24)), 'widths must be four multiples of 8'),
+        (dict(widths=(10, 20, 30, 44)), 'widths must be four multiples of 8'),
+        (dict(stem_width=0), 'stem_width must'),
+        (dict(output_stride=4), 'output_stride must'),
+        (dict(strides=(2, 2, 2, 2, 4)), 'strides must'),
         (dict(strides=(1, 2, 2, 2, 2), output_stride=8), 'set one of them'),
         (dict(scales=random_scales(tiny(widths=(8, 16, 24, 40)))), r'(?s)do not fit RepOptVgg.*stages\.3\.0.*40'),
         (dict(scales=random_scales(tiny(depths=(1, 2, 3, 1)))), r'stages\.2\.2\.conv\.0: not a layer'),
@@ -210,8 +210,8 @@ def test_refusals(tmp_path):
     with pytest.raises(FileNotFoundError, match=r'nowhere.safetensors.*owner/name'):
         tiny(scales=str(tmp_path / 'nowhere.safetensors'))
     for kwargs, match in [
-        (dict(stem_type='rep'), 'stem_type: fixed in RepOpt-VGG'),
-        (dict(norm_layer='groupnorm'), 'norm_layer: fixed in'),
+        (dict(stem_type='rep'), 'stem_type'),
+        (dict(norm_layer='groupnorm'), 'norm_layer'),
         (dict(not_an_argument=1), 'not_an_argument'),
     ]:
         with pytest.raises(TypeError, match=match):

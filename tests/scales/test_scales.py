@@ -69,7 +69,7 @@ def test_save_refuses_what_load_cannot_read(tmp_path):
     """Before anything is written."""
     scales = some_scales()
     for name in ('x.pth', 'x.pt', 'x', 'repopt_vgg_a0', 'new/x.bin'):
-        with pytest.raises(ValueError, match=rf'written to a \.safetensors file, got .*{name}'):
+        with pytest.raises(ValueError, match=rf'\.safetensors, got .*{name}'):
             scales.save(tmp_path / name)
     for key, value, message in [
         ('layers', 'x', "'layers' is reserved"), ('history', 'x', "'history' is reserved"),
@@ -83,7 +83,7 @@ def test_save_refuses_what_load_cannot_read(tmp_path):
             other.save(tmp_path / 'x.safetensors')
     assert not list(tmp_path.iterdir())
     # in a file it would be that of the layer 'a.conv'
-    with pytest.raises(ValueError, match=r"branch 'conv\.3x3' of 'a': the name of a branch has no dot"):
+    with pytest.raises(ValueError, match=r"branch 'conv\.3x3' of 'a': branch names"):
         Scales({'a': {'conv.3x3': torch.ones(3)}})
 
 
@@ -230,7 +230,7 @@ def test_refusals(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=r"branch 'conv3x3' of 'stem.conv.0'"):
             Scales({'stem.conv.0': {'conv3x3': value}})
-    with pytest.raises(ValueError, match=r"vectors by branch; 'stem.conv.0' has tensor"):
+    with pytest.raises(ValueError, match=r"'stem.conv.0'"):
         Scales({'stem.conv.0': torch.ones(8)})
     for value in (3, True, [1, 2]):
         with pytest.raises(ValueError, match=r"'init' or False, got"):

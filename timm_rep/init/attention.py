@@ -76,7 +76,7 @@ class AttentionLayout(NamedTuple):
         return [part.reshape(self.heads, -1) for part in every.split([self.heads * size for size in sizes])]
 
     def scaled(self, length: int, other: int) -> 'AttentionLayout':
-        """The layout of a larger attention of which only the length of an axis is known, beside that of this one.
+        """The layout of a larger attention, guessed from the lengths of an axis of this one and of the larger one.
 
         Its heads are assumed to be as wide, if that divides the axis; otherwise there are as many.
         """

@@ -18,7 +18,7 @@ def calibrate_batchnorm(
         batches: Optional[int] = None,
         identity_norms: Union[str, Sequence[str]] = (),
 ) -> nn.Module:
-    """Set the running statistics of all BatchNorms of a model to those of a data set, in place.
+    """Set the running statistics of all BatchNorms of a model from a data set, in place.
 
     The statistics are averages over the batches with equal weights. Meanwhile every BatchNorm normalizes by its batch,
     and all other modules are in eval mode; the modes are restored afterwards. If an error is raised, the statistics are
@@ -42,7 +42,7 @@ def calibrate_batchnorm(
             the loader is empty, or the statistics are not finite.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f'model is a torch.nn.Module, got {model!r:.100}.')
+        raise TypeError(f'model must be a torch.nn.Module, got {model!r:.100}.')
     norms = {
         name: m for name, m in model.named_modules()
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
@@ -53,7 +53,7 @@ def calibrate_batchnorm(
     identities = [norm for name, norm in norms.items() if any(fnmatch.fnmatch(name, p) for p in patterns)]
     unknown = [p for p in patterns if not fnmatch.filter(norms, p)]
     if unknown or any(norm.weight is None for norm in identities):
-        raise ValueError(f'identity_norms names BatchNorms with a scale and a shift; {unknown or patterns} does not.')
+        raise ValueError(f'identity_norms must match BatchNorms with a scale and a shift, got {unknown or patterns}.')
     modes = {m: m.training for m in model.modules()}
     before = {norm: (norm.momentum, {k: v.clone() for k, v in norm.named_buffers()}) for norm in norms.values()}
     hooks = [norm.register_forward_hook(lambda _, args, output: args[0]) for norm in identities]

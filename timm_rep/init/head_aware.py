@@ -268,7 +268,7 @@ def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torc
 def _grids(old: int, new: int) -> Optional[Tuple[Tuple[int, int], Tuple[int, int]]]:
     """Prefix tokens and side of the grid for position embeddings of two lengths, with as few prefix tokens as possible.
 
-    None if the lengths are not those of square grids with at most 9 prefix tokens, or the old one has fewer of them.
+    None unless the lengths are square grids with at most 9 prefix tokens, of which the old one has at least as many.
     """
     found = []
     for length in (old, new):

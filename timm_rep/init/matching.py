@@ -188,7 +188,7 @@ def _match_blocks(
         teacher: Mapping[str, Mapping[str, Shape]],
         layer_selection: str,
 ) -> Dict[str, str]:
-    """Numbers of the teacher's blocks by those of the student's; blocks without counterpart are left out."""
+    """Number of the teacher's block by number of the student's block, without blocks that have no counterpart."""
     if set(filter(str.isdigit, student)) == set(filter(str.isdigit, teacher)):
         return {number: number for number in student}
     groups, teacher_groups = _group_blocks(student), _group_blocks(teacher)
@@ -228,7 +228,7 @@ def map_names(
         teacher: Mapping[str, Shape],
         layer_selection: str = 'first',
 ) -> Dict[str, Optional[str]]:
-    """Map the tensors of a student to those of a teacher by their names.
+    """Map the tensors of a student to the tensors of a teacher by their names.
 
     Names are equal except for the numbers of blocks. Where the two models have different numbers of blocks, in each
     stage of a hierarchical model separately, the teacher's blocks are chosen by ``layer_selection``. Blocks that differ

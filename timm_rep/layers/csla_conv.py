@@ -33,7 +33,7 @@ class CslaConv2d(nn.Conv2d):
         """
         Args:
             csla: The branches that this operator replaces.
-            bias: Whether the convolution has a bias, which no branch has.
+            bias: Whether the convolution has a bias; branches have none.
             device: Device of the parameters.
             dtype: Dtype of the parameters.
         """
@@ -62,15 +62,11 @@ class CslaConv2d(nn.Conv2d):
             old.layers.pop(old.name, None)
 
     def check_weight(self) -> None:
-        """Make sure that the weight is a parameter, which can have a multiplier.
-
-        Raises:
-            ValueError: The weight is computed from other parameters.
-        """
+        """Raise ValueError unless the weight is a parameter, which a multiplier can be attached to."""
         if self._parameters.get('weight') is None:
             raise ValueError(
                 'The weight is not a parameter: a parametrization, weight_norm or pruning computes it from other '
-                'parameters, which the optimizer updates instead. Remove it, then attach the GradMult.')
+                'parameters, which the optimizer updates instead. Remove it before attaching the GradMult.')
 
     @torch.no_grad()
     def reset_kernel(self, scales: Mapping[str, torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 __all__ = ['Affine', 'batch_norm_scale_shift', 'check_unmodified', 'modified']
 
 def modified(module: nn.Module) -> Optional[str]:
-    """Why the function of a module may not be that of its layers, None if it is."""
+    """Reason the module cannot be folded, or None."""
     for part in module.modules():
         if 'forward' in part.__dict__ or part._forward_hooks or part._forward_pre_hooks:
             return 'has hooks, or a forward() that was replaced: remove them first'
@@ -19,11 +19,7 @@ def modified(module: nn.Module) -> Optional[str]:
 
 
 def check_unmodified(module: nn.Module) -> None:
-    """Refuse a layer whose function may not be that of its parameters.
-
-    Raises:
-        ValueError: It or a part of it has hooks, which may recompute a weight, or another ``forward()``.
-    """
+    """Raise ValueError if a layer or a part of it has hooks, or a ``forward()`` that was replaced."""
     reason = modified(module)
     if reason:
         raise ValueError(f'The {type(module).__name__} {reason}.')
@@ -51,8 +47,7 @@ def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch
     """
     if getattr(norm, 'running_mean', None) is None or norm.running_var is None:
         raise ValueError(
-            f'{norm} has no running statistics to fold: it is to be a BatchNorm with track_running_stats=True, '
-            'trained.')
+            f'{norm} has no running statistics: folding needs a trained BatchNorm with track_running_stats=True.')
     if not norm.running_var.is_meta and not (
             norm.running_mean.isfinite().all() and norm.running_var.isfinite().all() and (norm.running_var >= 0).all()):
         raise ValueError(
@@ -83,13 +78,13 @@ class Affine(NamedTuple):
         """The map of an ``nn.Linear`` or a 1 x 1 convolution; a missing bias is zero.
 
         Raises:
-            ValueError: The layer is of another type, as those of adapters and quantized ones are.
+            ValueError: The layer has another type, for example of an adapter, or is quantized.
         """
         kind = type(linear).__bases__[0] if parametrize.is_parametrized(linear) else type(linear)
         if kind not in (nn.Linear, nn.Conv2d):
             raise ValueError(
-                f'There is a {kind.__name__} where a linear layer is expected: merge adapters into the layers that '
-                'they adapt, and quantize after folding.')
+                f'Expected a linear layer, but got {kind.__name__}: merge adapters into the layers that they adapt, '
+                'and quantize after folding.')
         weight = _wide(linear.weight).flatten(1)
         return cls(weight, weight.new_zeros(weight.shape[0]) if linear.bias is None else _wide(linear.bias))
 
@@ -127,10 +122,10 @@ class Affine(NamedTuple):
         return cls(weight, weight.new_zeros(weight.shape[0]))
 
     def write_to(self, linear: Union[nn.Linear, nn.Conv2d], like: nn.Parameter) -> None:
-        """Replace the parameters of a layer by those of this map, rounded once.
+        """Replace the parameters of a layer by this map, rounded once.
 
         Args:
-            linear: Linear layer or convolution of the same shape. Without a bias, that of the map is dropped.
+            linear: Linear layer or convolution of the same shape. Without a bias, the map's bias is dropped.
             like: Parameter whose dtype, device and ``requires_grad`` the new parameters take; a kernel of the same
                 shape also takes its memory format.
 

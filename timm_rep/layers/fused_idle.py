@@ -4,9 +4,9 @@ Idle channels are linear in training mode too. BatchNorm maps an idle channel ``
 ``s (h - mean(h)) + beta`` with ``s = gamma / sqrt(var(h) + eps)``, where ``mean(h) = w mean(u) + b`` and
 ``var(h) = w cov(u) w^T``: the mean and the C x C covariance of the input determine the batch statistics of all idle
 channels. Their contribution to the output of the second linear layer is one C x C matrix, ``fc2 diag(s) fc1``, whatever
-their number; they are neither computed nor kept for the backward pass. Outputs, gradients and running statistics equal
-those of the layers in sequence up to rounding. Where the inputs are so correlated that rounding would matter, the
-layers run in sequence, as they do on a GPU that multiplies float32 in TF32.
+their number; they are neither computed nor kept for the backward pass. Outputs, gradients and running statistics are
+the same as with the layers in sequence, up to rounding. Where the inputs are so correlated that rounding would matter,
+the layers run in sequence, as they do on a GPU that multiplies float32 in TF32.
 """
 import contextlib
 import os
@@ -151,7 +151,7 @@ def _batch_norm(
 
     Args:
         x: Input (tokens, channels).
-        norm: The BatchNorm of these channels among others; its running statistics of these are updated.
+        norm: The BatchNorm, whose running statistics of these channels are updated.
         part: The channels.
         affine: Apply scale and shift.
         momentum: Weight of this batch in the running statistics.
@@ -160,7 +160,7 @@ def _batch_norm(
     """
     weight, bias = (norm.weight[part], norm.bias[part]) if affine else (None, None)
     if group is None:
-        # autograd saves the running statistics: copies, since those of the idle channels beside them change as well
+        # copies: autograd saves the running statistics, of which the idle channels' are updated as well
         running = [buffer[part].clone() for buffer in (norm.running_mean, norm.running_var)]
         y = F.batch_norm(x, *running, weight, bias, True, momentum, norm.eps)
         with torch.no_grad():
@@ -198,7 +198,7 @@ def fused_idle_ffn(
         Output (tokens, channels).
 
     Raises:
-        ValueError: There is only one token, which has no variance.
+        ValueError: There is only one token, whose variance is undefined.
     """
     group, active = sync_group(norm1), act.active_channels
     count = _all_reduce(x.new_full((), len(x), dtype=torch.promote_types(x.dtype, torch.float32)), group)
@@ -206,7 +206,7 @@ def fused_idle_ffn(
     if _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
         u = u.to(torch.get_autocast_dtype(x.device.type))  # cast once, not in each linear layer
     gram = _Gram.apply(u)
-    # 0 but for rounding, which inputs with a mean much larger than their deviation do not leave small
+    # 0 up to rounding, which is not small for inputs with a mean much larger than their deviation
     mean = _all_reduce(u.sum(0, dtype=gram.dtype), group) / count
     w1, w2 = fc1.weight.flatten(1), fc2.weight.flatten(1)
     with _full_precision(x.device):
@@ -237,7 +237,7 @@ def fused_idle_ffn(
 
 
 def _is_precise(var: torch.Tensor, idle: torch.Tensor, covariance: torch.Tensor) -> bool:
-    """Whether the variances keep at least three digits after rounding, which small differences of large sums do not.
+    """Whether the variances keep at least three digits after rounding; small differences of large sums lose them.
 
     Always True when compiled, since a graph cannot depend on the result, and on the 'meta' device.
     """

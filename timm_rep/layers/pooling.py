@@ -61,7 +61,7 @@ class WindowAvgPool2d(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = self.kernel_size
         if not torch.jit.is_scripting():
-            # in channels-last the backward pass of torch's pooling is faster than that of the convolution
+            # in channels-last, torch's pooling has a faster backward pass than the convolution
             if _is_eager_on_cpu(x) and (x.is_contiguous() or not x.requires_grad):
                 weight = x.new_full((x.shape[1], 1, size, size), 1 / size ** 2)
                 return _renormalize_border_(F.conv2d(x, weight, padding=size // 2, groups=x.shape[1]), size)

@@ -305,9 +305,11 @@ class RePaMlpDeploy(nn.Module):
 
     ``fc_out(act(fc_in(x))) + fc_idle(x)``; ``fc_idle`` is missing without idle channels, ``fc_in`` and ``fc_out``
     without active ones. The identity of the shortcut is not added to ``fc_idle``: the block's own addition costs little
-    (``scripts/bench.py deploy-ffn``), and in int8 the identity's quantization step would swallow the entries beside it.
-    Three plain linear layers, which hooks, adapters and quantization find. Input: (..., in_features), channels last;
-    with ``use_conv`` (N, in_features, H, W). Output: the same with out_features.
+    (``scripts/bench.py deploy-ffn``), and in int8 the identity's quantization step would swallow the small entries.
+    The layers are plain linear layers, so that hooks, adapters and quantization find them.
+
+    Input: (..., in_features), channels last; with ``use_conv`` (N, in_features, H, W). Output: the same with
+    out_features.
     """
     structure = 'deploy'
     structure_keys = _STRUCTURE_KEYS
@@ -336,7 +338,7 @@ class RePaMlpDeploy(nn.Module):
             act_layer: Element-wise activation.
             use_conv: Use 1 x 1 convolutions as linear layers.
             out_features: Number of output channels, in_features if None.
-            active_features: Number of activated hidden channels, that of idle_ratio if None.
+            active_features: Number of activated hidden channels; from idle_ratio if None.
             gated: Whether act_layer halves the channels, see :class:`GatedUnit`.
 
         Raises:

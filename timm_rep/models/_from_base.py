@@ -49,7 +49,7 @@ def base_cfg(
 
 
 def _filter_fn(base: str) -> Optional[Callable[..., Dict[str, Any]]]:
-    """timm's ``checkpoint_filter_fn`` of a base, which resizes position embeddings for other images; None without."""
+    """timm's ``checkpoint_filter_fn`` of a base, which resizes position embeddings, or None."""
     filter_fn = getattr(sys.modules[model_entrypoint(base).__module__], 'checkpoint_filter_fn', None)
     return filter_fn and partial(_resize, filter_fn)
 
@@ -134,13 +134,13 @@ def create_from_base(
     """Create a converted model of timm with the arguments of ``timm.create_model``.
 
     Args:
-        build: Function of ``base``, of arguments of its own, and of those of the base, that gives the converted model.
+        build: Function that creates the converted model from ``base``, its own arguments, and the base's arguments.
         variant: Name of the architecture.
         default_base: Name of the base without the argument ``base``.
-        pretrained: Whether to load weights, those of the converted model if pretrained_cfg says where they are.
+        pretrained: Whether to load weights, of the converted model if pretrained_cfg says where they are.
         start_from_base: Arguments of ``build`` with which the converted model starts from the weights of its base,
             where those are to be loaded, with ``reparameterized=True`` folded afterwards; None if it cannot.
-        advice: How else to start from the weights of the base, where those of the converted model are not published.
+        advice: Other ways to start from the weights of the base, for the error of unpublished weights.
         kwargs: Arguments of ``create_model``.
 
     Raises:

@@ -119,7 +119,7 @@ class TokenLabelMixin:
             ValueError: skip_lam is not positive.
         """
         if not skip_lam > 0:
-            raise ValueError(f'skip_lam divides the branches of the blocks, so it must be positive, got {skip_lam}.')
+            raise ValueError(f'skip_lam must be positive, got {skip_lam}.')
         super().__init__(
             block_fn=partial(LvVitBlock, residual_scale=1 / skip_lam),
             mlp_ratio=mlp_ratio,

@@ -56,9 +56,9 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
         """
         check_structure(structure)
         if not width > 0:
-            raise ValueError(f'width: expected a positive number, got {width!r}.')
+            raise ValueError(f'width must be positive, got {width!r}.')
         if 'reparam' in kwargs:
-            raise TypeError("reparam: not for RepOpt-GhostNet; structure='search' or 'csla' builds its branches.")
+            raise TypeError("RepOpt-GhostNet does not take reparam: structure='search' or 'csla' builds the branches.")
         dd = {'device': device, 'dtype': dtype}
         super().__init__(cfgs, width=width, reparam=False, **dd, **kwargs)
         depth = 0

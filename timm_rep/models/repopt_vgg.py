@@ -118,8 +118,8 @@ class RepOptVgg(RepOptMixin, ByobNet):
             in_chans: Number of image channels.
             structure: 'target', a plain network; 'search', the network that Hyper-Search trains, every convolution a
                 sum of branches with trainable scales; 'csla', the same with constant scales. The latter trains as the
-                target structure does, with weight decay if its identity branches, which are vectors, have it: timm's
-                create_optimizer_v2 excludes vectors unless it gets filter_bias_and_bn=False.
+                target structure does, if weight decay includes its identity branches: timm's create_optimizer_v2
+                excludes vectors unless it gets filter_bias_and_bn=False.
             scales: Constants of the branches: Scales, a path, a Hub repository, 'ones', a model with searched
                 scales in this package, or 'init', the values that a search starts from. They determine the GradMults
                 and initial kernels of the target structure, and the scales of the others. False (or None): no scales,
@@ -140,18 +140,18 @@ class RepOptVgg(RepOptMixin, ByobNet):
             FileNotFoundError: There is no such file of scales.
             ValueError: The structure is unknown, the scales do not fit, the strides are not compatible, or
                 drop_path_rate is set.
-            TypeError: An argument would change the blocks or the norm, which could then not be folded.
+            TypeError: An argument would change the blocks or the norm, so that they could not be folded.
         """
         _check_architecture(depths, widths, stem_width, strides, output_stride)
         check_structure(structure)
         if drop_path_rate:
             raise ValueError(
-                f'drop_path_rate={drop_path_rate}: RepOpt-VGG has no shortcut to drop, use drop_rate or '
-                'drop_block_rate.')
+                f'drop_path_rate must be 0 for RepOpt-VGG, which has no shortcuts, got {drop_path_rate}: use drop_rate '
+                'or drop_block_rate.')
         fixed = kwargs.keys() & {field.name for field in fields(ByoModelCfg)}
         if fixed:
             raise TypeError(
-                f'{", ".join(sorted(fixed))}: fixed in RepOpt-VGG, whose blocks could not be folded otherwise.')
+                f'RepOpt-VGG does not take {", ".join(sorted(fixed))}: its blocks could not be folded otherwise.')
         dd = {'device': device, 'dtype': dtype}
         block = partial(RepOptBlock, structure=structure, reparameterized=reparameterized)
         stages = tuple(
@@ -201,7 +201,7 @@ def _check_architecture(
         except TypeError:  # no sequence
             good = False
         if not good:
-            raise ValueError(f'{name}: expected {what}, got {numbers if count > 1 else numbers[0]!r}.')
+            raise ValueError(f'{name} must be {what}, got {numbers if count > 1 else numbers[0]!r}.')
     if output_stride != 32 and tuple(strides) != (2,) * 5:
         raise ValueError('strides and output_stride both change the strides of the stages: set one of them.')
 

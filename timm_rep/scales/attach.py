@@ -56,7 +56,7 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
     if problems:
         fitting = len(layers) - sum(problem.partition(':')[0] in layers for problem in problems)
         raise ValueError(
-            f'{scales!r} do not fit {type(model).__name__}: {fitting} of its {len(layers)} layers have scales that fit. '
+            f'{scales!r} do not fit {type(model).__name__}: {fitting} of its {len(layers)} layers have fitting scales. '
             'Scales belong to an architecture: search for them again where depths or widths differ.\n  '
             + '\n  '.join(problems))
     return scales
@@ -65,7 +65,7 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
 def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Module:
     """Attach a GradMult to the kernel of every target operator of a model, for RepSGD and RepAdamW.
 
-    ``create_model`` attaches those of the models of this package. Call it for other scales, and after a wrapper has
+    ``create_model`` attaches GradMults to the models of this package. Call it for other scales, and after a wrapper has
     replaced the parameters (FSDP2): a shard on dim 0 gets the multiplier of its rows. Existing optimizers use the new
     multipliers from their next step on.
 

@@ -80,7 +80,7 @@ def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathL
     """
     path = Path(path)
     if path.suffix != '.safetensors':
-        raise ValueError(f'Scales are written to a .safetensors file, got {str(path)!r}.')
+        raise ValueError(f'The path of scales must end in .safetensors, got {str(path)!r}.')
     tensors = {f'{layer}.{branch}': scale for layer, branches in layers.items() for branch, scale in branches.items()}
     order = json.dumps({layer: list(branches) for layer, branches in layers.items()})
     with replacing_files(path.parent) as temporary:

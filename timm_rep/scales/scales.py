@@ -1,4 +1,4 @@
-"""Scales: the constants of a RepOptimizer, found by Hyper-Search, which determine a model's GradMults.
+"""Scales: the constants of a RepOptimizer, found by Hyper-Search. They determine a model's GradMults.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.3.
 """

@@ -93,7 +93,7 @@ def hyper_search(
         weight_decay: Weight decay of kernels and identity scales.
         smoothing: Label smoothing factor, in [0, 1).
         clip_grad: Maximum norm of all gradients together; no clipping if None.
-        device: Device to train on. Default: that of the model, the CPU for a name.
+        device: Device to train on; the model's device if None, the CPU for a name.
         amp_dtype: Dtype of autocast, torch.bfloat16; no autocast if None.
         channels_last: Train in channels-last memory format, which is faster on most devices.
         seed: Seed of the initialization and of every epoch.
@@ -248,7 +248,7 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
             model = timm.create_model(model, structure='search', **model_args)
         except TypeError as e:
             raise ValueError(
-                f"{name} cannot be built with structure='search', which RepOpt models can, and {model_args}: {e}"
+                f"model must name a RepOpt model, built with structure='search' and {model_args}, got {name!r}: {e}"
             ) from e
     elif model_args:
         raise TypeError(f'{", ".join(model_args)}: arguments of create_model are for the name of a model.')

@@ -27,7 +27,7 @@ def create_search_dataset(
 
     Args:
         name: Name for timm's ``create_dataset``: '' for folders of images, 'torch/cifar100', 'hfds/...'.
-        root: Folder of the data set; for 'hfds/...' that of its cache.
+        root: Folder of the data set; for 'hfds/...' the cache folder.
         split: Name of the split.
         img_size: Height and width of the images in pixels, to which they are resized.
         is_training: Crop and flip the images.
@@ -70,7 +70,7 @@ def _sampler(dataset: Dataset, is_training: bool) -> Sampler:
 
 
 def create_search_loader(dataset: Dataset, batch_size: int, is_training: bool, workers: int = 0) -> DataLoader:
-    """Create a loader whose randomness is drawn anew in every epoch, as :func:`hyper_search` needs it.
+    """Create a loader that draws its random numbers in every epoch, for :func:`hyper_search`.
 
     Args:
         dataset: A data set of :func:`create_search_dataset`.
@@ -112,7 +112,7 @@ class DeviceLoader:
             is_training: Shuffle, crop and flip, and drop the last incomplete batch.
             device: Device of the images.
             workers: Number of processes that read the images once; 0 reads them in this process.
-            flip: Flip in training; to be off for characters, which are others if mirrored.
+            flip: Random flips; disable for text or digits.
         """
         batches = list(DataLoader(dataset, batch_size=512, num_workers=workers))
         images = torch.cat([images for images, _ in batches]).permute(0, 2, 3, 1)
