@@ -4,10 +4,12 @@ import threading
 import pytest
 import torch
 import torch.nn as nn
+from torch.multiprocessing import ProcessRaisedException
 
+from tests.convert.distributed_worker import convert
 from tests.convert.families import build
 from tests.convert.test_linearize import Unchanged, all_hooks, vit
-from tests.helpers import images, relative
+from tests.helpers import images, in_processes, relative
 from timm_rep.convert import linearize_ffns
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.fitting import exact_map
@@ -236,3 +238,70 @@ def test_ffns_that_are_called_several_times():
     assert {seen.calls for seen in probes.values()} == {1, 3} or max(seen.calls for seen in probes.values()) > 1
     report = linearize_ffns(model, [x], .25)
     assert {ffn.name for ffn in report.ffns} == {*probes}
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(idle_ratio=.7), pytest.param(dict(macs=.75), marks=pytest.mark.slow)])
+def test_two_processes_share_the_images(kwargs, tmp_path):
+    in_processes(1, convert, tmp_path / 'one', kwargs)
+    in_processes(2, convert, tmp_path / 'two', kwargs)
+    expected, report = torch.load(tmp_path / 'one.0')
+    found = [torch.load(tmp_path / f'two.{rank}') for rank in range(2)]
+    assert report['ffns'][1]['held_out'] > 0
+    for weights, other_report in found:
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(value, found[0][0][name]) for name, value in weights.items())
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-8)
+        for ffn, other in zip(report['ffns'], other_report['ffns']):
+            assert other['lost_variance'] == pytest.approx(ffn['lost_variance'], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_more_processes_than_images():
+    with pytest.raises(ProcessRaisedException, match='an image for each of 2 processes'):
+        in_processes(2, linearize_one, None)
+
+
+def linearize_one(_):
+    linearize_ffns(vit(), [images(1, 32)])
+
+
+@pytest.mark.parametrize('x, message', [
+    (images(16, 32), 'too few to hold some out'),
+    (images(24, 32).repeat(3, 1, 1, 1), 'Only 24 of the 72'),
+    (images(1, 32) + 1e-3 * images(24, 32), 'same class'),
+])
+def test_images_that_say_little_about_others(x, message):
+    with pytest.warns(UserWarning, match=message) as found:
+        report = linearize_ffns(vit(), [x])
+    assert found[0].filename == __file__
+    assert (report.ffns[0].held_out is None) == (len(x) == 16)
+
+
+def test_a_fit_that_does_not_hold_for_others():
+    with pytest.warns(UserWarning, match=r'held-out images .* about 120'):
+        report = linearize_ffns(randomized(depth=2), [images(24, 32)], .9, tokens_per_image=2, ridge=1e-6)
+    assert any(ffn.held_out > 1.5 * ffn.lost_variance for ffn in report.ffns)
+    assert report.recommended_images == 120
+    assert '120 are recommended' in str(report)
+
+
+def test_an_image_is_held_out_with_its_duplicates():
+    """Else a fit to half of them would seem to hold for others."""
+    x = images(20, 32)
+    reports = [linearize_ffns(randomized(), [batch], tokens_per_image=17) for batch in (x, torch.cat([x, x]))]
+    for one, two in zip(*(report.ffns for report in reports)):
+        assert two.held_out == pytest.approx(one.held_out, rel=1e-3)
+
+
+def test_the_form_that_is_better_on_held_out_images():
+    report = linearize_ffns(randomized(depth=4), [images(48, 32)], .8)
+    for ffn in report.ffns:
+        assert ffn.held_out <= ffn.other_held_out
+        assert ffn.compensated
+        assert 0 < ffn.linear_share < 1
+    assert all(ffn.name in str(report) for ffn in report.ffns)
+    report = linearize_ffns(randomized(), [images(48, 32)], .8, compensate=False)
+    assert not any(ffn.compensated for ffn in report.ffns)
+    assert 'without compensation' in str(report)

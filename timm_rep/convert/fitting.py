@@ -46,6 +46,7 @@ class FittedFfn(NamedTuple):
         linear_share: Share that a linear map of u alone explains.
         loss: Loss on all images, which it was fitted to.
         held_out_loss: Loss on the held-out images of the fit to the others; None without them.
+        other_held_out_loss: Least loss on the held-out images of the other form; None without them or it.
         correction_ridge: Damping of the correction of the residual stream; None without a correction.
     """
     matrices: RePaMlpDeploy
@@ -54,6 +55,7 @@ class FittedFfn(NamedTuple):
     linear_share: float
     loss: float
     held_out_loss: Optional[float]
+    other_held_out_loss: Optional[float]
     correction_ridge: Optional[float]
 
 
@@ -239,9 +241,11 @@ def fit_ffn(ffn: Ffn, rows: CalibrationRows, active_features: int, ridge: float)
             _Candidate(loss, channels, correction_ridge, fit, fitted, held_out)
             for loss, correction_ridge, fit in zip(held_out.losses(fits), ridges, fits)]
     best = min(candidates, key=lambda c: c.loss)  # of equal ones the first, two matrices
-    fit, every, held_out_loss = best.fit, best.fitted, None
+    others = [c for c in candidates if c.fit.linear_path != best.fit.linear_path]
+    fit, every, held_out_loss, other_loss = best.fit, best.fitted, None, None
     if has_held_out:
         held_out_loss = _share(best.loss, best.held_out)
+        other_loss = _share(min(c.loss for c in others), best.held_out) if others else None
         every = dataclasses.replace(best.fitted, moments=best.fitted.moments + best.held_out.moments)
         fit, = every.solve(fit.active, ridge, fit.linear_path, (best.correction_ridge,))
     loss, = every.losses([fit])
@@ -249,5 +253,5 @@ def fit_ffn(ffn: Ffn, rows: CalibrationRows, active_features: int, ridge: float)
     return FittedFfn(
         _matrices(
             ffn, best.channels, Affine(fit.weight, fit.linear.bias), fit.linear if fit.linear_path else None),
-        fit.linear_path, len(best.channels), 1 - _share(line, every), _share(loss, every), held_out_loss,
+        fit.linear_path, len(best.channels), 1 - _share(line, every), _share(loss, every), held_out_loss, other_loss,
         best.correction_ridge if best.correction_ridge < math.inf else None)

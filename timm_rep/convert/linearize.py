@@ -4,6 +4,7 @@ The FFN ``y = W2 g(u) + b2`` with hidden features g becomes ``W2' g_A + M u + c`
 activation, the others are replaced by their best linear predictor from the input u and the active features.
 """
 import math
+import warnings
 from numbers import Real
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
@@ -29,7 +30,7 @@ __all__ = ['check_convertible', 'linearize_ffns']
 
 # Tokens of each image that are used at least, and rows for each column of the moments. Neighbouring tokens repeat each
 # other, so that few tokens of many images say more than all tokens of a few.
-_TOKENS, _ROWS_PER_COLUMN = 16, 4
+_TOKENS, _ROWS_PER_COLUMN, _RECOMMENDED_ROWS = 16, 4, 16
 # share of the images that is held out, and the number of them from which on losses on them are compared
 _HELD_OUT, _MIN_HELD_OUT = 5, 4
 
@@ -153,15 +154,44 @@ def linearize_ffns(
                     ffn.name, ffn.hidden_features, fitted.active_features, fitted.linear_path, fitted.loss,
                     tuple(probes[ffn.name].tokens * _matrix_entries(m) for m in (
                         ffn.module, ffn.around(fitted.matrices))),
-                    fitted.held_out_loss, fitted.linear_share, fitted.correction_ridge))
+                    fitted.held_out_loss, fitted.other_held_out_loss, fitted.linear_share,
+                    rows.wanted is not None, fitted.correction_ridge))
         saved = sum(ffn.macs[0] - ffn.macs[1] for ffn in converted)
-        report = ConversionReport(converted, kept, images.count, (before, before - saved))
+        recommended = max(
+            math.ceil(_RECOMMENDED_ROWS * _columns(ffn) / min(_TOKENS, probes[ffn.name].tokens)) for ffn in ffns)
+        report = ConversionReport(converted, kept, images.count, (before, before - saved), recommended)
         for ffn in ffns:
             model.get_submodule(ffn.name).train(modes[ffn.module])
     finally:
         for module, training in modes.items():
             module.training = training
+    if images.rank == 0:
+        _warn(model, images, original, report)
     return report
+
+
+def _warn(model: nn.Module, images: '_CalibrationImages', original: Original, report: ConversionReport) -> None:
+    """Warn of images that say little about others."""
+    messages = []
+    if images.count - images.unique > images.count / 10:
+        messages.append(f'Only {images.unique} of the {images.count} calibration images are different ones.')
+    if getattr(model, 'num_classes', 0) > 1 and images.unique > 1 and len(original.predicted.unique()) == 1:
+        messages.append(
+            'The model predicts the same class for all calibration images: pass images of all classes, in random '
+            'order.')
+    worst = max(report.ffns, key=lambda ffn: (ffn.held_out or 0) - ffn.lost_variance)
+    if worst.held_out is None:
+        messages.append(
+            f'{images.unique} different calibration images are too few to hold some out, so that the form of the '
+            f'FFNs and their damping are not chosen on data: pass at least {_HELD_OUT * _MIN_HELD_OUT}, better '
+            f'{report.recommended_images}.')
+    elif worst.held_out > 1.5 * worst.lost_variance + 0.02:
+        messages.append(
+            f'{worst.name} loses {worst.held_out:.0%} of the variance on held-out images and {worst.lost_variance:.0%} '
+            f'on those it is fitted to, {images.count}: pass more calibration images, about '
+            f'{report.recommended_images}.')
+    for message in messages:
+        warnings.warn(message, stacklevel=4)  # where linearize_ffns() is called
 
 
 def _matrix_entries(module: nn.Module) -> int:

@@ -14,9 +14,18 @@ class ConvertedFfn:
         hidden_features: Hidden channels before the conversion.
         active_features: Hidden channels that keep the activation.
         linear_path: Whether the idle ones became a matrix; if not, they are dropped for more active ones.
-        lost_variance: Share of the variance of the FFN's output that the converted one does not reproduce, on the
-            calibration images, from 0 to 1. None for a conversion without them.
+        lost_variance: Share of the variance of the target that the converted FFN does not reproduce, on the calibration
+            images. The target is the FFN's output, with ``compensated`` what brings the residual stream back to the
+            original model's. None for a conversion without images.
         macs: Multiply-accumulates of the FFN for one image, before and after. None for a conversion without images.
+        held_out: The lost variance on held-out calibration images of a fit to the others, which the choice of the form
+            minimizes. None without them.
+        other_held_out: The same for the form that was not chosen, three matrices or two with as many
+            multiply-accumulates. None if there is only one form.
+        linear_share: Share of the variance of the target that a linear map of the input explains.
+        compensated: Whether the target includes what the residual stream lacks so far.
+        correction_ridge: Damping of the fit to this part, relative to the variance of every variable. None if only its
+            mean is fitted.
     """
     name: str
     hidden_features: int
@@ -24,8 +33,10 @@ class ConvertedFfn:
     linear_path: bool = True
     lost_variance: Optional[float] = None
     macs: Optional[Tuple[int, int]] = None
-    held_out_loss: Optional[float] = None
+    held_out: Optional[float] = None
+    other_held_out: Optional[float] = None
     linear_share: Optional[float] = None
+    compensated: bool = False
     correction_ridge: Optional[float] = None
 
     @property
@@ -48,11 +59,13 @@ class ConversionReport:
         kept: Names of the FFNs that were not converted, with the reason.
         images: Number of calibration images. None for a conversion without them.
         macs: Multiply-accumulates of the model for one image, before and after. None for a conversion without images.
+        recommended_images: Number of calibration images from which on more of them change little.
     """
     ffns: List[ConvertedFfn]
     kept: Dict[str, str]
     images: Optional[int] = None
     macs: Optional[Tuple[int, int]] = None
+    recommended_images: Optional[int] = None
 
     def as_dict(self) -> Dict[str, Any]:
         """The report as JSON-serializable data."""
@@ -60,17 +73,32 @@ class ConversionReport:
 
     def __str__(self) -> str:
         width = max(len(ffn.name) for ffn in self.ffns)
-        rows = [f'{"FFN":{width}}  hidden  active  idle  matrices  lost variance  MACs']
+        measured = [
+            ('lost', 'lost_variance'), ('held out', 'held_out'), ('other form', 'other_held_out'),
+            ('linear', 'linear_share')]
+        measured = [(title, name) for title, name in measured if any(
+            getattr(ffn, name) is not None for ffn in self.ffns)]
+        titles = ''.join(f'  {title:>10}' for title, _ in measured)
+        rows = [f'{"FFN":{width}}  hidden  active  idle  matrices{titles}  MACs']
         for ffn in self.ffns:
-            lost = '-' if ffn.lost_variance is None else f'{ffn.lost_variance:.2%}'
+            shares = (getattr(ffn, name) for _, name in measured)
+            shares = ''.join('           -' if share is None else f'  {share:>10.2%}' for share in shares)
             macs = '-' if ffn.macs is None else f'{ffn.macs[0] / 1e6:.1f} M -> {ffn.macs[1] / 1e6:.1f} M'
             rows.append(
                 f'{ffn.name:{width}}  {ffn.hidden_features:6}  {ffn.active_features:6}  {ffn.idle_ratio:4.0%}  '
-                f'{ffn.matrices:8}  {lost:>13}  {macs}')
+                f'{ffn.matrices:8}{shares}  {macs}')
+        if measured:
+            rows.append(
+                "lost, held out: share of the target's variance that is not reproduced, on all and on held-out images; "
+                'other form: held out, with two matrices in place of three or the reverse; linear: share that a linear '
+                'map explains')
+        plain = [ffn.name for ffn in self.ffns if ffn.lost_variance is not None and not ffn.compensated]
+        if plain:
+            rows.append(f'without compensation of earlier errors: {", ".join(plain)}')
         rows += [f'kept {name}: {reason}' for name, reason in self.kept.items()]
         if self.macs is not None:
             before, after = self.macs
             rows.append(
                 f'Model: {before / 1e6:.1f} M -> {after / 1e6:.1f} M MACs ({after / before:.0%}), from {self.images} '
-                'images.')
+                f'images; {self.recommended_images} are recommended.')
         return '\n'.join(rows)

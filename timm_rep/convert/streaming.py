@@ -110,11 +110,11 @@ class Original(NamedTuple):
     Attributes:
         totals: The residual stream after each FFN, ``s + scale * y``, (rows, out), for FFNs whose stream is known.
         inputs: Input of each FFN, if asked for.
-        outputs: What the model returned for each share.
+        predicted: Predicted classes, (images,); empty if the model does not return (images, classes).
     """
     totals: Dict[str, torch.Tensor]
     inputs: Dict[str, Inputs]
-    outputs: List[Any]
+    predicted: torch.Tensor
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def record_original(
     totals: Dict[str, List[torch.Tensor]] = {}
     inputs: Dict[str, List[Inputs]] = {}
     streams: Dict[str, torch.Tensor] = {}
-    outputs, hooks, share = [], [], None
+    predicted, hooks, share = [], [], None
     like = next(model.parameters())
 
     def see_features(ffn: Ffn, second: Affine, scale: torch.Tensor, g: torch.Tensor) -> None:
@@ -169,13 +169,16 @@ def record_original(
                 hooks.append(ffn.first.register_forward_pre_hook(
                     lambda _, args, ffn=ffn: see_input(ffn, args[0])))
         for share in shares:
-            outputs.append(model(share.x))
+            output = model(share.x)
+            if isinstance(output, torch.Tensor) and output.ndim == 2 and output.shape[1] > 1:
+                predicted.append(output.argmax(1))
     finally:
         for hook in hooks:
             hook.remove()
     return Original(
         {name: torch.cat(parts) for name, parts in totals.items()},
-        {name: _concatenated(parts) for name, parts in inputs.items()}, outputs)
+        {name: _concatenated(parts) for name, parts in inputs.items()},
+        torch.cat(predicted) if predicted else torch.zeros(0))
 
 
 def _thread_state(device_type: str) -> Callable[[], ContextManager[None]]:
