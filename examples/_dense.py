@@ -90,7 +90,7 @@ class Folder(Dataset):
         known = Image.registered_extensions()
         self.images = [path for path in sorted(images.iterdir()) if path.suffix.lower() in known]
         if not self.images:
-            raise ValueError(f'There are no images in {images}.')
+            raise ValueError(f'Expected images in {images}, but found none.')
         found = {path.stem.removesuffix('_mask'): path for path in masks.iterdir() if path.suffix.lower() in known}
         missing = [path.name for path in self.images if path.stem not in found]
         if missing:

@@ -97,7 +97,7 @@ def train(student: nn.Sequential, teacher: nn.Sequential, loader: DataLoader, ar
 
     The EMA averages parameters only: running statistics of the student belong to other weights, and to global and local
     views alternately. As in DINO's code the teacher is in train mode, too: it normalizes by its batches of global
-    views, and its running statistics, which eval mode and folding use, are those of these batches.
+    views, and its running statistics, which eval mode and folding use, come from these batches.
 
     Returns:
         Mean loss of every epoch.
@@ -142,7 +142,7 @@ def extract(backbone: nn.Module, loader: DataLoader, device: torch.device) -> Tu
 
 
 def predict_knn(features: torch.Tensor, bank: torch.Tensor, bank_targets: torch.Tensor, k: int) -> torch.Tensor:
-    """Classes (N,) predicted from features (N, C) by DINO's weighted k-NN on those of training images (M, C)."""
+    """Classes (N,) predicted from features (N, C) by DINO's weighted k-NN on features of training images (M, C)."""
     # in float64: float32 could not distinguish cosines near 1
     bank, classes = F.normalize(bank.double()).T, int(bank_targets.max()) + 1
     return torch.cat([

@@ -103,7 +103,7 @@ def checked(path: Path, metadata: Dict[str, str]) -> Scales:
         metadata: Entries to set or to add.
 
     Raises:
-        ValueError: The layers are not those of the model, or metadata is missing.
+        ValueError: The layers differ from the model's, or metadata is missing.
     """
     scales = Scales.load(path)
     metadata = {**scales.metadata, **metadata}
@@ -112,7 +112,7 @@ def checked(path: Path, metadata: Dict[str, str]) -> Scales:
         raise ValueError(f'{path} has no metadata for {", ".join(missing)}: pass --metadata.')
     layers = csla_layers(timm.create_model(metadata['model'], structure='search', device='meta'))
     if scales.keys() != layers.keys():
-        raise ValueError(f'The layers of {path} are not those of {metadata["model"]}.')
+        raise ValueError(f'Expected the layers of {metadata["model"]} in {path}, but they differ.')
     for name, layer in layers.items():
         layer.csla.check_scales(scales[name])
     ordered = {name: {b.name: scales[name][b.name] for b in layer.csla.branches} for name, layer in layers.items()}

@@ -18,7 +18,7 @@ A cell is a figure of a file of results. It is described by what is said of its 
               deviation where there are several
     over:     column by which each is divided
     minus:    ``where`` of the rows that are subtracted, paired by their seed
-    digits:   decimals (those of the file)
+    digits:   decimals (as in the file)
     value:    a figure of a paper or another text, in place of all of the above
 
 A row may describe a single cell by ``{HEADING: {...}}``, give its text by ``{HEADING: TEXT}``, or leave it empty by

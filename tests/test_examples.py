@@ -330,12 +330,12 @@ def test_folders(load_script, folders):
     with pytest.raises(ValueError, match=r'1 images have no mask in .*, the first is 3\.jpg'):
         shared.Folder(folders / 'images', folders / 'masks')
     (folders / 'none').mkdir()
-    with pytest.raises(ValueError, match=r'There are no images in .*none'):
+    with pytest.raises(ValueError, match=r'images in .*none, but found none'):
         shared.Folder(folders / 'none', folders / 'masks')
 
 
 def test_shapes(load_script):
-    """Shapes are reproducible; their boxes are tight, their colors those of their classes."""
+    """Shapes are reproducible; their boxes are tight, their colors tell the classes."""
     shapes = load_script('examples/_dense').Shapes(20, 64, seed=3)
     again = load_script('examples/_dense').Shapes(20, 64, seed=3)
     other = load_script('examples/_dense').Shapes(20, 64, seed=4)
@@ -379,7 +379,7 @@ class Recorded(nn.Module):
 
 
 def test_miou(segmentation):
-    """mIoU is over all pixels but those of the ignored index, and over the classes that occur."""
+    """mIoU is over all pixels except the ignored index, and over the classes that occur."""
     targets = [torch.tensor([[[0, 0, 1, 255]]]), torch.tensor([[[1, 1, 1, 0]]])]
     answers = [torch.tensor([[[0, 1, 1, 2]]]), torch.tensor([[[1, 1, 0, 0]]])]
 

@@ -208,7 +208,7 @@ def test_bench_int8(script, tmp_path, monkeypatch):
 
 
 def test_bench_resumes(script, load_script, tmp_path, monkeypatch, capsys):
-    """Rows are saved as they are measured; --resume skips those of the file."""
+    """Rows are saved as they are measured; --resume skips the rows of the file."""
     module = load_script('bench')
     stop = True
 
@@ -304,7 +304,7 @@ def arguments(**more):
 
 
 def test_bench_optim(load_script, monkeypatch):
-    """All forms of the step are timed, from the same weights; extra memory is that of the multipliers at least."""
+    """All forms of the step are timed, from the same weights; extra memory includes the multipliers."""
     bench = load_script('benchmarks/optim')
     create = timm.create_model
     monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create(

@@ -64,7 +64,7 @@ def forward(model: nn.Module, is_detector: bool, amp: bool, images: torch.Tensor
 def dense(args):
     """Swin under a dense head (table 6 of the paper): milliseconds of one image; 'ratio': speedup by folding.
 
-    Vanilla, unfolded and folded networks share all random weights but those of the backbone. Detectors keep 1000
+    Vanilla, unfolded and folded networks share all random weights except for the backbone's. Detectors keep 1000
     proposals and 100 detections, so that the heads do the same work.
     """
     for row in args.pending(backbone=args.models or ['swin_small', 'swin_base'], network=args.networks):

@@ -55,7 +55,7 @@ def onnx(args):
 
 
 def int8(args):
-    """Folded models in int8, beside the same in float32, on the CPU: images per second.
+    """Folded models in int8 and in float32, on the CPU: images per second.
 
     'images': batch size. 'compiled': ``torch.compile``; 'frozen': with weights as constants, as for int8. Speedups are
     over 'compiled'.

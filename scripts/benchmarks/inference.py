@@ -169,7 +169,7 @@ def repa_infer(args):
 
 
 def _converted(name: str) -> Dict[str, Any]:
-    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is that of ``accelerate.yaml``."""
+    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is the model of ``accelerate.yaml``."""
     if name != 'fasternet_cifar10':
         return dict(model_name=name)
     experiment = yaml.safe_load((Path(__file__).parents[1] / 'experiments' / 'accelerate.yaml').read_text())
@@ -182,7 +182,7 @@ def _converted(name: str) -> Dict[str, Any]:
 def converted_infer(args):
     """Inference of converted models, ``repa_any``: speedup over timm's model, by idle ratio and batch size.
 
-    'images': batch size. 'MACs': the multiply-accumulates of timm's model over those of the converted one.
+    'images': batch size. 'MACs': multiply-accumulates of timm's model divided by the converted model's.
     """
     names = args.models or [
         'fasternet_cifar10', 'deit3_base_patch16_224', 'swin_tiny_patch4_window7_224', 'convnext_tiny',
@@ -208,10 +208,10 @@ def converted_infer(args):
 
 
 def prepbn(args):
-    """Table 3 of the RePaFormer paper: images per second and parameters beside PRepBN (SLAB), which folds every norm.
+    """Table 3 of the RePaFormer paper: images per second and parameters against PRepBN (SLAB), which folds every norm.
 
-    'PRepBN': the vanilla backbone after training, its re-parameterized BatchNorms folded into the linear layers behind
-    them: no norm is left. 'RePa': folded, at idle ratios of 25% and 75%.
+    'PRepBN': the vanilla backbone after training, its re-parameterized BatchNorms folded into the following linear
+    layers. 'RePa': folded, at idle ratios of 25% and 75%.
     """
     names = args.models or ['repa_deit_tiny', 'repa_deit_small', 'repa_deit_base', 'repa_swin_tiny']
     for row in args.pending(model=names):
@@ -239,7 +239,7 @@ def prepbn(args):
 def parts(args):
     """Inference by part, vanilla and folded (figure 3 of the paper): milliseconds.
 
-    'arithmetic': multiply-accumulates of the vanilla model over those of the folded one, the largest speedup without
+    'arithmetic': multiply-accumulates of the vanilla model divided by the folded one's, the largest speedup without
     activations and norms.
     """
     for row in args.pending(model=args.models or SPEEDUPS):

@@ -62,7 +62,7 @@ def with_extra_memory(create, params, device: torch.device):
 def on_device(device: torch.device, step) -> float:
     """Seconds of a step on the GPU alone: it is queued while the GPU is busy, so that it never waits for Python.
 
-    One step only, since a queue holds about a thousand kernels: behind a full one, Python sets the pace.
+    One step only, since a queue holds about a thousand kernels: when it is full, Python sets the pace.
     """
     square = torch.randn(8192, 8192, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

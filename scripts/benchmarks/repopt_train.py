@@ -169,7 +169,7 @@ def _any_steps(name: str, img_size: int, args) -> Dict[str, TrainingStep]:
 def repopt_any(args):
     """Training step of multi-branch networks as plain ones with RepSGD: speedup over timm's with SGD.
 
-    Includes the optimizer's step. Peak memory of a step in MB. 'MACs': those of timm's network over the plain one's.
+    Includes the optimizer's step. Peak memory of a step in MB. 'MACs': timm's network divided by the plain one.
     """
     for row in args.pending(model=args.models or _MULTI_BRANCH, img_size=(32, 224)):
         steps = _any_steps(*row.values(), args)

@@ -134,7 +134,7 @@ def load(name: str, scale: str = 'cpu', changes: Optional[Mapping[str, Any]] = N
 
 
 def _keys(settings: Mapping[str, Any]) -> List[str]:
-    """Keys of settings, including those of the trainings that they refer to."""
+    """Keys of settings and of the trainings that they refer to."""
     nested = (settings.get(key) for key in (*_REFERENCES, 'start'))
     return [*settings, *(key for value in nested if isinstance(value, Mapping) for key in _keys(value))]
 
@@ -180,7 +180,7 @@ def _resolved(
         changes: Mapping[str, Any],
         where: str,
 ) -> Dict[str, Any]:
-    """Complete settings of a procedure, with those of the trainings in place of their names."""
+    """Complete settings of a procedure, with settings of trainings in place of their names."""
     defaults = _SETTINGS[procedure]
     common = document.get('settings') or {}
     _check_keys(own, defaults, where)

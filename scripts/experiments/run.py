@@ -117,11 +117,11 @@ def main() -> int:
     parser.add_argument('--output', type=Path, default=Path('output/experiments'), metavar='DIR',
                         help='folder of the trainings, shared by all experiments (%(default)s)')
     parser.add_argument('--rows', nargs='+', metavar='ROW', help='(all)')
-    parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='(those of the data file)')
+    parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='(as in the data file)')
     parser.add_argument('--device', type=usable_device, help='(cuda at --scale gpu, otherwise cpu)')
     parser.add_argument('--minutes', type=float, default=float('inf'), help='time limit of this run (none)')
     parser.add_argument('--set', nargs='+', action=ModelKwargs, default={}, metavar='K=V',
-                        help='settings of all rows and trainings, instead of those of the data file')
+                        help='settings of all rows and trainings, overriding the data file')
     args = parser.parse_args()
     try:
         if args.name is None:

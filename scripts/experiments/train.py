@@ -165,7 +165,7 @@ def _train(
         settings: Mapping[str, Any],
         workspace: Workspace,
 ) -> None:
-    """Train from ``state``, that of the last epoch, to the end and write the result without the optimizer."""
+    """Train from ``state``, saved after the last epoch, to the end and write the result without the optimizer."""
     device, epochs = workspace.device, settings['epochs']
     workspace.check_time()
     images = Images(workspace, settings, device)

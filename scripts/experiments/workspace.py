@@ -24,7 +24,7 @@ class OutOfTime(Exception):
 
 
 def digest(settings: Any) -> str:
-    """Hash of settings, including those of the trainings that they refer to."""
+    """Hash of settings, including the trainings that they refer to."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 

@@ -85,7 +85,7 @@ def read_mutants(pattern: str = '') -> List[Mutant]:
 
 
 def copy_checkout(folder: Path) -> Path:
-    """Copy the tracked files, as they are in the working tree, and link the folder of fixtures beside them."""
+    """Copy the tracked files, as they are in the working tree, and link the folder of recorded outputs next to them."""
     names = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     copy = folder / ROOT.name
     for name in filter(None, names.split('\0')):
