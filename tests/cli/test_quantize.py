@@ -78,3 +78,26 @@ def test_an_interruption_names_resume_where_it_helps(
     monkeypatch.setattr(f'timm_rep.cli.quantize.{function}', interrupt)
     assert command(images, tmp_path / 'out', *args) == 130
     assert ('--resume' in capsys.readouterr().err) == resumable
+
+
+@pytest.mark.parametrize('args, expected', [
+    ([], dict(keep_float=(), max_error=None, max_accuracy_loss=None, diagnose=False)),
+    (['--keep-float', 'stem.conv', 'head.fc', '--diagnose'],
+     dict(keep_float=['stem.conv', 'head.fc'], max_error=None, max_accuracy_loss=None, diagnose=True)),
+    (['--keep-float', 'auto', '--max-error', '.1', '--max-accuracy-loss', '1'],
+     dict(keep_float='auto', max_error=.1, max_accuracy_loss=1., diagnose=False)),
+], ids=str)
+def test_layers_that_stay_in_float(images, tmp_path, capsys, monkeypatch, args, expected):
+    found = {}
+
+    def quantize(*args, **kwargs):
+        found.update(kwargs)
+        raise RuntimeError('enough')
+
+    monkeypatch.setattr('timm_rep.cli.quantize.quantize_ptq', quantize)
+    assert command(images, tmp_path / 'out', *args) == 1
+    assert capsys.readouterr().err == 'timm-rep: enough\n'
+    assert {name: found[name] for name in expected} == expected
+    if args:
+        assert command(images, tmp_path / 'out', '--qat-epochs', '1', *args) == 1
+        assert 'leave out' in capsys.readouterr().err

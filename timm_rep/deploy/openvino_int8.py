@@ -1,4 +1,5 @@
 """Int8 backend 'openvino': NNCF. Imported only with its packages installed."""
+import logging
 import re
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
@@ -64,6 +65,7 @@ class OpenVinoProgram(Program):
         converted = to_openvino(program, batches[0])
         names = _module_names(program)
         kept = [x.get_friendly_name() for x in converted.get_ordered_ops() if _module(x, names) in keep_float]
+        nncf.set_log_level(logging.ERROR)  # else it lists all ignored operations
         quantized = nncf.quantize(
             converted,
             nncf.Dataset([image.numpy() for batch in batches for image in batch.split(1)]),
