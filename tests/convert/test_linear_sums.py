@@ -68,6 +68,15 @@ def test_branches_that_cannot_be_added(branch, conv):
     assert getattr(block, branch) is not None
 
 
+def test_padding_by_reflection():
+    """One convolution would pad the input once, with the width of the largest kernel."""
+    model = build('byobnet, RepVGG')
+    block = model.stages[0][1]
+    for branch in (block.conv_kxk, block.conv_1x1):
+        branch.conv.padding_mode = 'reflect'
+    assert list(timm_rep.convert_to_repopt(model).kept) == ['stages.0.1.reparam_conv']
+
+
 def test_the_sums_of_a_block_are_converted_together():
     """timm folds the two sums of a Ghost module at once."""
     model, x = build('ghostnet, v3'), images(2, 64)

@@ -220,7 +220,7 @@ def test_failed_conversions_record_nothing(kind, convert, message):
 
 @pytest.mark.parametrize('cfg', [None, {}, dict(architecture='my_vit', url='here')])
 @pytest.mark.parametrize('kwargs', [dict(calibration=[images(64, 32)]), dict(anneal_steps=2), {}])
-def test_models_that_are_none_of_timm(cfg, kwargs):
+def test_models_of_other_origin(cfg, kwargs):
     """They convert and fold; what they say about themselves stays."""
     model, args = timm.models.VisionTransformer(**VIT), dict(depth=3)
     assert not hasattr(model, 'pretrained_cfg')
@@ -240,7 +240,7 @@ def test_models_that_are_none_of_timm(cfg, kwargs):
         assert model._model_args is args
 
 
-def test_multi_branch_models_that_are_none_of_timm():
+def test_multi_branch_models_of_other_origin():
     model = multi_branch('byobnet, RepVGG')
     timm_rep.convert_to_repopt(model)
     model.reparameterize().state_dict()

@@ -142,7 +142,7 @@ def test_a_kernel_is_the_sum_of_its_branches():
             assert relative(y, expected) < 1e-12
 
 
-def test_what_is_no_sum_stays():
+def test_other_blocks_are_kept():
     model = build('byobnet, MobileOne')
     block = MobileOneBlock(16, 24, kernel_size=1, stride=1)
     model.stages[1][2] = block
@@ -397,7 +397,7 @@ def test_pretrained_weights_of_the_base(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=advice):  # for new branches
         timm.create_model('repopt_any', structure='search', **args)
     args = dict(FASTVIT, num_classes=1000)
-    licence = base.pretrained_cfg['license']  # that of the weights, and so not that of a model with others
+    licence = base.pretrained_cfg['license']  # of these weights; a model with others has none
     assert licence
     assert model.pretrained_cfg['license'] == licence
     assert 'license' not in timm.create_model('repopt_any', base='fastvit_t8', **args).pretrained_cfg
