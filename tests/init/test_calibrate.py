@@ -98,11 +98,11 @@ def test_refusals():
         timm_rep.calibrate_batchnorm(model, [batches()[0], torch.full((2, 3, 32, 32), float('nan'))])
     with pytest.raises(TypeError, match=r"model must be .*'repa_deit_tiny'"):
         timm_rep.calibrate_batchnorm('repa_deit_tiny', batches())
-    with pytest.raises(TypeError, match=r"A loader is an iterable of batches .* got 'data'"):
+    with pytest.raises(TypeError, match=r"Expected an iterable of batches .* got 'data'"):
         timm_rep.calibrate_batchnorm(model, 'data')
-    with pytest.raises(TypeError, match=r'A loader is .* got a tensor \(4, 3, 32, 32\)'):
+    with pytest.raises(TypeError, match=r'Expected an iterable .* got a tensor \(4, 3, 32, 32\)'):
         timm_rep.calibrate_batchnorm(model, torch.zeros(4, 3, 32, 32))
-    with pytest.raises(TypeError, match=r"A batch is a tensor of images .* got 'data'"):
+    with pytest.raises(TypeError, match=r"Expected a batch that is a tensor of images.* got 'data'"):
         timm_rep.calibrate_batchnorm(model, ['data'])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.training

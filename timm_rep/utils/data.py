@@ -213,12 +213,12 @@ def batches_of(loader: Iterable[Any]) -> Iterator[Any]:
     """The batches of a loader.
 
     Raises:
-        TypeError: It is a path, a tensor or something else that has no batches.
+        TypeError: It is a path, a tensor or something else without batches.
     """
     if isinstance(loader, (str, bytes, torch.Tensor)) or not hasattr(loader, '__iter__'):
         found = f'a tensor {tuple(loader.shape)}' if isinstance(loader, torch.Tensor) else f'{loader!r:.100}'
         raise TypeError(
-            'A loader is an iterable of batches of images (N, C, H, W), such as a DataLoader or a list of tensors, '
+            'Expected an iterable of batches of images (N, C, H, W), such as a DataLoader or a list of tensors, but '
             f'got {found}.')
     return iter(loader)
 
@@ -238,11 +238,12 @@ def batch_images(batch: Any) -> torch.Tensor:
         images = images[0] if len(images) == 1 else batch
     if not isinstance(images, torch.Tensor):
         raise TypeError(
-            f'A batch is a tensor of images or has one as its first item, or is a dict with one, got {images!r:.100}.')
+            'Expected a batch that is a tensor of images, has one as its first item, or is a dict with one, but got '
+            f'{images!r:.100}.')
     if not images.is_floating_point():
         raise TypeError(
-            f'The images of a batch are preprocessed, of floating-point numbers, got {images.dtype}: normalize them as '
-            'for the model, see timm.data.create_transform.')
+            f'The images of a batch must be floating-point numbers, got {images.dtype}: normalize them as for the '
+            'model, see timm.data.create_transform.')
     return images
 
 
@@ -259,8 +260,8 @@ def labelled_images(batch: Any) -> Tuple[torch.Tensor, torch.Tensor]:
     parts = batch if isinstance(batch, (tuple, list)) else [batch]
     found = ', '.join(str(tuple(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__ for x in parts)
     raise TypeError(
-        'To train or to measure the accuracy, a batch has images (N, C, H, W) and labels (N,), '
-        f'got {found}.')
+        'Expected a batch of images (N, C, H, W) and labels (N,), to train or to measure the accuracy, but got '
+        f'{found}.')
 
 
 def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
@@ -272,15 +273,15 @@ def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
 
     Raises:
         TypeError: The loader has no batches, or a batch has no images.
-        ValueError: max_images is no integer above 0, the loader has no images, or they are not of shape (N, C, H, W).
+        ValueError: max_images is not an integer > 0, the loader has no images, or their shape is not (N, C, H, W).
     """
     if not isinstance(max_images, int) or max_images < 1:
-        raise ValueError(f'max_images is a number of images, at least 1, got {max_images!r}.')
+        raise ValueError(f'max_images must be an integer >= 1, got {max_images!r}.')
     batches: List[torch.Tensor] = []
     for batch in batches_of(loader):
         images = batch_images(batch)[:max_images]
         if images.ndim != 4:
-            raise ValueError(f'A batch has images of shape (N, C, H, W), got {tuple(images.shape)}.')
+            raise ValueError(f'The images of a batch must have the shape (N, C, H, W), got {tuple(images.shape)}.')
         if len(images):
             batches.append(images)
         max_images -= len(images)

@@ -1,4 +1,4 @@
-"""A small training loop: Hyper-Search, distillation, the demo, the ablations; train.py trains on large data sets."""
+"""A small training loop for Hyper-Search, distillation, the demo and experiments."""
 import contextlib
 import hashlib
 import math
@@ -76,7 +76,7 @@ def fit(
         The loss of each step.
 
     Raises:
-        TypeError: A batch is something else, or labels are no integers; with a teacher, they are not looked at.
+        TypeError: A batch is not (images, integer labels); labels are ignored with a teacher.
         ValueError: A label of the first batch has no class.
     """
     steps = len(loader)
@@ -124,14 +124,14 @@ def fit(
 
 
 def _check_labels(targets: torch.Tensor, num_classes: float) -> None:
-    """Refuse labels that are no class; of the first batch alone, since this waits for the device."""
+    """Refuse labels without a class; only in the first batch, since this waits for the device."""
     if targets.is_floating_point():
-        raise TypeError(f'Labels are the indices of classes, integers, got {targets.dtype}.')
+        raise TypeError(f'Labels must be integers, the indices of classes, got {targets.dtype}.')
     low, high = (bound.item() for bound in targets.aminmax())
     if low < 0 or high >= num_classes:
         raise ValueError(
-            f'Labels are from 0 to {num_classes - 1}, the number of classes of the model less one, got {low} to '
-            f'{high}: set num_classes.')
+            f'Labels must be from 0 to {num_classes - 1}, for the classes of the model, got {low} to {high}: set '
+            'num_classes.')
 
 
 def _divergence(outputs: torch.Tensor, teacher: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -251,17 +251,18 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> Tuple[
         The logits of all images (images, classes) on the CPU, and the top-1 accuracy in percent.
 
     Raises:
-        TypeError: A batch is something else.
-        ValueError: There is no batch, or the outputs are no logits.
+        TypeError: A batch is not (images, labels).
+        ValueError: There is no batch, or the outputs are not logits.
     """
     model.eval()
     outputs: List[Tuple[torch.Tensor, torch.Tensor]] = []
     for images, targets in map(labelled_images, batches_of(loader)):
         logits = model(images.to(device))
         if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
-            raise ValueError(f'{type(model).__name__} has no accuracy: its outputs are no logits (images, classes).')
+            raise ValueError(
+                f'The outputs of {type(model).__name__} must be logits (images, classes) to have an accuracy.')
         outputs.append((logits.cpu(), targets.cpu()))
     if not outputs:
-        raise ValueError('The accuracy is measured on images, the loader has none.')
+        raise ValueError('Expected images to measure the accuracy on, but the loader has none.')
     logits, targets = map(torch.cat, zip(*outputs))
     return logits, accuracy(logits, targets)[0].item()
