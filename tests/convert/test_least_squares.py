@@ -233,3 +233,13 @@ def test_allocation_limits():
         allocate([loss, loss], [macs, macs], 7.9)
     # channels that cost nothing idle before others
     assert allocate([0 * loss, loss], [macs, macs], 14) == [2, 0]
+
+
+def test_allocation_of_losses_that_are_not_finite():
+    macs = torch.tensor([10., 8., 4.], dtype=F64)
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match='finite'):
+            allocate([torch.tensor([0., 1., bad], dtype=F64)], [macs], 6)
+    # whatever their unit
+    for unit in (1e-200, 1e200):
+        assert allocate([unit * torch.tensor([0., 1., 3.], dtype=F64)] * 2, [macs] * 2, 8) == [2, 2]

@@ -557,6 +557,19 @@ def test_budget_of_a_model_that_returns_no_class_dimension():
     assert all(ffn.idle_ratio < 1 for ffn in report.ffns)
 
 
+def test_budget_with_outputs_that_are_not_finite():
+    """A class that is ruled out is no obstacle."""
+    loader = [images(16, 32)]
+
+    def ruled_out(y):
+        return torch.cat([y[:, :1] - torch.inf, y[:, 1:]], 1)
+
+    assert linearize_ffns(Returning(vit(), ruled_out), loader, macs=.7).macs is not None
+    with Unchanged(model := Returning(vit(), lambda y: y * torch.nan)), pytest.raises(ValueError, match='not finite'):
+        linearize_ffns(model, loader, macs=.7)
+    linearize_ffns(model, loader)
+
+
 def test_a_budget_needs_an_output_of_each_image():
     model = Returning(vit(), lambda y: {'loss': y.mean(), 'classes': y.argmax(1).tolist()})
     with Unchanged(model), pytest.raises(TypeError, match='but got dict'):

@@ -188,6 +188,16 @@ def test_an_interrupt_leaves_the_model_and_no_thread(monkeypatch):
     assert not calibration_threads()
 
 
+def test_many_small_batches_take_few_threads():
+    counts = []
+    model, expected, x = randomized(), randomized(), images(130, 32)
+    model.blocks[1].register_forward_pre_hook(lambda *args: counts.append(len(calibration_threads())))
+    linearize_ffns(model, x.split(1), .5)
+    assert max(counts) == 44  # of three images
+    linearize_ffns(expected, x.split(3), .5)
+    assert relative(model(x), expected(x)) < 1e-5
+
+
 class Failing(nn.Module):
     """Raises from the second pass of a batch on."""
 

@@ -33,6 +33,8 @@ __all__ = ['check_convertible', 'linearize_ffns']
 _TOKENS, _ROWS_PER_COLUMN, _RECOMMENDED_ROWS = 16, 4, 16
 # share of the images that is held out, and the number of them from which on losses on them are compared
 _HELD_OUT, _MIN_HELD_OUT = 5, 4
+# batches that wait in the model at the same time
+_MAX_BATCHES = 64
 
 
 def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
@@ -206,6 +208,10 @@ class _CalibrationImages:
     """The calibration images of all processes, those of this one, and which are held out."""
 
     def __init__(self, batches: Sequence[torch.Tensor], like: torch.Tensor):
+        if len(batches) > _MAX_BATCHES and len({(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
+            # each batch takes a thread
+            every = torch.cat(list(batches))
+            batches = every.split(math.ceil(len(every) / _MAX_BATCHES))
         self.batch_sizes = [len(batch) for batch in batches]
         self.count = sum(self.batch_sizes)
         self.size = tuple(batches[0].shape[1:])
