@@ -19,6 +19,7 @@ from tests.helpers import ROOT, SCRIPTS, relative, run, same_weights
 from timm_rep.deploy import BACKENDS, CALIBRATORS
 from timm_rep.init.weight_select import ELEMENT_CHOICES
 from timm_rep.layers import csla_layers
+from timm_rep.optim import GradMult
 from timm_rep.scales import Scales
 
 NAMES = sorted(path.stem for path in (SCRIPTS / 'experiments').glob('*.yaml'))
@@ -301,7 +302,7 @@ def test_repoptimizers(start, models_trained, tmp_path):
             assert conv.grad_mult is None
         else:
             scales = scales(model) if callable(scales) else scales
-            mult = conv.csla.grad_mult(scales['stages.1.1.conv.0'])
+            mult = GradMult(conv.csla, scales['stages.1.1.conv.0'])
             assert torch.equal(conv.grad_mult.dense('squared'), mult.dense('squared'))
         # by the rule of initialization the diagonal starts around 1
         diagonal = conv.weight[:, :, 1, 1].diagonal()

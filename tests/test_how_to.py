@@ -1,4 +1,4 @@
-"""The how-to pages: their code runs and prints what stands below it. ``pytest -m slow --update-examples`` rewrites it."""
+"""The how-to pages: their code runs and prints what stands below it; ``--update-examples`` rewrites it."""
 import re
 from itertools import groupby
 

@@ -22,6 +22,7 @@ from tests.helpers import ROOT, SCRIPTS, TINY, relative, run, tiny
 from timm_rep.cli import hyper_search
 from timm_rep.cli import main as cli_main
 from timm_rep.layers import RePaMlp, use_fused_idle
+from timm_rep.optim import GradMult
 from timm_rep.paper import SPEEDUPS
 from timm_rep.scales import Scales, packaged_scales
 from timm_rep.utils.profiling import throughput
@@ -101,7 +102,7 @@ def test_package_scales(script, load_script, tmp_path, monkeypatch, capsys):
     model = timm.create_model('repopt_vgg_a0')
     layer = model.stages[2][5].conv[0]
     assert torch.equal(
-        layer.grad_mult.dense('squared'), layer.csla.grad_mult(found['stages.2.5.conv.0']).dense('squared'))
+        layer.grad_mult.dense('squared'), GradMult(layer.csla, found['stages.2.5.conv.0']).dense('squared'))
 
 
 def small_deit(monkeypatch, depth=2):

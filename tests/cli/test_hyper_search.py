@@ -7,6 +7,7 @@ import torch
 
 from timm_rep.cli import main
 from timm_rep.layers import csla_layers
+from timm_rep.optim import GradMult
 from timm_rep.scales import Scales
 
 
@@ -52,7 +53,7 @@ def test_multi_branch_network_of_timm(images, tmp_path):
     layers = csla_layers(model)
     assert layers.keys() == scales.keys()
     for name, layer in layers.items():
-        assert torch.equal(layer.grad_mult.dense('squared'), layer.csla.grad_mult(scales[name]).dense('squared'))
+        assert torch.equal(layer.grad_mult.dense('squared'), GradMult(layer.csla, scales[name]).dense('squared'))
 
 
 @pytest.mark.parametrize('change,message', [

@@ -50,7 +50,7 @@ def train_both(csla, scales, block_opt, target_opt, steps=20, seed=0):
     target.double()
     with torch.no_grad():
         target[0].weight.copy_(block[0].equivalent_kernel())
-    set_grad_mult(target[0].weight, csla.grad_mult(scales))
+    set_grad_mult(target[0].weight, GradMult(csla, scales))
     optimizers = block_opt(block.parameters()), target_opt(target.parameters())
     for _ in range(steps):
         x = torch.randn(3, csla.in_channels, 7, 6, generator=g, dtype=torch.float64)
@@ -119,7 +119,7 @@ class TestEveryBlock:
         scales = random_scales(csla)
         branches = [(b.name, None if isinstance(b, IdentityBranch) else b.kernel_size) for b in csla.branches]
         expected = grad_mult(csla.kernel_shape, branches, scales, power)
-        mult = csla.grad_mult(scales)
+        mult = GradMult(csla, scales)
         mult.dense('absolute' if rule == 'squared' else 'squared', torch.float64)  # cached beside this one
         torch.testing.assert_close(mult.dense(rule, torch.float64), expected)
         x = torch.randn(csla.kernel_shape, dtype=torch.float64)
@@ -194,7 +194,7 @@ def test_scales_are_copied():
     csla = CSLAS['RepOpt-VGG']
     scales = random_scales(csla, dtype=torch.float32)
     before = {name: scale.clone() for name, scale in scales.items()}
-    mult, blocks = csla.grad_mult(scales), [CslaBlock(csla, scales, trainable) for trainable in (False, True)]
+    mult, blocks = GradMult(csla, scales), [CslaBlock(csla, scales, trainable) for trainable in (False, True)]
     expected = mult.dense('squared'), blocks[0].equivalent_kernel()
     blocks[1].equivalent_kernel()
     blocks[1](torch.randn(2, 8, 5, 5)).square().mean().backward()
@@ -203,7 +203,7 @@ def test_scales_are_copied():
     assert all(torch.equal(scales[name], scale) for name, scale in before.items())
     for scale in scales.values():
         scale.zero_()
-    assert torch.equal(csla.grad_mult(before).dense('squared'), expected[0])
+    assert torch.equal(GradMult(csla, before).dense('squared'), expected[0])
     mult._cache.clear()
     assert torch.equal(mult.dense('squared'), expected[0])
     assert torch.equal(blocks[0].equivalent_kernel(), expected[1])
@@ -262,15 +262,15 @@ def test_refusals():
     csla = CSLAS['RepOpt-VGG']
     for value in (float('nan'), float('inf')):
         with pytest.raises(ValueError, match=r'conv3x3.*finite'):
-            csla.grad_mult({'conv3x3': torch.full((8,), value), 'conv1x1': torch.ones(8)})
+            GradMult(csla, {'conv3x3': torch.full((8,), value), 'conv1x1': torch.ones(8)})
     with pytest.raises(OverflowError, match=r'9e\+04.*exceeds the range of torch.float16'):
-        csla.grad_mult({'conv3x3': torch.full((8,), 300.), 'conv1x1': torch.zeros(8)}).dense('squared', torch.float16)
+        GradMult(csla, {'conv3x3': torch.full((8,), 300.), 'conv1x1': torch.zeros(8)}).dense('squared', torch.float16)
     with pytest.raises(ValueError, match="'conv1x1'"):
-        csla.grad_mult({'conv3x3': torch.ones(8)})
+        GradMult(csla, {'conv3x3': torch.ones(8)})
     with pytest.raises(ValueError, match=r'\(7,\).*8 output channels'):
         CslaBlock(csla, {'conv3x3': torch.ones(7), 'conv1x1': torch.ones(8)})
     with pytest.raises(ValueError, match=r'\(8, 8, 1, 1\).*\(8, 8, 3, 3\)'):
-        set_grad_mult(torch.zeros(8, 8, 1, 1), csla.grad_mult(random_scales(csla)))
+        set_grad_mult(torch.zeros(8, 8, 1, 1), GradMult(csla, random_scales(csla)))
 
 
 def test_initial_scale_as_an_integer():

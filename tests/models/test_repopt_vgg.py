@@ -17,7 +17,7 @@ from tests.models.contract import Contract
 from tests.reference.rep_optim import grad_mult
 from timm_rep.layers import CslaBlock, csla_layers
 from timm_rep.models import RepOptVgg
-from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult, set_grad_mult
+from timm_rep.optim import GradMult, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
 from timm_rep.scales import Scales
 
 VARIANTS = {
@@ -429,7 +429,7 @@ class TestMultiplierFollowsTheWeight:
         conv = model.stages[1][1].conv[0]
         set_grad_mult(conv.weight, None)
         assert copy.deepcopy(model.half()).stages[1][1].conv[0].grad_mult is None
-        mult = conv.csla.grad_mult(Scales.ones(model)['stages.1.1.conv.0'])
+        mult = GradMult(conv.csla, Scales.ones(model)['stages.1.1.conv.0'])
         set_grad_mult(conv.weight, mult)
         found = copy.deepcopy(model.float()).stages[1][1].conv[0].grad_mult
         assert torch.equal(found.dense('squared'), mult.dense('squared'))

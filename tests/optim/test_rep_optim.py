@@ -18,7 +18,7 @@ import timm_rep.optim._chunks as chunks
 from tests.helpers import relative
 from tests.reference.rep_optim import sgd
 from timm_rep.layers import ConvBranch, Csla, CslaConv2d, IdentityBranch
-from timm_rep.optim import RepAdamW, RepSGD, get_grad_mult, rep_optim, set_grad_mult
+from timm_rep.optim import GradMult, RepAdamW, RepSGD, get_grad_mult, rep_optim, set_grad_mult
 
 PAIRS = [(RepSGD, torch.optim.SGD), (RepAdamW, torch.optim.AdamW)]
 SGD_ARGS = [
@@ -50,7 +50,7 @@ def net(dtype=torch.float32, channels=8, attach=True):
     model(torch.randn(2, 3, 16, 16))
     if attach:
         for i in (1, 4):
-            set_grad_mult(model[i].weight, csla(channels).grad_mult(scales(channels)))
+            set_grad_mult(model[i].weight, GradMult(csla(channels), scales(channels)))
     return model.to(dtype)
 
 
@@ -254,13 +254,13 @@ def test_refusals(rep, plain):
     with pytest.raises(ValueError, match=rf'{name}.*attach_grad_mults.*strict=False'):
         rep(timm.create_model('test_resnet').parameters(), lr=.1)
     param = nn.Parameter(torch.zeros(8, 8, 3, 3))
-    set_grad_mult(param, csla().grad_mult(scales()))
+    set_grad_mult(param, GradMult(csla(), scales()))
     optimizer = rep([param], lr=.1)
     param.grad = torch.zeros(8, 8, 3, 3).to_sparse()
     with pytest.raises(RuntimeError, match='sparse'):
         optimizer.step()
     param = nn.Parameter(torch.zeros(8, 8, 3, 3, dtype=torch.complex64))
-    set_grad_mult(param, csla().grad_mult(scales()))
+    set_grad_mult(param, GradMult(csla(), scales()))
     optimizer = rep([param], lr=.1)
     param.grad = torch.zeros_like(param)
     with pytest.raises(RuntimeError, match='complex'):
@@ -272,7 +272,7 @@ def test_a_flattened_parameter_is_refused(rep, plain):
     """FSDP1 flattens a kernel and keeps its attributes."""
     params = [nn.Parameter(torch.ones(8, 8, 3, 3)) for _ in range(2)]
     for param in params:
-        set_grad_mult(param, csla().grad_mult(scales()))
+        set_grad_mult(param, GradMult(csla(), scales()))
     optimizer = rep(params, lr=.1)
     params[1].data = params[1].data.flatten()[:100]
     for param in params:
@@ -308,7 +308,7 @@ def ones(param):
     """Attach a multiplier of ones, with which the optimizer agrees with torch's."""
     rows, columns = param.shape[:2]
     if rows:
-        set_grad_mult(param, Csla(columns, rows, (ConvBranch(3),)).grad_mult({'conv3x3': torch.ones(rows)}))
+        set_grad_mult(param, GradMult(Csla(columns, rows, (ConvBranch(3),)), {'conv3x3': torch.ones(rows)}))
     return param
 
 
@@ -402,7 +402,7 @@ def test_a_multiplier_out_of_range_changes_nothing(rep, plain):
         # the sum of absolute values has a larger range than the sum of squares
         scale = scale if rep is RepSGD else scale ** 2
         conv3x3 = torch.full((4,), scale, dtype=torch.float64)
-        set_grad_mult(params[1], Csla(4, 4, (ConvBranch(3),)).grad_mult({'conv3x3': conv3x3}))
+        set_grad_mult(params[1], GradMult(Csla(4, 4, (ConvBranch(3),)), {'conv3x3': conv3x3}))
         for param in params:
             param.data = torch.ones_like(param, dtype=dtype)
             param.grad = torch.ones_like(param)
@@ -490,7 +490,7 @@ class TestMultiplierStaysAttached:
 
     def test_vectors_are_compact(self):
         """O(channels), made once for each device and dtype."""
-        mult = csla(64).grad_mult(scales(64))
+        mult = GradMult(csla(64), scales(64))
         vectors = mult.vectors('squared', torch.device('cpu'), torch.float32)
         assert sum(v.numel() for _, v, _ in vectors) == 3 * 64
         assert mult.vectors('squared', torch.device('cpu'), torch.float32) is vectors

@@ -1,4 +1,4 @@
-"""Scales that the authors of RepOptimizers released: downloaded, checked, and used by default where there are others."""
+"""Scales that the authors of RepOptimizers released: downloaded, checked, and the default where none are packaged."""
 import http.server
 import shutil
 import threading
@@ -63,7 +63,8 @@ def test_create_model(server, released_scales, monkeypatch):
             layer.grad_mult.dense('squared')[:, 0, 0, 0], expected[first]['conv3x3'].square(), rtol=1e-6, atol=0)
         assert model._model_args['scales'] == 'released:repopt_vgg_b1'  # recorded when the model is saved
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)  # it is cached
-    assert timm.create_model('repopt_vgg_b1', scales='released', device='meta').scales_source == 'released:repopt_vgg_b1'
+    model = timm.create_model('repopt_vgg_b1', scales='released', device='meta')
+    assert model.scales_source == 'released:repopt_vgg_b1'
 
 
 def test_without_download(server, monkeypatch, caplog):

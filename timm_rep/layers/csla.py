@@ -13,8 +13,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .grad_mult import GradMult
-
 __all__ = ['ConvBranch', 'Csla', 'IdentityBranch']
 
 
@@ -181,17 +179,6 @@ class Csla:
             name: torch.full((self.out_channels,), float(self.initial_scale), device=device, dtype=dtype)
             for name in self.scaled_branches
         }
-
-    def grad_mult(self, scales: Mapping[str, torch.Tensor]) -> GradMult:
-        """The multiplier of the target kernel's gradient or update (eq. 3, appendix A).
-
-        Args:
-            scales: Constant scale of each conv branch, (out_channels,). The values are copied.
-
-        Raises:
-            ValueError: A scale is missing, has another shape or is not finite.
-        """
-        return GradMult(self, scales)
 
     def kernel(self, weights: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The kernel of the one convolution that equals the block (eq. 4), differentiable.

@@ -57,7 +57,7 @@ class CslaConv2d(nn.Conv2d):
         """
         self.check_weight()
         old = self.grad_mult
-        set_grad_mult(self.weight, None if scales is None else self.csla.grad_mult(scales))
+        set_grad_mult(self.weight, None if scales is None else GradMult(self.csla, scales))
         if old is not None and old.layers is not None:
             old.layers.pop(old.name, None)
 

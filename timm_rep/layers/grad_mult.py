@@ -3,13 +3,12 @@
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), equation 3 and appendix A.
 """
 import weakref
-from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Tuple
+from typing import Dict, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
 
-if TYPE_CHECKING:
-    from .csla import Csla
+from .csla import Csla
 
 __all__ = ['GradMult', 'MultipliedLayers', 'get_grad_mult', 'set_grad_mult', 'to_local']
 
@@ -61,7 +60,7 @@ class GradMult:
     name: str = ''
     layers: Optional[MultipliedLayers] = None
 
-    def __init__(self, csla: 'Csla', scales: Mapping[str, torch.Tensor], rows: slice = slice(None)):
+    def __init__(self, csla: Csla, scales: Mapping[str, torch.Tensor], rows: slice = slice(None)):
         """
         Args:
             csla: Branches of the block.
