@@ -104,7 +104,8 @@ JOBS: Dict[str, Job] = {
         'repopt_vgg_b1': (), 'repopt_vgg_l1': (), 'repopt_vgg_b2': (), 'repopt_vgg_l2': (), 'repopt_vgg_a0': (),
         'repopt_vgg_a1': (), 'repopt_vgg_b0': (), 'repopt_ghostnet_050': ('--weight-decay', '1e-5')}.items()},
     **{name: experiment(name) for name in (
-        'repoptimizers', 'repa', 'weight-selection', 'accelerate', 'multi-branch', 'quantization', 'packaged-scales')},
+        'repoptimizers', 'depth', 'repa', 'weight-selection', 'accelerate', 'multi-branch', 'quantization',
+        'packaged-scales')},
 }
 
 

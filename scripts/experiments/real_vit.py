@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""A real pretrained ViT-S/14 on CIFAR-10, converted and pruned at equal multiply-accumulates without training.
+
+    python scripts/experiments/real_vit.py finetune WEIGHTS.safetensors --data-dir CIFAR10 -o classifier.pth
+    python scripts/experiments/real_vit.py compare WEIGHTS.safetensors --data-dir CIFAR10 -o rows.jsonl
+
+WEIGHTS is a state dict of timm's vit_small_patch14_dinov2. ``finetune`` makes a classifier for 56 x 56 pixels; stopped,
+it continues after its last quarter of an epoch. ``compare`` writes a row for each method, idle ratio and sample of
+calibration images: of the classifier with ``--classifier FILE``, otherwise of frozen features at 112 x 112 pixels and a
+linear probe. Finished rows are skipped.
+"""
+import argparse
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Callable, List, Sequence, Tuple
+
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from timm.utils import random_seed
+from torch.utils.data import RandomSampler
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments.pruning import METHODS
+
+import timm_rep
+from timm_rep.search import DeviceLoader, create_search_dataset
+from timm_rep.utils.checkpoints import read_training_state, write_training_state
+from timm_rep.utils.profiling import count_macs
+from timm_rep.utils.training import evaluate, fit
+
+_PARTS = 4  # checkpoints in an epoch
+_LINEAR_PATH = 0.125  # multiply-accumulates of the linear path, as a share of an FFN's of ratio 4
+
+
+def create(weights: str, img_size: int, num_classes: int) -> nn.Module:
+    """The pretrained network; without classes it returns the features of the class token."""
+    model = timm.create_model('vit_small_patch14_dinov2', img_size=img_size, num_classes=num_classes)
+    state = {k: v for k, v in load_file(weights).items() if not k.startswith('decoder.')}
+    wrong = model.load_state_dict(checkpoint_filter_fn(state, model), strict=False)
+    if wrong.unexpected_keys or any(not key.startswith('head.') for key in wrong.missing_keys):
+        raise ValueError(f'{weights} is not a state dict of vit_small_patch14_dinov2: {wrong}')
+    return model
+
+
+def read(args: argparse.Namespace, split: str, img_size: int) -> DeviceLoader:
+    dataset = create_search_dataset('', args.data_dir, split, img_size, split == 'train', raw=True)
+    return DeviceLoader(dataset, args.batch_size, split == 'train')
+
+
+def finetune(args: argparse.Namespace) -> None:
+    random_seed(args.seed)
+    model = create(args.weights, 56, 10)
+    train, val = (read(args, split, 56) for split in ('train', 'val'))
+    train.sampler = RandomSampler(train.dataset, num_samples=len(train.targets) // _PARTS)
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=args.lr, weight_decay=0.05, layer_decay=0.75)
+    parts = args.epochs * _PARTS
+    scheduler = CosineLRScheduler(
+        optimizer, t_initial=parts * len(train), warmup_t=len(train), warmup_lr_init=1e-6, t_in_epochs=False)
+    settings = {name: getattr(args, name) for name in ('epochs', 'batch_size', 'lr', 'seed')}
+    state = dict(epoch=0, curve=[])
+    if args.output.is_file():
+        state = read_training_state(args.output, settings, 'training')
+        model.load_state_dict(state['model'])
+        optimizer.load_state_dict(state['optimizer'])
+
+    def after_part(part: int) -> None:
+        if part % _PARTS == 0:
+            state['curve'].append(round(evaluate(model, val, torch.device('cpu'))[1], 2))
+            print(f'epoch {part // _PARTS}: {state["curve"][-1]}%', flush=True)
+            model.train()
+        write_training_state(args.output, dict(
+            settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=part,
+            curve=state['curve']))
+
+    fit(model, optimizer, scheduler, train, parts, device=torch.device('cpu'), start=state['epoch'], smoothing=0.1,
+        amp_dtype=torch.bfloat16, clip_grad=1., seed=args.seed, after_epoch=after_part, progress=False)
+
+
+@torch.inference_mode()
+def outputs(model: nn.Module, batches: Sequence[Tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    return torch.cat([model(images) for images, _ in batches])
+
+
+def fit_probe(features: torch.Tensor, targets: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Multinomial logistic regression on standardized features, by L-BFGS."""
+    mean, std = features.mean(0), features.std(0)
+    head = nn.Linear(features.shape[1], 10)
+    optimizer = torch.optim.LBFGS(head.parameters(), max_iter=100, line_search_fn='strong_wolfe')
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(head((features - mean) / std), targets) + 1e-3 * head.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    head.requires_grad_(False)
+    return lambda x: head((x - mean) / std)
+
+
+def chosen(loader: DeviceLoader, indices: List[int]) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of some images of a loader, as for validation."""
+    part = copy.copy(loader)
+    part.is_training, part.sampler = False, indices
+    return list(part)
+
+
+def compare(args: argparse.Namespace) -> None:
+    img_size = 56 if args.classifier else 112
+    model = create(args.weights, img_size, 10 if args.classifier else 0).eval()
+    train, val = (read(args, split, img_size) for split in ('train', 'val'))
+    n = len(val.targets)
+    val_batches = chosen(val, [i * n // args.val_images for i in range(args.val_images)])
+    targets = torch.cat([labels for _, labels in val_batches])
+
+    def sample(count: int, seed: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        order = torch.randperm(len(train.targets), generator=torch.Generator().manual_seed(seed))
+        return chosen(train, order[:count].tolist())
+
+    if args.classifier:
+        model.load_state_dict(torch.load(args.classifier, weights_only=True)['model'])
+        head = nn.Identity()
+    else:
+        batches = sample(5000, 1234)
+        head = fit_probe(outputs(model, batches), torch.cat([labels for _, labels in batches]))
+    original = outputs(model, val_batches)
+    predicted = head(original).argmax(1)
+    macs = count_macs(model, (3, img_size, img_size)).total
+    print(f'original: {100 * (predicted == targets).float().mean():.2f}%, {macs / 1e6:.0f} M MACs', flush=True)
+    done = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.is_file() else []
+    for seed in args.samples:
+        calibration = [images for images, _ in sample(args.images, seed)]
+        for idle_ratio in args.idle_ratios:
+            for method in args.methods:
+                key = dict(method=method, idle_ratio=idle_ratio, sample=seed, images=args.images, img_size=img_size)
+                if any(key.items() <= row.items() for row in done):
+                    continue
+                smaller, begun = copy.deepcopy(model), time.process_time()
+                if method == 'timm-rep':
+                    timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration)
+                else:
+                    METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
+                minutes = (time.process_time() - begun) / 60
+                found = outputs(smaller.eval(), val_batches)
+                error = (found - original).norm() / (original - original.mean(0)).norm()
+                now = head(found).argmax(1)
+                row = dict(
+                    key, original=round(100 * (predicted == targets).float().mean().item(), 2),
+                    top1=round(100 * (now == targets).float().mean().item(), 2),
+                    agreement=round(100 * (now == predicted).float().mean().item(), 2), error=round(error.item(), 4),
+                    macs=round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), minutes=round(minutes, 2))
+                print(row, flush=True)
+                with args.output.open('a') as file:
+                    file.write(json.dumps(row) + '\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest='command', required=True, metavar='finetune | compare')
+    for name, run in ('finetune', finetune), ('compare', compare):
+        command = commands.add_parser(name)
+        command.set_defaults(run=run)
+        command.add_argument('weights', metavar='WEIGHTS')
+        command.add_argument('--data-dir', default='data/cifar10', metavar='DIR', help='(%(default)s)')
+        command.add_argument('--batch-size', type=int, default=64, help='(%(default)s)')
+        command.add_argument('-o', '--output', type=Path, required=True, metavar='FILE')
+        if run is finetune:
+            command.add_argument('--epochs', type=int, default=3, help='(%(default)s)')
+            command.add_argument('--lr', type=float, default=5e-4, help='(%(default)s)')
+            command.add_argument('--seed', type=int, default=0, help='(%(default)s)')
+        else:
+            command.add_argument('--classifier', metavar='FILE', help='of finetune (a linear probe)')
+            command.add_argument('--methods', nargs='+', default=['timm-rep', *METHODS], help='(all)')
+            command.add_argument('--idle-ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.0])
+            command.add_argument('--samples', nargs='+', type=int, default=[0, 1, 2], help='seeds (%(default)s)')
+            command.add_argument('--images', type=int, default=1024, help='of calibration (%(default)s)')
+            command.add_argument('--val-images', type=int, default=2500, help='(%(default)s)')
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == '__main__':
+    main()
