@@ -242,19 +242,27 @@ def test_float16_overflow_is_a_cause():
     assert causes(copy.deepcopy(model).half()) == {'float16 overflow'}
 
 
-def test_hooks_are_a_cause():
-    """timm folds layers with hooks, and drops these."""
+def test_hooks_that_folding_drops(tmp_path):
+    """timm alone drops the hooks of the layers that it removes."""
     torch.manual_seed(0)
     model = randomize_(timm.create_model('repvgg_a0', num_classes=5))
     block = model.stages[0][0]
     handle = block.conv_kxk.conv.register_forward_hook(lambda module, args, y: 2 * y)
-    x = images(1, 32)
-    result = timm_rep.verify(model, x)
-    assert not result.passed
-    assert 'stages.0.0.conv_kxk.conv' in result.causes['hooks and adapters']
+    x, keys = images(1, 32), model.state_dict().keys()
+    for fold, args in (
+            (timm_rep.convert.reparameterize, ()), (timm_rep.verify, (x,)),
+            (timm_rep.export, (tmp_path / 'model.pt2', 'pt2', True, x))):
+        with pytest.raises(ValueError, match=r'stages\.0\.0\.conv_kxk\.conv cannot be folded'):
+            fold(model, *args)
+        assert model.state_dict().keys() == keys
     handle.remove()
-    model.head.fc.register_forward_hook(lambda *args: None)  # not folded
-    assert 'hooks and adapters' not in timm_rep.verify(model, x).causes
+    seen = []
+    for module in (block, block.act, model.head.fc):  # which stay
+        module.register_forward_hook(lambda *args: seen.append(1))
+    assert timm_rep.verify(model, x).passed
+    seen.clear()
+    timm_rep.convert.reparameterize(model)(x)
+    assert len(seen) == 3
     model = randomize_(tiny('repa_deit_tiny'))
     model.blocks[0].mlp.fc1.register_forward_hook(lambda *args: None)
     with pytest.raises(ValueError, match=r'blocks\.0\.mlp cannot be folded: .* hooks'):

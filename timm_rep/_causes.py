@@ -1,10 +1,9 @@
 """Why a folded model may differ from the model that a user compares it with; for :func:`timm_rep.verify`."""
 import copy
-from typing import Any, Callable, Dict, Iterable, List
+from typing import Any, Callable, Dict, List
 
 import torch
 import torch.nn as nn
-from torch.nn.utils import parametrize
 
 __all__ = ['find_causes']
 
@@ -17,7 +16,6 @@ def find_causes(
         model: nn.Module,
         unfolded: nn.Module,
         folded: nn.Module,
-        names: Iterable[str],
         images: torch.Tensor,
         are_real: bool,
 ) -> Dict[str, str]:
@@ -27,21 +25,16 @@ def find_causes(
         model: The given model, on its device, in its mode and dtype.
         unfolded: Copy in eval mode and float32 on the CPU.
         folded: Folded copy of ``unfolded``.
-        names: Names of the folded layers.
         images: A batch of finite images (N, channels, height, width), float32, on the CPU.
         are_real: Whether the images are real, so that statistics can be measured on them.
 
     Returns:
         Explanations with remedies, by name of the condition.
     """
-    inside = [
-        (name, module) for name, module in model.named_modules()
-        if any(not outer or name == outer or name.startswith(f'{outer}.') for outer in names)]
     found = {
         'train mode': _train_mode(model, unfolded, images),
         'BatchNorm statistics': _statistics(unfolded, images) if are_real else '',
         'float16 overflow': _float16(model, unfolded, folded, images),
-        'hooks and adapters': _modified(inside),
         'TF32': _tf32(model),
     }
     return {name: text for name, text in found.items() if text}
@@ -114,16 +107,6 @@ def _float16(model: nn.Module, unfolded: nn.Module, folded: nn.Module, images: t
     where = f'the folded weight {weights[0]}' if weights else f'the outputs of {outputs[0]}'
     return (
         f'{where} exceeds {largest:g}, the largest number of float16: run the folded model in bfloat16 or float32.')
-
-
-def _modified(modules: Iterable) -> str:
-    for name, module in modules:
-        hooked = module._forward_hooks or module._forward_pre_hooks
-        if hooked or 'forward' in module.__dict__ or parametrize.is_parametrized(module):
-            return (
-                f'{name or "the model"} has hooks, a parametrization or another forward(), but folding reads only '
-                'the weights: remove hooks by their handle.remove(), merge adapters into the weights, and fold again.')
-    return ''
 
 
 def _tf32(model: nn.Module) -> str:

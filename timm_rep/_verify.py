@@ -75,8 +75,8 @@ class Verification:
             same outputs, at least 16 * 2 ** -23. Folding rounds each weight once more and sums in another order, so
             its error is of the size of rounding, which the unfolded error measures for this model and these images.
         causes: Conditions under which the folded model differs from the given one, with remedies: 'train mode',
-            'BatchNorm statistics' (only with real images), 'float16 overflow', 'hooks and adapters', 'TF32'. The
-            comparison itself excludes all but hooks.
+            'BatchNorm statistics' (only with real images), 'float16 overflow', 'TF32'. The comparison itself
+            excludes them.
     """
     images: int
     max_difference: float = 0.
@@ -133,7 +133,7 @@ def verify(
 ) -> Verification:
     """Compare a model with its folded form, in eval mode and float32 on the CPU, and both with float64.
 
-    Folds a copy, by ``model.reparameterize()`` or else by ``timm.utils.reparameterize_model``: models of this package,
+    Folds a copy by :func:`timm_rep.convert.folded_copy`: models of this package,
     of :func:`timm_rep.convert_to_repa`, and timm's own (RepVGG, MobileOne, FastViT, RepViT, ...). Also looks for
     conditions under which the folded model differs from the given one elsewhere.
 
@@ -191,7 +191,7 @@ def verify(
         folded=len(names),
         layers={name: (_ratio(x[2], x[0]), _ratio(x[3], x[0])) for name, x in sums.items()},
         tolerance=tolerance,
-        causes=find_causes(model, unfolded, folded, names, images[:_MAX_IMAGES].float(), are_real),
+        causes=find_causes(model, unfolded, folded, images[:_MAX_IMAGES].float(), are_real),
     )
 
 

@@ -127,6 +127,7 @@ def accelerate(
     with torch.inference_mode():
         check_finite(original, torch.zeros(1, *images.config['input_size'], device=images.device))
     check_saveable(original)
+    folded = {'original': folded_copy(original)}  # refuses hooks that folding would drop
     loader = list(images.calibration(calibration_images))  # decoded once for all ratios
 
     def convert(**kwargs) -> Tuple[nn.Module, ConversionReport]:
@@ -139,7 +140,7 @@ def accelerate(
         return converted, report
 
     result, report = convert(idle_ratio=idle_ratio, macs=macs)
-    folded = {'original': folded_copy(original), 'converted': folded_copy(result)}
+    folded['converted'] = folded_copy(result)
     for label, ratio in zip(labels, sweep):
         folded[label] = folded_copy(convert(idle_ratio=ratio)[0])
     if distil_epochs:

@@ -6,8 +6,9 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn as nn
-from timm.utils import random_seed, reparameterize_model
+from timm.utils import random_seed
 
+from timm_rep.convert import folded_copy
 from timm_rep.utils.profiling import time_passes
 
 from .timing import speedup, timing_columns
@@ -76,7 +77,7 @@ def dense(args):
         prefix = NETWORKS[network]
         shared = {k: v for k, v in models['vanilla'].state_dict().items() if not k.startswith(prefix)}
         models['unfolded'].load_state_dict(shared, strict=False)
-        models['folded'] = reparameterize_model(models['unfolded'])
+        models['folded'] = folded_copy(models['unfolded'])
         is_detector = network in ('retinanet', 'mask_rcnn')
         runs = {side: partial(forward, model, is_detector, args.amp) for side, model in models.items()}
         image = torch.rand(1, 3, *args.img_size, device=args.device)

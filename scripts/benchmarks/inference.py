@@ -12,8 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 import yaml
 from timm.layers import use_fused_attn
-from timm.utils import reparameterize_model
 
+from timm_rep.convert import folded_copy
 from timm_rep.latency import PARTS, profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
@@ -79,7 +79,7 @@ def fold_precision(args):
     for row in args.pending(model=args.models or [*SPEEDUPS, 'repopt_vgg_a0', 'repopt_ghostnet_100', 'repopt_any']):
         model = calibrated(row['model'])
         x = torch.randn(2, *model.pretrained_cfg['input_size'])
-        folded = reparameterize_model(model)
+        folded = folded_copy(model)
         with torch.inference_mode():
             expected = model(x)
             row['float32'] = relative(folded(x), expected)
@@ -149,7 +149,7 @@ def repa_infer(args):
             'vanilla': timm.create_model(vanilla, **vanilla_args).eval(),
             'unfolded': timm.create_model(name).eval(),
         }
-        models['folded'] = reparameterize_model(models['unfolded'])
+        models['folded'] = folded_copy(models['unfolded'])
         models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
         for row in rows:

@@ -5,8 +5,8 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import timm
 import torch
-from timm.utils import reparameterize_model
 
+from timm_rep.convert import folded_copy
 from timm_rep.layers import RePaMlp
 from timm_rep.optim import RepSGD
 from timm_rep.utils.profiling import time_calls, time_passes
@@ -43,7 +43,7 @@ def _deit(args, **kwargs) -> Times:
     unfolded = timm.create_model('repa_deit_tiny', **kwargs).eval().to(args.device, args.dtype)
     vanilla = timm.create_model('deit_tiny_patch16_224', **kwargs).eval().to(args.device, args.dtype)
     x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
-    models = {'DeiT, vanilla': vanilla, 'DeiT, folded': reparameterize_model(unfolded)}
+    models = {'DeiT, vanilla': vanilla, 'DeiT, folded': folded_copy(unfolded)}
     return time_passes(models, x, args.rounds, warmup=1)
 
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn as nn
 from experiments.train import trained
 from experiments.workspace import Images, Workspace
-from timm.utils import reparameterize_model
 
+from timm_rep.convert import folded_copy
 from timm_rep.deploy import quantize_ptq, quantize_qat
 from timm_rep.plotting import kernel_layer
 from timm_rep.utils.training import evaluate
@@ -60,7 +60,7 @@ def quantize(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any
     images = Images(workspace, {**settings['trained'], 'seed': settings['seed']}, cpu)
     before = evaluate(model, images.validation(), cpu)[1]
     if settings['backend'] is None:
-        folded = reparameterize_model(model)
+        folded = folded_copy(model)
         entries = {f'std of the {stage}': deviations(kernel) for stage, kernel in kernels(model, folded).items()}
         return {'top-1': round(before, 2), 'largest entry': round(largest_entry(folded), 2), **entries}
     if settings['qat_epochs']:

@@ -12,9 +12,10 @@ from experiments.workspace import Images, Workspace, num_classes
 from timm.layers import set_fused_attn
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import random_seed, reparameterize_model
+from timm.utils import random_seed
 
 from timm_rep import Scales, calibrate_batchnorm, hyper_search, mimetic_init_, weight_select_init
+from timm_rep.convert import folded_copy
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.profiling import count_macs, count_params
 from timm_rep.utils.training import evaluate, fit
@@ -210,7 +211,7 @@ def train(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any]:
     """Row of a training: accuracy, time, and size of the model and of its folded form."""
     result = trained(settings, workspace)
     row = {'top-1': result.curve[-1], 'minutes': result.minutes, **result.columns}
-    forms = {'': result.model, ' folded': reparameterize_model(copy.deepcopy(result.model))}
+    forms = {'': result.model, ' folded': folded_copy(result.model)}
     for form, model in forms.items():
         sizes = {
             f'params{form} (M)': round(count_params(model) / 1e6, 3),

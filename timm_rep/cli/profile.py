@@ -3,9 +3,8 @@ import inspect
 
 import timm
 import torch
-from timm.utils import reparameterize_model
 
-from timm_rep.convert import anneal_ffns, convert_to_repa, use_repa_ffns
+from timm_rep.convert import anneal_ffns, convert_to_repa, folded_copy, use_repa_ffns
 from timm_rep.latency import profile_latency
 from timm_rep.paper import VANILLA
 from timm_rep.plotting import plot_latency
@@ -39,7 +38,7 @@ def run(args) -> None:
     for name in args.models:
         torch.manual_seed(0)
         vanilla, repa = _build(name, args)
-        models = {'vanilla': vanilla, 'RePa': repa, 'folded': reparameterize_model(repa)}
+        models = {'vanilla': vanilla, 'RePa': repa, 'folded': folded_copy(repa)}
         like = dict(device=args.device, dtype=getattr(torch, args.dtype))
         images = torch.randn(args.batch_size, *_input_size(vanilla, args), **like)
         if args.channels_last:

@@ -1,12 +1,17 @@
 """Fold a model into its deploy structure, and refuse checkpoints of another structure."""
 import copy
-from typing import Any, Dict, Mapping, Tuple
+from typing import Any, Dict, Mapping, Set, Tuple
 
 import torch
 import torch.nn as nn
-from timm.utils import reparameterize_model, unwrap_model
+from timm.utils import unwrap_model
 
 from timm_rep.layers import foldable_layers, is_reparameterized, structures_in
+
+try:
+    from timm.models import reparameterize_model
+except ImportError:  # timm < 1.0.31
+    from timm.utils import reparameterize_model
 
 __all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted', 'folded_copy', 'reparameterize']
 
@@ -28,18 +33,18 @@ def check_unconverted(model: nn.Module) -> None:
 def reparameterize(model: nn.Module) -> nn.Module:
     """Fold a model into its deploy structure, in place: the layers of this package, then the layers that timm folds.
 
-    If a layer of this package cannot be folded, nothing is changed, unlike with ``timm.utils.reparameterize_model``
-    alone, which replaces layer after layer.
+    If a layer cannot be folded, nothing is changed, unlike with ``timm.models.reparameterize_model`` alone, which
+    replaces layer after layer, and drops their hooks.
 
     Args:
-        model: Model with layers of this package.
+        model: Model of this package or of timm.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: A BatchNorm has no running statistics, annealing is not finished, or a layer has hooks or was
-            replaced by an adapter; the message names the layer. The model is unchanged.
+        ValueError: A BatchNorm has no running statistics, annealing is not finished, or a layer that folding removes
+            has hooks or was replaced by an adapter; the message names the layer. The model is unchanged.
         OverflowError: A folded weight exceeds the range of the model's dtype. The model is unchanged.
     """
     fused = []
@@ -50,9 +55,22 @@ def reparameterize(model: nn.Module) -> nn.Module:
                     fused.append((parent, name, child.fuse()))
                 except (ValueError, OverflowError) as e:
                     raise type(e)(f'{path}.{name} cannot be folded: {e}'.lstrip('.')) from e
+    hooked = _hooked(model)
+    lost = sorted(hooked - _hooked(reparameterize_model(model))) if hooked else ()
+    if lost:
+        raise ValueError(
+            f'{lost[0]} cannot be folded: it has hooks, or a forward() that was replaced, which folding would drop. '
+            'Remove hooks by their handle.remove(), and merge adapters into the weights.')
     for parent, name, layer in fused:
         setattr(parent, name, layer)
     return reparameterize_model(model, inplace=True)
+
+
+def _hooked(model: nn.Module) -> Set[str]:
+    """Names of parts of a model with forward hooks or a replaced ``forward()``."""
+    return {
+        name for name, module in model.named_modules()
+        if name and (module._forward_hooks or module._forward_pre_hooks or 'forward' in module.__dict__)}
 
 
 def folded_copy(model: nn.Module) -> nn.Module:
@@ -118,7 +136,7 @@ class ReparameterizeMixin:
         """Fold the model into its deploy structure, in place; the function in eval mode is unchanged.
 
         Running statistics are folded in either mode, in float64 (RePaFormer, eq. 4-7). A folded model is left as it is.
-        ``timm.utils.reparameterize_model(model)`` does the same to a copy.
+        ``timm.models.reparameterize_model(model)`` does the same to a copy.
 
         Returns:
             The model.

@@ -8,7 +8,6 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 import torch
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d
-from timm.utils import reparameterize_model
 
 from timm_rep.layers import (
     Affine,
@@ -19,6 +18,7 @@ from timm_rep.layers import (
     check_annealing,
 )
 
+from ._reparameterize import reparameterize
 from .ffn import Ffn, deploy_of, ratios_of, replace_module
 from .ffn_parts import linear_of
 from .linearize import check_convertible
@@ -122,7 +122,7 @@ class AnnealedFfn(nn.Module):
             self._after_norm(ffn.fc_in(active)).write_to(deploy.fc_in, like=first)
             Affine(out.weight[:, active], out.bias).write_to(deploy.fc_out, like=first)
         # timm's function does not descend into the result of fuse(), which has the layers before the FFN
-        return reparameterize_model(new.train(self.training))
+        return reparameterize(new.train(self.training))
 
     def _after_norm(self, linear: Affine) -> Affine:
         if isinstance(self.norm, AnnealedNorm):

@@ -10,12 +10,11 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Tuple
 
 import torch
 import torch.nn as nn
-from timm.utils import reparameterize_model
 
 from timm_rep.layers import Affine, Csla, RepOptConv, RepOptConvDeploy, csla_layers
 from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage_of
 
-from ._reparameterize import check_unconverted
+from ._reparameterize import check_unconverted, reparameterize
 from .linear_sums import LinearSum, find_linear_sums
 from .record import make_foldable, record_conversion, record_scales
 
@@ -133,7 +132,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         converted.append(ConvertedSum(
             name if reparameterized else f'{name}.0', type(linear_sum.module).__name__, branches))
     if reparameterized:
-        reparameterize_model(model, inplace=True)  # the layers that timm folds
+        reparameterize(model)  # the layers that timm folds
     return RepOptReport(converted, kept)
 
 

@@ -5,9 +5,8 @@ from typing import Dict, NamedTuple
 
 import torch
 import torch.nn as nn
-from timm.utils import reparameterize_model
 
-from timm_rep.convert import ConversionReport, convert_to_repa
+from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
 from timm_rep.hub._folder import save_folder
 from timm_rep.utils.profiling import count_macs, count_params, measure_throughput
 from timm_rep.utils.training import evaluate
@@ -54,7 +53,7 @@ def run_repa(
     converted = copy.deepcopy(plain)
     conversion = convert_to_repa(
         converted, idle_ratio=0.75, calibration=training.create_loader_for(train_set, plain, is_training=False))
-    folded = reparameterize_model(repa)
+    folded = folded_copy(repa)
     models = {'plain ViT': plain, 'plain ViT, converted': converted, 'RePa-DeiT': repa, 'RePa-DeiT, folded': folded}
 
     rows: Dict[str, Dict[str, float]] = {}

@@ -5,8 +5,8 @@ from typing import Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
-from timm.utils import reparameterize_model
 
+from timm_rep.convert import folded_copy
 from timm_rep.convert.record import is_folded
 from timm_rep.utils.data import ImageFolder, image_config, load_images
 from timm_rep.utils.profiling import (
@@ -97,7 +97,7 @@ def measure_cost(
     if is_folded(model):
         forms = {'folded': model}
     else:
-        forms = {'unfolded': model, 'folded': reparameterize_model(model)}
+        forms = {'unfolded': model, 'folded': folded_copy(model)}
     images = torch.randn(batch_size, *model_input_size(model), device=device)
     counted = {**forms, 'int8': forms['folded']}
     if int8 is not None:

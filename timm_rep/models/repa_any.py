@@ -8,9 +8,8 @@ from typing import Optional, Sequence, Union
 import timm
 import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
-from timm.utils import reparameterize_model
 
-from timm_rep.convert import anneal_ffns, use_repa_ffns
+from timm_rep.convert import anneal_ffns, reparameterize, use_repa_ffns
 from timm_rep.convert.ffn import find_ffns, ratios_of, replace_module
 from timm_rep.convert.record import make_foldable
 from timm_rep.layers import active_channels, check_annealing
@@ -57,7 +56,7 @@ def _build(
     else:
         use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
     if reparameterized:
-        reparameterize_model(model, inplace=True)  # what else timm folds
+        reparameterize(model)  # what else timm folds
     make_foldable(model, reparameterized)
     return model
 
