@@ -71,20 +71,33 @@ def test_installed_command():
     assert command.load() is main
 
 
-def test_run_script_as_python_would(tmp_path, monkeypatch, capsys):
-    (tmp_path / 'beside.py').write_text('x = 7')
-    script = tmp_path / 'script.py'
-    script.write_text(
-        'import sys, beside, timm\n'
-        'if __name__ == "__main__":\n'
-        '    print(sys.argv, beside.x, timm.is_model("repa_deit_tiny"))\n'
-        '    raise SystemExit(3)\n')
-    monkeypatch.setattr(sys, 'argv', [])
-    monkeypatch.setattr(sys, 'path', list(sys.path))
-    with pytest.raises(SystemExit) as e:
-        main(['run', str(script), '--model', 'm', '-b', '1'])
-    assert e.value.code == 3
-    assert capsys.readouterr().out == f"{[str(script), '--model', 'm', '-b', '1']} 7 True\n"
+def test_run_reaches_scripts_that_a_script_starts(tmp_path, monkeypatch):
+    """The timm next to a script is imported, as python would, and this package after it, in child processes too."""
+    (tmp_path / 'timm.py').write_text('imported = []')
+    (tmp_path / 'timm_rep').mkdir()  # of a folder in PYTHONPATH, in place of the real one, which takes seconds
+    (tmp_path / 'timm_rep' / '__init__.py').write_text('import timm; timm.imported.append("timm_rep")')
+    (tmp_path / 'site').mkdir()
+    (tmp_path / 'site' / 'sitecustomize.py').write_text('import sys; sys.hidden = "found"')
+    (tmp_path / 'child.py').write_text(
+        'import sys, timm\n'
+        'print(timm.imported, sys.hidden, sys.argv[1:], __name__)\n'
+        'def f():\n'
+        '    raise ValueError("deep inside")\n'
+        'f()\n')
+    (tmp_path / 'script.py').write_text(
+        'import pathlib, subprocess, sys\n'
+        'assert "timm" not in sys.modules\n'
+        'child = pathlib.Path(__file__).with_name("child.py")\n'
+        'raise SystemExit(subprocess.run([sys.executable, child, *sys.argv[1:]]).returncode + 2)\n')
+    started = []
+    monkeypatch.setattr(os, 'execve', lambda *args: started.append(args))
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'site'))
+    main(['run', str(tmp_path / 'script.py'), '--model', 'm', '-b', '1'])
+    (_, command, env), = started
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout == f"['timm_rep'] found {['--model', 'm', '-b', '1']} __main__\n"
+    assert 'line 4, in f' in done.stderr
+    assert done.returncode == 3
 
 
 @pytest.mark.slow
@@ -128,15 +141,6 @@ def test_run_without_script(capsys):
     assert error.startswith('timm-rep: ')
     assert "'nowhere.py'" in error
     assert error.count('\n') == 1
-
-
-def test_run_shows_where_a_script_fails(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, 'argv', [])
-    monkeypatch.setattr(sys, 'path', list(sys.path))
-    script = tmp_path / 'script.py'
-    script.write_text('def f():\n    raise ValueError("deep inside")\n\n\nf()\n')
-    assert main(['run', str(script)]) == 1
-    assert 'line 2, in f' in capsys.readouterr().err
 
 
 _NO_FOLDER = "expected an existing folder, got 'nowhere'"
