@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from timm_rep._verify import check_finite, compare
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
+from timm_rep.convert.linearize import check_convertible
 from timm_rep.convert.record import recorded_base
 from timm_rep.hub._card import accelerated_card, figures_table
 from timm_rep.hub._folder import check_saveable, save_folder
@@ -126,6 +127,7 @@ def accelerate(
         raise ValueError(f'Expected a timm model, but got {type(model).__name__}: create it with timm.create_model().')
     with torch.inference_mode():
         check_finite(original, torch.zeros(1, *images.config['input_size'], device=images.device))
+    check_convertible(original)
     check_saveable(original)
     folded = {'original': folded_copy(original)}  # refuses hooks that folding would drop
     loader = list(images.calibration(calibration_images))  # decoded once for all ratios

@@ -15,7 +15,7 @@ from timm.models import save_for_hf
 
 import timm_rep
 from tests.helpers import relative, same_weights
-from timm_rep.accelerate import STATE, accelerate, measure, write_model
+from timm_rep.accelerate import STATE, _check_folded, accelerate, measure, write_model
 from timm_rep.cli import main
 from timm_rep.utils.atomic import locking_folder
 from timm_rep.utils.data import Images
@@ -419,12 +419,21 @@ def _replaced_head(model):
     model.head = torch.nn.Sequential(model.head)
 
 
+def _shared_ffn(model):
+    model.blocks[1].mlp = model.blocks[0].mlp
+
+
+def _tied_ffns(model):
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+
+
 def _activated_head(model):
     model.head.register_forward_hook(lambda module, args, output: output.relu())
 
 
 @pytest.mark.parametrize('change, message', [
     (_non_json, 'act_layer'), (_replaced_head, r'head\.0\.weight'), (_activated_head, 'VisionTransformer'),
+    (_shared_ffn, r'blocks\.1\.mlp'), (_tied_ffns, r'blocks\.1\.mlp\.fc1\.weight'),
 ])
 def test_models_that_cannot_be_saved_are_refused_before_the_work(data, monkeypatch, change, message):
     model = original(data)
@@ -499,6 +508,13 @@ def test_a_diverged_distillation_is_named(data, monkeypatch):
     model = original(data)
     with pytest.raises(RuntimeError, match='lr'):
         accelerate(model, Images(model, str(data)), calibration_images=24, distil_epochs=1)
+
+
+def test_a_folded_model_with_outputs_that_are_not_finite(data):
+    model, broken = original(data), original(data)
+    broken.head.bias.data.fill_(float('nan'))
+    with pytest.raises(RuntimeError, match='folded'):
+        _check_folded(model, broken, [torch.zeros(2, 3, 32, 32)])
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import json
 import pytest
 import timm
 import torch
+from timm.layers import Mlp, RmsNorm, SimpleNorm
 from timm.models import nextvit
 
 import timm_rep
@@ -102,6 +103,65 @@ def test_compiled_ffns_are_refused_by_name(way, compile_):
     with pytest.raises(ValueError, match=r'blocks\.1\.mlp'):
         timm_rep.convert_to_repa(model, .5, **WAYS[way])
     assert model.blocks[1].mlp is mlp
+
+
+def _tie_two_ffns(model):
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+
+
+def _tie_to_another_layer(model):
+    model.embedding = torch.nn.Embedding(24, 96)
+    model.embedding.weight = model.blocks[0].mlp.fc2.weight
+
+
+def _share_a_layer(model):
+    model.probe = model.blocks[0].mlp.fc1
+
+
+def _share_a_bias(model):
+    model.blocks[0].mlp.fc2.bias = model.blocks[0].norm2.bias
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('tie, name', [
+    (_tie_two_ffns, r'blocks\.1\.mlp\.fc1\.weight'), (_tie_to_another_layer, r'embedding\.weight'),
+    (_share_a_layer, r'probe\.weight'), (_share_a_bias, r'norm2\.bias')])
+def test_tied_parameters_are_refused_by_name(way, tie, name):
+    """The other layer would keep the old value."""
+    model = vit()
+    tie(model)
+    before = repr(model)
+    with pytest.raises(ValueError, match=rf'blocks\.0\.mlp\.fc.*{name}'):
+        timm_rep.convert_to_repa(model, .5, **WAYS[way])
+    assert repr(model) == before
+    assert not hasattr(model, 'reparameterize')
+
+
+@pytest.mark.parametrize('way', ['from data', 'annealed'])
+def test_an_ffn_in_two_places_is_converted_in_both(way):
+    model = vit()
+    model.blocks[1].mlp = model.blocks[0].mlp
+    report = timm_rep.convert_to_repa(model, .5, **WAYS[way])
+    assert [ffn.name for ffn in report.ffns] == ['blocks.0.mlp']
+    assert model.blocks[1].mlp is model.blocks[0].mlp
+    assert not isinstance(model.blocks[0].mlp, Mlp)
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('norm', [SimpleNorm, RmsNorm])
+def test_other_norms_of_the_hidden_features(way, norm):
+    """Only a LayerNorm can be refitted, or become a BatchNorm."""
+    model = vit()
+    model.blocks[1].mlp.norm = kept = norm(96)
+    if way == 'to train':
+        with pytest.raises(ValueError, match=rf'blocks\.1\.mlp has a {norm.__name__}'):
+            timm_rep.convert_to_repa(model)
+        assert type(model.blocks[0].mlp) is Mlp
+        return
+    report = timm_rep.convert_to_repa(model, .5, **WAYS[way])
+    assert [ffn.name for ffn in report.ffns] == ['blocks.0.mlp']
+    assert norm.__name__ in report.kept['blocks.1.mlp']
+    assert model.blocks[1].mlp.norm is kept
 
 
 def test_nextvit_blocks_get_their_method_back():

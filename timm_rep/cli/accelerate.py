@@ -63,7 +63,6 @@ def add_parser(commands) -> None:
 
 def run(args) -> int:
     from timm_rep.accelerate import STATE, accelerate, check_output, figures_table, write_model
-    from timm_rep.convert.linearize import check_convertible
     from timm_rep.utils.atomic import check_writable, locking_folder
     from timm_rep.utils.checkpoints import load_checkpoint
     from timm_rep.utils.data import Images
@@ -82,7 +81,6 @@ def run(args) -> int:
         model._model_args = dict(args.model_kwargs)
     if args.checkpoint:
         load_checkpoint(model, args.checkpoint)
-    check_convertible(model)
     images = Images(
         model, args.data_dir, args.train_split, args.val_split, args.batch_size, args.workers,
         args.device or default_device(), args.seed,

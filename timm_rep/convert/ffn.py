@@ -17,6 +17,7 @@ from .ffn_parts import affine_of, chain, linear_of, unsupported_reason
 __all__ = [
     'Block',
     'Ffn',
+    'check_untied',
     'deploy_of',
     'find_blocks',
     'find_ffns',
@@ -303,6 +304,24 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
         else:
             others[name] = 'computes something else than its registered parts'
     return ffns, others
+
+
+def check_untied(model: nn.Module, ffns: Sequence[Ffn]) -> None:
+    """Raise ValueError if an FFN shares a parameter with a layer outside of it, which keeps the old value."""
+    names: Dict[nn.Parameter, List[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    paths: Dict[nn.Module, List[str]] = {}  # a module may be called in several places
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(f'{path}.')
+    for ffn in ffns:
+        for parameter in ffn.module.parameters():
+            own, *others = sorted(names[parameter], key=lambda name: not name.startswith(f'{ffn.name}.'))
+            for name in others:
+                if not name.startswith(tuple(paths[ffn.module])):
+                    raise ValueError(
+                        f'Expected FFNs with parameters of their own, but {own} is {name} too: assign a copy of it to '
+                        'one of them. Nothing was changed.')
 
 
 def plain_ratio(idle_ratio: Any) -> Union[float, List[Optional[float]]]:

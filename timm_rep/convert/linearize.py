@@ -19,7 +19,7 @@ from timm_rep.utils.training import world_size_and_rank
 
 from ._reparameterize import check_unconverted
 from .budget import allocate
-from .ffn import Ffn, find_ffns, ratios_of
+from .ffn import Ffn, check_untied, find_ffns, ratios_of
 from .fitting import CalibrationRows, fit_ffn, least_squares
 from .report import ConversionReport, ConvertedFfn
 from .residual import Probe, Residual, probe
@@ -42,7 +42,7 @@ def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
 
     Raises:
         TypeError: model is not a module.
-        ValueError: The model has no pointwise FFN, or is wrapped, compiled or converted already.
+        ValueError: The model has no pointwise FFN, one with a tied parameter, or is wrapped, compiled or converted.
     """
     check_unconverted(model)
     ffns, others = find_ffns(model)
@@ -52,6 +52,7 @@ def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
         raise ValueError(
             f'Cannot convert {type(model).__name__}, nothing was changed: it has no pointwise FFN'
             + (f', {", ".join(reasons[:3])}{more}.' if reasons else '.'))
+    check_untied(model, ffns)
     return ffns, others
 
 
@@ -120,7 +121,7 @@ def linearize_ffns(
             f"macs must be a fraction of the model's multiply-accumulates, above 0 and below 1, got {macs!r}.")
     if tokens_per_image is not None and (not isinstance(tokens_per_image, int) or tokens_per_image < 1):
         raise ValueError(f'tokens_per_image must be an integer >= 1, got {tokens_per_image!r}.')
-    if not 0 < ridge < math.inf:
+    if not isinstance(ridge, Real) or not 0 < ridge < math.inf:
         raise ValueError(f'ridge must be positive and finite, got {ridge!r}.')
     names = [ffn.name for ffn in ffns]
     ratios = dict(zip(names, ratios_of(names, 0.75 if idle_ratio is None else idle_ratio)))

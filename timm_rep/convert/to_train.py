@@ -10,7 +10,7 @@ from timm.models.metaformer import Scale
 
 from timm_rep.layers import RePaMlp, active_channels
 
-from .ffn import Ffn, find_blocks, find_ffns, ratios_of
+from .ffn import Ffn, check_untied, find_blocks, find_ffns, ratios_of
 from .report import ConversionReport, ConvertedFfn
 
 __all__ = [
@@ -39,6 +39,7 @@ def find_trainable_ffns(model: nn.Module) -> List[Ffn]:
             f'Cannot convert {type(model).__name__}, nothing was changed. Each FFN must be two linear layers with an '
             'activation, such as timm.layers.Mlp, between the norm and the shortcut of a known block, but '
             + (f'{", ".join(named)}{more}. Convert it with calibration instead.' if named else 'the model has none.'))
+    check_untied(model, ffns)
     return ffns
 
 

@@ -163,6 +163,12 @@ def _check_rebuilt(model: nn.Module, rebuilt: nn.Module) -> None:
                 'from them computes something else: it was changed afterwards, by a hook or another layer.')
 
 
+def _first_places(model: nn.Module) -> Dict[str, str]:
+    """Names of the modules of a model, with the first name of each."""
+    first: Dict[nn.Module, str] = {}
+    return {name: first.setdefault(m, name) for name, m in model.named_modules(remove_duplicate=False)}
+
+
 def check_saveable(model: nn.Module) -> None:
     """Check, before any long work, that :func:`save_folder` can describe a model: ``create_model`` builds it again.
 
@@ -179,6 +185,12 @@ def check_saveable(model: nn.Module) -> None:
         raise ValueError(
             f'{type(model).__name__} must be built by timm.create_model() from its arguments, which timm records since '
             f'1.0.31, but has other tensors than the model built from them: {", ".join(differing[:5])}.')
+    places = [_first_places(m) for m in (model, rebuilt)]
+    shared = [name for name, first in places[0].items() if places[1].get(name, first) != first]
+    if shared:
+        raise ValueError(
+            f'{type(model).__name__} must be built by timm.create_model() from its arguments, but {shared[0]} is the '
+            f'same module as {places[0][shared[0]]}, which it is not in the model built from them: assign a copy.')
     rebuilt.load_state_dict({name: value.cpu() for name, value in state_dict.items()})
     _check_rebuilt(model, rebuilt.to(next(model.parameters()).dtype))
 
