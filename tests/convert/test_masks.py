@@ -4,8 +4,11 @@ import timm
 import torch
 
 from tests.helpers import images, relative
+from timm_rep.convert import linearize_ffns
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.masks import attended_tokens, watch_masks
+from timm_rep.convert.residual import probe
+from timm_rep.convert.streaming import Share, TokenSampler, record_original
 
 
 def naflex(class_token, **kwargs):
@@ -51,6 +54,91 @@ def test_padded_patches(class_token, key_only):
 
 def test_images_have_no_padding():
     assert [valid for _, valid in watch(naflex(True), images(2, 32))[0]] == [None, None]
+
+
+def garbage(batch):
+    """The batch with random padding."""
+    noise = 5 * torch.randn(*batch['patch_valid'].shape, 1, dtype=torch.float64)
+    return dict(batch, patches=batch['patches'] + noise * ~batch['patch_valid'][..., None])
+
+
+def calibration(*lengths):
+    """Batches of 15 images of each length, which stay the same whatever the padding."""
+    torch.manual_seed(1)
+    counts = [length for length in lengths for _ in range(15)]
+    batch = patches(counts)
+    batch['patches'] = batch['patches'].double()
+    batch['patch_coord'] = batch['patch_coord'] * batch['patch_valid'][..., None]  # the grid is as large as they say
+    return batch
+
+
+@pytest.mark.parametrize('kwargs', [dict(idle_ratio=.7), dict(macs=.8)])
+@pytest.mark.parametrize('class_token, key_only', [(True, False), (False, True)])
+def test_padding_does_not_change_a_conversion(class_token, key_only, kwargs):
+    batch, models, reports = calibration(3, 9, 5), [], []
+    whole = {name: x.clone() for name, x in batch.items()}
+    batches = {
+        'zeros': [batch], 'garbage': [(garbage(batch), torch.zeros(45))],
+        'no padding': [{name: x[i:i + 15, :n] for name, x in whole.items()} for i, n in ((0, 3), (15, 9), (30, 5))]}
+    if 'macs' in kwargs:  # these are counted for the first image
+        del batches['no padding']
+    for loader in batches.values():
+        models.append(naflex(class_token, use_key_only_attn_mask=key_only, init_values=.5).double())
+        for i, block in enumerate(models[-1].blocks):
+            with torch.no_grad():
+                block.norm2.weight.copy_(torch.linspace(.5, 2, 24))
+                block.mlp.fc1.weight.mul_(30 + i)
+        reports.append(linearize_ffns(models[-1], loader, tokens_per_image=32, **kwargs))
+    for model, report in zip(models[1:], reports[1:]):
+        assert [ffn.active_features for ffn in report.ffns] == [ffn.active_features for ffn in reports[0].ffns]
+        assert [ffn.held_out for ffn in report.ffns] == pytest.approx([ffn.held_out for ffn in reports[0].ffns])
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, models[0].state_dict()[name], rtol=1e-6, atol=1e-9)
+    assert min(ffn.held_out for ffn in reports[0].ffns) > 1e-4
+
+
+def test_few_of_the_tokens():
+    """As many of each image as are asked for, or as there are."""
+    batch, model = calibration(3, 9), naflex(True).double()
+    ffns, _ = find_ffns(model)
+    probes = probe(model, ffns, {name: x[:4] for name, x in batch.items()})
+    sampler, share = TokenSampler([30], probes, {ffn.name: 6 for ffn in ffns}), Share(0, slice(None), batch)
+    record_original(model, ffns, [share], sampler)
+    rows = sampler(ffns[1].name, share, 30 * 11)
+    images, tokens = rows // 11, rows % 11  # class token and register first
+    assert images.bincount().tolist() == 15 * [5] + 15 * [6]
+    assert (tokens[images < 15] < 5).all()
+    assert ((tokens == 0).sum(), (tokens == 1).sum()) == (30, 30)
+    assert tokens.max() == 10
+
+
+def test_duplicates_with_other_padding():
+    batch, model = calibration(3, 9), naflex(True).double()
+    with pytest.warns(UserWarning, match='Only 30 of the 60'):
+        linearize_ffns(model, [batch, garbage(batch)], .7)
+
+
+class Unmasked(torch.nn.Module):
+    """A block that finds its mask elsewhere."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, attn_mask=None):
+        self.block.attn_mask = attn_mask
+        return self.block(x)
+
+
+def test_padding_that_cannot_be_told_is_refused_by_name():
+    batch = calibration(3, 9, 5)
+    model = naflex(True).double()
+    model.blocks[1] = Unmasked(model.blocks[1])
+    before = repr(model)
+    with pytest.raises(ValueError, match=r'blocks\.1\.block\.mlp'):
+        linearize_ffns(model, [batch], .7)
+    assert repr(model) == before
+    assert linearize_ffns(model, [{name: x[15:30] for name, x in batch.items()}], .7).ffns  # of one length
 
 
 @pytest.mark.parametrize('dtype', [torch.bool, torch.float32, torch.bfloat16])

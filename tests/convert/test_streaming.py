@@ -1,4 +1,6 @@
 """The forward pass during which FFNs are converted, and how the residual stream around an FFN is found."""
+import os
+import signal
 import threading
 
 import pytest
@@ -188,6 +190,28 @@ def test_an_interrupt_leaves_the_model_and_no_thread(monkeypatch):
     assert not calibration_threads()
 
 
+class Interrupting(nn.Module):
+    """Ctrl-C in the thread of a batch; the main thread gets it while it waits."""
+
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            os.kill(os.getpid(), signal.SIGINT)
+        return x
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='needs signals')
+def test_an_interrupt_while_a_batch_runs():
+    model = randomized(depth=3)
+    model.blocks[1].drop_path1 = Interrupting()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Unchanged(model), pytest.raises(KeyboardInterrupt):
+            linearize_ffns(model, list(images(20, 32).split(6)))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not calibration_threads()
+
+
 def test_many_small_batches_take_few_threads():
     counts = []
     model, expected, x = randomized(), randomized(), images(130, 32)
@@ -279,6 +303,7 @@ def linearize_one(_):
 
 @pytest.mark.parametrize('x, message', [
     (images(16, 32), 'too few to hold some out'),
+    (images(16, 32).bfloat16(), 'too few to hold some out'),
     (images(24, 32).repeat(3, 1, 1, 1), 'Only 24 of the 72'),
     (images(1, 32) + 1e-3 * images(24, 32), 'same class'),
 ])

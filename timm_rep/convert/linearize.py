@@ -21,6 +21,7 @@ from ._reparameterize import check_unconverted
 from .budget import allocate
 from .ffn import Ffn, check_untied, find_ffns, ratios_of
 from .fitting import CalibrationRows, fit_ffn, least_squares
+from .masks import image_count, image_hash, take
 from .report import ConversionReport, ConvertedFfn
 from .residual import Probe, Residual, probe
 from .sensitivity import output_metrics
@@ -88,7 +89,8 @@ def linearize_ffns(
     Args:
         model: timm model, in any mode, which is left as it is.
         loader: Batches of images (N, C, H, W), preprocessed as for the model; of a tuple or list the first item is
-            used, of a dict the tensor of images. Labels are not used.
+            used, of a dict the tensor of images. Labels are not used. For a NaFlexViT also batches of timm's NaFlex
+            loader, of whose patches the padding is not used.
         idle_ratio: Share of the hidden channels that become linear, from 0 to 1 (default: 0.75); or one for each FFN,
             None for those that stay as they are.
         max_images: Number of images to use. A fifth of them is held out while path and damping are chosen.
@@ -130,11 +132,11 @@ def linearize_ffns(
         raise ValueError('idle_ratio is None for all FFNs: nothing is to be converted.')
     kept = {**kept, **{name: 'has no idle ratio' for name, ratio in ratios.items() if ratio is None}}
     counts = {ffn.name: active_channels(ffn.hidden_features, ratios[ffn.name]) for ffn in ffns}
-    images = _CalibrationImages(take_images(loader, max_images), next(model.parameters()))
+    images = _CalibrationImages(take_images(loader, max_images, naflex=True), next(model.parameters()))
     modes = {m: m.training for m in model.modules()}
     try:
         model.eval()
-        before = count_macs(model, images.size).total
+        before = count_macs(model, inputs=images.first(1)).total
         probes = probe(model, ffns, images.first(4))
         if not compensate:
             probes = {name: seen._replace(residual=None) for name, seen in probes.items()}
@@ -208,34 +210,35 @@ def _columns(ffn: Ffn) -> int:
 class _CalibrationImages:
     """The calibration images of all processes, those of this one, and which are held out."""
 
-    def __init__(self, batches: Sequence[torch.Tensor], like: torch.Tensor):
-        if len(batches) > _MAX_BATCHES and len({(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
+    def __init__(self, batches: Sequence[Any], like: torch.Tensor):
+        if len(batches) > _MAX_BATCHES and all(isinstance(batch, torch.Tensor) for batch in batches) and len(
+                {(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
             # each batch takes a thread
             every = torch.cat(list(batches))
             batches = every.split(math.ceil(len(every) / _MAX_BATCHES))
-        self.batch_sizes = [len(batch) for batch in batches]
+        self.batch_sizes = [image_count(batch) for batch in batches]
         self.count = sum(self.batch_sizes)
-        self.size = tuple(batches[0].shape[1:])
         self.world_size, self.rank = world_size_and_rank()
         if self.count < self.world_size:
             raise ValueError(f'Expected an image for each of {self.world_size} processes, but got {self.count}.')
-        self._batches, self._like = batches, like
+        self._first, self._like = batches[0], dict(device=like.device, dtype=like.dtype)
         self.shares = []
         for i, batch in enumerate(batches):
             images = slice(self.rank, None, self.world_size)
-            if len(batch[images]):
-                self.shares.append(Share(i, images, batch[images].to(like)))
+            if image_count(take(batch, images)):
+                self.shares.append(Share(i, images, take(batch, images, **self._like)))
         # an image that is there twice is either held out or not
         first: Dict[int, int] = {}
         groups = [
-            first.setdefault(hash(image.cpu().numpy().tobytes()), len(first)) for batch in batches for image in batch]
+            first.setdefault(image_hash(batch, i), len(first))
+            for batch, count in zip(batches, self.batch_sizes) for i in range(count)]
         held_out = torch.tensor(groups) % _HELD_OUT == _HELD_OUT - 1
         self.unique = len(first)
         self.held_out = held_out & (self.unique // _HELD_OUT >= _MIN_HELD_OUT)
 
-    def first(self, count: int) -> torch.Tensor:
+    def first(self, count: int) -> Any:
         """The first images of the first batch, as the model takes them."""
-        return self._batches[0][:count].to(self._like)
+        return take(self._first, slice(count), **self._like)
 
 
 def _used(

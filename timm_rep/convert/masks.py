@@ -1,4 +1,7 @@
-"""Tokens that are padding: attention masks of the blocks around FFNs, as NaFlexViT passes them."""
+"""NaFlex models: batches of patches, and tokens that are padding by the attention masks of the blocks around FFNs.
+
+The argument of a model is a tensor of images, or a dict of tensors with 'patches', 'patch_coord' and 'patch_valid'.
+"""
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -7,7 +10,36 @@ from torch.utils.hooks import RemovableHandle
 
 from .ffn import Ffn
 
-__all__ = ['attended_tokens', 'watch_masks']
+__all__ = ['attended_tokens', 'image_count', 'image_hash', 'is_padded', 'take', 'watch_masks']
+
+
+def image_count(images: Any) -> int:
+    """Number of images in the argument of a model, a tensor or a dict of tensors."""
+    return len(next(iter(images.values())) if isinstance(images, dict) else images)
+
+
+def take(images: Any, part: slice, **kwargs) -> Any:
+    """Some of the images in the argument of a model; kwargs: device, and dtype of floating-point numbers."""
+    if isinstance(images, dict):
+        return {name: take(x, part, **kwargs) for name, x in images.items()}
+    if not images.is_floating_point():
+        kwargs.pop('dtype', None)
+    return images[part].to(**kwargs) if kwargs else images[part]
+
+
+def image_hash(images: Any, index: int) -> int:
+    """A hash of one of the images, without padding."""
+    if isinstance(images, dict):
+        valid = images['patch_valid'][index].bool()
+        parts = [images[name][index][valid] for name in ('patches', 'patch_coord')]
+    else:
+        parts = [images[index]]
+    return hash(tuple(part.contiguous().cpu().view(torch.uint8).numpy().tobytes() for part in parts))
+
+
+def is_padded(images: Any) -> bool:
+    """Whether some of the patches in the argument of a model are padding."""
+    return isinstance(images, dict) and not images['patch_valid'].all()
 
 
 def attended_tokens(attn_mask: Optional[torch.Tensor]) -> Optional[torch.Tensor]:

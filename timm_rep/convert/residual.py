@@ -7,6 +7,7 @@ import torch.nn as nn
 
 from .ffn import Ffn
 from .least_squares import wide
+from .masks import image_count
 
 __all__ = ['Probe', 'Residual', 'first_tensor', 'probe', 'tokens_of']
 
@@ -91,7 +92,7 @@ def _scale_of(total: torch.Tensor, stream: torch.Tensor, y: torch.Tensor, eps: f
 
 
 @torch.no_grad()
-def probe(model: nn.Module, ffns: Sequence[Ffn], images: torch.Tensor) -> Dict[str, Probe]:
+def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe]:
     """Run a few images through a model, and look at its FFNs.
 
     The residual stream of an FFN is the latest activation s before it such that an activation after it is
@@ -101,7 +102,8 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: torch.Tensor) -> Dict[s
         By name, in the order of the last calls; FFNs that are not called are missing.
     """
     widths = {ffn.out_features for ffn in ffns}
-    eps = torch.finfo(images.dtype).eps
+    count = image_count(images)
+    eps = torch.finfo(next(model.parameters()).dtype).eps
     tokens: Dict[str, int] = {}
     calls: Dict[str, int] = {}
     prefix: Dict[str, int] = {}
@@ -138,11 +140,11 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: torch.Tensor) -> Dict[s
                 recent.append(activation)
 
     def see_input(ffn: Ffn, x: torch.Tensor) -> None:
-        n = len(tokens_of(x, ffn.use_conv)) // len(images)
+        n = len(tokens_of(x, ffn.use_conv)) // count
         tokens[ffn.name] = tokens.get(ffn.name, 0) + n
         calls[ffn.name] = calls.pop(ffn.name, 0) + 1  # in the order of the last calls
-        count = getattr(model, 'num_prefix_tokens', 0)
-        prefix[ffn.name] = count if x.ndim == 3 and len(x) == len(images) and count < n else 0
+        first = getattr(model, 'num_prefix_tokens', 0)
+        prefix[ffn.name] = first if x.ndim == 3 and len(x) == count and first < n else 0
 
     def see_features(ffn: Ffn, x: torch.Tensor) -> None:
         g = tokens_of(x, ffn.use_conv)

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 from .ffn import Ffn
 from .fitting import sum_over_processes
 from .least_squares import wide
+from .masks import image_count, take
 from .residual import tokens_of
 from .streaming import Share
 
@@ -76,12 +77,12 @@ def output_metrics(
     count = sum(min(n, of_each_batch) for n in batch_sizes)
     try:
         for share in shares:
-            x = share.x[:len(range(rank, of_each_batch, world_size))]
+            x = take(share.x, slice(len(range(rank, of_each_batch, world_size))))
             noise = None
-            for start in range(0, len(x), _CHUNK):
+            for start in range(0, image_count(x), _CHUNK):
                 ys.clear()
                 with torch.enable_grad():
-                    logits = logits_of(model(x[start:start + _CHUNK]))
+                    logits = logits_of(model(take(x, slice(start, start + _CHUNK))))
                     if logits.shape[1] > 1:
                         logits = logits.float().log_softmax(1)
                         if noise is None:

@@ -11,6 +11,7 @@ from timm_rep.layers import Affine
 
 from .ffn import Ffn, replace_module
 from .fitting import exact_map
+from .masks import image_count, is_padded, watch_masks
 from .residual import Probe, Residual, first_tensor, tokens_of
 
 __all__ = ['ConvertingPass', 'Inputs', 'Original', 'Share', 'TokenSampler', 'record_original']
@@ -22,18 +23,31 @@ class Share(NamedTuple):
     Attributes:
         batch: Index of the batch.
         images: Which of its images.
-        x: The images, on the device and in the dtype of the model.
+        x: The images, on the device and in the dtype of the model; a dict for NaFlex models.
     """
     batch: int
     images: slice
-    x: torch.Tensor
+    x: Any
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return image_count(self.x)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the images."""
+        return (self.x['patches'] if isinstance(self.x, dict) else self.x).device
 
 
 class TokenSampler:
     """Which tokens of each image are used: all class tokens, and as many others as are asked for, at random.
 
     The choice depends on the position of an image in the batches alone, so that every pass and every process makes the
-    same one.
+    same one. Padding is not used.
+
+    Attributes:
+        attended: Tokens that are not padding, (images, tokens), by the name of an FFN and the index of a batch.
     """
 
     def __init__(self, batch_sizes: Sequence[int], probes: Dict[str, Probe], counts: Dict[str, int]):
@@ -44,7 +58,8 @@ class TokenSampler:
             counts: Tokens of an image that are used of one call, for every FFN.
         """
         self.batch_sizes, self.probes, self.counts = batch_sizes, probes, counts
-        self._chosen: Dict[Tuple[int, int, int, int], torch.Tensor] = {}
+        self.attended: Dict[Tuple[str, int], torch.Tensor] = {}
+        self._chosen: Dict[Tuple[Any, ...], torch.Tensor] = {}
 
     def __call__(self, name: str, share: Share, tokens: int) -> torch.Tensor:
         """Rows of the matrix of tokens that an FFN sees of the images in one call, image by image.
@@ -54,15 +69,25 @@ class TokenSampler:
             share: The images.
             tokens: Rows of the matrix.
         """
-        count = self.batch_sizes[share.batch]
-        n = tokens // len(share.x)
-        key = share.batch, n, min(self.counts[name], n), self.probes[name].prefix_tokens
+        n = tokens // share.count
+        attended = self.attended.get((name, share.batch))
+        prefix, used = self.probes[name].prefix_tokens, min(self.counts[name], n)
+        key = share.batch, share.images.start, n, used, prefix, None if attended is None else name
         if key not in self._chosen:
-            scores = torch.rand(count, n, generator=torch.Generator().manual_seed(share.batch))
-            scores[:, :key[3]] += 1
-            self._chosen[key] = scores.topk(key[2]).indices.sort().values
-        chosen = self._chosen[key][share.images]
-        return (chosen + n * torch.arange(len(chosen))[:, None]).flatten().to(share.x.device)
+            scores = torch.rand(
+                self.batch_sizes[share.batch], n, generator=torch.Generator().manual_seed(share.batch))
+            scores[:, :prefix] += 1
+            scores = scores[share.images]
+            if attended is not None and attended.shape == scores.shape:
+                scores.masked_fill_(~attended.to(scores.device), -1)
+            elif is_padded(share.x):
+                raise ValueError(
+                    f'{name} sees padded patches, but its block is called without an attn_mask of its tokens: pass '
+                    'images without padding. Nothing was changed.')
+            best = scores.topk(used)
+            rows = best.indices + n * torch.arange(share.count)[:, None]
+            self._chosen[key] = rows[best.values >= 0].sort().values
+        return self._chosen[key].to(share.device)
 
     def take(self, name: str, share: Share, x: torch.Tensor) -> torch.Tensor:
         """The rows of such a matrix."""
@@ -70,7 +95,7 @@ class TokenSampler:
 
     def images(self, name: str, share: Share, tokens: int) -> torch.Tensor:
         """Of each of the rows, the index of its image among all."""
-        local = self(name, share, tokens) // (tokens // len(share.x))
+        local = self(name, share, tokens) // (tokens // share.count)
         images = torch.arange(self.batch_sizes[share.batch])[share.images] + sum(self.batch_sizes[:share.batch])
         return images.to(local.device)[local]
 
@@ -154,7 +179,13 @@ def record_original(
     def see_stream(name: str, stream: torch.Tensor) -> None:
         streams[name] = sampler.take(name, share, stream)
 
+    def see_mask(ffn: Ffn, attended: Optional[torch.Tensor]) -> None:
+        if attended is not None:
+            sampler.attended[ffn.name, share.batch] = attended
+
     try:
+        if any(is_padded(share.x) for share in shares):
+            hooks.extend(watch_masks(model, ffns, see_mask))
         for ffn in ffns:
             residual = sampler.probes[ffn.name].residual
             if residual is not None:

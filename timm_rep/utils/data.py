@@ -264,12 +264,14 @@ def labelled_images(batch: Any) -> Tuple[torch.Tensor, torch.Tensor]:
         f'{found}.')
 
 
-def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
+def take_images(loader: Iterable[Any], max_images: int, naflex: bool = False) -> List[Any]:
     """The first images of a loader, as batches: they are needed more than once.
 
     Args:
         loader: Batches as for :func:`batch_images`.
         max_images: Largest number of images.
+        naflex: Whether a batch may also be, or have as its first item, a dict of timm's NaFlex loader with 'patches',
+            'patch_coord' and 'patch_valid'.
 
     Raises:
         TypeError: The loader has no batches, or a batch has no images.
@@ -277,14 +279,20 @@ def take_images(loader: Iterable[Any], max_images: int) -> List[torch.Tensor]:
     """
     if not isinstance(max_images, int) or max_images < 1:
         raise ValueError(f'max_images must be an integer >= 1, got {max_images!r}.')
-    batches: List[torch.Tensor] = []
+    batches: List[Any] = []
     for batch in batches_of(loader):
-        images = batch_images(batch)[:max_images]
-        if images.ndim != 4:
-            raise ValueError(f'The images of a batch must have the shape (N, C, H, W), got {tuple(images.shape)}.')
-        if len(images):
+        first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+        if naflex and isinstance(first, Mapping) and 'patch_valid' in first:
+            images = {name: first[name][:max_images] for name in ('patches', 'patch_coord', 'patch_valid')}
+            count = len(images['patches'])
+        else:
+            images = batch_images(batch)[:max_images]
+            count = len(images)
+            if images.ndim != 4:
+                raise ValueError(f'The images of a batch must have the shape (N, C, H, W), got {tuple(images.shape)}.')
+        if count:
             batches.append(images)
-        max_images -= len(images)
+        max_images -= count
         if max_images <= 0:
             break
     if not batches:

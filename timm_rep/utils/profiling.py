@@ -4,7 +4,7 @@ import statistics
 import time
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -58,29 +58,33 @@ def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
     return (getattr(model, 'in_chans', channels), *size)
 
 
-def count_macs(model: nn.Module, input_size: Optional[Tuple[int, ...]] = None) -> Macs:
+def count_macs(
+        model: nn.Module,
+        input_size: Optional[Tuple[int, ...]] = None,
+        inputs: Any = None,
+) -> Macs:
     """Count the multiply-accumulates for one image with ``torch.utils.flop_counter``, in eval mode.
 
     Args:
         model: A model on any device, 'meta' included; its mode is restored.
         input_size: (channels, height, width); from :func:`model_input_size` if None.
+        inputs: Argument of the model for one image, in place of an image of that size.
 
     Returns:
         The counts: half of the counted floating-point operations.
     """
     from torch.utils.flop_counter import FlopCounterMode  # a part of torch that nothing else here loads
 
-    if input_size is None:
-        input_size = model_input_size(model)
-    param = next(model.parameters())
+    if inputs is None:
+        param = next(model.parameters())
+        inputs = torch.empty(1, *(input_size or model_input_size(model)), device=param.device, dtype=param.dtype)
     modes = {m: m.training for m in model.modules()}
     # the counter asks for the gradient of an input of a layer that is a view of a parameter, such as a class token
     detached = {name: p.detach() for name, p in model.named_parameters()}
     try:
         # not every version of torch counts fused attention on every device
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-            torch.func.functional_call(
-                model.eval(), detached, (torch.empty(1, *input_size, device=param.device, dtype=param.dtype),))
+            torch.func.functional_call(model.eval(), detached, (inputs,))
     finally:
         for module, training in modes.items():
             module.training = training
