@@ -1,12 +1,16 @@
 """Other ways to shrink the FFNs of a pretrained model without training, written from their papers, for comparison.
 
-Each function removes hidden channels of every ``timm.layers.Mlp`` of a model, in place.
+Each function removes hidden channels of every FFN of a plain ``VisionTransformer``, in place.
 """
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
+import warnings
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+import torch_pruning as tp
 from timm.layers import Mlp
+from timm.models import VisionTransformer
 
 __all__ = ['METHODS']
 
@@ -30,28 +34,32 @@ def _ffns(model: nn.Module) -> List[Mlp]:
     return [module for module in model.modules() if type(module) is Mlp]
 
 
+def _sums(g: torch.Tensor) -> Tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    is_active = g.abs() > 0.01 * g.square().mean().sqrt()
+    return len(g), g.double().sum(0), (g.T @ g).double(), is_active.double().sum(0)
+
+
 @torch.no_grad()
-def _moments(model: nn.Module, ffns: Sequence[Mlp], batches: Sequence[torch.Tensor]) -> Dict[Mlp, _Moments]:
-    sums: Dict[Mlp, List] = {}
-
-    def record(ffn: Mlp):
-        def hook(_, args):
-            g = args[0].flatten(0, -2)
-            found = [
-                len(g), g.double().sum(0), (g.T @ g).double(),
-                (g.abs() > 0.01 * g.square().mean().sqrt()).double().sum(0)]
-            sums[ffn] = [a + b for a, b in zip(sums.get(ffn, [0] * 4), found)]
-        return hook
-
-    hooks = [ffn.fc2.register_forward_pre_hook(record(ffn)) for ffn in ffns]
-    for images in batches:
-        model(images)
-    for hook in hooks:
-        hook.remove()
+def _by_block(
+        model: VisionTransformer,
+        batches: Sequence[torch.Tensor],
+        prune: Optional[Callable[[Mlp, _Moments], None]] = None,
+) -> Dict[Mlp, _Moments]:
+    """Moments of the hidden features of all FFNs; ``prune`` changes an FFN before the images pass it."""
+    streams = [model.norm_pre(model._pos_embed(model.patch_embed(images))) for images in batches]
     moments = {}
-    for ffn, (count, total, square, active) in sums.items():
+    for block in model.blocks:
+        seen: List = []
+        hook = block.mlp.fc2.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].flatten(0, -2)))
+        outputs = [block(x) for x in streams]
+        hook.remove()
+        count, total, square, active = (sum(parts) for parts in zip(*map(_sums, seen)))
         mean = total / count
-        moments[ffn] = _Moments(count, mean, square / count - mean[:, None] * mean, active / count)
+        moments[block.mlp] = _Moments(count, mean, square / count - mean[:, None] * mean, active / count)
+        if prune is not None:
+            prune(block.mlp, moments[block.mlp])
+            outputs = [block(x) for x in streams]
+        streams = outputs
     return moments
 
 
@@ -101,7 +109,7 @@ def first_channels(model: nn.Module, batches: Sequence[torch.Tensor], keep: floa
 def vbp(model: nn.Module, batches: Sequence[torch.Tensor], keep: float) -> None:
     """Variance-Based Pruning: the channels of the largest variance in the whole network, the others at their mean."""
     ffns = _ffns(model)
-    moments = _moments(model, ffns, batches)
+    moments = _by_block(model, batches)
     variances = torch.cat([moments[ffn].covariance.diagonal() for ffn in ffns])
     threshold = variances.topk(sum(_count(ffn, keep) for ffn in ffns)).values[-1]
     for ffn in ffns:
@@ -117,8 +125,7 @@ def corp(model: nn.Module, batches: Sequence[torch.Tensor], keep: float) -> None
 
     The damping is the oracle approximating shrinkage of the covariance (Chen et al., 2010), at least 1e-3.
     """
-    for ffn in _ffns(model):
-        found = _moments(model, [ffn], batches)[ffn]
+    def prune(ffn: Mlp, found: _Moments) -> None:
         energy = found.covariance.diagonal() + found.mean.square()
         kept = (energy * found.active).topk(_count(ffn, keep)).indices.sort().values
         covariance, p = found.covariance[kept][:, kept], len(kept)
@@ -127,15 +134,42 @@ def corp(model: nn.Module, batches: Sequence[torch.Tensor], keep: float) -> None
         damping = (shrinkage.clamp(max=1) * trace / p).clamp(min=1e-3)
         _refit(ffn, found, kept, damping.expand(p))
 
+    _by_block(model, batches, prune)
+
 
 def refitted_pruning(model: nn.Module, batches: Sequence[torch.Tensor], keep: float) -> None:
     """Channels by their diagonal second-order cost, variance times squared weights, then ridge regression (OB2C)."""
-    for ffn in _ffns(model):
-        found = _moments(model, [ffn], batches)[ffn]
+    def prune(ffn: Mlp, found: _Moments) -> None:
         cost = found.covariance.diagonal() * ffn.fc2.weight.double().square().sum(0)
         kept = cost.topk(_count(ffn, keep)).indices.sort().values
         _refit(ffn, found, kept, 1e-3 * found.covariance.diagonal()[kept].clamp(min=1e-12))
 
+    _by_block(model, batches, prune)
+
+
+def torch_pruning(model: nn.Module, batches: Sequence[torch.Tensor], keep: float) -> None:
+    """Torch-Pruning's global pruning by first-order Taylor importance; nothing is compensated.
+
+    The loss is the cross-entropy to the predicted class, without classes half the squared norm of the features.
+    """
+    first = [ffn.fc1 for ffn in _ffns(model)]
+    others = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and m not in first]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # parameters outside of layers, which stay as they are
+        pruner = tp.pruner.BasePruner(
+            model, batches[0][:1], importance=tp.importance.GroupTaylorImportance(), pruning_ratio=1 - keep,
+            global_pruning=True, ignored_layers=others, root_module_types=[nn.Linear])
+    for images in batches:
+        output = model(images)
+        if model.num_classes:
+            loss = F.cross_entropy(output, output.argmax(1), reduction='sum')
+        else:
+            loss = output.square().sum() / 2
+        loss.backward()
+    pruner.step()
+    model.zero_grad()
+
 
 METHODS: Dict[str, Callable[[nn.Module, Sequence[torch.Tensor], float], None]] = {
-    'refitted pruning': refitted_pruning, 'CORP': corp, 'VBP': vbp, 'first channels': first_channels}
+    'refitted pruning': refitted_pruning, 'CORP': corp, 'VBP': vbp, 'Torch-Pruning': torch_pruning,
+    'first channels': first_channels}

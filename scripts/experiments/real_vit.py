@@ -2,20 +2,20 @@
 """A real pretrained ViT-S/14 on CIFAR-10, converted and pruned at equal multiply-accumulates without training.
 
     python scripts/experiments/real_vit.py finetune WEIGHTS.safetensors --data-dir CIFAR10 -o classifier.pth
-    python scripts/experiments/real_vit.py compare WEIGHTS.safetensors --data-dir CIFAR10 -o rows.jsonl
+    python scripts/experiments/real_vit.py compare WEIGHTS.safetensors --data-dir CIFAR10 --classifier classifier.pth
 
-WEIGHTS is a state dict of timm's vit_small_patch14_dinov2. ``finetune`` makes a classifier for 56 x 56 pixels; stopped,
-it continues after its last quarter of an epoch. ``compare`` writes a row for each method, idle ratio and sample of
-calibration images: of the classifier with ``--classifier FILE``, otherwise of frozen features at 112 x 112 pixels and a
-linear probe. Finished rows are skipped.
+WEIGHTS is a state dict of timm's vit_small_patch14_dinov2. ``finetune`` makes a classifier for 56 x 56 pixels.
+``compare`` writes a row for each method, idle ratio and sample of calibration images to scripts/results, optionally
+after a distillation from the original; without ``--classifier`` of the features at 112 x 112 pixels and a linear probe.
+Run them again after a stop: a training continues after its last quarter of an epoch, finished rows are skipped.
 """
 import argparse
 import copy
-import json
+import itertools
 import sys
 import time
 from pathlib import Path
-from typing import Callable, List, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -29,6 +29,7 @@ from timm.utils import random_seed
 from torch.utils.data import RandomSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experiments import report as results
 from experiments.pruning import METHODS
 
 import timm_rep
@@ -38,6 +39,10 @@ from timm_rep.utils.profiling import count_macs
 from timm_rep.utils.training import evaluate, fit
 
 _PARTS = 4  # checkpoints in an epoch
+_WHAT = """
+    A pretrained ViT-S/14 on CIFAR-10 with cheaper FFNs. seed: sample of calibration images; agreement: with the
+    predictions of the original; error: of the outputs, relative to their deviation over the images; macs: share of the
+    original's; minutes: CPU time of the conversion."""
 _LINEAR_PATH = 0.125  # multiply-accumulates of the linear path, as a share of an FFN's of ratio 4
 
 
@@ -56,33 +61,52 @@ def read(args: argparse.Namespace, split: str, img_size: int) -> DeviceLoader:
     return DeviceLoader(dataset, args.batch_size, split == 'train')
 
 
-def finetune(args: argparse.Namespace) -> None:
-    random_seed(args.seed)
-    model = create(args.weights, 56, 10)
-    train, val = (read(args, split, 56) for split in ('train', 'val'))
+def train_parts(
+        model: nn.Module,
+        train: DeviceLoader,
+        args: argparse.Namespace,
+        epochs: int,
+        path: Path,
+        after_epoch: Callable[[], None] = lambda: None,
+        warmup: bool = False,
+        layer_decay: Optional[float] = None,
+        **kwargs,
+) -> None:
+    """Train in quarters of an epoch, each of a random quarter of the images, after which the state is written."""
+    train = copy.copy(train)
     train.sampler = RandomSampler(train.dataset, num_samples=len(train.targets) // _PARTS)
-    optimizer = create_optimizer_v2(model, opt='adamw', lr=args.lr, weight_decay=0.05, layer_decay=0.75)
-    parts = args.epochs * _PARTS
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=args.lr, weight_decay=0.05, layer_decay=layer_decay)
     scheduler = CosineLRScheduler(
-        optimizer, t_initial=parts * len(train), warmup_t=len(train), warmup_lr_init=1e-6, t_in_epochs=False)
-    settings = {name: getattr(args, name) for name in ('epochs', 'batch_size', 'lr', 'seed')}
-    state = dict(epoch=0, curve=[])
-    if args.output.is_file():
-        state = read_training_state(args.output, settings, 'training')
+        optimizer, t_initial=epochs * _PARTS * len(train), warmup_t=len(train) * warmup, warmup_lr_init=1e-6,
+        t_in_epochs=False)
+    settings, start = dict(epochs=epochs, batch_size=args.batch_size, lr=args.lr), 0
+    if path.is_file():
+        state = read_training_state(path, settings, 'training')
         model.load_state_dict(state['model'])
         optimizer.load_state_dict(state['optimizer'])
+        start = state['epoch']
 
     def after_part(part: int) -> None:
         if part % _PARTS == 0:
-            state['curve'].append(round(evaluate(model, val, torch.device('cpu'))[1], 2))
-            print(f'epoch {part // _PARTS}: {state["curve"][-1]}%', flush=True)
+            after_epoch()
             model.train()
-        write_training_state(args.output, dict(
-            settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=part,
-            curve=state['curve']))
+        write_training_state(
+            path, dict(settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=part))
 
-    fit(model, optimizer, scheduler, train, parts, device=torch.device('cpu'), start=state['epoch'], smoothing=0.1,
-        amp_dtype=torch.bfloat16, clip_grad=1., seed=args.seed, after_epoch=after_part, progress=False)
+    fit(model, optimizer, scheduler, train, epochs * _PARTS, device=torch.device('cpu'), start=start,
+        amp_dtype=torch.bfloat16, clip_grad=1., seed=0, after_epoch=after_part, progress=False, **kwargs)
+
+
+def finetune(args: argparse.Namespace) -> None:
+    random_seed(0)
+    model = create(args.weights, 56, 10)
+    train, val = (read(args, split, 56) for split in ('train', 'val'))
+
+    def print_accuracy() -> None:
+        print(f'{evaluate(model, val, torch.device("cpu"))[1]:.2f}%', flush=True)
+
+    train_parts(
+        model, train, args, args.epochs, args.output, print_accuracy, warmup=True, layer_decay=0.75, smoothing=0.1)
 
 
 @torch.inference_mode()
@@ -105,6 +129,10 @@ def fit_probe(features: torch.Tensor, targets: torch.Tensor) -> Callable[[torch.
     optimizer.step(closure)
     head.requires_grad_(False)
     return lambda x: head((x - mean) / std)
+
+
+def percentage(hits: torch.Tensor) -> float:
+    return round(100 * hits.float().mean().item(), 2)
 
 
 def chosen(loader: DeviceLoader, indices: List[int]) -> List[Tuple[torch.Tensor, torch.Tensor]]:
@@ -135,32 +163,35 @@ def compare(args: argparse.Namespace) -> None:
     original = outputs(model, val_batches)
     predicted = head(original).argmax(1)
     macs = count_macs(model, (3, img_size, img_size)).total
-    print(f'original: {100 * (predicted == targets).float().mean():.2f}%, {macs / 1e6:.0f} M MACs', flush=True)
-    done = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.is_file() else []
-    for seed in args.samples:
+    print(f'original: {percentage(predicted == targets)}%, {macs / 1e6:.0f} M MACs', flush=True)
+    section, device = f'real-vit-{"classifier" if args.classifier else "probe"}', torch.device('cpu')
+    settings = dict(img_size=img_size, images=args.images, val_images=args.val_images)
+    done = results.rows_measured(section, device, settings)
+    for seed, idle_ratio, method in itertools.product(args.samples, args.idle_ratios, args.methods):
+        key = dict(method=method, idle_ratio=idle_ratio, seed=seed, distil_epochs=args.distil_epochs)
+        if args.distil_epochs:
+            key['lr'] = args.lr
+        if any(key.items() <= row.items() for row in done):
+            continue
+        smaller, begun = copy.deepcopy(model), time.process_time()
         calibration = [images for images, _ in sample(args.images, seed)]
-        for idle_ratio in args.idle_ratios:
-            for method in args.methods:
-                key = dict(method=method, idle_ratio=idle_ratio, sample=seed, images=args.images, img_size=img_size)
-                if any(key.items() <= row.items() for row in done):
-                    continue
-                smaller, begun = copy.deepcopy(model), time.process_time()
-                if method == 'timm-rep':
-                    timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration)
-                else:
-                    METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
-                minutes = (time.process_time() - begun) / 60
-                found = outputs(smaller.eval(), val_batches)
-                error = (found - original).norm() / (original - original.mean(0)).norm()
-                now = head(found).argmax(1)
-                row = dict(
-                    key, original=round(100 * (predicted == targets).float().mean().item(), 2),
-                    top1=round(100 * (now == targets).float().mean().item(), 2),
-                    agreement=round(100 * (now == predicted).float().mean().item(), 2), error=round(error.item(), 4),
-                    macs=round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), minutes=round(minutes, 2))
-                print(row, flush=True)
-                with args.output.open('a') as file:
-                    file.write(json.dumps(row) + '\n')
+        if method == 'timm-rep':
+            timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration)
+        else:
+            METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
+        minutes = (time.process_time() - begun) / 60
+        if args.distil_epochs:
+            state = '-'.join(map(str, key.values())).replace(' ', '-')
+            train_parts(
+                smaller, train, args, args.distil_epochs, args.states / f'{state}.pth', teacher=copy.deepcopy(model))
+        found = outputs(smaller.eval(), val_batches)
+        now = head(found).argmax(1)
+        error = (found - original).norm() / (original - original.mean(0)).norm()
+        row = dict(
+            key, original=percentage(predicted == targets), top1=percentage(now == targets),
+            agreement=percentage(now == predicted), error=round(error.item(), 4),
+            macs=round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), minutes=round(minutes, 2))
+        results.report(section, _WHAT, [row], device, settings, list(key))
 
 
 def main() -> None:
@@ -172,18 +203,21 @@ def main() -> None:
         command.add_argument('weights', metavar='WEIGHTS')
         command.add_argument('--data-dir', default='data/cifar10', metavar='DIR', help='(%(default)s)')
         command.add_argument('--batch-size', type=int, default=64, help='(%(default)s)')
-        command.add_argument('-o', '--output', type=Path, required=True, metavar='FILE')
         if run is finetune:
+            command.add_argument('-o', '--output', type=Path, required=True, metavar='FILE')
             command.add_argument('--epochs', type=int, default=3, help='(%(default)s)')
             command.add_argument('--lr', type=float, default=5e-4, help='(%(default)s)')
-            command.add_argument('--seed', type=int, default=0, help='(%(default)s)')
         else:
             command.add_argument('--classifier', metavar='FILE', help='of finetune (a linear probe)')
             command.add_argument('--methods', nargs='+', default=['timm-rep', *METHODS], help='(all)')
             command.add_argument('--idle-ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.0])
-            command.add_argument('--samples', nargs='+', type=int, default=[0, 1, 2], help='seeds (%(default)s)')
+            command.add_argument('--samples', nargs='+', type=int, default=[10, 11, 12], help='seeds (%(default)s)')
             command.add_argument('--images', type=int, default=1024, help='of calibration (%(default)s)')
             command.add_argument('--val-images', type=int, default=2500, help='(%(default)s)')
+            command.add_argument('--distil-epochs', type=int, default=0, help='(%(default)s)')
+            command.add_argument('--lr', type=float, default=1e-4, help='of the distillation (%(default)s)')
+            command.add_argument('--states', type=Path, default=Path('output/experiments'), metavar='DIR',
+                                 help='folder of unfinished distillations (%(default)s)')
     args = parser.parse_args()
     args.run(args)
 

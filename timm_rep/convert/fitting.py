@@ -15,7 +15,7 @@ from .least_squares import Fit, LeastSquares, Moments
 __all__ = ['CalibrationRows', 'FittedFfn', 'exact_map', 'fit_ffn', 'least_squares']
 
 # damping of the correction of the residual stream; infinite for none
-CORRECTION_RIDGES = (0.1, 0.3, 1., 3., 10., math.inf)
+CORRECTION_RIDGES = (0.01, 0.03, 0.1, 0.3, 1., 3., 10., math.inf)
 _BLOCK = 4096  # rows whose features are computed at once
 _FLOAT32_RIDGE = 1e-4  # least damping that rounding errors of moments of float32 rows do not reach
 
