@@ -11,10 +11,8 @@ from timm_rep._verify import check_finite, compare
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
 from timm_rep.convert.linearize import check_convertible
 from timm_rep.convert.record import recorded_base
-from timm_rep.hub._card import accelerated_card, figures_table
-from timm_rep.hub._folder import check_saveable, save_folder
-from timm_rep.hub._repository import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, read_folder
-from timm_rep.hub._sidecar import REPORT_NAME, AccelerationReport
+from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, read_folder, save_folder
+from timm_rep.publish import REPORT_NAME, AccelerationReport, accelerated_card, figures_table
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.data import PREPROCESSING, Images, batch_images
 from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
@@ -196,7 +194,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
         command: Command that repeats it, for README.md.
 
     Raises:
-        OSError, ValueError: As :func:`timm_rep.hub._folder.save_folder`.
+        OSError, ValueError: As :func:`timm_rep.hub.save_folder`.
     """
     machine = device_name(next(result.model.parameters()).device)  # before the model moves to the CPU
     report = AccelerationReport(

@@ -17,9 +17,9 @@ from tests.helpers import relative
 from tests.hub.published import REPA, REPOPT, publish, same, trained, write_folder
 from timm_rep.hub import read_repository, sha256
 from timm_rep.hub._folder import write_hashes
-from timm_rep.hub.publish import write_folded
 from timm_rep.layers import csla_layers
 from timm_rep.models import RePaVisionTransformer
+from timm_rep.publish.prepare import write_folded
 from timm_rep.scales import Scales
 from timm_rep.utils.network import is_hub_reachable
 

@@ -26,9 +26,8 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
-    from timm_rep.hub import CARD_NAME
-    from timm_rep.hub._folder import split_name
-    from timm_rep.hub.publish import prepare_folder
+    from timm_rep.hub import CARD_NAME, split_name
+    from timm_rep.publish import prepare_folder
     from timm_rep.utils.atomic import check_writable
 
     split_name(args.folder)

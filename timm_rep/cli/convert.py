@@ -17,8 +17,8 @@ def add_parser(commands) -> None:
 def run(args) -> int:
     import timm
 
-    from timm_rep.hub._folder import split_name
-    from timm_rep.hub.publish import convert_released
+    from timm_rep.hub import split_name
+    from timm_rep.publish import convert_released
     from timm_rep.utils.atomic import check_writable
 
     if not timm.is_model(args.model):

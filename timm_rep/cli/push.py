@@ -21,8 +21,7 @@ def run(args) -> int:
     from pathlib import Path
 
     from timm_rep.hub import organization
-    from timm_rep.hub.publish import write_folded
-    from timm_rep.hub.push import push_folder
+    from timm_rep.publish import push_folder, write_folded
 
     org = args.org or organization()
     with tempfile.TemporaryDirectory() as temporary:

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
-from timm_rep.hub._folder import save_folder
+from timm_rep.hub import save_folder
 from timm_rep.utils.profiling import count_macs, count_params, measure_throughput
 from timm_rep.utils.training import evaluate
 

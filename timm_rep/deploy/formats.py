@@ -15,7 +15,7 @@ import timm
 import torch
 import torch.nn as nn
 
-from timm_rep.hub._folder import write_model
+from timm_rep.hub import write_model
 
 from .runtimes import Runner, load_executorch, load_openvino, save_openvino, to_openvino, write_executorch
 

@@ -5,7 +5,7 @@ import torch.nn as nn
 from PIL import Image
 from timm.data import create_transform
 
-from timm_rep.hub._metrics import measure_accuracy
+from timm_rep.publish._metrics import measure_accuracy
 
 CLASSES = 7
 CFG = dict(

@@ -7,11 +7,8 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
+from timm_rep.hub import CONFIG_NAME, PathLike, organization, sha256, verify_folder
 from timm_rep.utils.network import hub_errors
-
-from ._folder import verify_folder
-from ._repository import CONFIG_NAME, PathLike, sha256
-from ._resolve import organization
 
 __all__ = ['Change', 'push_folder']
 

@@ -6,11 +6,18 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from timm_rep.deploy import BACKENDS, quantized_files, read_report
 from timm_rep.deploy import REPORT_NAME as QUANTIZATION_NAME
+from timm_rep.hub import (
+    CARD_NAME,
+    CONFIG_NAME,
+    SCALES_NAME,
+    WEIGHTS_NAME,
+    PathLike,
+    organization,
+    read_folder,
+    split_name,
+)
 from timm_rep.utils.files import parse, read_text
 
-from ._folder import split_name
-from ._repository import CARD_NAME, CONFIG_NAME, SCALES_NAME, WEIGHTS_NAME, PathLike, read_folder
-from ._resolve import organization
 from ._sidecar import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
 
 __all__ = ['RECIPE_NAME', 'accelerated_card', 'card_text', 'figures_table', 'write_card']

@@ -17,7 +17,7 @@ from timm_rep.cli import main
 from timm_rep.deploy import load_quantized, read_report
 from timm_rep.hub import sha256
 from timm_rep.hub._folder import load_folder, verify_folder
-from timm_rep.hub.publish import prepare_folder, write_folded
+from timm_rep.publish.prepare import prepare_folder, write_folded
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import count_params
 
@@ -243,7 +243,7 @@ def test_int8(folder, checkpoint, images, monkeypatch, capsys):
         raise AssertionError('measured again')
 
     with monkeypatch.context() as patch:
-        patch.setattr('timm_rep.hub.publish.measure_cost', measured)
+        patch.setattr('timm_rep.publish.prepare.measure_cost', measured)
         prepare_folder(folder)
     prepare_folder(folder, path, use_ema=True)
     assert not {'quantization.json', 'model.onnx'} & {file.name for file in folder.iterdir()}

@@ -12,6 +12,21 @@ from timm.layers import get_spatial_dim
 
 from timm_rep.convert.record import is_timm_model
 from timm_rep.deploy import load_quantized, quantized_files
+from timm_rep.hub import (
+    CARD_NAME,
+    CONFIG_NAME,
+    SCALES_NAME,
+    WEIGHTS_NAME,
+    PathLike,
+    load_folder,
+    load_released,
+    published_files,
+    read_folder,
+    sha256,
+    split_name,
+    write_hashes,
+    write_model,
+)
 from timm_rep.scales import Scales, attach_grad_mults, resolve_scales
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint, read_state_dict
@@ -20,15 +35,10 @@ from timm_rep.utils.files import argument_errors, parse, read_text
 from timm_rep.utils.profiling import model_input_size
 
 from ._card import RECIPE_NAME, write_card
-from ._folder import load_folder, published_files, split_name, write_hashes, write_model
 from ._metrics import measure_accuracy, measure_cost, write_predictions
-from ._repository import CARD_NAME, CONFIG_NAME, SCALES_NAME, WEIGHTS_NAME, read_folder, sha256
 from ._sidecar import METRICS_NAME, PREDICTIONS_NAME, Metrics, read_metrics
-from .released import load_released
 
 __all__ = ['convert_released', 'prepare_folder', 'write_folded']
-
-PathLike = Union[str, os.PathLike]
 
 # settings of a recipe with which the model is created
 _RECIPE = {

@@ -3,9 +3,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
+from timm_rep.hub import WEIGHTS_NAME, sha256
 from timm_rep.utils.files import Sidecar
-
-from ._repository import WEIGHTS_NAME, sha256
 
 __all__ = [
     'METRICS_NAME', 'PREDICTIONS_NAME', 'REPORT_NAME', 'AccelerationReport', 'Accuracy', 'Cited', 'Cost', 'Form',

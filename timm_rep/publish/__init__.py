@@ -1,0 +1,22 @@
+"""Model folders made ready for the Hub: weights of a training run, measured figures, card, hashes; and their upload."""
+from ._card import accelerated_card, card_text, figures_table
+from ._sidecar import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
+from .prepare import convert_released, prepare_folder, write_folded
+from .push import Change, push_folder
+
+__all__ = [
+    'METRICS_NAME',
+    'PREDICTIONS_NAME',
+    'REPORT_NAME',
+    'AccelerationReport',
+    'Change',
+    'Metrics',
+    'accelerated_card',
+    'card_text',
+    'convert_released',
+    'figures_table',
+    'prepare_folder',
+    'push_folder',
+    'read_metrics',
+    'write_folded',
+]
