@@ -4,8 +4,8 @@ import timm
 
 from tests.hub.published import publish, same
 from timm_rep.cli import main
-from timm_rep.publish import push as push_module
 from timm_rep.hub._folder import write_hashes
+from timm_rep.publish import push as push_module
 from timm_rep.publish.push import push_folder
 
 NAME = 'repa_deit_tiny.mine'
