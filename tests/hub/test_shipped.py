@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
-from tests.helpers import read_predictions, relative
+from tests.helpers import needs_recorded_args, read_predictions, relative, save_model
 from timm_rep.deploy import load_quantized
 from timm_rep.hub import CARD_NAME, WEIGHTS_NAME
 from timm_rep.hub._folder import verify_folder
@@ -77,6 +77,26 @@ def test_folder(name):
         assert features.shape[2:] == tuple(model.pretrained_cfg['pool_size'])
     if name.startswith('repopt_'):
         assert (HUB / name / 'scales.safetensors').is_file()
+
+
+@needs_recorded_args
+@pytest.mark.parametrize('name', FOLDERS)
+def test_same_network_without_the_folder(name, monkeypatch, tmp_path):
+    """A tag names the same network where its weights are not, in config.json too."""
+    published = timm.create_model(name, pretrained=True).eval()
+    monkeypatch.delenv('TIMM_REP_HUB')
+    model = timm.create_model(name).eval()
+    save_model(model, tmp_path)
+    for other in model, timm.create_model(f'local-dir:{tmp_path}').eval():
+        other.load_state_dict(published.state_dict())
+        x = torch.randn(2, *model.pretrained_cfg['input_size'])
+        assert torch.equal(other(x), published(x))
+        for key in ('input_size', 'mean', 'std', 'crop_pct', 'interpolation', 'num_classes', 'license'):
+            first, second = (m.pretrained_cfg[key] for m in (other, published))  # config.json has lists
+            assert first == second or tuple(first) == tuple(second)
+    if '_any' in name:
+        with pytest.raises(ValueError, match="base='convnext_atto'"):
+            timm.create_model(name, base='convnext_atto')
 
 
 def predictions(model, images, name):

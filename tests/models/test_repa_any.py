@@ -57,6 +57,36 @@ def test_it_is_what_the_conversion_makes(args, tmp_path):
     assert not any('head' in k for k in features.state_dict())
 
 
+@pytest.mark.parametrize('base,args,size', [
+    ('vit_tiny_patch16_224', {**VIT, 'depth': 4}, 32),
+    ('convnext_atto', CONVNEXT, 64),
+    ('swin_tiny_patch4_window7_224',
+     dict(img_size=64, patch_size=4, embed_dim=24, depths=(1, 1, 1), num_heads=(2, 4, 4), window_size=4), 64),
+    ('pit_ti_224', dict(base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(1, 2, 2), img_size=64), 64),
+])
+@pytest.mark.parametrize('indices', [{}, dict(out_indices=(0, 1))])
+@torch.no_grad()
+def test_features_are_those_of_timm_for_the_base(base, args, size, indices):
+    args = {**args, 'base': base, 'norm': 'batch', 'idle_ratio': .5}
+    torch.manual_seed(0)
+    model = timm.create_model('repa_any', **args).eval()
+    torch.manual_seed(0)
+    features = timm.create_model('repa_any', features_only=True, **indices, **args).eval()
+    for name in 'base', 'norm', 'idle_ratio':
+        args.pop(name)
+    expected = timm.create_model(base, features_only=True, **indices, **args)
+    info = expected.feature_info
+    assert type(features) is type(expected)
+    assert features.output_fmt == expected.output_fmt
+    assert features.feature_info.channels() == info.channels()
+    assert features.feature_info.reduction() == info.reduction()
+    x = images(2, size)
+    outputs = model.forward_intermediates(x, indices=list(info.out_indices), intermediates_only=True)
+    if features.output_fmt == 'NHWC':
+        outputs = [y.permute(0, 2, 3, 1) for y in outputs]
+    assert [torch.equal(y, z) for y, z in zip(features(x), outputs, strict=True)] == [True] * len(outputs)
+
+
 @needs_recorded_args
 @pytest.mark.parametrize('base,args,change', [
     ('vit_tiny_patch16_224', VIT, dict(img_size=48)),

@@ -20,7 +20,7 @@ from ._repository import (
     read_repository,
     sha256,
 )
-from ._resolve import build_model, find_weights, organization, resolve_pretrained
+from ._resolve import build_model, find_weights, organization
 from .released import load_released, register_released_keys
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     'read_folder',
     'read_repository',
     'register_released_keys',
-    'resolve_pretrained',
     'save_folder',
     'sha256',
     'split_name',

@@ -40,7 +40,7 @@ from ._repository import (
 )
 from .released import DEFAULT_IDLE_RATIO, RELEASED_REPO_ID, fetch_released, has_release, rename_released
 
-__all__ = ['Weights', 'build_model', 'find_weights', 'local_folder', 'organization', 'resolve_pretrained']
+__all__ = ['Weights', 'build_model', 'find_weights', 'local_folder', 'organization']
 
 FilterFn = Callable[[Dict[str, torch.Tensor], nn.Module], Dict[str, torch.Tensor]]
 
@@ -54,9 +54,9 @@ class Weights(NamedTuple):
 
     Attributes:
         path: Checked file of weights; None if timm finds them, or none are asked for.
-        model_args: Arguments of the model in the file.
+        model_args: Arguments of the published model.
         released: Whether the file has the layout of the authors' release.
-        source: Folder, repository or release that published the model, for error messages.
+        source: Folder, repository, release or name of the published model, for error messages.
     """
     path: Optional[str]
     model_args: Mapping[str, Any]
@@ -65,43 +65,49 @@ class Weights(NamedTuple):
 
 
 def build_model(
-        cls: Type[nn.Module],
+        cls: Union[Type[nn.Module], Callable[..., nn.Module]],
         variant: str,
         pretrained: bool,
-        weights: Optional[Weights] = None,
-        weight_select: Optional[Any] = None,
-        pretrained_filter_fn: Optional[FilterFn] = None,
+        model_cfgs: Mapping[str, Mapping[str, Any]],
+        complete: Optional[Callable[[Dict[str, Any]], Dict[str, Any]]] = None,
         **kwargs,
 ) -> nn.Module:
-    """timm's ``build_model_with_cfg``, with checked weights, folding, and weight selection.
+    """timm's ``build_model_with_cfg``, with published arguments, checked weights, folding, and weight selection.
 
-    With ``reparameterized=True`` and weights of the training structure, the model is built in the training structure,
-    loaded by timm's ``load_pretrained``, and folded in place.
+    The arguments of the class are, each overriding the ones before: those of the variant; those of its published model,
+    or of its tag; the given ones. With ``reparameterized=True`` and weights of the training structure, the model is
+    built in the training structure, loaded by timm's ``load_pretrained``, and folded in place.
 
     Args:
-        cls: Class of the model.
+        cls: Class of the model, or a function that builds it.
         variant: Name of the model.
         pretrained: Whether to load weights.
-        weights: Weights that :func:`resolve_pretrained` found. Default: timm finds the weights.
-        weight_select: Teacher for :func:`timm_rep.weight_select_init`. Default: the model's own initialization.
-        pretrained_filter_fn: timm's ``checkpoint_filter_fn`` of the family.
-        kwargs: Other arguments of ``build_model_with_cfg`` and of the class.
+        model_cfgs: Arguments of the class for each variant, and further ones for a tag under 'variant.tag'.
+        complete: Function that completes the resolved arguments.
+        kwargs: Arguments of ``create_model``, of the class, and of ``build_model_with_cfg``; ``weight_select``, a
+            teacher for :func:`timm_rep.weight_select_init`.
 
     Raises:
-        ValueError: As :func:`timm_rep.weight_select_init`; the weights have another idle ratio; or the published
-            arguments, with the given ones, cannot be used.
-        RuntimeError: The weights do not fit the model.
+        ValueError: As :func:`timm_rep.weight_select_init`; the weights have another idle ratio; several files of the
+            authors' release match; or the published arguments, with the given ones, cannot be used.
+        RuntimeError: There are no weights, they are damaged, belong to another model, or do not fit.
         TypeError: A given argument is unknown.
     """
+    kwargs = {**model_cfgs[variant], **_resolve(cls, variant, pretrained, model_cfgs, kwargs)}
+    if complete is not None:
+        kwargs = complete(kwargs)
+    weights, weight_select = kwargs.pop('weights', None), kwargs.pop('weight_select', None)
+    if 'out_indices' in kwargs:  # which timm's classes do not take without features_only
+        kwargs['feature_cfg'] = dict(kwargs.get('feature_cfg') or {}, out_indices=kwargs.pop('out_indices'))
     if weights is None or weights.path is None:
         build = cls if weights is None else functools.partial(_create, cls, weights)
-        model = build_model_with_cfg(build, variant, pretrained, pretrained_filter_fn=pretrained_filter_fn, **kwargs)
+        model = build_model_with_cfg(build, variant, pretrained, **kwargs)
     else:
         _check_idle_channels(cls, kwargs, weights.model_args)
         cfg = resolve_pretrained_cfg(
             variant, kwargs.pop('pretrained_cfg', None), kwargs.pop('pretrained_cfg_overlay', None)).to_dict()
-        strict = kwargs.get('pretrained_strict', True)
-        load = functools.partial(_create_with_weights, cls, weights, cfg, pretrained_filter_fn, strict)
+        filter_fn, strict = kwargs.pop('pretrained_filter_fn', None), kwargs.get('pretrained_strict', True)
+        load = functools.partial(_create_with_weights, cls, weights, cfg, filter_fn, strict)
         # it loads and folds before timm wraps the model of features_only=True
         model = build_model_with_cfg(load, variant, pretrained=False, pretrained_cfg=cfg, **kwargs)
     if weight_select is not None:
@@ -185,24 +191,17 @@ def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_
                 'leave it out, or start from them with timm_rep.weight_select_init(model, path).')
 
 
-def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwargs: Dict[str, Any]) -> Dict[str, Any]:
-    """Add the published arguments of a model, and its weights, to the arguments of create_model.
+def _resolve(
+        cls: Union[Type[nn.Module], Callable[..., nn.Module]],
+        variant: str,
+        pretrained: bool,
+        model_cfgs: Mapping[str, Mapping[str, Any]],
+        kwargs: Dict[str, Any],
+) -> Dict[str, Any]:
+    """Add the published arguments of a model, and its weights as ``weights``, to the arguments of create_model.
 
     The model is read from 'hf-hub:' or 'local-dir:'; with ``pretrained=True``, it is found by :func:`find_weights`;
     else it is read from TIMM_REP_HUB, if the name of the model has a tag.
-
-    Args:
-        cls: Class of the model.
-        variant: Name of the model.
-        pretrained: Whether weights are to be loaded.
-        kwargs: Arguments of ``create_model``, which override the published ones.
-
-    Returns:
-        Arguments for :func:`build_model`.
-
-    Raises:
-        RuntimeError: There are no weights, they are damaged, or belong to another model.
-        ValueError: Several files of the authors' release match; or weight_select is given for a model that has weights.
     """
     extend_timm_wrapper()
     for name, given in (('pretrained', pretrained), ('features_only', kwargs.get('features_only'))):
@@ -241,8 +240,11 @@ def resolve_pretrained(cls: Type[nn.Module], variant: str, pretrained: bool, kwa
             if repo is None:
                 return {**kwargs, 'weights': Weights(path, {'idle_ratio': ratio}, True, RELEASED_REPO_ID)}
     if repo is None:
+        name = f'{variant}.{tag}'
+        if name in model_cfgs:
+            kwargs = {**model_cfgs[name], **kwargs, 'weights': Weights(None, model_cfgs[name], source=name)}
         if kwargs.get('scales') == SCALES_IN_FOLDER:  # model_args of a config.json, without its folder
-            return {**kwargs, 'scales': False}
+            kwargs = {**kwargs, 'scales': False}
         return kwargs
 
     if repo.config['architecture'] != variant:

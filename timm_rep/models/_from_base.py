@@ -7,10 +7,10 @@ from typing import Any, Callable, Dict, Mapping, Optional, Union
 
 import timm
 import torch.nn as nn
-from timm.models import PretrainedCfg, get_pretrained_cfg, model_entrypoint
+from timm.models import FeatureDictNet, PretrainedCfg, get_pretrained_cfg, model_entrypoint
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
-from timm_rep.hub import build_model, resolve_pretrained
+from timm_rep.hub import build_model
 from timm_rep.layers import AnnealedActivation, add_annealing_hooks
 
 __all__ = ['base_cfg', 'create_from_base']
@@ -67,65 +67,22 @@ def _resize(
     return {**state_dict, **resized}
 
 
-def _take_layers(target: nn.Module, layers: Dict[str, nn.Module], name: str = '') -> None:
-    """Swap converted layers into a feature extractor, whose names may have underscores for dots."""
-    for child_name, child in target.named_children():
-        path = f'{name}_{child_name}'.strip('_').replace('.', '_')
-        layer = layers.get(path)
-        if layer is None or isinstance(child, nn.Identity):  # timm prunes layers after the last features
-            continue
-        names = {name for name, _ in child.named_children()}
-        # a block whose branches became one convolution has other children
-        if type(layer) is type(child) and names and names <= {name for name, _ in layer.named_children()}:
-            child._parameters, child._buffers = layer._parameters, layer._buffers
-            _take_layers(child, layers, path)
-        else:
-            setattr(target, child_name, layer)
-
-
-def _feature_extractor(model: nn.Module, base: str, **kwargs) -> nn.Module:
-    """timm's feature extractor of the base, with the layers of a converted model."""
-    features = timm.create_model(base, features_only=True, **kwargs)
-    inner = getattr(features, 'model', None)  # of timm's FeatureGetterNet
-    if inner is None:
-        inner = features
-    else:
-        inner._parameters, inner._buffers = model._parameters, model._buffers
-    _take_layers(inner, {path.replace('.', '_'): layer for path, layer in model.named_modules()})
-    features.pretrained_cfg = features.default_cfg = model.pretrained_cfg
-    if any(isinstance(layer, AnnealedActivation) for layer in features.modules()):
-        add_annealing_hooks(features)
-    return features
-
-
-def _resolve(
-        build: Callable[..., nn.Module],
-        variant: str,
-        pretrained: bool,
-        advice: str,
-        kwargs: Dict[str, Any],
-) -> Dict[str, Any]:
-    """Call timm_rep.hub's ``resolve_pretrained`` and check that the weights were trained with this base.
-
-    With a base and no name of weights, the error of missing weights gets the advice.
-    """
-    try:
-        resolved = resolve_pretrained(build, variant, pretrained, kwargs)
-    except RuntimeError as e:
-        if 'base' not in kwargs or kwargs.get('pretrained_cfg'):
-            raise
-        raise RuntimeError(f'{e}\n  {advice}') from e
-    base, weights = resolved.get('base'), resolved.get('weights')
-    trained = weights.model_args.get('base', base) if weights else base
-    if trained != base:
-        raise ValueError(f'{weights.source} has a {variant} of base={trained!r}, got base={base!r}.')
-    return resolved
+def _feature_cfg(base: str, args: Dict[str, Any]) -> Dict[str, Any]:
+    """timm's ``feature_cfg`` of a base: how its features are extracted, read off its feature extractor."""
+    features = timm.create_model(base, features_only=True, **args, device='meta')
+    info = features.feature_info
+    return dict(
+        feature_cls=type(features),
+        out_indices=info.out_indices,
+        output_fmt=features.output_fmt,
+        flatten_sequential=isinstance(features, FeatureDictNet) and any('.' in name for name in info.module_name()),
+    )
 
 
 def create_from_base(
         build: Callable[..., nn.Module],
         variant: str,
-        default_base: str,
+        model_cfgs: Mapping[str, Mapping[str, Any]],
         pretrained: bool = False,
         start_from_base: Optional[Dict[str, Any]] = None,
         advice: str = '',
@@ -136,7 +93,7 @@ def create_from_base(
     Args:
         build: Function that creates the converted model from ``base``, its own arguments, and the base's arguments.
         variant: Name of the architecture.
-        default_base: Name of the base without the argument ``base``.
+        model_cfgs: Default arguments, as for :func:`timm_rep.hub.build_model`.
         pretrained: Whether to load weights, of the converted model if pretrained_cfg says where they are.
         start_from_base: Arguments of ``build`` with which the converted model starts from the weights of its base,
             where those are to be loaded, with ``reparameterized=True`` folded afterwards; None if it cannot.
@@ -148,27 +105,48 @@ def create_from_base(
             invalid.
         RuntimeError: The weights cannot be found or do not fit.
     """
+    own = {*inspect.signature(build).parameters, *FACTORY_ARGS}
     has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
-    folded_after = has_base_weights and kwargs.pop('reparameterized', False)
     if has_base_weights:
         overlay = kwargs.pop('pretrained_cfg_overlay', None)
         build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay, **start_from_base)
         pretrained = False
-    kwargs = _resolve(build, variant, pretrained, advice, kwargs)
-    base = kwargs.setdefault('base', default_base)
-    _check_base(base, default_base)
-    kwargs['pretrained_cfg'] = base_cfg(variant, base, kwargs.get('pretrained_cfg'), has_base_weights)
-    features_only = kwargs.pop('features_only', False)
-    feature_args = {name: kwargs.pop(name) for name in ('out_indices', 'feature_cls') if name in kwargs}
-    model = build_model(build, variant, pretrained, pretrained_filter_fn=_filter_fn(base), **kwargs)
+        if kwargs.pop('reparameterized', False):
+            build = partial(_fold, build)
+    resolved = {}
+
+    def complete(args: Dict[str, Any]) -> Dict[str, Any]:
+        base, weights = args['base'], args.get('weights')
+        trained = weights.model_args.get('base', base) if weights else base
+        if trained != base:
+            raise ValueError(f'{weights.source} has a {variant} of base={trained!r}, got base={base!r}.')
+        _check_base(base, model_cfgs[variant]['base'])
+        cfg = args.get('pretrained_cfg')
+        if f'{variant}.{cfg}' in model_cfgs:
+            cfg = get_pretrained_cfg(f'{variant}.{cfg}')
+        args['pretrained_cfg'] = base_cfg(variant, base, cfg, has_base_weights)
+        args['pretrained_filter_fn'] = _filter_fn(base)
+        if args.get('features_only'):
+            names = args.keys() - own | args.keys() & {'out_indices', 'feature_cls'}
+            args['feature_cfg'] = _feature_cfg(base, {name: args[name] for name in names})
+        resolved.update(args)
+        return args
+
+    try:
+        model = build_model(build, variant, pretrained, model_cfgs, complete, **kwargs)
+    except RuntimeError as e:
+        if not pretrained or 'base' not in kwargs or kwargs.get('pretrained_cfg'):
+            raise
+        raise RuntimeError(f'{e}\n  {advice}') from e
     # create_model() records these since timm 1.0.31
     model._model_args = {
-        **getattr(model, '_model_args', {}), **{k: v for k, v in kwargs.items() if k not in FACTORY_ARGS}}
-    describe_input(model)
-    if folded_after:
-        model.reparameterize()
-    if not features_only:
-        return model
-    own = {*inspect.signature(build).parameters, 'pretrained_cfg', 'pretrained_cfg_overlay', 'cache_dir', 'weights'}
-    base_args = {name: value for name, value in kwargs.items() if name not in own}
-    return _feature_extractor(model, base, **base_args, **feature_args)
+        **getattr(model, '_model_args', {}), **{k: v for k, v in resolved.items() if k not in FACTORY_ARGS}}
+    if not kwargs.get('features_only'):
+        describe_input(model)
+    elif any(isinstance(layer, AnnealedActivation) for layer in model.modules()):
+        add_annealing_hooks(model)
+    return model
+
+
+def _fold(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
+    return build(**kwargs).reparameterize()

@@ -1,7 +1,9 @@
 """Parts shared by the RePa models."""
+from typing import Any, Dict
+
 from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
 
-__all__ = ['RePaMixin']
+__all__ = ['RePaMixin', 'features_of_stages']
 
 
 class RePaMixin(ReparameterizeMixin):
@@ -31,3 +33,8 @@ class RePaMixin(ReparameterizeMixin):
         """
         super().__init__(**kwargs)
         use_repa_ffns(self, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
+
+
+def features_of_stages(args: Dict[str, Any]) -> Dict[str, Any]:
+    """Let ``features_only=True`` return the features of every stage by default."""
+    return {'out_indices': tuple(range(len(args['depths']))), **args}

@@ -90,10 +90,18 @@ def use_linearized_ffns(
                 active_channels(ffn.hidden_features, ratio), linear_path=path))
 
 
+model_cfgs = {
+    'repa_any': dict(base=_DEFAULT_BASE),
+    'repa_any.cifar10': dict(
+        base='fasternet_t0', embed_dim=40, depths=(1, 2, 2, 1), n_div=2, mlp_ratio=4., patch_size=2, feature_dim=384,
+        idle_ratio=(.744, .553125, .66, .495313, .6625, .6320313), linear_path=False, reparameterized=True),
+}
+
+
 def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
     start_from_base = {} if kwargs.get('anneal_steps') and not kwargs.get('reparameterized') else None
     return create_from_base(
-        _build, variant, _DEFAULT_BASE, pretrained, start_from_base,
+        _build, variant, model_cfgs, pretrained, start_from_base,
         'To start from pretrained weights, use timm_rep.convert_to_repa(timm.create_model(base, pretrained=True), '
         'calibration=loader), or anneal_steps=N to train.', **kwargs)
 

@@ -16,7 +16,7 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch.jit import Final
 
 from timm_rep.convert import register_block
-from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+from timm_rep.hub import build_model, register_released_keys
 
 from .repa_vit import RePaVisionTransformer
 
@@ -195,23 +195,28 @@ register_released_keys(LvVit, [(r'^patch_embed\.proj\.', 'patch_embed.')])
 
 
 # Table 1
+_S = dict(embed_dim=384, depth=16, num_heads=6)
+_M = dict(embed_dim=512, depth=20, num_heads=8)
+
 model_cfgs = {
-    's': dict(embed_dim=384, depth=16, num_heads=6),
-    'm': dict(embed_dim=512, depth=20, num_heads=8),
+    'lvvit_s': _S,
+    'lvvit_m': _M,
+    'repa_lvvit_s': _S,
+    'repa_lvvit_s.cifar10': dict(img_size=32, patch_size=4, embed_dim=128, depth=8, num_heads=4),
+    'repa_lvvit_m': _M,
 }
 
 
 def _create_lvvit(variant: str, pretrained: bool = False, **kwargs) -> TokenLabelMixin:
     cls = RePaLvVit if variant.startswith('repa_') else LvVit
-    kwargs = resolve_pretrained(cls, variant, pretrained, kwargs)
-    out_indices = kwargs.pop('out_indices', 3)
     return build_model(
         cls,
         variant,
         pretrained,
+        model_cfgs,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        **dict(model_cfgs[variant[-1]], **kwargs),
+        feature_cfg=dict(out_indices=3, feature_cls='getter'),
+        **kwargs,
     )
 
 

@@ -9,7 +9,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MixerBlock, MlpMixer
 
 from timm_rep.convert import register_block
-from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+from timm_rep.hub import build_model, register_released_keys
 
 from ._repa import RePaMixin
 
@@ -62,14 +62,13 @@ model_cfgs = {
 
 
 def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs) -> RePaMlpMixer:
-    kwargs = resolve_pretrained(RePaMlpMixer, variant, pretrained, kwargs)
-    out_indices = kwargs.pop('out_indices', 3)
     return build_model(
         RePaMlpMixer,
         variant,
         pretrained,
-        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        **dict(model_cfgs[variant], **kwargs),
+        model_cfgs,
+        feature_cfg=dict(out_indices=3, feature_cls='getter'),
+        **kwargs,
     )
 
 

@@ -2,7 +2,7 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
 """
-from typing import List, Optional, Sequence, Tuple, Type, Union
+from typing import List, Optional, Sequence, Type, Union
 
 import torch
 import torch.nn as nn
@@ -11,10 +11,10 @@ from timm.layers import GroupNorm1
 from timm.models import generate_default_cfgs, register_model
 from timm.models.metaformer import MetaFormer, Pooling
 
-from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+from timm_rep.hub import build_model, register_released_keys
 from timm_rep.layers import WindowAvgPool2d
 
-from ._repa import RePaMixin
+from ._repa import RePaMixin, features_of_stages
 
 __all__ = ['RePaPoolFormer']
 
@@ -101,15 +101,14 @@ model_cfgs = {
 
 
 def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs) -> RePaPoolFormer:
-    kwargs = resolve_pretrained(RePaPoolFormer, variant, pretrained, kwargs)
-    model_args = dict(model_cfgs[variant], **kwargs)
-    out_indices: Tuple[int, ...] = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
     return build_model(
         RePaPoolFormer,
         variant,
         pretrained,
-        feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
-        **model_args,
+        model_cfgs,
+        complete=features_of_stages,
+        feature_cfg=dict(flatten_sequential=True),
+        **kwargs,
     )
 
 

@@ -6,9 +6,9 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
 
-from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+from timm_rep.hub import build_model, register_released_keys
 
-from ._repa import RePaMixin
+from ._repa import RePaMixin, features_of_stages
 
 __all__ = ['RePaSwinTransformer']
 
@@ -32,16 +32,15 @@ model_cfgs = {
 
 
 def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs) -> RePaSwinTransformer:
-    kwargs = resolve_pretrained(RePaSwinTransformer, variant, pretrained, kwargs)
-    model_args = dict(model_cfgs[variant], **kwargs)
-    out_indices = model_args.pop('out_indices', tuple(range(len(model_args['depths']))))
     return build_model(
         RePaSwinTransformer,
         variant,
         pretrained,
+        model_cfgs,
+        complete=features_of_stages,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
-        **model_args,
+        feature_cfg=dict(flatten_sequential=True),
+        **kwargs,
     )
 
 

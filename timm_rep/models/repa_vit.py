@@ -11,7 +11,7 @@ from timm.layers import LayerType
 from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+from timm_rep.hub import build_model, register_released_keys
 
 from ._repa import RePaMixin
 
@@ -41,28 +41,28 @@ class RePaVisionTransformer(RePaMixin, VisionTransformer):
 register_released_keys(RePaVisionTransformer, [(r'^(blocks\.\d+)\.norm1\.', r'\1.attn.norm.')])
 
 # Table 1. The released models have a LayerNorm before the blocks, and so no patch embedding bias.
+_COMMON = dict(patch_size=16, pre_norm=True)
+
 model_cfgs = {
-    'repa_deit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
-    'repa_deit_small': dict(embed_dim=384, depth=12, num_heads=6),
-    'repa_deit_base': dict(embed_dim=768, depth=12, num_heads=12),
-    'repa_vit_small': dict(embed_dim=384, depth=12, num_heads=6),
-    'repa_vit_base': dict(embed_dim=768, depth=12, num_heads=12),
-    'repa_vit_large': dict(embed_dim=1024, depth=24, num_heads=16),
-    'repa_vit_huge': dict(embed_dim=1280, depth=32, num_heads=16),
+    'repa_deit_tiny': dict(_COMMON, embed_dim=192, depth=12, num_heads=3),
+    'repa_deit_small': dict(_COMMON, embed_dim=384, depth=12, num_heads=6),
+    'repa_deit_base': dict(_COMMON, embed_dim=768, depth=12, num_heads=12),
+    'repa_vit_small': dict(_COMMON, embed_dim=384, depth=12, num_heads=6),
+    'repa_vit_base': dict(_COMMON, embed_dim=768, depth=12, num_heads=12),
+    'repa_vit_large': dict(_COMMON, embed_dim=1024, depth=24, num_heads=16),
+    'repa_vit_huge': dict(_COMMON, embed_dim=1280, depth=32, num_heads=16),
 }
 
 
 def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs) -> RePaVisionTransformer:
-    kwargs = resolve_pretrained(RePaVisionTransformer, variant, pretrained, kwargs)
-    model_args = dict(patch_size=16, pre_norm=True, **model_cfgs[variant])
-    out_indices = kwargs.pop('out_indices', 3)
     return build_model(
         RePaVisionTransformer,
         variant,
         pretrained,
+        model_cfgs,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        **dict(model_args, **kwargs),
+        feature_cfg=dict(out_indices=3, feature_cls='getter'),
+        **kwargs,
     )
 
 

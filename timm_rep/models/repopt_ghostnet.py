@@ -9,7 +9,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.repghost import RepGhostNet
 
 from timm_rep.convert.repopt import set_scales
-from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+from timm_rep.hub import build_model, register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch, RepOptConv, RepOptConvDeploy
 from timm_rep.scales import ScalesLike
 
@@ -105,27 +105,26 @@ _CFGS = (
 )
 
 model_cfgs = {
-    'repopt_ghostnet_050': dict(width=.5),
-    'repopt_ghostnet_058': dict(width=.58),
-    'repopt_ghostnet_080': dict(width=.8),
-    'repopt_ghostnet_100': dict(width=1.),
-    'repopt_ghostnet_111': dict(width=1.11),
-    'repopt_ghostnet_130': dict(width=1.3),
-    'repopt_ghostnet_150': dict(width=1.5),
-    'repopt_ghostnet_200': dict(width=2.),
+    'repopt_ghostnet_050': dict(cfgs=_CFGS, width=.5),
+    'repopt_ghostnet_058': dict(cfgs=_CFGS, width=.58),
+    'repopt_ghostnet_080': dict(cfgs=_CFGS, width=.8),
+    'repopt_ghostnet_100': dict(cfgs=_CFGS, width=1.),
+    'repopt_ghostnet_111': dict(cfgs=_CFGS, width=1.11),
+    'repopt_ghostnet_130': dict(cfgs=_CFGS, width=1.3),
+    'repopt_ghostnet_150': dict(cfgs=_CFGS, width=1.5),
+    'repopt_ghostnet_200': dict(cfgs=_CFGS, width=2.),
 }
 
 
 def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs) -> RepOptGhostNet:
-    kwargs = resolve_pretrained(RepOptGhostNet, variant, pretrained, kwargs)
-    architecture = dict(cfgs=_CFGS, **model_cfgs[variant])
-    scales = choose_scales(variant, kwargs, architecture)
     return build_model(
         RepOptGhostNet,
         variant,
         pretrained,
+        model_cfgs,
+        complete=lambda args: {**args, 'scales': choose_scales(variant, args, model_cfgs[variant])},
         feature_cfg=dict(flatten_sequential=True),
-        **{**architecture, **kwargs, 'scales': scales},
+        **kwargs,
     )
 
 

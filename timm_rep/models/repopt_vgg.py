@@ -13,7 +13,7 @@ from timm.models import generate_default_cfgs, named_apply, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
 
 from timm_rep.convert.repopt import set_scales
-from timm_rep.hub import build_model, register_released_keys, resolve_pretrained
+from timm_rep.hub import build_model, register_released_keys
 from timm_rep.layers import ConvBranch, Csla, IdentityBranch, RepOptConv, RepOptConvDeploy
 from timm_rep.scales import ScalesLike
 
@@ -222,19 +222,18 @@ register_released_keys(RepOptVgg, [
 ])
 
 
-_L2 = dict(depths=(8, 14, 24, 1), widths=(160, 320, 640, 2560))
-
-# defaults of the variants
-_ARCHITECTURE = dict(stem_width=64, strides=(2, 2, 2, 2, 2), act_layer='relu', attn_layer=None)
+_COMMON = dict(stem_width=64, strides=(2, 2, 2, 2, 2), act_layer='relu', attn_layer=None)
+_L2 = dict(_COMMON, depths=(8, 14, 24, 1), widths=(160, 320, 640, 2560))
 
 # Table 1; A0, A1 and B0 have the depths and widths of RepVGG.
 model_cfgs = {
-    'repopt_vgg_a0': dict(depths=(2, 4, 14, 1), widths=(48, 96, 192, 1280), stem_width=48),
-    'repopt_vgg_a1': dict(depths=(2, 4, 14, 1), widths=(64, 128, 256, 1280)),
-    'repopt_vgg_b0': dict(depths=(4, 6, 16, 1), widths=(64, 128, 256, 1280)),
-    'repopt_vgg_b1': dict(depths=(4, 6, 16, 1), widths=(128, 256, 512, 2048)),
-    'repopt_vgg_b2': dict(depths=(4, 6, 16, 1), widths=(160, 320, 640, 2560)),
-    'repopt_vgg_l1': dict(depths=(8, 14, 24, 1), widths=(128, 256, 512, 2048)),
+    'repopt_vgg_a0': dict(_COMMON, depths=(2, 4, 14, 1), widths=(48, 96, 192, 1280), stem_width=48),
+    'repopt_vgg_a0.cifar10': dict(strides=(1, 2, 2, 2, 2)),
+    'repopt_vgg_a1': dict(_COMMON, depths=(2, 4, 14, 1), widths=(64, 128, 256, 1280)),
+    'repopt_vgg_b0': dict(_COMMON, depths=(4, 6, 16, 1), widths=(64, 128, 256, 1280)),
+    'repopt_vgg_b1': dict(_COMMON, depths=(4, 6, 16, 1), widths=(128, 256, 512, 2048)),
+    'repopt_vgg_b2': dict(_COMMON, depths=(4, 6, 16, 1), widths=(160, 320, 640, 2560)),
+    'repopt_vgg_l1': dict(_COMMON, depths=(8, 14, 24, 1), widths=(128, 256, 512, 2048)),
     'repopt_vgg_l2': _L2,
     # table 3, with the released SE ratio of 1 / 4
     'repopt_vgg_l2se': dict(_L2, attn_layer='se', attn_kwargs=dict(rd_ratio=.25, rd_divisor=1)),
@@ -242,18 +241,21 @@ model_cfgs = {
 
 
 def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepOptVgg:
-    kwargs = resolve_pretrained(RepOptVgg, variant, pretrained, kwargs)
-    architecture = dict(_ARCHITECTURE, **model_cfgs[variant])
-    model_args = {**architecture, **kwargs, 'scales': choose_scales(variant, kwargs, architecture)}
-    # a feature map for each resolution: a stage of stride 1 adds none
-    strides = model_args['strides']
-    features = 1 + sum(stride != 1 for stride in strides[1:]) if isinstance(strides, Sequence) else 0
+    def complete(args: Dict[str, Any]) -> Dict[str, Any]:
+        # a feature map for each resolution: a stage of stride 1 adds none
+        strides = args['strides']
+        features = 1 + sum(stride != 1 for stride in strides[1:]) if isinstance(strides, Sequence) else 0
+        scales = choose_scales(variant, args, model_cfgs[variant])
+        return {'out_indices': tuple(range(features)), **args, 'scales': scales}
+
     return build_model(
         RepOptVgg,
         variant,
         pretrained,
-        feature_cfg=dict(flatten_sequential=True, out_indices=tuple(range(features))),
-        **model_args,
+        model_cfgs,
+        complete,
+        feature_cfg=dict(flatten_sequential=True),
+        **kwargs,
     )
 
 
@@ -275,7 +277,7 @@ default_cfgs = generate_default_cfgs({
         num_classes=10, input_size=(3, 32, 32), pool_size=(2, 2), crop_pct=1.,
         mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
     # last, and '*', so that it is the default
-    **{f'{variant}.untrained*': _cfg() for variant in model_cfgs},
+    **{f'{variant}.untrained*': _cfg() for variant in model_cfgs if '.' not in variant},
 })
 
 
