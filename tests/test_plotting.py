@@ -9,6 +9,7 @@ from timm_rep.init import attention_products, mimetic_init_
 from timm_rep.plotting import (
     diagonal,
     kernel_layer,
+    plot_accuracy,
     plot_attention,
     plot_kernels,
     plot_latency,
@@ -215,3 +216,25 @@ def test_plot_attention_weights(tmp_path, capsys, monkeypatch):
     ]:
         assert main(['plot-attention-weights', *args, '-o', str(output)]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('swept', [True, False])
+def test_accuracy(swept):
+    top1 = {'original': 90., 'converted': 88., **({'idle ratio 0.5': 89.5, 'idle ratio 1': 80.} if swept else {})}
+    figures = {
+        name: dict(top1=y, images_per_second={'1': 10 + 5. * i, '16': 100 + 10. * i})
+        for i, (name, y) in enumerate(top1.items())}
+    figure = plot_accuracy(figures)
+    assert len(figure.axes) == 2
+    for axes, size in zip(figure.axes, ('1', '16')):
+        low, high = axes.get_ylim()
+        assert low < min(top1.values()) < max(top1.values()) < high
+        assert high - low < 1.3 * (90 - min(top1.values()))  # no wider than the data
+        drawn = {tuple(point) for line in axes.lines for point in line.get_xydata()}
+        assert {(row['images_per_second'][size], row['top1']) for row in figures.values()} <= drawn
+        labels = [text.get_text() for text in axes.texts]
+        assert len(labels) == 2 * swept
+        if swept:
+            assert labels[0].startswith('50%')
+            assert '2.00x' in labels[0] if size == '1' else '1.20x' in labels[0]
+    assert 'original' in figure.legends[0].get_texts()[0].get_text()

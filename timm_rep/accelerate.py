@@ -14,7 +14,7 @@ from timm_rep.convert.record import recorded_base
 from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, read_folder, save_folder
 from timm_rep.publish import REPORT_NAME, AccelerationReport, accelerated_card, figures_table
 from timm_rep.utils.atomic import recover
-from timm_rep.utils.data import PREPROCESSING, Images, batch_images
+from timm_rep.utils.data import PREPROCESSING, Images, batch_images, world_size_and_rank
 from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
 from timm_rep.utils.training import check_distillation, distil, evaluate
 
@@ -68,7 +68,8 @@ class Accelerated(NamedTuple):
     Attributes:
         model: The converted model, a ``repa_any``, folded.
         report: Report of the conversion.
-        figures: Figures of :func:`measure`, by 'original', 'converted', 'distilled' and, of a sweep, idle ratios.
+        figures: Figures of :func:`measure`, by 'original', 'converted', 'distilled' and, of a sweep, idle ratios; none
+            in the other processes of a group.
     """
     model: nn.Module
     report: ConversionReport
@@ -89,7 +90,8 @@ def accelerate(
 ) -> Accelerated:
     """Convert a copy of a pretrained model from data, distil it if asked to, and measure both.
 
-    A distillation seeds the generators of torch, NumPy and Python.
+    A distillation seeds the generators of torch, NumPy and Python. In a process group, the processes share the images
+    of conversion and distillation and get the same model; the first one measures.
 
     Args:
         model: timm model; unchanged.
@@ -128,12 +130,13 @@ def accelerate(
     check_convertible(original)
     check_saveable(original)
     folded = {'original': folded_copy(original)}  # refuses hooks that folding would drop
+    rank = world_size_and_rank()[1]
     loader = list(images.calibration(calibration_images))  # decoded once for all ratios
 
     def convert(**kwargs) -> Tuple[nn.Module, ConversionReport]:
         converted = copy.deepcopy(original)
         report = convert_to_repa(
-            converted, calibration=loader, max_images=calibration_images, progress=True, **kwargs)
+            converted, calibration=loader, max_images=calibration_images, progress=not rank, **kwargs)
         converted.pretrained_cfg.update({name: images.config[name] for name in PREPROCESSING})
         if not any(p.requires_grad for p in converted.parameters()):  # frozen for inference
             converted.requires_grad_()
@@ -149,7 +152,7 @@ def accelerate(
         folded['distilled'] = folded_copy(result)
     last = 'distilled' if distil_epochs else 'converted'
     _check_folded(result, folded[last], loader[0])
-    return Accelerated(folded[last], report, measure(folded, images))
+    return Accelerated(folded[last], report, {} if rank else measure(folded, images))
 
 
 @torch.inference_mode()

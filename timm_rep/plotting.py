@@ -23,6 +23,9 @@ __all__ = [
 _COLORS = (
     '#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f', '#7a5c3e', '#d77ab1', '#7f7f7f', '#a8a032', '#2aa5b5')
 
+# names of the models of a sweep, before the idle ratio
+_SWEPT = 'idle ratio '
+
 
 def _figure(columns: int, rows: int):
     from matplotlib.figure import Figure
@@ -194,23 +197,44 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
 
 
 def plot_accuracy(figures: Mapping[str, Mapping[str, Any]]):
-    """Draw accuracy against throughput of an original model and of models converted from it.
+    """Draw accuracy against measured throughput of an original model and of models converted from it.
+
+    One plot for each batch size. Models of a sweep are a line, labelled by their share of linear hidden channels and
+    their throughput relative to the original.
 
     Args:
         figures: By name of the model, the original first: 'top1' in percent, and 'images_per_second' by batch size.
+            Models of a sweep are named 'idle ratio R'.
 
     Returns:
-        A matplotlib Figure with one plot for each batch size.
+        A matplotlib Figure.
     """
-    sizes = list(next(iter(figures.values()))['images_per_second'])
+    first, *names = figures
+    swept = [name for name in names if name.startswith(_SWEPT)]
+    sizes = list(figures[first]['images_per_second'])
     figure = _figure(len(sizes), 1)
-    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes):
-        for (name, row), color in zip(figures.items(), itertools.cycle(_COLORS)):
-            speed = row['images_per_second'][size]
-            axes.scatter(speed, row['top1'], color=color)
-            axes.annotate(name, (speed, row['top1']), xytext=(4, 4), textcoords='offset points', fontsize=8)
-        axes.margins(.2)
-        tidy(axes, f'batch size {size}', x='images/s', y='top-1 accuracy, %')
+    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0], sizes):
+        points = {name: (row['images_per_second'][size], row['top1']) for name, row in figures.items()}
+        speed, top1 = points[first]
+        axes.axhline(top1, color='#999999', linewidth=.8, linestyle=':')
+        axes.plot(speed, top1, '*', color='black', markersize=12, linestyle='', label=f'{first} model')
+        if swept:
+            axes.plot(
+                *zip(*(points[name] for name in swept)), '.-', color=_COLORS[0], linewidth=1,
+                label='other conversions: % of hidden channels linear, speed-up')
+        for name in swept:
+            share = float(name.removeprefix(_SWEPT))
+            axes.annotate(
+                f'{share:.0%}, {points[name][0] / speed:.2f}x', points[name], xytext=(-6, -13), ha='right',
+                textcoords='offset points', fontsize=7)
+        for name, marker in zip((name for name in names if name not in swept), itertools.cycle('osD')):
+            axes.plot(
+                *points[name], marker, color=_COLORS[1], fillstyle='none', markersize=9, linestyle='',
+                label=f'{name} model')
+        axes.margins(x=.2, y=.12)
+        tidy(axes, f'batch size {size}', 'throughput, images/s', 'top-1 accuracy, %')
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc='outside lower center', ncols=len(labels), frameon=False, fontsize=8)
     return figure
 
 

@@ -5,16 +5,18 @@ import os
 import shlex
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 from PIL import Image
 from timm.models import save_for_hf
 
 import timm_rep
-from tests.helpers import relative, same_weights
+from tests.helpers import in_processes, relative, same_weights, torchrun
 from timm_rep.accelerate import STATE, _check_folded, accelerate, measure, write_model
 from timm_rep.cli import main
 from timm_rep.utils.atomic import locking_folder
@@ -515,6 +517,67 @@ def test_a_folded_model_with_outputs_that_are_not_finite(data):
     broken.head.bias.data.fill_(float('nan'))
     with pytest.raises(RuntimeError, match='folded'):
         _check_folded(model, broken, [torch.zeros(2, 3, 32, 32)])
+
+
+class FixedImages:
+    """The images of this process: one of each pair, in two batches an epoch."""
+
+    device, seed = torch.device('cpu'), 0
+
+    def training(self):
+        size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        x = torch.randn(24, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
+        return [(batch, torch.zeros(len(batch))) for batch in x[rank::size].chunk(2)]
+
+
+def distil_student(path):
+    """Save what a process has after a distillation, and leave its state."""
+    torch.manual_seed(0)
+    teacher = timm.create_model('vit_tiny_patch16_224', **VIT).double()
+    student = timm.create_model('repa_any', base='vit_tiny_patch16_224', anneal_steps=2, norm='keep', **VIT).double()
+    state = path / STATE if dist.get_rank() == 0 else path / 'none' / STATE
+    distil(student, teacher, FixedImages(), epochs=2, lr=1e-3, checkpoint=state)
+    torch.save(student.state_dict(), path / f'{dist.get_rank()}.pth')
+
+
+def test_processes_distil_like_one(tmp_path):
+    found = []
+    for count in (1, 2):
+        (tmp_path / str(count)).mkdir()
+        in_processes(count, distil_student, tmp_path / str(count))
+        assert (tmp_path / str(count) / STATE).exists()
+        found += [torch.load(tmp_path / str(count) / f'{rank}.pth') for rank in range(count)]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, value in other.items():
+            torch.testing.assert_close(value, found[0][name], rtol=1e-6, atol=1e-9)
+
+
+def accelerate_model(data, path):
+    model = original(data)
+    images = Images(model, str(data), batch_size=8)
+    result = accelerate(model, images, calibration_images=48, distil_epochs=1, checkpoint=path / STATE)
+    assert len(images.training()) == 4  # of 36 images of this process, 8 in a step
+    torch.save((result.model.state_dict(), result.figures), path / f'{dist.get_rank()}.pth')
+
+
+def test_processes_get_the_same_model_and_one_measures(data, tmp_path):
+    in_processes(2, accelerate_model, data, tmp_path)
+    (first, figures), (second, others) = (torch.load(tmp_path / f'{rank}.pth') for rank in range(2))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert list(figures) == ['original', 'converted', 'distilled']
+    assert not others
+
+
+@pytest.mark.slow
+def test_command_with_two_processes(data, tmp_path):
+    printed = torchrun(
+        2, '--no-python', Path(sys.executable).with_name('timm-rep'),
+        *command(data, tmp_path / 'out', '--distil-epochs', '1', '--batch-size', '8'), CUDA_VISIBLE_DEVICES='',
+        PATH=os.environ['PATH'])
+    assert printed.count('Written:') == 1
+    assert timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True).num_classes == 3
+    assert not (tmp_path / 'out' / STATE).exists()
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import timm
 import torch
+from timm.models import PretrainedCfg
 from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
@@ -282,3 +283,12 @@ def test_schedule_of_the_annealing(norm):
     assert len(layers) == (4 if norm == 'keep' else 8)
     assert {layer.anneal_schedule for layer in layers} == {'cosine'}
     assert model._model_args['anneal_schedule'] == 'cosine'
+
+
+@pytest.mark.parametrize('given', [dict(mean=None, std=(.1, .2, .3)), PretrainedCfg(input_size=None, std=(.1, .2, .3))])
+def test_a_given_cfg_without_a_value_leaves_the_bases(given):
+    base = timm.get_pretrained_cfg(VIT['base'])
+    cfg = timm.create_model('repa_any', **VIT, pretrained_cfg=given).pretrained_cfg
+    assert cfg['std'] == (.1, .2, .3)
+    assert cfg['input_size'] == base.input_size
+    assert cfg['mean'] is not None

@@ -1,4 +1,10 @@
-"""``timm-rep accelerate``: a faster model from a pretrained one."""
+"""``timm-rep accelerate``: a faster model from a pretrained one.
+
+``torchrun --no-python timm-rep accelerate ...`` converts and distils with several processes.
+"""
+import contextlib
+from pathlib import Path
+
 from ._arguments import (
     add_model_kwargs,
     count,
@@ -53,7 +59,8 @@ def add_parser(commands) -> None:
     parser.add_argument('--std', type=float, nargs='+', metavar='X', help="deviation of the channels (the model's)")
     parser.add_argument('--interpolation', choices=_INTERPOLATIONS, help="of the images (the model's)")
     parser.add_argument('--crop-pct', type=share, metavar='X', help="share of the image that is kept (the model's)")
-    parser.add_argument('--batch-size', type=positive_int, default=64, metavar='N', help='(default: %(default)s)')
+    parser.add_argument(
+        '--batch-size', type=positive_int, default=64, metavar='N', help='of each process (%(default)s)')
     parser.add_argument(
         '--workers', type=count, default=0, metavar='N', help='processes that load images (%(default)s)')
     parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
@@ -62,6 +69,9 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> int:
+    import torch
+    from timm.utils import init_distributed_device, is_primary
+
     from timm_rep.accelerate import STATE, accelerate, check_output, figures_table, write_model
     from timm_rep.utils.atomic import check_writable, locking_folder
     from timm_rep.utils.checkpoints import load_checkpoint
@@ -73,9 +83,12 @@ def run(args) -> int:
     check_distillation(args.distil_epochs, args.lr)
     if args.resume and not args.distil_epochs:
         raise ValueError('--resume continues a distillation: pass its --distil-epochs.')
-    output = check_output(args.output)
     if args.sweep:
         check_matplotlib('accelerate --sweep')
+    args.device = str(args.device or default_device())
+    device = init_distributed_device(args)
+    primary = is_primary(args)  # the process that measures and writes
+    output = check_output(args.output) if primary else Path(args.output)
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
     if not hasattr(model, '_model_args'):  # timm records them since 1.0.31
         model._model_args = dict(args.model_kwargs)
@@ -83,10 +96,10 @@ def run(args) -> int:
         load_checkpoint(model, args.checkpoint)
     images = Images(
         model, args.data_dir, args.train_split, args.val_split, args.batch_size, args.workers,
-        args.device or default_device(), args.seed,
+        device, args.seed,
         **{name: getattr(args, name) for name in ('img_size', 'mean', 'std', 'interpolation', 'crop_pct')})
     check_writable(output)
-    with locking_folder(output, wait=False):
+    with locking_folder(output, wait=False) if primary else contextlib.nullcontext():
         state = output / STATE
         if args.distil_epochs and state.exists() and not args.resume:
             raise FileExistsError(
@@ -109,6 +122,10 @@ def run(args) -> int:
             if state.exists():
                 args.interrupt_hint = '--resume continues the distillation.'
             raise
+        if args.distributed:
+            torch.distributed.destroy_process_group()
+        if not primary:
+            return 0
         write_model(output, result, args.command)
     print(f'{result.report}\n\n{figures_table(result.figures)}\n\nWritten: {output.resolve()}')
     print(f"\nmodel = timm.create_model('local-dir:{output}', pretrained=True)   # after import timm_rep")

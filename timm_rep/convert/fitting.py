@@ -6,7 +6,7 @@ from typing import Callable, NamedTuple, Optional, Tuple
 import torch
 
 from timm_rep.layers import Affine, RePaMlpDeploy
-from timm_rep.utils.training import world_size_and_rank
+from timm_rep.utils.data import world_size_and_rank
 
 from .ffn import Ffn
 from .ffn_parts import linear_of

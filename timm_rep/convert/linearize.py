@@ -13,9 +13,8 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from timm_rep.layers import active_channels
-from timm_rep.utils.data import take_images
+from timm_rep.utils.data import take_images, world_size_and_rank
 from timm_rep.utils.profiling import count_macs
-from timm_rep.utils.training import world_size_and_rank
 
 from ._reparameterize import check_unconverted
 from .budget import allocate

@@ -14,7 +14,7 @@ from .profiling import model_input_size
 
 __all__ = [
     'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'batches_of', 'check_preprocessing', 'image_config',
-    'labelled_images', 'load_images', 'open_dataset', 'read_images', 'take_images',
+    'labelled_images', 'load_images', 'open_dataset', 'read_images', 'take_images', 'world_size_and_rank',
 ]
 
 # fields of a pretrained_cfg, and of a recipe for train.py, that describe how images are preprocessed
@@ -223,6 +223,13 @@ def batches_of(loader: Iterable[Any]) -> Iterator[Any]:
     return iter(loader)
 
 
+def world_size_and_rank() -> Tuple[int, int]:
+    """Number of processes in the default process group and index of this one, (1, 0) without a group."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return 1, 0
+
+
 def batch_images(batch: Any) -> torch.Tensor:
     """The images (N, C, H, W) of a batch of a loader.
 
@@ -321,7 +328,7 @@ class Images:
             root: Folder that holds the splits.
             train_split: Name of the folder with the images for calibration and distillation, labelled or not.
             val_split: Name of the folder with the images to measure the accuracy on, in folders by class.
-            batch_size: Images in a batch.
+            batch_size: Images in a batch, of each process.
             workers: Number of processes that load images; 0 loads them in this process.
             device: Device of the batches.
             seed: Seed of the choice of calibration images.
@@ -337,7 +344,8 @@ class Images:
         self.config = image_config(model, **data_config)
         self.workers, self.device, self.seed = workers, torch.device(device), seed
         train, val = (self._folder(split) for split in self.splits)
-        self.batch_size = min(batch_size, len(train))  # timm's loader drops an incomplete batch
+        world_size = world_size_and_rank()[0]
+        self.batch_size = min(batch_size, -(-len(train) // world_size))  # timm's loader drops an incomplete batch
         if len(val.classes) != model.num_classes or val.classes == ['']:
             found = 'no folders of classes' if val.classes == [''] else f'{len(val.classes)} classes'
             raise ValueError(
@@ -364,8 +372,10 @@ class Images:
         return self._loader(dataset)
 
     def training(self):
-        """Loader of the training split, with random crops and flips."""
-        return self._loader(self._folder(self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None)
+        """Loader of the training split, of this process's share in a process group, with random crops and flips."""
+        return self._loader(
+            self._folder(self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None,
+            distributed=world_size_and_rank()[0] > 1)
 
     def validation(self):
         """Loader of the validation split."""

@@ -17,16 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from .checkpoints import read_training_state, write_training_state
-from .data import PREPROCESSING, Images, batches_of, labelled_images
+from .data import PREPROCESSING, Images, batches_of, labelled_images, world_size_and_rank
 
-__all__ = ['check_distillation', 'distil', 'evaluate', 'fit', 'world_size_and_rank']
-
-
-def world_size_and_rank() -> Tuple[int, int]:
-    """Number of processes in the default process group and index of this one, (1, 0) without a group."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return 1, 0
+__all__ = ['check_distillation', 'distil', 'evaluate', 'fit']
 
 
 def fit(
@@ -174,7 +167,8 @@ def distil(
     """Train a model on the outputs of another one, without labels; in place.
 
     AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs. The generators
-    of torch, NumPy and Python are seeded.
+    of torch, NumPy and Python are seeded. In a process group the processes share the images, and the first one writes
+    the checkpoint.
 
     Args:
         model: Converted or quantized model.
@@ -224,7 +218,8 @@ def distil(
 
     fit(
         model, optimizer, scheduler, loader, epochs, device=device, start=start, teacher=teacher, clip_grad=1.,
-        seed=images.seed, after_epoch=save if checkpoint else None, description='distillation')
+        seed=images.seed, after_epoch=save if checkpoint and world_size_and_rank()[1] == 0 else None,
+        description='distillation')
     model.eval()
 
 
