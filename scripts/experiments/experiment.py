@@ -8,7 +8,8 @@ A data file, ``scripts/experiments/NAME.yaml``, has
     seeds:      default of the rows
     settings:   shared by all rows and trainings; each procedure takes its own and has defaults for the others
     trainings:  named trainings that settings of rows refer to, such as the teacher of weight selection, run once and
-                kept. Their seed is that of the row unless they name one, their procedure train unless they name search
+                kept. Their seed is the row's unless they name one, their procedure train unless they name search or
+                pretrained: a file of weights in the folder --weights-dir
     rows:       by name, the settings that differ; also ``procedure``, ``seeds``, and ``each``: lists of values by
                 setting, for a row of each combination
     cpu, gpu:   changes of all of these for the two sizes
@@ -20,14 +21,15 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 import yaml
 from experiments import convert, quantize, train
 
-__all__ = ['EXPERIMENTS', 'PROCEDURES', 'Experiment', 'Row', 'load', 'names']
+__all__ = ['EXPERIMENTS', 'PROCEDURES', 'Experiment', 'Row', 'files', 'load', 'names']
 
 EXPERIMENTS = Path(__file__).parent
 # functions of settings and workspace that return a row
 PROCEDURES = {'train': train.train, 'accelerate': convert.accelerate, 'quantize': quantize.quantize}
 # settings of the procedures and of named trainings, with their defaults
 _SETTINGS = {
-    'train': train.DEFAULTS, 'search': train.SEARCH, 'accelerate': convert.DEFAULTS, 'quantize': quantize.DEFAULTS}
+    'train': train.DEFAULTS, 'search': train.SEARCH, 'pretrained': train.PRETRAINED,
+    'accelerate': convert.DEFAULTS, 'quantize': quantize.DEFAULTS}
 _DEFAULTS = {key: value for known in _SETTINGS.values() for key, value in known.items()}
 _KEYS = ('what', 'claim', 'procedure', 'seeds', 'settings', 'trainings', 'rows', 'cpu', 'gpu')
 _ROW_KEYS = ('procedure', 'seeds', 'each')
@@ -139,6 +141,12 @@ def _keys(settings: Mapping[str, Any]) -> List[str]:
     return [*settings, *(key for value in nested if isinstance(value, Mapping) for key in _keys(value))]
 
 
+def files(settings: Mapping[str, Any]) -> List[str]:
+    """Names of the pretrained weights that settings refer to."""
+    nested = [name for value in settings.values() if isinstance(value, Mapping) for name in files(value)]
+    return [settings['file'], *nested] if 'file' in settings else nested
+
+
 def _read(name: str) -> Dict[str, Any]:
     """Content of a data file."""
     path = EXPERIMENTS / f'{name}.yaml'
@@ -186,9 +194,9 @@ def _resolved(
     _check_keys(own, defaults, where)
     _check_keys(common, _DEFAULTS, where)
     settings = merged(defaults, {k: v for k, v in common.items() if k in defaults})
-    settings = merged(settings, {'seed': seed, **own})
+    settings = merged(settings, {'seed': seed, **own} if 'seed' in defaults else own)
     settings = merged(settings, {k: v for k, v in changes.items() if k in defaults})
-    missing = [key for key in ('model', 'trained') if key in defaults and settings[key] is None]
+    missing = [key for key in ('model', 'trained', 'file') if key in defaults and settings[key] is None]
     if missing:
         raise ValueError(f'{where} lacks {missing[0]!r}.')
 
@@ -202,8 +210,8 @@ def _resolved(
             elif key in _REFERENCES and value in trainings:
                 training = dict(trainings[value])
                 kind, place = training.pop('procedure', 'train'), f'{where}, training {value!r}'
-                if kind not in ('train', 'search'):
-                    raise ValueError(f"{place}: procedure must be 'train' or 'search', got {kind!r}.")
+                if kind not in ('train', 'search', 'pretrained'):
+                    raise ValueError(f"{place}: procedure must be 'train', 'search' or 'pretrained', got {kind!r}.")
                 settings[key] = _resolved(kind, training, settings.get('seed', seed), document, changes, place)
             elif key in ('teacher', 'trained') and value is not None:
                 raise ValueError(f'{where}: {key} must be one of {", ".join(trainings)}, got {value!r}.')

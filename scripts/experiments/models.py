@@ -4,13 +4,14 @@ from typing import Any, Mapping, Optional, Sequence, Union
 import torch.nn as nn
 from timm.models import fasternet_t0, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, RepVggBlock
+from timm.models.efficientnet import _gen_efficientnet_lite
 
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.repopt import set_scales, use_repopt_convs
 from timm_rep.layers import ChannelIdle
 from timm_rep.scales import ScalesLike
 
-__all__ = ['fasternet_idle', 'idle_first_channels', 'mobileone_small', 'repvgg_small']
+__all__ = ['efficientnet_lite_half', 'fasternet_idle', 'idle_first_channels', 'mobileone_small', 'repvgg_small']
 
 
 def idle_first_channels(model: nn.Module, idle_ratio: float) -> nn.Module:
@@ -21,6 +22,12 @@ def idle_first_channels(model: nn.Module, idle_ratio: float) -> nn.Module:
             ffn.act_name,
             ChannelIdle(ffn.hidden_features, idle_ratio, lambda act=act: act, dim=1 if ffn.use_conv else -1))
     return model
+
+
+@register_model
+def efficientnet_lite_half(pretrained: bool = False, **kwargs) -> nn.Module:
+    """timm's ``tf_efficientnet_lite0`` with half of its channels; the arguments are timm's."""
+    return _gen_efficientnet_lite('tf_efficientnet_lite0', channel_multiplier=0.5, **kwargs)
 
 
 @register_model

@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments import report as results
-from experiments.experiment import PROCEDURES, Experiment, Row, load, names
+from experiments.experiment import PROCEDURES, Experiment, Row, files, load, names
 from experiments.workspace import OutOfTime, Workspace, digest
 
 from timm_rep.cli._arguments import ModelKwargs
@@ -114,6 +114,8 @@ def main() -> int:
     parser.add_argument('--scale', choices=('cpu', 'gpu'), default='cpu', help='(%(default)s)')
     parser.add_argument('--data-dir', default='data/cifar10', metavar='DIR', help='(%(default)s)')
     parser.add_argument('--val-split', default='val', help='(%(default)s)')
+    parser.add_argument('--weights-dir', type=Path, default=Path('data/weights'), metavar='DIR',
+                        help='folder of pretrained weights that rows name (%(default)s)')
     parser.add_argument('--output', type=Path, default=Path('output/experiments'), metavar='DIR',
                         help='folder of the trainings, shared by all experiments (%(default)s)')
     parser.add_argument('--rows', nargs='+', metavar='ROW', help='(all)')
@@ -148,11 +150,17 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
     experiment = load(args.name, args.scale, args.set)
     rows = chosen(experiment, args.rows, args.seeds)
     workspace = Workspace(
-        args.output, args.data_dir, device, args.val_split, time.monotonic() + 60 * args.minutes, wait=False)
+        args.output, args.data_dir, device, args.val_split, args.weights_dir, time.monotonic() + 60 * args.minutes,
+        wait=False)
     trainings = [row.settings.get('trained') or row.settings for row in rows]
     unknown = [settings['model'] for settings in trainings if not timm.is_model(settings['model'])]
     if unknown:
         raise ValueError(f'model must be a model of timm, got {unknown[0]!r}.')
+    for name in sorted({name for row in rows for name in files(row.settings)}):
+        if not (args.weights_dir / name).is_file():
+            raise ValueError(
+                f'--weights-dir must be a folder with {name}, got {str(args.weights_dir)!r}. scripts/results/README.md '
+                'says where the weights are from.')
     checked = []
     for settings in trainings:
         images = {key: settings[key] for key in ('data', 'img_size', 'num_classes')}

@@ -20,7 +20,7 @@ from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.profiling import count_macs, count_params
 from timm_rep.utils.training import evaluate, fit
 
-__all__ = ['DEFAULTS', 'SEARCH', 'build', 'searched', 'train', 'trained']
+__all__ = ['DEFAULTS', 'PRETRAINED', 'SEARCH', 'build', 'searched', 'train', 'trained']
 
 _DATA = dict(
     data='folders',         # or 'digits'
@@ -34,6 +34,8 @@ _DATA = dict(
 SEARCH = dict(
     _DATA, model=None, model_args={}, epochs=8, warmup_epochs=1, batch_size=128, lr=0.1, weight_decay=4e-5,
     smoothing=0.1, amp=False, channels_last=False, seed=0)
+# settings of weights from elsewhere and their defaults; ``file`` is in the folder of pretrained weights
+PRETRAINED = dict(model=None, model_args={}, file=None)
 # settings of a training and their defaults
 DEFAULTS = dict(
     SEARCH,
@@ -129,12 +131,19 @@ def _start(model: nn.Module, settings: Mapping[str, Any], workspace: Workspace, 
 
 
 def trained(settings: Mapping[str, Any], workspace: Workspace) -> Trained:
-    """Run a training, resumed after its last epoch, or load a finished one.
+    """Run a training, resumed after its last epoch, or load a finished one or pretrained weights.
 
     Raises:
         BlockingIOError: Another process runs it and the workspace does not wait.
         OutOfTime: The deadline has passed.
     """
+    if 'file' in settings:
+        cfg = {'file': str(workspace.weights_dir / settings['file'])}
+        if 'num_classes' in settings['model_args']:  # timm would take another number for a new classifier
+            cfg['num_classes'] = settings['model_args']['num_classes']
+        model = timm.create_model(
+            settings['model'], pretrained=True, **settings['model_args'], pretrained_cfg_overlay=cfg)
+        return Trained(model.eval(), [], 0., {})
     with workspace.training_folder(settings) as folder:
         path, device, columns = folder / 'last.pth', workspace.device, {}
         scales = settings['scales']

@@ -36,6 +36,7 @@ class Workspace:
         output: Folder of the trainings. Each has a folder by its settings, images, machine and versions, so that
             experiments share them.
         data_dir: Folders of images by split and class.
+        weights_dir: Folder of pretrained weights.
         device: Device to train on.
         val_split: Name of the validation folder.
         deadline: Time, as of ``time.monotonic()``, after which no epoch begins.
@@ -46,6 +47,7 @@ class Workspace:
     data_dir: str
     device: torch.device
     val_split: str = 'val'
+    weights_dir: Path = Path('data/weights')
     deadline: float = float('inf')
     wait: bool = True
     images: Dict[str, Union[int, str]] = field(default_factory=dict)
