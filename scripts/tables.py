@@ -19,6 +19,7 @@ A cell is a figure of a file of results. It is described by what is said of its 
     over:     column by which each is divided
     minus:    ``where`` of the rows that are subtracted, paired by their seed
     digits:   decimals (as in the file)
+    spread:   whether to state the standard deviation (true)
     value:    a figure of a paper or another text, in place of all of the above
 
 A row may describe a single cell by ``{HEADING: {...}}``, give its text by ``{HEADING: TEXT}``, or leave it empty by
@@ -46,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or ROOT / 'scripts' / 'results')
 DECLARATIONS = ROOT / 'scripts' / 'results' / 'tables.yaml'
 PICTURES = DECLARATIONS.with_name('pictures.yaml')
-_CELL_KEYS = ('file', 'where', 'get', 'over', 'minus', 'digits', 'value')
+_CELL_KEYS = ('file', 'where', 'get', 'over', 'minus', 'digits', 'spread', 'value')
 _TABLE = re.compile(r'(<!-- results: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 
@@ -83,7 +84,8 @@ def _text(cell: Mapping[str, Any], name: str) -> str:
     sign = '+' if 'minus' in cell else ''
     if len(figures) > 1:
         digits = cell.get('digits', 2)
-        return f'{statistics.fmean(figures):{sign}.{digits}f} ± {statistics.stdev(figures):.{digits}f}'
+        mean = f'{statistics.fmean(figures):{sign}.{digits}f}'
+        return f'{mean} ± {statistics.stdev(figures):.{digits}f}' if cell.get('spread', True) else mean
     return f'{figures[0]:{sign}.{cell["digits"]}f}' if 'digits' in cell else str(figures[0])
 
 

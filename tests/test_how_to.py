@@ -1,4 +1,4 @@
-"""The how-to pages: their code runs and prints what stands below it; ``--update-examples`` rewrites it."""
+"""The code of README.md and the how-to pages prints what stands below it; ``--update-examples`` rewrites that."""
 import re
 from itertools import groupby
 
@@ -9,14 +9,19 @@ from tests.helpers import ROOT
 pytest_examples = pytest.importorskip('pytest_examples', reason='pytest-examples is not installed')
 PAGES = {
     path.stem: list(examples) for path, examples in groupby(
-        pytest_examples.find_examples(str(ROOT / 'docs' / 'how-to')), key=lambda example: example.path)}
+        pytest_examples.find_examples(str(ROOT / 'README.md'), str(ROOT / 'docs' / 'how-to')),
+        key=lambda example: example.path)}
+_FAST = ('declare-a-block-of-your-own', 'search-for-scales')  # run by default
 _NUMBER = re.compile(r'\d+(?:\.\d+)?')
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('page', PAGES)
-def test_page(page, eval_example, capsys):
+@pytest.mark.parametrize(
+    'page', [pytest.param(page, marks=[] if page in _FAST else pytest.mark.slow) for page in PAGES])
+def test_page(page, eval_example, capsys, monkeypatch, tmp_path):
     """The blocks of a page share one namespace. Numbers may differ by 5%: processors round differently."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'hub').symlink_to(ROOT / 'hub')
+    (tmp_path / 'examples').symlink_to(ROOT / 'examples')
     eval_example.set_config(line_length=120)
     names = {}
     for example in PAGES[page]:

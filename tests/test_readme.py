@@ -13,15 +13,14 @@ import pytest
 import timm
 import torch
 import torch.distributed.run
-import torch.nn.functional as F
 import yaml
 from timm.models import save_for_hf
 from timm.optim import list_optimizers
 
+import timm_rep
 from tests.helpers import ROOT, SCRIPTS, run
 from timm_rep import cli
-from timm_rep.layers import CslaBlock
-from timm_rep.paper import PAPER_ROWS
+from timm_rep.convert import survey_convertible
 from timm_rep.utils.profiling import count_params
 
 _HAS_TORCHAO = importlib.util.find_spec('torchao') is not None  # tests/conftest.py hides it from torch before 2.6
@@ -31,10 +30,14 @@ DOCUMENTS = ['README.md', 'CONTRIBUTING.md', *sorted(
 
 # Arguments that make a documented model small; the entry points of these names get them, their own arguments still win
 _VIT = dict(img_size=32, embed_dim=48, depth=2, num_heads=4)
+_DEIT = dict(depth=3, num_heads=3)
 _SMALL = {
     'deit3_base_patch16_224': _VIT,
     'deit_base_patch16_224': _VIT,
+    'deit_small_patch16_224': dict(_DEIT, embed_dim=96),
+    'deit_tiny_patch16_224': dict(_DEIT, embed_dim=48),
     'repa_deit_base': _VIT,
+    'repa_deit_tiny': dict(_DEIT, embed_dim=48),
     'repa_swin_tiny': dict(embed_dim=24, depths=(1, 1, 1, 1)),
     'repopt_vgg_a0': dict(depths=(1, 2, 2, 1), widths=(8, 16, 16, 24), stem_width=8),
     'repopt_vgg_b1': dict(depths=(1, 1, 1, 1), widths=(8, 8, 16, 16), stem_width=8),
@@ -103,7 +106,7 @@ def run_blocks(document, folder):
             if 'quantize' in code and not _HAS_TORCHAO:
                 continue
             if not hasattr(timm.models, 'get_model_args'):  # since timm 1.0.31, as the line says
-                code = code.replace("timm_rep.export(model, 'converted')", '')
+                code = code.replace("timm_rep.export(model, 'fast')", '')
             exec(compile(code, document, 'exec'), names)
             states.append((code, dict(names)))
     return states
@@ -139,49 +142,31 @@ def test_extension_points(tmp_path):
     assert (tmp_path / 'beit.ts').is_file()
 
 
-@pytest.fixture(scope='module')
-def readme(tmp_path_factory):
-    """The namespace after the block of README.md that contains a text."""
-    states = run_blocks('README.md', tmp_path_factory.mktemp('readme'))
-    return lambda containing: next(names for code, names in states if containing in code)
+def test_readme(tmp_path):
+    """The blocks of README.md run, and what they compute is as they say."""
+    states = run_blocks('README.md', tmp_path)
 
+    def names(containing):
+        return next(names for code, names in states if containing in code)
 
-def test_readme_folds(readme):
-    names = readme('reparameterize_model')
-    assert names['deploy'].reparameterized
-    assert names['model'].reparameterized
-    assert readme("pretrained=True, reparameterized=True")['model'].reparameterized
+    before, after = names("export(model, 'fast')")['report'].macs
+    assert after < before
 
+    folding = names('reparameterize_model')
+    assert count_params(folding['folded']) < count_params(folding['model'])
+    torch.testing.assert_close(
+        folding['folded'](folding['image']), folding['model'](folding['image']), rtol=1e-4, atol=1e-5)
 
-def test_readme_asymmetric_block(readme):
-    """The target operator trains as its 1x3 + 3x1 + 3x3 block does."""
-    names = readme('Csla(64')
-    block = CslaBlock(names['csla'], names['scales'])
-    conv = names['conv']
-    with torch.no_grad():
-        conv.weight.copy_(block.equivalent_kernel())
-    reference = torch.optim.SGD([p for p in block.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    for _ in range(10):
-        x, y = torch.randn(2, 64, 8, 8), torch.randn(2, 64, 8, 8)
-        for model, optimizer in ((block, reference), (conv, names['optimizer'])):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-    kernel = block.equivalent_kernel()
-    torch.testing.assert_close(conv.weight.detach(), kernel, rtol=0., atol=1e-5 * kernel.abs().max().item())
-
-
-def test_readme_repopt(readme):
-    """The optimizer, made first, multiplies by what is attached last."""
-    names = readme("'repopt_vgg_a0', num_classes=10")
-    model, conv = names['model'], names['model'].stages[2][1].conv[0]
+    # RepSGD multiplies the gradients of the block by what is attached after it
+    model = names("'repopt_vgg_a0', num_classes=10")['model']
+    conv = model.stages[2][1].conv[0]
+    timm_rep.attach_grad_mults(model, timm_rep.Scales.ones(model))
     assert conv.grad_mult.dense('squared')[0, :2, 1, 1].tolist() == [3., 2.]
-    before = conv.weight.detach().clone()
-    F.cross_entropy(model(torch.randn(2, 3, 64, 64)), torch.tensor([1, 2])).backward()
-    names['optimizer'].step()
-    grad = conv.weight.grad + 0.
-    step = 0.1 * 1.9 * (conv.grad_mult.dense('squared') * grad + 4e-5 * before)  # Nesterov momentum 0.9, first step
-    torch.testing.assert_close(conv.weight.detach(), before - step)
+    optimizer = timm.optim.create_optimizer_v2(model, opt='repsgd', lr=0.1, weight_decay=4e-5)
+    kernel = conv.weight.detach().clone()
+    optimizer.step()
+    step = 0.1 * 1.9 * (conv.grad_mult.dense('squared') * conv.weight.grad + 4e-5 * kernel)  # Nesterov, first step
+    torch.testing.assert_close(conv.weight.detach(), kernel - step)
 
 
 class _Parsed(Exception):
@@ -325,47 +310,35 @@ def test_tables_of_results(document, monkeypatch):
     assert module.updated(text) == text, 'run python scripts/tables.py'
 
 
-def tables(document, heading):
-    """The tables of a section, as lists of rows of cells, without their heads."""
-    section = re.search(rf'^## {heading}\n(.*?)(?=^#+ |\Z)', read(document), re.DOTALL | re.MULTILINE)[1]
-    return [[
-        [cell.strip() for cell in line.strip('|').split('|')] for line in table.splitlines()[2:]
-    ] for table in re.findall(r'(?:^\|.*\|$\n?)+', section, re.MULTILINE)]
+@pytest.fixture
+def registry(monkeypatch):
+    return _load_script(SCRIPTS / 'registry.py', monkeypatch)
 
 
-def _listed(names):
-    """The names of models in a cell of the table, where those after the first leave out their common prefix."""
-    names = re.findall(r'`(\w+)`', names)
-    prefix = re.match(r'(.*_)?', names[0])[1]
-    return [prefix + name[1:] if name.startswith('_') else name for name in names]
+def test_models_of_the_package(registry):
+    """docs/models.md lists all of them; the counts are checked for one of each kind."""
+    page = read('docs/models.md')
+    listed = re.findall(r'^\| `(\w+)` \|', page, re.MULTILINE)
+    assert listed == list(registry.own_models())
+    for name in ('repa_deit_tiny', 'repopt_ghostnet_050', 'mixer_t32', 'repa_any'):
+        assert f'| {" | ".join(map(str, registry.model_row(name)))} |\n' in page
 
 
-def test_all_models_are_listed():
-    rows, = tables('README.md', 'Models')
-    ours = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith('timm_rep.')]
-    assert sorted(name for names, *_ in rows for name in _listed(names)) == sorted(ours)
+def test_examples_of_timm(registry):
+    """One model for each file of timm and kind of name, and the rows of some of them."""
+    examples = registry.examples()
+    assert {'convnext_atto', 'convnextv2_atto', 'mobileone_s0', 'repvgg_a0'} <= set(examples)
+    page = read('docs/models.md')
+    for name, row in (('visformer_small', registry.ffn_row), ('repvgg_a0', registry.branch_row)):
+        found, = survey_convertible(name)
+        assert f'| {" | ".join(row(found))} |\n' in page
 
 
 @pytest.mark.slow
-def test_parameters_of_the_models():
-    """They are counted, or as in the papers, which test_paper compares."""
-    published = {
-        (row.model, row.folded): row.params for row in PAPER_ROWS
-        if row.table == 1 and not row.model_args}
-    rows, = tables('README.md', 'Models')
-    for names, *cells in rows:
-        names = _listed(names)
-        for folded, numbers in enumerate(cells):
-            if numbers in ('', 'the same'):
-                continue
-            expected = []
-            for name in names:
-                args = dict(reparameterized=True) if folded else {}
-                params = published.get((name, bool(folded)))
-                if params is None:
-                    params = count_params(timm.create_model(name, device='meta', **args)) / 1e6
-                expected.append(f'{params:.1f}')
-            assert numbers.split(', ') == expected, names
+def test_registry_tables(registry):
+    page = read('docs/models.md')
+    for table in registry.tables().values():
+        assert table in page, 'run python scripts/registry.py'
 
 
 def test_pictures_of_results(monkeypatch):
