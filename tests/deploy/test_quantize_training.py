@@ -89,7 +89,7 @@ def test_before_training_it_computes_what_rounding_computes():
 def test_wrong_use(images):
     model = timm.create_model('repopt_vgg_a0', **SMALL).eval()
     data = Images(model, str(images), val_split='validation', batch_size=10)
-    with pytest.raises(ValueError, match='epochs is a number of epochs, at least 1, got 0'):
+    with pytest.raises(ValueError, match='epochs must be an integer >= 1, got 0'):
         quantize_qat(model, data, 0)
-    with pytest.raises(ValueError, match='is in training mode'):
+    with pytest.raises(ValueError, match='must be in eval mode'):
         quantize_qat(model.train(), data, 1)

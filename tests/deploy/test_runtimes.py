@@ -7,7 +7,7 @@ import timm_rep
 from tests.deploy.models import MODELS, build
 from tests.helpers import images, relative
 from timm_rep.cli import main
-from timm_rep.deploy import FORMATS, load_quantized
+from timm_rep.deploy import BACKENDS, FORMATS, load_quantized
 
 pytestmark = pytest.mark.clients
 
@@ -69,36 +69,37 @@ def test_command(format, tmp_path, capsys):
         assert 'is not empty' in capsys.readouterr().err
 
 
-@pytest.fixture
-def openvino_int8():
-    for package in ('openvino', 'nncf', 'torchao'):
+@pytest.fixture(params=['openvino', 'executorch'])
+def backend(request):
+    for package in BACKENDS[request.param].packages:
         pytest.importorskip(package)
+    return request.param
 
 
 @pytest.mark.parametrize('kind', ['repopt_vgg', 'repa_vit'])
 @pytest.mark.parametrize('kwargs', [{}, dict(per_channel=False, calibrator='percentile', percentile=99.9)], ids=str)
-def test_int8_of_openvino(openvino_int8, kind, kwargs, tmp_path):
+def test_int8(backend, kind, kwargs, tmp_path):
     model, input_size = build(kind)
     model.eval()
     x = images(4, input_size[1])
-    quantized = timm_rep.quantize_ptq(model, [x], 'openvino', **kwargs)
+    quantized = timm_rep.quantize_ptq(model, [x[:3], x[3:]], backend, **kwargs)
     layers = [
         name for name, m in timm_rep.convert.folded_copy(model).named_modules()
         if isinstance(m, (nn.Conv2d, nn.Linear))]
     assert set(quantized.report.int8_layers) == {*layers}
     assert 1e-3 < quantized.report.relative_rms < .2
     quantized.save(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {'model.xml', 'model.bin', 'quantization.json'}
+    assert {path.name for path in tmp_path.iterdir()} == {*BACKENDS[backend].files, 'quantization.json'}
     loaded = load_quantized(tmp_path)
     assert loaded.report == quantized.report
     y = images(3, input_size[1], seed=7)
     assert torch.equal(loaded(y), quantized(y))
-    kept = timm_rep.quantize_ptq(model, [x], 'openvino', keep_float=layers[:1], **kwargs).report
+    kept = timm_rep.quantize_ptq(model, [x], backend, keep_float=layers[:1], **kwargs).report
     assert layers[0] in kept.float_layers
     assert set(kept.int8_layers) == {*layers[1:]}
 
 
-def test_int8_of_openvino_with_several_outputs(openvino_int8, tmp_path):
+def test_int8_with_several_outputs(backend, tmp_path):
     class Several(nn.Module):
         def __init__(self):
             super().__init__()
@@ -110,13 +111,23 @@ def test_int8_of_openvino_with_several_outputs(openvino_int8, tmp_path):
 
     torch.manual_seed(0)
     model, x = Several().eval(), images(2, 8)
-    quantized = timm_rep.quantize_ptq(model, [x], 'openvino')
+    quantized = timm_rep.quantize_ptq(model, [x], backend)
     quantized.save(tmp_path)
     for found in (quantized(x), load_quantized(tmp_path)(x)):
         for y, expected in zip(found['maps'], model(x)['maps'], strict=True):
             assert relative(y, expected.detach()) < .05
 
 
-def test_openvino_has_no_entropy(openvino_int8):
+def test_a_damaged_int8_file(backend, tmp_path):
+    quantized = timm_rep.quantize_ptq(nn.Conv2d(3, 4, 3).eval(), [images(2, 8)], backend)
+    quantized.save(tmp_path)
+    (tmp_path / BACKENDS[backend].files[0]).write_bytes(b'damaged')
+    with pytest.raises(RuntimeError, match=BACKENDS[backend].files[0]):
+        load_quantized(tmp_path)
+
+
+def test_openvino_has_no_entropy():
+    for package in BACKENDS['openvino'].packages:
+        pytest.importorskip(package)
     with pytest.raises(ValueError, match=r"calibrator must be one of 'minmax', 'percentile' .*'openvino'"):
         timm_rep.quantize_ptq(nn.Conv2d(3, 3, 1).eval(), [images(2, 8)], 'openvino', calibrator='entropy')

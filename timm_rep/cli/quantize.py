@@ -1,5 +1,5 @@
 """``timm-rep quantize``: an int8 model for inference on the CPU."""
-from timm_rep.deploy import BACKENDS, CALIBRATORS, check_settings, quantize_ptq, quantize_qat
+from timm_rep.deploy import BACKENDS, CALIBRATORS, check_quantization, quantize_ptq, quantize_qat
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.data import Images
 
@@ -48,7 +48,7 @@ def add_parser(commands) -> None:
 
 
 def run(args) -> None:
-    check_settings(args.backend, args.calibrator, args.percentile)
+    check_quantization(args.backend, args.calibrator, args.percentile)
     if args.qat_epochs and (
             args.backend != 'inductor' or args.per_tensor or args.calibrator != 'minmax' or args.keep_float
             or args.diagnose):

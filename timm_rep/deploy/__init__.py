@@ -1,6 +1,6 @@
 from ._export import VERIFICATION_NAME, Exported, check_target, export
 from .formats import BACKENDS, FORMATS, Backend, Format, check_format, onnx_runner, write_onnx
-from .quantize import Quantized, check_quantization, check_settings, load_quantized, quantize_ptq, quantize_qat
+from .quantize import Quantized, check_quantization, load_quantized, quantize_ptq, quantize_qat
 from .report import CALIBRATORS, REPORT_NAME, Accuracy, QuantizationReport, quantized_files, read_report
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     'Quantized',
     'check_format',
     'check_quantization',
-    'check_settings',
     'check_target',
     'export',
     'load_quantized',

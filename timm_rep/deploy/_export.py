@@ -1,12 +1,10 @@
 """Export of models for inference, checked against eager mode."""
 import copy
-import importlib.metadata
-import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -16,9 +14,10 @@ from timm_rep._verify import Difference, check_finite, check_images, check_toler
 from timm_rep.convert import folded_copy
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, foldable_layers
 from timm_rep.utils.atomic import check_writable, replacing_files
-from timm_rep.utils.profiling import device_name, model_input_size, versions
+from timm_rep.utils.files import Sidecar
+from timm_rep.utils.profiling import device_name, model_input_size
 
-from .formats import FORMATS, Format, check_format
+from .formats import FORMATS, Format, check_format, package_versions
 
 __all__ = ['VERIFICATION_NAME', 'Exported', 'check_model', 'check_target', 'export']
 
@@ -27,20 +26,30 @@ VERIFICATION_NAME = 'verify.json'
 
 
 @dataclass(frozen=True)
-class Exported:
-    """Result of :func:`export`.
+class Exported(Sidecar):
+    """Result of :func:`export`, and contents of its JSON file.
 
     Attributes:
-        path: Written file or folder.
         format: Format.
+        model: Architecture, or class of a model that timm did not create.
         reparameterized: Whether the model was folded first.
+        input: Shape of the images; 'batch' stands for any batch size.
+        tolerance: Largest ``relative_rms`` that passes.
         differences: Differences between the outputs of the file and of the model, by kind of images: 'random' and,
             with ``images``, 'real'.
+        machine: Processor.
+        versions: Versions of the packages.
+        path: Written file or folder; not in the JSON file.
     """
-    path: Path
     format: str
+    model: str
     reparameterized: bool
+    input: List[Union[int, str]]
+    tolerance: float
     differences: Dict[str, Difference]
+    machine: str
+    versions: Dict[str, str]
+    path: Optional[Path] = None
 
     def __str__(self) -> str:
         return '\n'.join([
@@ -52,11 +61,7 @@ class Exported:
 
 
 def check_target(path: Union[str, os.PathLike], format: str) -> Format:
-    """Check that this machine can write a format, and to a path, before any model is loaded.
-
-    Raises:
-        ModuleNotFoundError, OSError, RuntimeError, ValueError: As :func:`export`.
-    """
+    """Check, before any model is loaded, that this machine can write a format to a path; raises as :func:`export`."""
     target, path = check_format(format), Path(path)
     if target.suffix is None:
         others = [f'format={name!r}' for name, other in FORMATS.items() if path.suffix and other.suffix == path.suffix]
@@ -162,19 +167,18 @@ def export(
                 raise RuntimeError(
                     f'{type(model).__name__} as {format!r} differs from the model by {difference.relative_rms:.2g} '
                     f'(relative rms) on {kind} images, more than the tolerance {tolerance:g}; nothing was written.')
-        report = dict(
+        result = Exported(
             format=format,
             model=(getattr(model, 'pretrained_cfg', None) or {}).get('architecture') or type(model).__name__,
             reparameterized=reparameterize,
             input=['batch' if target.dynamic_batch else 1, *example.shape[1:]],
             tolerance=tolerance,
-            differences={kind: asdict(difference) for kind, difference in differences.items()},
+            differences=differences,
             machine=device_name(torch.device('cpu')),
-            versions={**versions(), **{name: importlib.metadata.version(name) for name in target.packages}},
+            versions=package_versions(target),
         )
-        name = VERIFICATION_NAME if is_folder else f'{path.name}.{VERIFICATION_NAME}'
-        (draft / name).write_text(json.dumps(report, indent=2) + '\n', encoding='utf-8')
-    return Exported(path, format, reparameterize, differences)
+        result.to_json(draft / (VERIFICATION_NAME if is_folder else f'{path.name}.{VERIFICATION_NAME}'))
+    return replace(result, path=path)
 
 
 def _measure(model: nn.Module, exported, images: torch.Tensor, dynamic_batch: bool) -> Difference:
@@ -206,16 +210,7 @@ def _batches(
 
 
 def check_model(model: nn.Module, reparameterize: bool = True) -> None:
-    """Raise unless a model is an unwrapped float32 model that can be deployed.
-
-    Args:
-        model: The model.
-        reparameterize: Whether it will be folded.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: As :func:`export`.
-    """
+    """Raise TypeError or ValueError, as :func:`export`, unless a model is an unwrapped float32 model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f'model must be a module, got {model!r:.100}: create it with timm.create_model.')
     name = type(model).__name__

@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from timm_rep._verify import compare
 
-from .observers import ACTIVATION_OBSERVERS
+from .observers import create_observer
 
 __all__ = ['RoundedModel', 'layer_errors', 'layers_to_keep']
 
@@ -47,9 +47,7 @@ class RoundedModel(nn.Module):
         def observe(name: str) -> Callable[..., None]:
             def hook(layer: nn.Module, args: Any) -> None:
                 if name not in observers:  # in the order of execution
-                    observers[name] = ACTIVATION_OBSERVERS[calibrator](
-                        percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0,
-                        quant_max=255)
+                    observers[name] = create_observer(calibrator, percentile)
                 observers[name](args[0])
             return hook
 

@@ -3,6 +3,7 @@
 A new format is one entry of :data:`FORMATS`: a function that writes a model and one that loads what was written.
 :func:`timm_rep.export`, the command line and the tests take it from there.
 """
+import importlib.metadata
 import importlib.util
 import io
 import os
@@ -16,12 +17,20 @@ import torch
 import torch.nn as nn
 
 from timm_rep.hub import write_model
+from timm_rep.utils.profiling import versions
 
-from .runtimes import Runner, load_executorch, load_openvino, save_openvino, to_openvino, write_executorch
+from .runtimes import (
+    Runner,
+    compile_openvino,
+    load_executorch,
+    lower_to_executorch,
+    save_openvino,
+    to_openvino,
+)
 
 __all__ = [
     'BACKENDS', 'FORMATS', 'Backend', 'Format', 'check_format', 'check_packages', 'export_program', 'onnx_runner',
-    'save_program', 'tracing_batch', 'write_onnx',
+    'package_versions', 'save_program', 'tracing_batch', 'write_onnx',
 ]
 
 # largest total size of weights inside an ONNX file: protobuf's limit of 2 GiB, minus space for the graph
@@ -71,8 +80,7 @@ class Backend(NamedTuple):
     calibrators: Tuple[str, ...] = ('minmax', 'entropy', 'percentile')
 
 
-def _dynamic_batch() -> Tuple[Dict[int, Any]]:
-    return {0: torch.export.Dim('batch')},
+_DYNAMIC_BATCH = ({0: torch.export.Dim('batch')},)
 
 
 def tracing_batch(images: torch.Tensor) -> torch.Tensor:
@@ -81,13 +89,8 @@ def tracing_batch(images: torch.Tensor) -> torch.Tensor:
 
 
 def export_program(model: nn.Module, images: torch.Tensor) -> 'torch.export.ExportedProgram':
-    """``torch.export`` of a model with a dynamic batch size.
-
-    Args:
-        model: Model in eval mode on the CPU.
-        images: Images (N, channels, height, width), see :func:`tracing_batch`.
-    """
-    return torch.export.export(model, (images,), dynamic_shapes=_dynamic_batch())
+    """``torch.export`` with a dynamic batch size of a model in eval mode, for images of :func:`tracing_batch`."""
+    return torch.export.export(model, (images,), dynamic_shapes=_DYNAMIC_BATCH)
 
 
 def save_program(program: 'torch.export.ExportedProgram', path: Path) -> None:
@@ -104,7 +107,7 @@ def write_onnx(model: nn.Module, images: torch.Tensor, path: Path) -> None:
 
     Args:
         model: Model in eval mode on the CPU.
-        images: Images (N, channels, height, width), see :func:`tracing_batch`.
+        images: At least two images (N, channels, height, width).
         path: File to write.
     """
     with torch.no_grad():
@@ -117,7 +120,7 @@ def write_onnx(model: nn.Module, images: torch.Tensor, path: Path) -> None:
         verbose=False,
         input_names=['input'],
         output_names=['output'] if single else None,
-        dynamic_shapes=_dynamic_batch(),
+        dynamic_shapes=_DYNAMIC_BATCH,
         external_data=sum(x.nbytes for x in model.state_dict().values()) > _MAX_ONNX_WEIGHTS,
     )
 
@@ -181,6 +184,18 @@ def _write_openvino(model: nn.Module, images: torch.Tensor, folder: Path) -> Non
     save_openvino(to_openvino(export_program(model, images), images), folder / 'model.xml')
 
 
+def _load_openvino(folder: Path) -> Runner:
+    return compile_openvino(folder / 'model.xml')[0]
+
+
+def _write_executorch(model: nn.Module, images: torch.Tensor, path: Path) -> None:
+    path.write_bytes(lower_to_executorch(torch.export.export(model, (images,))).to_executorch().buffer)
+
+
+def _load_executorch(path: Path) -> Runner:
+    return load_executorch(path.read_bytes())
+
+
 def _write_folder(model: nn.Module, images: torch.Tensor, folder: Path) -> None:
     write_model(model, folder)
 
@@ -216,10 +231,10 @@ FORMATS: Dict[str, Format] = {
     'aoti': Format(
         'compiled by AOTInductor for this kind of CPU', '.pt2', _write_aoti, _load_aoti, check_machine=_check_compiler),
     'openvino': Format(
-        'folder with model.xml and model.bin for OpenVINO', None, _write_openvino, load_openvino,
+        'folder with model.xml and model.bin for OpenVINO', None, _write_openvino, _load_openvino,
         packages=('openvino',), extra='openvino'),
     'executorch': Format(
-        'ExecuTorch program for XNNPACK, one image at a time', '.pte', write_executorch, load_executorch,
+        'ExecuTorch program for XNNPACK, one image at a time', '.pte', _write_executorch, _load_executorch,
         packages=('executorch',), extra='executorch', dynamic_batch=False),
 }
 
@@ -231,7 +246,14 @@ BACKENDS: Dict[str, Backend] = {
     'openvino': Backend(
         ('openvino_int8', 'OpenVinoProgram'), ('model.xml', 'model.bin'), ('openvino', 'nncf', 'torchao'), 'openvino',
         calibrators=('minmax', 'percentile')),
+    'executorch': Backend(
+        ('executorch_int8', 'ExecuTorchProgram'), ('model.pte',), ('executorch', 'torchao'), 'executorch'),
 }
+
+
+def package_versions(entry: Union[Format, Backend]) -> Dict[str, str]:
+    """Versions of what an entry of the table depends on."""
+    return {**versions(), **{name: importlib.metadata.version(name) for name in entry.packages}}
 
 
 def check_format(format: str) -> Format:
@@ -252,15 +274,7 @@ def check_format(format: str) -> Format:
 
 
 def check_packages(name: str, entry: Union[Format, Backend]) -> None:
-    """Check that the packages of an entry of the table are installed, without importing them.
-
-    Args:
-        name: What requires them, for the error message.
-        entry: Format or backend.
-
-    Raises:
-        ModuleNotFoundError: One is not.
-    """
+    """Raise ModuleNotFoundError, for ``name``, unless the packages of an entry of the table are installed."""
     missing = [package for package in entry.packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(

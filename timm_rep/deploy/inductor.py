@@ -25,7 +25,7 @@ from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
 from .formats import export_program, save_program, tracing_batch
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
-from .program import Program
+from .program import Program, module_name
 
 __all__ = ['InductorProgram', 'finish_training', 'prepare_training']
 
@@ -69,18 +69,13 @@ class _LayerQuantizer(X86InductorQuantizer):
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         for node in model.graph.nodes:
             is_layer = node.target in _LAYERS and node.args[1].op == 'get_attr'
-            if is_layer and _module(node) not in self.keep_float:
+            if is_layer and module_name(node) not in self.keep_float:
                 node.meta['quantization_annotation'] = QuantizationAnnotation(
                     input_qspec_map={node.args[0]: self.activation, node.args[1]: self.weight}, _annotated=True)
         return model
 
     def validate(self, model: torch.fx.GraphModule) -> None:
         pass
-
-
-def _module(node: torch.fx.Node) -> str:
-    """Name of the innermost module of a node, '' outside of modules."""
-    return next((path for path, _ in reversed(node.meta.get('nn_module_stack', {}).values())), '')
 
 
 def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
@@ -178,7 +173,7 @@ class InductorProgram(Program):
             operator = getattr(getattr(node.target, 'overloadpacket', None), '__name__', '')
             if node.op != 'call_function' or operator not in _PRODUCTS:
                 continue
-            name = _module(node) or node.name
+            name = module_name(node) or node.name
             if node.target in _LAYERS and _take(kernels.scales, _weight_scale(self.graph, node)):
                 int8.append(name)
             else:

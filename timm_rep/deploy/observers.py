@@ -2,9 +2,13 @@
 from typing import Tuple
 
 import torch
+import torch.nn as nn
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 
-__all__ = ['ACTIVATION_OBSERVERS', 'EntropyObserver', 'PerTensorWeightObserver', 'PercentileObserver', 'entropy_range']
+__all__ = [
+    'ACTIVATION_OBSERVERS', 'EntropyObserver', 'PerTensorWeightObserver', 'PercentileObserver', 'create_observer',
+    'entropy_range',
+]
 
 _LEVELS = 256  # 8 bits
 _CANDIDATES = 128  # ranges tried by entropy_range
@@ -14,11 +18,6 @@ class PercentileObserver(HistogramObserver):
     """Covers a percentage of the values, and cuts off equal shares below and above."""
 
     def __init__(self, percentile: float = 99.99, **kwargs):
-        """
-        Args:
-            percentile: Percentage of the values.
-            kwargs: Arguments of torchao's HistogramObserver.
-        """
         super().__init__(**kwargs)
         self.percentile = percentile
 
@@ -33,12 +32,7 @@ class PercentileObserver(HistogramObserver):
 class EntropyObserver(HistogramObserver):
     """Covers the range with the smallest Kullback-Leibler divergence after rounding (:func:`entropy_range`)."""
 
-    def __init__(self, percentile: float = 100., **kwargs):
-        """
-        Args:
-            percentile: Unused; an argument of all calibrators.
-            kwargs: Arguments of torchao's HistogramObserver.
-        """
+    def __init__(self, percentile: float = 100., **kwargs):  # unused, an argument of all calibrators
         super().__init__(**kwargs)
 
     def _non_linear_param_search(self) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +61,12 @@ ACTIVATION_OBSERVERS = {
     'entropy': EntropyObserver,
     'percentile': PercentileObserver,
 }
+
+
+def create_observer(calibrator: str, percentile: float) -> nn.Module:
+    """Observer of activations of 8 bits without sign, with one range for the tensor."""
+    return ACTIVATION_OBSERVERS[calibrator](
+        percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255)
 
 
 def _edges(observer: HistogramObserver, first: int, end: int) -> Tuple[torch.Tensor, torch.Tensor]:

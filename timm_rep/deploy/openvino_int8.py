@@ -16,10 +16,9 @@ from nncf.quantization.range_estimator import (
     StatisticsCollectorParameters,
     StatisticsType,
 )
-from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from .formats import export_program, tracing_batch
-from .program import Program, dump_structure
+from .program import Program, dump_structure, module_name, restore_structure
 from .runtimes import compile_openvino, save_openvino, to_openvino
 
 __all__ = ['OpenVinoProgram']
@@ -34,20 +33,12 @@ class OpenVinoProgram(Program):
     """An OpenVINO model quantized by NNCF, run with torch's number of threads."""
 
     def __init__(self, model: openvino.Model):
-        """
-        Args:
-            model: Quantized model.
-        """
         self.model = model
         self._run, self._compiled = compile_openvino(model)
-        structure = _rt_info(model, _STRUCTURE)
-        self._structure = treespec_loads(structure) if structure else None
+        self._structure = str(model.get_rt_info([_STRUCTURE]).astype(str))
 
     def __call__(self, images: torch.Tensor) -> Any:
-        outputs = self._run(images)
-        if self._structure is None:
-            return outputs
-        return tree_unflatten(outputs if isinstance(outputs, list) else [outputs], self._structure)
+        return restore_structure(self._run(images), self._structure)
 
     @classmethod
     def quantize(
@@ -101,16 +92,10 @@ class OpenVinoProgram(Program):
 
     @classmethod
     def read(cls, path: Path) -> 'OpenVinoProgram':
-        if not path.is_file():
-            raise FileNotFoundError(f'No such file: {str(path)!r}')
         try:
             return cls(openvino.Core().read_model(path))
         except Exception as e:  # OpenVINO raises its own types
             raise RuntimeError(f'Cannot read {str(path)!r} as an OpenVINO model: {type(e).__name__}: {e}') from e
-
-
-def _rt_info(model: openvino.Model, key: str) -> str:
-    return str(model.get_rt_info([key]).astype(str)) if model.has_rt_info([key]) else ''
 
 
 def _module_names(program: 'torch.export.ExportedProgram') -> Dict[str, str]:
@@ -118,8 +103,7 @@ def _module_names(program: 'torch.export.ExportedProgram') -> Dict[str, str]:
     names: Dict[str, str] = {}
     convolutions = 0
     for node in program.graph.nodes:
-        module = next((path for path, _ in reversed(node.meta.get('nn_module_stack', {}).values())), '')
-        target = str(node.target)
+        module, target = module_name(node), str(node.target)
         if re.match(r'aten\.conv(_transpose)?\dd', target) or target.startswith('aten.convolution'):
             names[f'convolution_{convolutions}' if convolutions else 'convolution'] = module or node.name
             convolutions += 1

@@ -13,11 +13,10 @@ import onnxruntime
 import torch
 import torch.nn as nn
 from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType, TensorData, TensorsData
-from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from .formats import onnx_runner, tracing_batch, write_onnx
-from .observers import ACTIVATION_OBSERVERS
-from .program import Program, dump_structure
+from .observers import create_observer
+from .program import Program, dump_structure, restore_structure
 
 __all__ = ['OnnxProgram']
 
@@ -33,21 +32,14 @@ class OnnxProgram(Program):
     """An ONNX file in QDQ format, run with torch's number of threads."""
 
     def __init__(self, folder: tempfile.TemporaryDirectory):
-        """
-        Args:
-            folder: Temporary folder with model.onnx; removed with the program.
-        """
-        self.folder = folder
+        self.folder = folder  # of model.onnx, removed with the program
         self.path = Path(folder.name) / 'model.onnx'
         self._run = onnx_runner(self.path)
         properties = {x.key: x.value for x in onnx.load(self.path, load_external_data=False).metadata_props}
-        self._structure = treespec_loads(properties[_STRUCTURE]) if _STRUCTURE in properties else None
+        self._structure = properties.get(_STRUCTURE, '')
 
     def __call__(self, images: torch.Tensor) -> Any:
-        outputs = self._run(images.detach())
-        if self._structure is None:
-            return outputs
-        return tree_unflatten(outputs if isinstance(outputs, list) else [outputs], self._structure)
+        return restore_structure(self._run(images.detach()), self._structure)
 
     @classmethod
     def quantize(
@@ -81,8 +73,7 @@ class OnnxProgram(Program):
         tensors = dict.fromkeys(
             name for node in (*layers, *activations) for name in (node.input[0], node.output[0]))
         # torchao's calibrators, because ONNX Runtime's 'entropy' covers all values with its default settings
-        ranges = _ranges(exported, list(tensors), batches, lambda: ACTIVATION_OBSERVERS[calibrator](
-            percentile=percentile, dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255))
+        ranges = _ranges(exported, list(tensors), batches, lambda: create_observer(calibrator, percentile))
         quantizer = QDQQuantizer(
             exported,
             per_channel=per_channel,

@@ -5,9 +5,9 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_flatten, treespec_dumps
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-__all__ = ['Program', 'dump_structure']
+__all__ = ['Program', 'dump_structure', 'module_name', 'restore_structure']
 
 
 class Program(ABC):
@@ -63,7 +63,7 @@ class Program(ABC):
 
 
 def dump_structure(outputs: Any) -> str:
-    """Structure of outputs as JSON for ``treespec_loads``; '' for a single tensor.
+    """Structure of outputs as JSON for :func:`restore_structure`; '' for a single tensor.
 
     Raises:
         TypeError: The outputs are not tensors in lists, tuples and dicts.
@@ -74,3 +74,15 @@ def dump_structure(outputs: Any) -> str:
         raise TypeError(
             f'Expected a model whose outputs are tensors in lists, tuples and dicts, but got {", ".join(others)}.')
     return '' if isinstance(outputs, torch.Tensor) else treespec_dumps(structure)
+
+
+def restore_structure(outputs: Any, structure: str) -> Any:
+    """Outputs of a runtime, a tensor or a list of tensors, in the structure of :func:`dump_structure`."""
+    if not structure:
+        return outputs
+    return tree_unflatten(outputs if isinstance(outputs, list) else [outputs], treespec_loads(structure))
+
+
+def module_name(node: torch.fx.Node) -> str:
+    """Name of the innermost module that a node was traced in, '' outside of modules."""
+    return next((path for path, _ in reversed(node.meta.get('nn_module_stack', {}).values())), '')

@@ -1,6 +1,6 @@
 """Int8 inference on the CPU: post-training quantization and quantization-aware training.
 
-RepOptimizers (`Re-parameterizing Your Optimizers rather than Architectures`), section 4.4 and appendix C.
+RepOptimizers, section 4.4 and appendix C.
 """
 import contextlib
 import copy
@@ -19,18 +19,15 @@ from timm_rep._verify import check_finite, compare
 from timm_rep.convert import folded_copy
 from timm_rep.utils.atomic import check_writable, recover, replacing_files
 from timm_rep.utils.data import Images, batches_of, labelled_images, take_images
-from timm_rep.utils.profiling import time_calls
+from timm_rep.utils.profiling import device_name, time_calls
 from timm_rep.utils.training import distil, evaluate
 
 from ._export import check_model
-from .formats import BACKENDS, check_packages
+from .formats import BACKENDS, check_packages, package_versions
 from .program import Program
-from .report import REPORT_NAME, Accuracy, QuantizationReport, read_report, write_report
+from .report import REPORT_NAME, Accuracy, QuantizationReport, read_report
 
-# timed passes of the float and the quantized model
-_ROUNDS = 3
-
-__all__ = ['Quantized', 'check_quantization', 'check_settings', 'load_quantized', 'quantize_ptq', 'quantize_qat']
+__all__ = ['Quantized', 'check_quantization', 'load_quantized', 'quantize_ptq', 'quantize_qat']
 
 
 class Quantized(nn.Module):
@@ -44,11 +41,6 @@ class Quantized(nn.Module):
     """
 
     def __init__(self, program: Program, report: QuantizationReport):
-        """
-        Args:
-            program: Compiled model of a backend.
-            report: Report of its quantization.
-        """
         super().__init__()
         self.program, self.report = program, report
         self.eval()
@@ -72,10 +64,7 @@ class Quantized(nn.Module):
         return self.program(images)
 
     def train(self, mode: bool = True) -> 'Quantized':
-        """
-        Raises:
-            ValueError: ``mode`` is True.
-        """
+        """Raise ValueError if ``mode`` is True."""
         if mode:
             raise ValueError('A quantized model cannot be trained: train the float model, or use quantize_qat.')
         return super().train(mode)
@@ -88,16 +77,12 @@ class Quantized(nn.Module):
         Raises:
             OSError: The folder cannot be written.
         """
-        folder, previous = Path(folder), ()
-        with contextlib.suppress(OSError, RuntimeError):  # the report is missing or damaged
-            previous = BACKENDS[read_report(folder).backend].files
-        with replacing_files(folder) as draft:
+        with replacing_files(folder, copy=True) as draft:
+            with contextlib.suppress(OSError, RuntimeError):  # the report is missing or damaged
+                for name in BACKENDS[read_report(draft).backend].files:
+                    (draft / name).unlink(missing_ok=True)
             self.program.write(draft / BACKENDS[self.report.backend].files[0])
-            write_report(draft, self.report)
-            written = {path.name for path in draft.iterdir()}
-        for name in previous:
-            if name not in written:
-                (folder / name).unlink(missing_ok=True)
+            self.report.to_json(draft / REPORT_NAME)
 
 
 def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
@@ -111,14 +96,13 @@ def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
         OSError: A file is missing.
         RuntimeError: A file cannot be read.
     """
-    folder = Path(folder)
     recover(folder)
-    if not (folder / REPORT_NAME).is_file():
+    if not (Path(folder) / REPORT_NAME).is_file():
         raise FileNotFoundError(f'Expected the folder of a quantized model, but {str(folder)!r} has no {REPORT_NAME}.')
-    report = read_report(folder)
+    report = read_report(Path(folder))
     backend = BACKENDS[report.backend]
     check_packages(f'backend={report.backend!r}', backend)
-    return Quantized(_program(report.backend).read(folder / backend.files[0]), report)
+    return Quantized(_program(report.backend).read(Path(folder) / backend.files[0]), report)
 
 
 def quantize_ptq(
@@ -142,10 +126,9 @@ def quantize_ptq(
     and shortcuts, stays in float. The report lists the layers that the compiled program computes in int8.
 
     Quantize on a machine like the one that will run the model. x86 CPUs without VNNI or AMX add pairs of products in
-    16 bits, which saturate: there, 'inductor' rounds inputs to 7 bits (torchao's ``reduce_range``), and 'onnxruntime'
-    runs slower kernels (its session option ``session.x64quantprecision``, to be set where you load the file yourself).
-    A program of 'inductor' that was quantized on a CPU with VNNI loses accuracy on a CPU without, and
-    :func:`load_quantized` warns about it.
+    16 bits, which saturate: there, 'inductor' rounds inputs to 7 bits, and 'onnxruntime' runs slower kernels (session
+    option ``session.x64quantprecision``, to be set where you load the file yourself). A program of 'inductor' that was
+    quantized on a CPU with VNNI loses accuracy on a CPU without, and :func:`load_quantized` warns about it.
 
     Args:
         model: Float32 model in eval mode on the CPU: of this package, of timm, or a network around one. Its input is
@@ -153,7 +136,8 @@ def quantize_ptq(
         calibration_loader: A few hundred training images, preprocessed as for validation: batches of images
             (N, channels, height, width) of one size, or with the images first.
         backend: Key of ``timm_rep.deploy.BACKENDS``: 'inductor' (torchao and ``torch.compile``), 'onnxruntime' (static
-            quantization, QDQ format) or 'openvino' (NNCF, with bias correction).
+            quantization, QDQ format), 'openvino' (NNCF, with bias correction) or 'executorch' (XNNPACK, one image at a
+            time).
         per_channel: One scale for each output channel of a weight, instead of one for the weight.
         calibrator: Choice of the range of an activation: 'minmax', all values; 'entropy', the range with the smallest
             Kullback-Leibler divergence of the quantized distribution; 'percentile', a percentage of the values.
@@ -173,16 +157,17 @@ def quantize_ptq(
         The quantized model, with a report. Warns if it is slower than the folded float model on this machine.
 
     Raises:
-        ModuleNotFoundError: The backend requires a package that is not installed (extra ``deploy``).
+        ModuleNotFoundError: The backend requires a package that is not installed.
         RuntimeError: The backend cannot compute the model.
         TypeError: ``model`` is not a module, a batch has no images, or a batch of ``validation_loader`` no labels.
         ValueError: An argument is invalid, a loader is empty, batches differ in size, images are not finite, labels
             have no class, or the model is in training mode, not yet annealed, on another device, of another dtype,
             quantized or wrapped.
     """
-    program = check_quantization(backend, calibrator, percentile)
+    check_quantization(backend, calibrator, percentile)
     _check_keep_float(keep_float, max_error, max_accuracy_loss, validation_loader)
     _check_model(model)
+    program = _program(backend)
     batches = _read_images(calibration_loader, max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
@@ -191,22 +176,27 @@ def quantize_ptq(
     if unknown:
         raise ValueError(f'keep_float must be names of layers of the folded model, got {unknown[0]!r}.')
     accuracy = _accuracy(model, validation_loader, batches[0].shape[1:])
-    settings = per_channel, calibrator, percentile
+    settings = dict(per_channel=per_channel, calibrator=calibrator, percentile=percentile)
     errors = None
     if diagnose or keep_float == 'auto':
         from .diagnosis import RoundedModel, layer_errors, layers_to_keep
 
+        def is_enough(rounded: nn.Module) -> bool:
+            if max_error is not None:
+                if not compare(expected, rounded(batches[0]), len(batches[0])).relative_rms <= max_error:
+                    return False
+            return max_accuracy_loss is None or (
+                evaluate(rounded, validation_loader, torch.device('cpu'))[1] >= accuracy[0] - max_accuracy_loss)
+
         with torch.no_grad():
-            rounded = RoundedModel(folded, batches, *settings)
+            expected = model(batches[0])
+            rounded = RoundedModel(folded, batches, **settings)
             errors = layer_errors(rounded, batches[0])
             if keep_float == 'auto':
-                keep_float = layers_to_keep(rounded, errors, _criterion(
-                    model, batches[0], max_error, max_accuracy_loss, validation_loader, accuracy))
-    with _errors(model, backend):
-        quantized = _finish(
-            program.quantize(folded, batches, *settings, keep_float), model, folded, batches, backend=backend,
-            per_channel=per_channel, calibrator=calibrator, percentile=percentile, qat_epochs=0, layers=errors)
-    return _measured(quantized, validation_loader, accuracy)
+                keep_float = layers_to_keep(rounded, errors, is_enough)
+    return _finish(
+        lambda: program.quantize(folded, batches, **settings, keep_float=keep_float), model, folded, batches,
+        validation_loader, accuracy, backend=backend, **settings, qat_epochs=0, layers=errors)
 
 
 def quantize_qat(
@@ -225,11 +215,9 @@ def quantize_qat(
     in eval mode: without BatchNorm, dropout and stochastic depth. The backend is 'inductor'. The random number
     generators of torch, NumPy and Python are seeded.
 
-    The paper trains RepOpt-VGG with its BatchNorms by torch.quantization, which rounds each kernel times the scale of
-    its norm. With running statistics that is the folded kernel, so function and rounding are the same; left out are the
-    batch statistics and a learnable scale for each kernel. In exchange, teacher and student start from the same
-    statistics, the trained graph is the deployed one, and networks whose norms do not follow a convolution, such as
-    RePaFormers, are trained in the same way.
+    The paper trains RepOpt-VGG with its BatchNorms, whose kernels torch.quantization rounds after folding. Function and
+    rounding are the same here; batch statistics and a learnable scale for each kernel are left out. In exchange, the
+    trained graph is the deployed one, and networks whose norms do not follow a convolution are trained in the same way.
 
     Args:
         model: As for :func:`quantize_ptq`.
@@ -271,28 +259,12 @@ def quantize_qat(
         prepared = prepare_training(folded, batches[0])
     distil(
         prepared, copy.deepcopy(model), images, epochs, lr, weight_decay=0., checkpoint=checkpoint, resume=resume)
-    with _errors(model, 'inductor'):
-        quantized = _finish(
-            finish_training(prepared, batches[0].shape[1:]), model, folded, batches, backend='inductor',
-            per_channel=True, calibrator='minmax', percentile=100., qat_epochs=epochs)
-    return _measured(quantized, validation_loader, accuracy)
+    return _finish(
+        lambda: finish_training(prepared, batches[0].shape[1:]), model, folded, batches, validation_loader, accuracy,
+        backend='inductor', per_channel=True, calibrator='minmax', percentile=100., qat_epochs=epochs)
 
 
-def check_quantization(backend: str, calibrator: str, percentile: float = 99.99) -> Type[Program]:
-    """Check settings of a quantization and import the backend, before any model is trained.
-
-    Returns:
-        Class of the backend's programs.
-
-    Raises:
-        ImportError: The installed packages do not fit this torch.
-        ModuleNotFoundError, ValueError: As :func:`check_settings`.
-    """
-    check_settings(backend, calibrator, percentile)
-    return _program(backend)
-
-
-def check_settings(backend: str, calibrator: str, percentile: float) -> None:
+def check_quantization(backend: str, calibrator: str, percentile: float = 99.99) -> None:
     """Check settings of a quantization, and that its packages are installed, without importing them.
 
     Raises:
@@ -332,7 +304,6 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _read_images(loader: Iterable, count: int) -> List[torch.Tensor]:
-    """The first images of a loader, in float32 batches on the CPU, checked."""
     batches = [images.detach().float().cpu() for images in take_images(loader, count)]
     for images in batches:
         if images.shape[1:] != batches[0].shape[1:] or not images.isfinite().all():
@@ -344,10 +315,9 @@ def _read_images(loader: Iterable, count: int) -> List[torch.Tensor]:
 
 @contextlib.contextmanager
 def _errors(model: nn.Module, backend: str) -> Iterator[None]:
-    """Turn the errors of a backend, which are of many types, into RuntimeErrors."""
     try:
         yield
-    except Exception as e:
+    except Exception as e:  # backends raise many types
         raise RuntimeError(
             f'Cannot quantize {type(model).__name__} with {backend!r}: {type(e).__name__}: {str(e).strip()}') from e
 
@@ -358,70 +328,22 @@ def _check_keep_float(
         max_accuracy_loss: Optional[float],
         validation_loader: Optional[Iterable],
 ) -> None:
+    limits = {'max_error': max_error, 'max_accuracy_loss': max_accuracy_loss}
     if isinstance(keep_float, str) and keep_float != 'auto':
         raise ValueError(f"keep_float must be a list of names of layers, or 'auto', got {keep_float!r}.")
-    if (keep_float == 'auto') != (max_error is not None or max_accuracy_loss is not None):
+    if (keep_float == 'auto') != any(x is not None for x in limits.values()):
         raise ValueError(
             "keep_float='auto' and one of max_error and max_accuracy_loss must be given together, got "
-            f'keep_float={keep_float!r}, max_error={max_error!r}, max_accuracy_loss={max_accuracy_loss!r}.')
-    for name, x in (('max_error', max_error), ('max_accuracy_loss', max_accuracy_loss)):
+            f'keep_float={keep_float!r}, {", ".join(f"{name}={x!r}" for name, x in limits.items())}.')
+    for name, x in limits.items():
         if x is not None and (not isinstance(x, (int, float)) or not x >= 0):
             raise ValueError(f'{name} must be a number >= 0, got {x!r}.')
     if max_accuracy_loss is not None and validation_loader is None:
         raise ValueError('max_accuracy_loss requires validation_loader.')
 
 
-def _criterion(
-        model: nn.Module,
-        images: torch.Tensor,
-        max_error: Optional[float],
-        max_accuracy_loss: Optional[float],
-        loader: Optional[Iterable],
-        accuracy: Optional[Tuple[float, int]],
-) -> Callable[[nn.Module], bool]:
-    """Whether a rounded model is close enough to the float model."""
-    expected = model(images)
-
-    def is_enough(rounded: nn.Module) -> bool:
-        if max_error is not None and not compare(expected, rounded(images), len(images)).relative_rms <= max_error:
-            return False
-        return max_accuracy_loss is None or (
-            evaluate(rounded, loader, torch.device('cpu'))[1] >= accuracy[0] - max_accuracy_loss)
-
-    return is_enough
-
-
-@torch.no_grad()
-def _finish(
-        program: Program,
-        model: nn.Module,
-        folded: nn.Module,
-        batches: List[torch.Tensor],
-        **settings,
-) -> Quantized:
-    """The quantized model with its report; warns if it is slower than the folded model."""
-    first = batches[0]
-    int8, other = program.layers(first)
-    seconds = time_calls(
-        {'fp32': lambda: folded(first), 'int8': lambda: program(first)}, torch.device('cpu'), rounds=_ROUNDS)
-    milliseconds = {name: round(1e3 * statistics.median(values), 3) for name, values in seconds.items()}
-    if milliseconds['int8'] > milliseconds['fp32']:
-        warnings.warn(
-            f"int8 is slower than float32 on this machine: {milliseconds['int8']:.1f} ms for {len(first)} images, the "
-            f"folded model {milliseconds['fp32']:.1f} ms.", stacklevel=4)
-    return Quantized(program, QuantizationReport(
-        **settings, images=sum(map(len, batches)), input_size=tuple(first.shape[1:]), int8_layers=int8,
-        float_layers=other, milliseconds=milliseconds,
-        relative_rms=compare(model(first), program(first), len(first)).relative_rms))
-
-
 def _accuracy(model: nn.Module, loader: Optional[Iterable], size: Sequence[int]) -> Optional[Tuple[float, int]]:
-    """Accuracy of the float model in percent and number of images; measured first, so that bad batches waste no work.
-
-    Raises:
-        TypeError, ValueError: As :func:`evaluate`; or the loader is an iterator, its images are not finite or not of
-            the calibrated size, or a label has no class.
-    """
+    """Accuracy of the float model in percent, and number of images; measured before any work."""
     if loader is None:
         return None
     if isinstance(loader, Iterator):
@@ -446,11 +368,37 @@ def _accuracy(model: nn.Module, loader: Optional[Iterable], size: Sequence[int])
     return top1, len(logits)
 
 
-def _measured(quantized: Quantized, loader: Optional[Iterable], accuracy: Optional[Tuple[float, int]]) -> Quantized:
-    """Add the accuracy to the report, if :func:`_accuracy` measured the float model's."""
+@torch.no_grad()
+def _finish(
+        quantize: Callable[[], Program],
+        model: nn.Module,
+        folded: nn.Module,
+        batches: List[torch.Tensor],
+        validation_loader: Optional[Iterable],
+        accuracy: Optional[Tuple[float, int]],
+        backend: str,
+        **settings,
+) -> Quantized:
+    """Quantize, and report; warns if the result is slower than the folded model."""
+    first = batches[0]
+    with _errors(model, backend):
+        program = quantize()
+        int8, other = program.layers(first)
+        seconds = time_calls(
+            {'fp32': lambda: folded(first), 'int8': lambda: program(first)}, torch.device('cpu'), rounds=3)
+        error = compare(model(first), program(first), len(first)).relative_rms
+    milliseconds = {name: round(1e3 * statistics.median(values), 3) for name, values in seconds.items()}
+    if milliseconds['int8'] > milliseconds['fp32']:
+        warnings.warn(
+            f"int8 is slower than float32 on this machine: {milliseconds['int8']:.1f} ms for {len(first)} images, the "
+            f"folded model {milliseconds['fp32']:.1f} ms.", stacklevel=4)
+    report = QuantizationReport(
+        backend, **settings, images=sum(map(len, batches)), input_size=tuple(first.shape[1:]), int8_layers=int8,
+        float_layers=other, relative_rms=error, milliseconds=milliseconds, machine=device_name(torch.device('cpu')),
+        versions=package_versions(BACKENDS[backend]))
+    quantized = Quantized(program, report)
     if accuracy is not None:
         before, images = accuracy
-        after = evaluate(quantized, loader, torch.device('cpu'))[1]
-        quantized.report = replace(
-            quantized.report, accuracy=Accuracy(round(before, 2), round(after, 2), images))
+        after = evaluate(quantized, validation_loader, torch.device('cpu'))[1]
+        quantized.report = replace(report, accuracy=Accuracy(round(before, 2), round(after, 2), images))
     return quantized

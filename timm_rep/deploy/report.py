@@ -1,20 +1,13 @@
 """Report of a quantization, and the file that stores it with the quantized model."""
-import importlib.metadata
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-import torch
-
 from timm_rep.utils.files import Sidecar
-from timm_rep.utils.profiling import device_name, versions
 
 from .formats import BACKENDS
 
-__all__ = [
-    'CALIBRATORS', 'REPORT_NAME', 'Accuracy', 'QuantizationReport', 'quantized_files', 'read_report', 'write_report',
-]
+__all__ = ['CALIBRATORS', 'REPORT_NAME', 'Accuracy', 'QuantizationReport', 'quantized_files', 'read_report']
 
 REPORT_NAME = 'quantization.json'
 CALIBRATORS = tuple(dict.fromkeys(name for backend in BACKENDS.values() for name in backend.calibrators))
@@ -22,13 +15,7 @@ CALIBRATORS = tuple(dict.fromkeys(name for backend in BACKENDS.values() for name
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 accuracy of the float and the quantized model on the same images.
-
-    Attributes:
-        fp32: Accuracy of the float model in percent.
-        int8: Accuracy of the quantized model in percent.
-        images: Number of images.
-    """
+    """Top-1 accuracy of the float and the quantized model, in percent, and the number of images."""
     fp32: float
     int8: float
     images: int
@@ -55,6 +42,8 @@ class QuantizationReport(Sidecar):
         layers: Error that each layer adds alone, as ``relative_rms``, by name, the most harmful first; if diagnosed.
         milliseconds: Time of the first batch with the folded float model, in eager mode, and with the quantized model,
             by 'fp32' and 'int8'.
+        machine: Processor.
+        versions: Versions of the packages.
     """
     backend: str
     per_channel: bool
@@ -69,6 +58,8 @@ class QuantizationReport(Sidecar):
     accuracy: Optional[Accuracy] = None
     layers: Optional[Dict[str, float]] = None
     milliseconds: Optional[Dict[str, float]] = None
+    machine: str = ''
+    versions: Dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         for name, known in ('backend', BACKENDS), ('calibrator', CALIBRATORS):
@@ -110,18 +101,11 @@ def quantized_files(folder: Path) -> List[Path]:
     return list(dict.fromkeys([folder / REPORT_NAME, model, *(path for path in others if path.is_file())]))
 
 
-def write_report(folder: Path, report: QuantizationReport) -> None:
-    """Write quantization.json, with machine and versions."""
-    packages = {name: importlib.metadata.version(name) for name in BACKENDS[report.backend].packages}
-    content = dict(asdict(report), machine=device_name(torch.device('cpu')), versions={**versions(), **packages})
-    (folder / REPORT_NAME).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
-
-
 def read_report(folder: Path) -> QuantizationReport:
     """Read quantization.json from a folder.
 
     Raises:
         OSError: The file does not exist.
-        RuntimeError: It was not written by :func:`write_report`.
+        RuntimeError: It was not written by :meth:`Quantized.save`.
     """
     return QuantizationReport.from_json(folder / REPORT_NAME)

@@ -3,23 +3,16 @@ from pathlib import Path
 from typing import Any, Callable, Tuple
 
 import torch
-import torch.nn as nn
 
 __all__ = [
-    'Runner', 'compile_openvino', 'load_executorch', 'load_openvino', 'save_openvino', 'to_openvino',
-    'write_executorch',
+    'Runner', 'compile_openvino', 'load_executorch', 'lower_to_executorch', 'save_openvino', 'to_openvino',
 ]
 
 Runner = Callable[[torch.Tensor], Any]
 
 
 def to_openvino(program: 'torch.export.ExportedProgram', images: torch.Tensor) -> Any:
-    """OpenVINO model of an exported program, with a dynamic batch size. A single output is named 'output'.
-
-    Args:
-        program: Program of :func:`timm_rep.deploy.formats.export_program`.
-        images: Images (N, channels, height, width) of the program's size.
-    """
+    """OpenVINO model of a program of ``export_program``, for images of the given size; names input and output."""
     import openvino
 
     converted = openvino.convert_model(program, input=[openvino.PartialShape([-1, *images.shape[1:]])])
@@ -59,26 +52,19 @@ def save_openvino(model: Any, path: Path) -> None:
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
-def load_openvino(folder: Path) -> Runner:
-    """The model of a folder as a function from images to outputs."""
-    return compile_openvino(folder / 'model.xml')[0]
-
-
-def write_executorch(model: nn.Module, images: torch.Tensor, path: Path) -> None:
-    """Write an ExecuTorch program for XNNPACK, for batches of as many images as given."""
+def lower_to_executorch(program: 'torch.export.ExportedProgram', **constants: Any) -> Any:
+    """ExecuTorch's edge program for XNNPACK, with constants that its methods of these names return."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
-    program = torch.export.export(model, (images,))
-    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-    path.write_bytes(lowered.to_executorch().buffer)
+    return to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], constant_methods=constants or None)
 
 
-def load_executorch(path: Path) -> Runner:
-    """A program as a function from images to the output, or to a list of several."""
+def load_executorch(buffer: bytes) -> Runner:
+    """An ExecuTorch program as a function from images to the output, or to a list of several."""
     from executorch.runtime import Runtime
 
-    program = Runtime.get().load_program(path.read_bytes())
+    program = Runtime.get().load_program(buffer)
     method = program.load_method('forward')
 
     def run(images: torch.Tensor, program=program) -> Any:  # the method refers to memory of the program
