@@ -5,7 +5,7 @@ from typing import List, Optional, Sequence
 import torch
 import torch.nn as nn
 
-from timm_rep.layers import Affine, modified
+from timm_rep.layers import Affine, unfoldable_reason
 
 from .ffn_classes import FfnSpec
 
@@ -85,4 +85,4 @@ def unsupported_reason(module: nn.Module, spec: FfnSpec) -> Optional[str]:
     others = [name for name, p in module.named_parameters() if p not in known]
     if others and not spec.inline:
         return f'has parameters outside of its registered parts: {others[0]}'
-    return modified(module)
+    return unfoldable_reason(module)

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from timm_rep.layers import Affine, ConvBranch, Csla, IdentityBranch, modified
+from timm_rep.layers import Affine, ConvBranch, Csla, IdentityBranch, unfoldable_reason
 
 __all__ = ['LinearSum', 'Term', 'find_linear_sums']
 
@@ -243,7 +243,7 @@ def _unsupported_reason(linear_sum: LinearSum) -> Optional[str]:
             return f'has a branch with a {type(norm.act).__name__} in it'
     replaced = [getattr(linear_sum.module, name, None) for name in linear_sum.replaced]
     for part in replaced if linear_sum.slot else [linear_sum.module]:
-        reason = modified(part) if isinstance(part, nn.Module) else None
+        reason = unfoldable_reason(part) if isinstance(part, nn.Module) else None
         if reason:
             return reason
     convs = linear_sum.convs

@@ -201,7 +201,7 @@ def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
 def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
     """Attach GradMults to the target operators of a model, or set the scales of its search or CSLA layers.
 
-    ``model.scales_source`` becomes ``scales`` if it is a string, None otherwise.
+    ``model.scales_source`` becomes their source.
 
     Args:
         model: Model with CSLA layers.
@@ -223,7 +223,7 @@ def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
     if reinit and resolved is not None:
         for name, layer in targets.items():
             layer.reset_kernel(resolved[name])
-    model.scales_source = scales if isinstance(scales, str) else None
+    model.scales_source = resolved and resolved.source
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:

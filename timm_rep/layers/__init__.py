@@ -1,7 +1,7 @@
 from .annealing import AnnealedActivation, AnnealedNorm, add_annealing_hooks, advance_annealing, check_annealing
 from .csla import ConvBranch, Csla, IdentityBranch
 from .csla_conv import CslaBlock, CslaConv2d, csla_layers
-from .fold import Affine, batch_norm_scale_shift, check_unmodified, modified
+from .fold import Affine, batch_norm_scale_shift, check_foldable, unfoldable_reason
 from .fused_idle import set_fused_idle, use_fused_idle
 from .pooling import WindowAvgPool2d
 from .repa_mlp import ChannelIdle, GatedUnit, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
@@ -29,14 +29,14 @@ __all__ = [
     'advance_annealing',
     'batch_norm_scale_shift',
     'check_annealing',
-    'check_unmodified',
+    'check_foldable',
     'csla_layers',
     'foldable_layers',
     'holds_structure',
     'idle_ratios',
     'is_reparameterized',
-    'modified',
     'set_fused_idle',
     'structures_in',
+    'unfoldable_reason',
     'use_fused_idle',
 ]

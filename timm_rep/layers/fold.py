@@ -8,19 +8,20 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import parametrize
 
-__all__ = ['Affine', 'batch_norm_scale_shift', 'check_unmodified', 'modified']
+__all__ = ['Affine', 'batch_norm_scale_shift', 'check_foldable', 'unfoldable_reason']
 
-def modified(module: nn.Module) -> Optional[str]:
-    """Reason the module cannot be folded, or None."""
+
+def unfoldable_reason(module: nn.Module) -> Optional[str]:
+    """Reason why a module cannot be folded, or None."""
     for part in module.modules():
         if 'forward' in part.__dict__ or part._forward_hooks or part._forward_pre_hooks:
             return 'has hooks, or a forward() that was replaced: remove them first'
     return None
 
 
-def check_unmodified(module: nn.Module) -> None:
+def check_foldable(module: nn.Module) -> None:
     """Raise ValueError if a layer or a part of it has hooks, or a ``forward()`` that was replaced."""
-    reason = modified(module)
+    reason = unfoldable_reason(module)
     if reason:
         raise ValueError(f'The {type(module).__name__} {reason}.')
 

@@ -13,7 +13,7 @@ import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d
 from torch.jit import Final
 
-from .fold import Affine, check_unmodified, modified
+from .fold import Affine, check_foldable, unfoldable_reason
 from .fused_idle import fused_idle_ffn, fused_idle_is_faster, sync_group, use_fused_idle
 
 __all__ = ['ChannelIdle', 'GatedUnit', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
@@ -143,7 +143,7 @@ _KNOWN_LAYERS = (
 def _is_unmodified(layer: nn.Module) -> bool:
     """Whether a layer is of a known type, with no hooks registered and its forward() not replaced (by an adapter)."""
     hooked = layer._backward_hooks or layer._backward_pre_hooks  # which do not change the function
-    return type(layer) in _KNOWN_LAYERS and not hooked and not modified(layer)
+    return type(layer) in _KNOWN_LAYERS and not hooked and not unfoldable_reason(layer)
 
 
 def _linear_layer(use_conv: bool):
@@ -277,7 +277,7 @@ class RePaMlp(nn.Module):
             ValueError: A BatchNorm has no running statistics, or a layer has hooks or was replaced by an adapter.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
-        check_unmodified(self)
+        check_foldable(self)
         active, hidden_features = self.act.active_channels, self.act.channels
         fc_in = Affine.from_linear(self.fc1).after_norm(self.norm1)
         fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2)

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from .csla import Csla
 from .csla_conv import CslaBlock, CslaConv2d
-from .fold import Affine, check_unmodified
+from .fold import Affine, check_foldable
 
 __all__ = ['RepOptConv', 'RepOptConvDeploy']
 
@@ -62,7 +62,7 @@ class RepOptConv(nn.Sequential):
             ValueError: The BatchNorm has no running statistics, or a layer has hooks or was replaced.
             OverflowError: A folded weight does not fit the dtype of the model.
         """
-        check_unmodified(self)
+        check_foldable(self)
         conv, norm = self
         if not isinstance(conv, (CslaConv2d, CslaBlock)):
             raise ValueError(

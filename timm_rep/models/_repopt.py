@@ -1,9 +1,9 @@
 """Parts shared by the models that RepOptimizers train: structures, scales, folding."""
 import logging
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Dict, Mapping, Optional
 
 from timm_rep.convert import ReparameterizeMixin
-from timm_rep.scales import RELEASED, RELEASED_PREFIX, ScalesLike, locate_released, packaged_scales, recorded_scales
+from timm_rep.scales import RELEASED, RELEASED_PREFIX, Scales, ScalesLike, packaged_scales, recorded_scales
 
 __all__ = ['RepOptMixin', 'check_structure', 'choose_scales']
 
@@ -17,35 +17,18 @@ def check_structure(structure: str) -> None:
         raise ValueError(f"structure must be 'target', 'search' or 'csla', got {structure!r}.")
 
 
-def choose_scales(
-        variant: str,
-        args: Mapping[str, Any],
-        architecture: Mapping[str, Any],
-) -> Union[ScalesLike, bool, None]:
-    """Resolve ``scales='default'`` and ``'released'``.
+def choose_scales(variant: str, args: Mapping[str, Any], architecture: Mapping[str, Any]) -> ScalesLike:
+    """Resolve ``scales='default'`` and ``'released'`` in arguments of create_model.
 
     The default is the first of: the packaged scales of the variant; those that the authors of RepOptimizers released
     for it, if they are in the cache or can be downloaded; 'init'. Scales are specific to an architecture (section 4.3),
     so where an argument changes it, the default is 'init'. A search structure starts from 'init'.
-
-    Args:
-        variant: Name of the model.
-        args: Arguments of create_model.
-        architecture: Arguments that define the architecture of the variant.
-
-    Returns:
-        The argument ``scales`` for the model class.
-
-    Raises:
-        FileNotFoundError: 'released': the scales are not cached and cannot be downloaded.
-        ValueError: 'released': none were released for the variant.
     """
     scales = args.get('scales', 'default')
-    if not isinstance(scales, str) or scales not in ('default', 'released'):
+    if isinstance(scales, str) and scales == 'released':
+        return Scales.load(RELEASED_PREFIX + variant)
+    if not isinstance(scales, str) or scales != 'default':
         return scales
-    if scales == 'released':
-        locate_released(variant)
-        return RELEASED_PREFIX + variant
     if args.get('structure') == 'search' or args.get('reparameterized'):
         return 'init'
     if any(_as_lists(args.get(name, value)) != _as_lists(value) for name, value in architecture.items()):
@@ -55,8 +38,7 @@ def choose_scales(
         return variant
     if variant in RELEASED:
         try:
-            locate_released(variant)
-            return RELEASED_PREFIX + variant
+            return Scales.load(RELEASED_PREFIX + variant)
         except FileNotFoundError as e:
             _logger.warning("Using scales='init' for %s. %s", variant, e)
     else:
@@ -72,7 +54,7 @@ class RepOptMixin(ReparameterizeMixin):
     """Adds scales and ``reparameterize()`` to a timm model with CSLA layers.
 
     Attributes:
-        scales_source: Origin of the attached scales if it was a string: 'ones', 'init', a path, a name; None otherwise.
+        scales_source: Source of the attached scales: 'ones', 'init', a path or a name; None for others.
     """
     scales_source: Optional[str] = None
 

@@ -189,21 +189,18 @@ def _check_architecture(
         strides: Sequence[int],
         output_stride: int,
 ) -> None:
-    for name, numbers, count, fits, what in (
-            ('depths', depths, 4, lambda n: n > 0, 'four numbers of at least 1'),
-            ('widths', widths, 4, lambda n: n > 0 and n % 8 == 0, 'four multiples of 8'),
-            ('strides', strides, 5, lambda n: n in (1, 2), 'five numbers, 1 or 2, of the stem and of each stage'),
-            ('stem_width', (stem_width,), 1, lambda n: n > 0, 'a number of at least 1'),
-            ('output_stride', (output_stride,), 1, lambda n: n in (8, 16, 32), '8, 16 or 32'),
+    for name, numbers, count, allowed, what in (
+            ('depths', depths, 4, range(1, 10_000), 'four positive integers'),
+            ('widths', widths, 4, range(8, 100_000, 8), 'four multiples of 8'),
+            ('stem_width', [stem_width], 1, range(1, 100_000), 'a positive integer'),
+            ('strides', strides, 5, (1, 2), 'five of 1 and 2, for the stem and each stage'),
+            ('output_stride', [output_stride], 1, (8, 16, 32), '8, 16 or 32'),
     ):
-        try:
-            good = len(numbers) == count and all(isinstance(n, int) and fits(n) for n in numbers)
-        except TypeError:  # no sequence
-            good = False
-        if not good:
+        if not isinstance(numbers, Sequence) or len(numbers) != count or any(n not in allowed for n in numbers):
             raise ValueError(f'{name} must be {what}, got {numbers if count > 1 else numbers[0]!r}.')
     if output_stride != 32 and tuple(strides) != (2,) * 5:
-        raise ValueError('strides and output_stride both change the strides of the stages: set one of them.')
+        raise ValueError(
+            f'strides must be (2, 2, 2, 2, 2) with an output_stride of 8 or 16, which changes them too, got {strides}.')
 
 
 register_released_keys(RepOptVgg, [

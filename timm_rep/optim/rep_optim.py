@@ -2,7 +2,7 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.4 and 4.2.
 """
-from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch.optim import SGD, AdamW
@@ -21,10 +21,15 @@ Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]]]
 class _RepOptimizer:
     """First base of RepSGD and RepAdamW, before torch's optimizer.
 
-    A subclass defines ``_rule``, the rule of its GradMults ('squared' or 'absolute'), ``_takes_sparse``, whether a
-    parameter without a GradMult may have a sparse gradient, and three updates: ``_update_plain(params, group)`` for
-    parameters without a GradMult, ``_update_list(params, group)`` for parameters with one, and
-    ``_update_chunks(param, group, scratch)`` for one of the latter on a CPU, chunk by chunk.
+    A subclass defines:
+
+    - ``_rule``: rule of its GradMults, 'squared' or 'absolute'.
+    - ``_takes_sparse``: whether a parameter without a GradMult may have a sparse gradient.
+    - ``_update_plain(params, group)``: update of parameters without a GradMult, as in torch.
+    - ``_states(params, group)``: iterator over parameters with a GradMult that are updated alike, with the lists of
+      their state by the names of torch's arguments, and their group.
+    - ``_update(pieces, grads, state, group, grad_mults, start, empty_like, in_order)``: update of whole local
+      parameters, or of the rows of one of them from ``start`` on. ``in_order`` arranges a piece for torch's kernel.
     """
     _rule: str
     _takes_sparse: bool
@@ -35,8 +40,9 @@ class _RepOptimizer:
         Raises:
             ValueError: An option is not supported.
         """
-        if param_group.get('differentiable', False):
-            raise ValueError(f'differentiable must be False for {type(self).__name__}, got True.')
+        for name, required in ('differentiable', False), ('decoupled_weight_decay', True):
+            if param_group.get(name, required) != required:
+                raise ValueError(f'{name} must be {required} for {type(self).__name__}, got {not required}.')
         super().add_param_group(param_group)
 
     # torch copies and unpickles parameters without the attributes attached to them
@@ -85,15 +91,38 @@ class _RepOptimizer:
         scratch = Scratch()
         for group, params in groups:
             plain = [p for p in params if get_grad_mult(p) is None]
-            multiplied = [p for p in params if get_grad_mult(p) is not None]
             if plain:
                 self._update_plain(plain, group)
-            for param in filter(in_chunks, multiplied):
-                self._update_chunks(param, group, scratch)
-            in_list = [p for p in multiplied if not in_chunks(p)]
-            if in_list:
-                self._update_list(in_list, group)
+            for some, state, shared in self._states([p for p in params if get_grad_mult(p) is not None], group):
+                self._update_multiplied(some, state, shared, scratch)
         return loss
+
+    def _update_multiplied(
+            self,
+            params: List[torch.Tensor],
+            state: Dict[str, list],
+            group: Dict[str, Any],
+            scratch: Scratch,
+    ) -> None:
+        """Update parameters on a CPU one by one, chunk by chunk, and the others together."""
+        lists = [to_local(p).detach() for p in params], [to_local(p.grad) for p in params], *state.values()
+        together = [i for i, p in enumerate(params) if not in_chunks(p)]
+        if together:
+            pieces, grads, *states = ([xs[i] for i in together] for xs in lists)
+            grad_mults = [get_grad_mult(params[i]) for i in together]
+            self._update(
+                pieces, grads, dict(zip(state, states)), group, grad_mults, 0, torch.empty_like, lambda x: x)
+        for i in [i for i, p in enumerate(params) if in_chunks(p)]:
+            param, grad, *states = (xs[i] for xs in lists)
+            fused = use_fused(param, group)
+            in_order, chunk_group = flat if fused else lambda x: x, {**group, 'foreach': False, 'fused': fused}
+            for rows in row_chunks(param):
+                chunks = [x if x is None or not x.dim() else in_order(x[rows]) for x in states]
+                if rows.stop < len(param):  # the kernel advances the number of steps once
+                    chunks = [x.clone() if x is not None and not x.dim() else x for x in chunks]
+                self._update(
+                    [param[rows]], [grad[rows]], {name: [x] for name, x in zip(state, chunks)}, chunk_group,
+                    [get_grad_mult(params[i])], rows.start, scratch.like, in_order)
 
     @property
     def _scalers(self) -> Dict[str, Optional[torch.Tensor]]:
@@ -125,7 +154,7 @@ class _RepOptimizer:
                 f'them: remove it and {how}. Pass strict=False to train these layers like other ones.')
 
     def _check(self, param: torch.Tensor, group: Dict[str, Any]) -> None:
-        """Raise the errors that step() documents if a parameter cannot be updated."""
+        """Raise the errors of step() if a parameter cannot be updated."""
         name, grad_mult = type(self).__name__, get_grad_mult(param)
         if grad_mult is None:
             if param.grad.is_sparse and (group['fused'] or not self._takes_sparse):
@@ -201,12 +230,12 @@ class RepSGD(_RepOptimizer, SGD):
         if strict:
             self._check_grad_mults()
 
-    def _sgd(self, params: list, grads: list, buffers: list, group: Dict[str, Any]) -> None:
+    def _sgd(self, params: list, grads: list, momentum_buffer_list: list, group: Dict[str, Any]) -> None:
         names = 'lr', 'momentum', 'dampening', 'weight_decay', 'nesterov', 'maximize', 'foreach', 'fused'
         sgd(
             params,
             grads,
-            buffers,
+            momentum_buffer_list,
             has_sparse_grad=any(g.is_sparse for g in grads),
             **self._scalers,
             **{name: group[name] for name in names},
@@ -223,43 +252,28 @@ class RepSGD(_RepOptimizer, SGD):
             for param, buffer in zip(params, buffers):
                 self.state[param]['momentum_buffer'] = buffer
 
-    def _momentum(
+    def _states(
             self,
-            param: torch.Tensor,
+            params: List[torch.Tensor],
             group: Dict[str, Any],
-    ) -> Tuple[Optional[torch.Tensor], Dict[str, Any]]:
-        """Momentum buffer of a parameter, None without momentum, and the group with the dampening of this step."""
+    ) -> Iterator[Tuple[List[torch.Tensor], Dict[str, list], Dict[str, Any]]]:
         if group['momentum'] == 0:
-            return None, group
-        buffer = self.state[param].get('momentum_buffer')
-        if buffer is None:
-            # stays zero if this step fails or is skipped; the first update is not dampened
-            buffer, group = torch.zeros_like(param), {**group, 'dampening': 0}
-        self.state[param]['momentum_buffer'] = match_strides(param, buffer)
-        return to_local(self.state[param]['momentum_buffer']), group
+            yield params, {'momentum_buffer_list': [None] * len(params)}, group
+            return
+        has_buffer = [self.state[p].get('momentum_buffer') is not None for p in params]
+        for is_old, shared in (False, {**group, 'dampening': 0}), (True, group):  # the first step is not dampened
+            some = [p for p, has in zip(params, has_buffer) if has == is_old]
+            for p in some:
+                # a new buffer stays zero if this step fails or is skipped
+                buffer = self.state[p]['momentum_buffer'] if is_old else torch.zeros_like(p)
+                self.state[p]['momentum_buffer'] = match_strides(p, buffer)
+            yield some, {'momentum_buffer_list': [to_local(self.state[p]['momentum_buffer']) for p in some]}, shared
 
-    def _update_list(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
-        # parameters that take their first step have another dampening
-        new = [p for p in params if 'momentum_buffer' not in self.state[p]]
-        for some in (new, [p for p in params if all(p is not q for q in new)]):
-            if some:
-                buffers, groups = zip(*(self._momentum(p, group) for p in some))
-                products = [
-                    get_grad_mult(p).multiply(to_local(p.grad), self._rule, out=torch.empty_like(to_local(p)))
-                    for p in some]
-                self._sgd([to_local(p).detach() for p in some], products, list(buffers), groups[0])
-
-    def _update_chunks(self, param: torch.Tensor, group: Dict[str, Any], scratch: Scratch) -> None:
-        grad_mult = get_grad_mult(param)
-        buffer, group = self._momentum(param, group)
-        param, grad = to_local(param).detach(), to_local(param.grad)
-        fused = use_fused(param, group)
-        in_order = flat if fused else lambda x: x
-        group = {**group, 'foreach': False, 'fused': fused}
-        for rows in row_chunks(param):
-            chunk, chunk_buffer = param[rows], None if buffer is None else in_order(buffer[rows])
-            product = grad_mult.multiply(grad[rows], self._rule, out=scratch.like(chunk), start=rows.start)
-            self._sgd([in_order(chunk)], [in_order(product)], [chunk_buffer], group)
+    def _update(self, pieces, grads, state, group, grad_mults, start, empty_like, in_order) -> None:
+        products = [
+            grad_mult.multiply(grad, self._rule, out=empty_like(piece), start=start)
+            for piece, grad, grad_mult in zip(pieces, grads, grad_mults)]
+        self._sgd(list(map(in_order, pieces)), list(map(in_order, products)), group=group, **state)
 
 
 class RepAdamW(_RepOptimizer, AdamW):
@@ -271,8 +285,7 @@ class RepAdamW(_RepOptimizer, AdamW):
     equivalence with the CSLA block is exact up to ``eps``. Parameters without a GradMult are updated as by torch. The
     multiplier is not part of the state: state dicts can be exchanged with ``torch.optim.AdamW``.
 
-    Clipping the gradients breaks the equivalence with the CSLA block, whose gradients have another norm. Hugging Face's
-    Trainer clips at 1.0 by default: set ``max_grad_norm=0`` there.
+    Clipping the gradients breaks the equivalence, as for :class:`RepSGD`.
     """
     _rule = 'absolute'
     _takes_sparse = False
@@ -303,8 +316,8 @@ class RepAdamW(_RepOptimizer, AdamW):
             maximize: Maximize the objective instead of minimizing it.
             foreach: As in torch.
             capturable: As in torch.
-            fused: As in torch. On a CPU, kernels with a GradMult use torch's fused implementation by default.
-            strict: Raise an error if no parameter has a GradMult, or a layer of the model has lost its own.
+            fused: As for :class:`RepSGD`.
+            strict: As for :class:`RepSGD`.
 
         Raises:
             ValueError: With strict, GradMults are missing; or an option is invalid.
@@ -315,22 +328,12 @@ class RepAdamW(_RepOptimizer, AdamW):
         if strict:
             self._check_grad_mults()
 
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Add a parameter group.
-
-        Raises:
-            ValueError: An option is not supported.
-        """
-        if not param_group.get('decoupled_weight_decay', True):
-            raise ValueError('decoupled_weight_decay must be True for RepAdamW, got False.')
-        super().add_param_group(param_group)
-
     def _adamw(self, params: list, grads: list, state: Dict[str, list], group: Dict[str, Any]) -> None:
         names = 'lr', 'eps', 'weight_decay', 'amsgrad', 'maximize', 'capturable', 'foreach', 'fused'
         adamw(
             params,
             grads,
-            **state,
+            **{'max_exp_avg_sqs': [], **state},
             beta1=group['betas'][0],
             beta2=group['betas'][1],
             has_complex=any(p.is_complex() for p in params),
@@ -350,47 +353,31 @@ class RepAdamW(_RepOptimizer, AdamW):
                 state['step'] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else 'cpu')
                 for name in names.values():
                     state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        lists = {key: [self.state[p][name] for p in params] for key, name in names.items()}
-        return {'max_exp_avg_sqs': [], **lists, 'state_steps': [self.state[p]['step'] for p in params]}
+        names['state_steps'] = 'step'
+        return {key: [self.state[p][name] for p in params] for key, name in names.items()}
 
-    def _local_state_of(self, params: List[torch.Tensor], group: Dict[str, Any]) -> Dict[str, List[torch.Tensor]]:
-        """The local shards of the state of parameters with a GradMult, with the strides of the parameters."""
+    def _states(
+            self,
+            params: List[torch.Tensor],
+            group: Dict[str, Any],
+    ) -> Iterator[Tuple[List[torch.Tensor], Dict[str, list], Dict[str, Any]]]:
         for param in params:
             for name, x in self.state[param].items():
                 if name != 'step':
                     self.state[param][name] = match_strides(param, x)
-        return {name: [to_local(x) for x in xs] for name, xs in self._state_of(params, group).items()}
+        yield params, {name: [to_local(x) for x in xs] for name, xs in self._state_of(params, group).items()}, group
 
     def _update_plain(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
         self._adamw(params, [p.grad for p in params], self._state_of(params, group), group)
 
-    # torch's arithmetic on parameters of zeros gives the bare update
-    def _update_list(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
-        locals_ = [to_local(p).detach() for p in params]
-        updates = [torch.zeros_like(p) for p in locals_]
-        grads = [match_strides(p, to_local(param.grad)) for p, param in zip(locals_, params)]
-        self._adamw(updates, grads, self._local_state_of(params, group), {**group, 'weight_decay': 0.})
-        for local, param, update in zip(locals_, params, updates):
-            local.mul_(1 - group['lr'] * group['weight_decay'] * self._steps_taken(local.device))
-            get_grad_mult(param).add_product(local, update, self._rule)
-
-    def _update_chunks(self, param: torch.Tensor, group: Dict[str, Any], scratch: Scratch) -> None:
-        grad_mult, state = get_grad_mult(param), self._local_state_of([param], group)
-        step, = state.pop('state_steps')
-        param, grad = to_local(param).detach(), to_local(param.grad)
-        fused = use_fused(param, group)
-        in_order = flat if fused else lambda x: x
-        decay = 1 - group['lr'] * group['weight_decay'] * self._steps_taken(param.device)
-        group = {**group, 'weight_decay': 0., 'foreach': False, 'fused': fused}
-        for rows in row_chunks(param):
-            chunk = param[rows]
-            update = scratch.like(chunk).zero_()
-            chunk_state = {name: [in_order(x[rows]) for x in tensors] for name, tensors in state.items()}
-            chunk_state['state_steps'] = [step.clone()]
-            self._adamw([in_order(update)], [in_order(match_strides(chunk, grad[rows]))], chunk_state, group)
-            chunk.mul_(decay)
-            grad_mult.add_product(chunk, update, self._rule, start=rows.start)
-        step.add_(self._steps_taken(step.device))
+    def _update(self, pieces, grads, state, group, grad_mults, start, empty_like, in_order) -> None:
+        # torch's arithmetic on parameters of zeros gives the bare update
+        updates = [empty_like(piece).zero_() for piece in pieces]
+        grads = [in_order(match_strides(piece, grad)) for piece, grad in zip(pieces, grads)]
+        self._adamw(list(map(in_order, updates)), grads, state, {**group, 'weight_decay': 0.})
+        for piece, update, grad_mult in zip(pieces, updates, grad_mults):
+            piece.mul_(1 - group['lr'] * group['weight_decay'] * self._steps_taken(piece.device))
+            grad_mult.add_product(piece, update, self._rule, start=start)
 
     def _steps_taken(self, device: torch.device):
         """1, or 0 as a tensor where GradScaler leaves it to a fused kernel to skip a step."""

@@ -1,6 +1,6 @@
 """Scales of a model: resolving what they are given as, and attaching them."""
 import os
-from typing import List, Literal, Mapping, Optional, Union
+from typing import Literal, Mapping, Optional, Union
 
 import torch
 import torch.nn as nn
@@ -19,19 +19,18 @@ ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.Pat
 
 
 def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[Scales]:
-    """Load scales and check that they fit a model.
+    """Load scales and check that they fit the CSLA layers of a model.
 
     Args:
         model: A model with CSLA layers.
-        scales: Scales, a mapping of vectors by branch by layer, a source of :meth:`Scales.load`, ``'ones'`` or
-            ``'init'``. False or None for no scales; timm's create_model drops arguments that are None.
+        scales: As for :func:`attach_grad_mults`.
 
     Returns:
-        The scales, None for no scales.
+        The scales; None for no scales.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The model has no CSLA layers, or the scales do not fit it; the message names every misfit.
+        ValueError: The model has no CSLA layers, or the scales do not fit it; the message names every layer.
     """
     if scales is None or scales is False:
         return None
@@ -39,26 +38,28 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
     if isinstance(scales, Mapping):
         scales = scales if isinstance(scales, Scales) else Scales(scales)
     elif scales in ('ones', 'init'):
-        scales = initial.ones_like() if scales == 'ones' else initial
+        source, scales = scales, initial.ones_like() if scales == 'ones' else initial
+        scales.source = source
     elif isinstance(scales, (str, os.PathLike)):
         scales = Scales.load(scales)
     else:
         raise ValueError(
-            'scales are Scales, a mapping of vectors by branch by layer, a path, a Hub repository, the name of a model '
-            f"with packaged scales, 'ones', 'init' or False, got {scales!r}.")
+            'scales must be Scales, a mapping of vectors by branch by layer, a path, a Hub repository, the name of a '
+            f"model with packaged scales, 'ones', 'init' or False, got {scales!r}.")
     layers = csla_layers(model)
-    problems: List[str] = [f'{name}: not a layer of the model' for name in scales if name not in layers]
+    problems = {name: 'not a layer of the model' for name in scales if name not in layers}
     for name, layer in layers.items():
         try:
             layer.csla.check_scales(scales.get(name, {}))
         except ValueError as e:
-            problems.append(f'{name}: {e}')
+            problems[name] = e
     if problems:
-        fitting = len(layers) - sum(problem.partition(':')[0] in layers for problem in problems)
+        fitting = [name for name in layers if name not in problems]
         raise ValueError(
-            f'{scales!r} do not fit {type(model).__name__}: {fitting} of its {len(layers)} layers have fitting scales. '
-            'Scales belong to an architecture: search for them again where depths or widths differ.\n  '
-            + '\n  '.join(problems))
+            f'{scales!r} do not fit {type(model).__name__}: {len(fitting)} of its {len(layers)} layers have fitting '
+            f'scales{": " if fitting else ""}{", ".join(fitting)}. Scales belong to an architecture: search for them '
+            'again where depths or widths differ.\n  '
+            + '\n  '.join(f'{name}: {problem}' for name, problem in problems.items()))
     return scales
 
 
@@ -72,8 +73,8 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
     Args:
         model: A model with target operators (:class:`CslaConv2d`), wrapped or not.
         scales: Scales, a mapping of vectors by branch by layer, a source of :meth:`Scales.load` (a path, a Hub
-            repository, the name of a model with packaged scales), ``'ones'`` or ``'init'``. False or None removes the
-            GradMults.
+            repository, the name of a model with packaged scales), ``'ones'`` or ``'init'``. False or None for no
+            scales, which removes the GradMults; timm's create_model drops arguments that are None.
 
     Returns:
         The model.
@@ -90,7 +91,6 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
             f"{type(model).__name__} has no target operator to attach a GradMult to: create a RepOpt model with "
             "structure='target' (the default), and do not reparameterize it before training; in a model of your own "
             'use timm_rep.layers.CslaConv2d.')
-    source = scales if isinstance(scales, str) else None
     scales = resolve_scales(model, scales)
     for name, layer in targets.items():
         try:
@@ -104,19 +104,19 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
             layers.add(name, layer)
     owner = unwrap_model(model)
     if hasattr(owner, 'scales_source'):  # recorded when the model is saved
-        owner.scales_source = source
+        owner.scales_source = scales and scales.source
     return model
 
 
 def recorded_scales(source: Optional[str], structure: str = 'target') -> Union[str, bool]:
-    """What config.json says about the scales of a model.
+    """Value of ``scales`` in config.json: the name of the attached scales, or False if they have none.
 
-    It holds neither tensors nor the file that the scales came from. It names the attached scales if a word does, and
-    says False otherwise, so that RepSGD refuses to train the loaded model without scales.
+    With False, RepSGD refuses to train the loaded model without scales. The weights of a search or CSLA structure hold
+    its scales.
 
     Args:
-        source: What the scales were given as, if it was a string.
-        structure: 'target', 'search' or 'csla'. The weights of the latter two hold their scales.
+        source: Source of the scales, see :class:`Scales`.
+        structure: 'target', 'search' or 'csla'.
     """
     if source in ('ones', 'init', *packaged_scales()) or (source or '').startswith(RELEASED_PREFIX):
         return source

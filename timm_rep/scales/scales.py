@@ -53,9 +53,12 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
     ``blocks.0.0.ghost1.cheap_operation.0`` and so on, with ``conv3x3`` and ``identity``.
 
     Attributes:
+        source: Argument of :meth:`load`, or 'ones' or 'init', of attached scales; None for others.
         metadata: Origin of the scales, strings by name.
         history: Means after each epoch of a search, by branch, for the last layer of each stage (figure 6).
     """
+
+    source: Optional[str] = None
 
     def __init__(
             self,
@@ -237,9 +240,11 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         metadata = dict(metadata)
         try:
             history = parse_json(metadata.pop(_HISTORY, '{}'))
-            return cls(layers, metadata, history)
+            scales = cls(layers, metadata, history)
         except (ValueError, AttributeError, TypeError) as e:
             raise ValueError(f'{path!r} holds no scales. {e}') from e
+        scales.source = os.fspath(source)
+        return scales
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
