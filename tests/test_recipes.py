@@ -191,7 +191,8 @@ class TestTrainScript:
         command = [
             sys.executable, Path(_CHECKOUT) / 'train.py', '--config', recipe_file(model), '--model', model,
             '--data-dir', images, '--output', tmp_path, '--experiment', model, '--device', 'cpu',
-            '--num-classes', '4', '--img-size', '32', '--batch-size', '16', '--epochs', '1', '--warmup-epochs', '0', '-j', '1', *more]
+            '--num-classes', '4', '--img-size', '32', '--batch-size', '16', '--epochs', '1', '--warmup-epochs', '0',
+            '-j', '1', *more]
         run(command, cwd=_CHECKOUT)
         recipe = read(model)
         args = yaml.safe_load((tmp_path / model / 'args.yaml').read_text())
