@@ -371,14 +371,18 @@ def test_copies_step_where_graphs_may_be_captured(monkeypatch):
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
 def test_an_empty_shard(rep, plain):
-    """A process has one of a kernel with fewer rows than there are processes."""
-    assert list(chunks.row_chunks(torch.empty(0, 4, 3, 3))) == []
+    """A process has one of a kernel with fewer rows than there are processes; its state counts the same steps."""
     params = [ones(nn.Parameter(torch.ones(rows, 4, 3, 3))) for rows in (2, 0)]
     set_grad_mult(params[1], get_grad_mult(params[0]).rows(2, 2))
     for param in params:
         param.grad = torch.ones_like(param)
-    rep(params, lr=.1, **(dict(momentum=.9) if rep is RepSGD else {})).step()
+    optimizer = rep(params, lr=.1, **(dict(momentum=.9) if rep is RepSGD else {}))
+    for _ in range(2):
+        optimizer.step()
     assert not torch.equal(params[0], torch.ones_like(params[0]))
+    states = [optimizer.state[p] for p in params]
+    assert states[0].keys() == states[1].keys()
+    assert [s.get('step') for s in states] == ([None] * 2 if rep is RepSGD else [2, 2])
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
