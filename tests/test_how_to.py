@@ -10,8 +10,10 @@ pytest_examples = pytest.importorskip('pytest_examples', reason='pytest-examples
 PAGES = {
     path.stem: list(examples) for path, examples in groupby(
         pytest_examples.find_examples(str(ROOT / 'README.md'), str(ROOT / 'docs' / 'how-to')),
-        key=lambda example: example.path)}
-_FAST = ('declare-a-block-of-your-own', 'search-for-scales')  # run by default
+        key=lambda example: example.path)
+    if path.stem != 'use-other-trainers'}  # run by test_other_trainers.py, if the trainers are installed
+# run by default
+_FAST = ('declare-a-block-of-your-own', 'search-for-scales', 'fold-inside-a-detector', 'publish-a-model')
 _NUMBER = re.compile(r'\d+(?:\.\d+)?')
 
 

@@ -1,4 +1,4 @@
-"""The section 'With other trainers' of examples/README.md: ``pytest -m clients``."""
+"""The page docs/how-to/use-other-trainers.md: ``pytest -m clients``."""
 import re
 import subprocess
 import sys
@@ -13,15 +13,15 @@ from timm_rep.optim import RepSGD
 
 pytestmark = pytest.mark.clients
 
-_, _, SECTION = (ROOT / 'examples' / 'README.md').read_text().partition('\n## With other trainers\n')
-EXAMPLES = dict(re.findall(r'^### (.+?)\n\n```python\n(.*?)^```$', SECTION, re.DOTALL | re.MULTILINE))
+PAGE = (ROOT / 'docs' / 'how-to' / 'use-other-trainers.md').read_text()
+EXAMPLES = dict(re.findall(r'^## (.+?)\n\n```python\n(.*?)^```$', PAGE, re.DOTALL | re.MULTILINE))
 LIBRARIES = {
     'Hugging Face Trainer': 'transformers', 'accelerate': 'accelerate', 'Lightning': 'lightning', 'fastai': 'fastai'}
 
 
 def test_every_example_is_run():
     assert EXAMPLES.keys() == LIBRARIES.keys()
-    assert SECTION.count('```python') == len(EXAMPLES)
+    assert PAGE.count('```python') == len(EXAMPLES)
 
 
 def train(optimizer_cls, data, lrs, clip_grad=None, weight_decays=(0., 4e-5)):
@@ -100,5 +100,5 @@ def test_error_without_import(library):
         [sys.executable, '-c', WITHOUT_IMPORT[library]], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 1
     error = done.stderr.strip().splitlines()[-1]
-    documented = re.findall(r'\| `(\w+Error: .*?)`', SECTION)
+    documented = re.findall(r'\| `(\w+Error: .*?)`', PAGE)
     assert any(error.startswith(start) for start in documented), error

@@ -51,11 +51,8 @@ def read(document):
 
 
 def blocks(document, language):
-    """The code blocks of a document, after as many empty lines as there are lines before them.
-
-    Those of a section on other trainers are run by test_other_trainers.py, if the trainers are installed.
-    """
-    text = read(document).partition('\n## With other trainers\n')[0]
+    """The code blocks of a document, after as many empty lines as there are lines before them."""
+    text = read(document)
     return [
         '\n' * text.count('\n', 0, match.start(1)) + match[1]
         for match in re.finditer(rf'^```{language}\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
