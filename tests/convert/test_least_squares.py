@@ -67,11 +67,11 @@ def test_fit_equals_lstsq(active, mean, linear_path):
     assert error == pytest.approx(measured, abs=1e-9 * scale)
 
 
-def test_output_variance_and_ridge():
+def test_shares_of_the_variance_and_ridge():
     h, u, second = features()
     y, active = h @ second.weight.T + second.bias, torch.tensor([0, 5])
     p = problem(h, u, second)
-    assert p.output_variance() == pytest.approx(y.var(0, correction=0).sum().item())
+    assert p.share(2.) == pytest.approx(2 / y.var(0, correction=0).sum().item())
     errors = []
     for ridge in (1e-9, 1e-2, 1., 100.):
         fit, = p.solve(active, ridge)
@@ -122,7 +122,7 @@ def test_correction_against_two_regressions(linear_path, metric):
         target = other_h @ second.weight.T + second.bias + other_d
         error = (target - predict(fit, other_h, other_u)) @ matrix.T
         assert other_loss == pytest.approx(error.square().mean(0).sum().item(), rel=1e-8)
-    assert p.output_variance() == pytest.approx(((y + d) @ matrix.T).var(0, correction=0).sum().item())
+    assert p.share(2.) == pytest.approx(2 / ((y + d) @ matrix.T).var(0, correction=0).sum().item())
 
 
 def test_moments_add_up():
@@ -153,7 +153,7 @@ def test_damping_is_relative_to_the_variance_of_every_variable():
 def test_features_that_are_all_constant():
     h, u, second = features()
     constant = problem(h[:1].repeat(50, 1), u[:1].repeat(50, 1), second)
-    assert constant.output_variance() == pytest.approx(0, abs=1e-20)
+    assert constant.share(0.) == 0
     assert constant.elimination(1e-4).loss.isfinite().all()
     fit, = constant.solve(torch.tensor([1]), 1e-4)
     assert constant.losses([fit])[0] == pytest.approx(0, abs=1e-20)

@@ -123,7 +123,7 @@ def test_two_matrices_where_a_linear_path_gains_nothing(act, matrices, idle_rati
         kept = problem.elimination(1e-9, n == 3).order[96 - count:].sort().values
         errors[n], = problem.losses(problem.solve(kept, 1e-9, n == 3))
     assert min(errors, key=errors.get) == matrices
-    assert report.ffns[0].lost_variance == pytest.approx(errors[matrices] / problem.output_variance(), rel=1e-3)
+    assert report.ffns[0].lost_variance == pytest.approx(problem.share(errors[matrices]), rel=1e-3)
 
     # as the registered architecture
     if matrices == 2:

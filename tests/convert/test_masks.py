@@ -5,10 +5,10 @@ import torch
 
 from tests.helpers import images, relative
 from timm_rep.convert import linearize_ffns
+from timm_rep.convert.calibration import Share, TokenSampler, attended_tokens, watch_masks
 from timm_rep.convert.ffn import find_ffns
-from timm_rep.convert.masks import attended_tokens, watch_masks
 from timm_rep.convert.residual import probe
-from timm_rep.convert.streaming import Share, TokenSampler, record_original
+from timm_rep.convert.streaming import record_original
 
 
 def naflex(class_token, **kwargs):
@@ -102,7 +102,8 @@ def test_few_of_the_tokens():
     batch, model = calibration(3, 9), naflex(True).double()
     ffns, _ = find_ffns(model)
     probes = probe(model, ffns, {name: x[:4] for name, x in batch.items()})
-    sampler, share = TokenSampler([30], probes, {ffn.name: 6 for ffn in ffns}), Share(0, slice(None), batch)
+    sampler = TokenSampler(probes, {ffn.name: 6 for ffn in ffns})
+    share = Share(0, 30, slice(None), batch, torch.zeros(30, dtype=torch.bool))
     record_original(model, ffns, [share], sampler)
     rows = sampler(ffns[1].name, share, 30 * 11)
     images, tokens = rows // 11, rows % 11  # class token and register first

@@ -13,11 +13,12 @@ from tests.convert.families import build
 from tests.convert.test_linearize import Unchanged, all_hooks, vit
 from tests.helpers import images, in_processes, relative
 from timm_rep.convert import linearize_ffns
+from timm_rep.convert.calibration import Share, TokenSampler
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.fitting import exact_map
 from timm_rep.convert.least_squares import LeastSquares
 from timm_rep.convert.residual import probe
-from timm_rep.convert.streaming import ConvertingPass, Share, TokenSampler
+from timm_rep.convert.streaming import ConvertingPass
 
 
 def calibration_threads():
@@ -37,7 +38,7 @@ def randomized(**kwargs):
 
 def sampler_of(model, ffns, batches, count=5):
     probes = probe(model, ffns, batches[0][:4])
-    return TokenSampler([len(b) for b in batches], probes, {ffn.name: count for ffn in ffns})
+    return TokenSampler(probes, {ffn.name: count for ffn in ffns})
 
 
 @torch.no_grad()
@@ -46,15 +47,17 @@ def test_tokens_are_those_of_the_images():
     ffns, _ = find_ffns(model)
     sampler = sampler_of(model, ffns, [x[:4], x[4:]])
     name = ffns[0].name
-    whole = sampler(name, Share(1, slice(0, None, 1), x[4:]), 51).view(3, 5)
+    held_out = torch.tensor([False, True, False])
+    whole = sampler(name, Share(1, 3, slice(0, None, 1), x[4:], held_out), 51).view(3, 5)
     assert (whole // 17 == torch.arange(3)[:, None]).all()
     assert (whole[:, 0] % 17 == 0).all()  # the class token
     assert all(len(row.unique()) == 5 for row in whole)
     assert len({tuple((row % 17).tolist()) for row in whole}) > 1
     # a process that runs a part of a batch takes the same tokens of its images
-    share = Share(1, slice(1, None, 2), x[5:6])
+    share = Share(1, 3, slice(1, None, 2), x[5:6], held_out[1:2])
+    sampler = sampler_of(model, ffns, [x[:4], x[4:]])
     assert torch.equal(sampler(name, share, 17), whole[1] - 17)
-    assert sampler.images(name, share, 17).tolist() == [5] * 5
+    assert sampler.held_out(name, share, 17).tolist() == [True] * 5
 
 
 @pytest.mark.parametrize('family', [
@@ -143,7 +146,8 @@ def test_batches_go_on_with_the_converted_ffns():
     model, x = randomized(depth=3), images(20, 32)
     ffns, _ = find_ffns(model)
     batches = [x[:3], x[3:9], x[9:]]
-    shares = [Share(i, slice(None), batch) for i, batch in enumerate(batches)]
+    shares = [
+        Share(i, len(batch), slice(None), batch, torch.arange(len(batch)) == 1) for i, batch in enumerate(batches)]
     sampler = sampler_of(model, ffns, batches)
     recorded, maps = {}, {}
     with ConvertingPass(model, ffns, shares, sampler) as converting:
@@ -165,11 +169,11 @@ def test_batches_go_on_with_the_converted_ffns():
         model(batch)
     for hook in hooks:
         hook.remove()
-    for name, (u, stream) in recorded.items():
+    for name, (u, held_out, stream) in recorded.items():
         expected = [
             [sampler.take(name, share, t.reshape(-1, 24)) for t in pair] for pair, share in zip(inputs[name], shares)]
-        torch.testing.assert_close(u.rows, torch.cat([pair[0] for pair in expected]))
-        assert u.images.tolist() == [i for i in range(20) for _ in range(5)]
+        torch.testing.assert_close(u, torch.cat([pair[0] for pair in expected]))
+        assert held_out.tolist() == [i in (1, 4, 10) for i in range(20) for _ in range(5)]
         torch.testing.assert_close(stream, torch.cat([pair[1] for pair in expected]))
 
 

@@ -4,6 +4,7 @@ import math
 from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
+import torch.nn as nn
 
 from timm_rep.layers import Affine, RePaMlpDeploy
 from timm_rep.utils.data import world_size_and_rank
@@ -11,8 +12,9 @@ from timm_rep.utils.data import world_size_and_rank
 from .ffn import Ffn
 from .ffn_parts import linear_of
 from .least_squares import Fit, LeastSquares, Moments
+from .report import ConvertedFfn
 
-__all__ = ['CalibrationRows', 'FittedFfn', 'exact_map', 'fit_ffn', 'least_squares']
+__all__ = ['CalibrationRows', 'exact_map', 'fit_ffn', 'least_squares', 'matrix_entries']
 
 # damping of the correction of the residual stream; infinite for none
 CORRECTION_RIDGES = (0.01, 0.03, 0.1, 0.3, 1., 3., 10., math.inf)
@@ -36,35 +38,17 @@ class CalibrationRows(NamedTuple):
     metric: Optional[torch.Tensor] = None
 
 
-class FittedFfn(NamedTuple):
-    """A converted FFN and its losses, as shares of the variance of the target.
-
-    Attributes:
-        matrices: The map of u to y.
-        linear_path: Whether it has the path M.
-        active_features: Number of active channels.
-        linear_share: Share that a linear map of u alone explains.
-        loss: Loss on all images, which it was fitted to.
-        held_out_loss: Loss on the held-out images of the fit to the others; None without them.
-        other_held_out_loss: Least loss on the held-out images of the other form; None without them or it.
-        correction_ridge: Damping of the correction of the residual stream; None without a correction.
-    """
-    matrices: RePaMlpDeploy
-    linear_path: bool
-    active_features: int
-    linear_share: float
-    loss: float
-    held_out_loss: Optional[float]
-    other_held_out_loss: Optional[float]
-    correction_ridge: Optional[float]
-
-
 def sum_over_processes(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     """Add the tensors of all processes of a group, in place; returns them."""
     if world_size_and_rank()[0] > 1:
         for tensor in tensors:
             torch.distributed.all_reduce(tensor)
     return tensors
+
+
+def matrix_entries(module: nn.Module) -> int:
+    """Multiply-accumulates of an FFN for one token."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
 
 
 def exact_map(ffn: Ffn) -> RePaMlpDeploy:
@@ -104,12 +88,7 @@ def _features(ffn: Ffn, matrices: RePaMlpDeploy) -> Callable[[torch.Tensor], tor
 
 
 def _moments(rows: CalibrationRows, columns: Callable[[slice], torch.Tensor]) -> Tuple[Moments, Moments]:
-    """Moments of the rows that are fitted and of those held out, over all processes.
-
-    Args:
-        rows: The rows.
-        columns: Function of a slice of the rows that gives what the moments are of.
-    """
+    """Moments of the columns of the rows that are fitted and of those held out, over all processes."""
     count = len(rows.inputs)
     first = columns(slice(0, min(count, 256)))
     total, n = sum_over_processes(first.sum(0, dtype=torch.float64), first.new_tensor(len(first), dtype=torch.float64))
@@ -125,66 +104,45 @@ def _moments(rows: CalibrationRows, columns: Callable[[slice], torch.Tensor]) ->
     return fitted, held_out
 
 
-def _dtype(rows: CalibrationRows, ridge: float) -> torch.dtype:
-    return torch.promote_types(
-        rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
-
-
-def least_squares(ffn: Ffn, rows: CalibrationRows, ridge: float) -> Tuple[LeastSquares, LeastSquares]:
+def least_squares(
+        ffn: Ffn,
+        rows: CalibrationRows,
+        ridge: float,
+        channels: Optional[torch.Tensor] = None,
+) -> Tuple[LeastSquares, LeastSquares]:
     """The problems of the fitted and the held-out rows.
+
+    With channels, of an FFN whose LayerNorm will see only these: the hidden features are these features, then the part
+    of y that the kept columns of W2 do not give, as channels of their own.
 
     Raises:
         ValueError: Features or weights are not finite.
     """
-    second = ffn.fc_out()
-    exact = exact_map(ffn)
-    dtype = _dtype(rows, ridge)
-    like = exact.fc_out.weight
-    weight, bias = (x.to(like.device, dtype) for x in second)
-    hidden_features = _features(ffn, exact)
+    second, exact = ffn.fc_out(), exact_map(ffn)
+    dtype = torch.promote_types(rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
+    weight, bias = (x.to(exact.fc_out.weight.device, dtype) for x in second)
+    every = _features(ffn, exact)
+    own = None if channels is None else _features(ffn, _matrices(ffn, channels))
 
     def columns(part: slice) -> torch.Tensor:
         u = rows.inputs[part]
-        g, u = hidden_features(u).to(dtype), u.to(dtype)
-        if rows.wanted is None:
-            return torch.cat([g, u], 1)
-        return torch.cat([g, u, rows.wanted[part].to(dtype) - g @ weight.T - bias], 1)
+        g = every(u).to(dtype)
+        y = None if own is None and rows.wanted is None else g @ weight.T + bias
+        if own is not None:
+            g = own(u).to(dtype)
+            g = torch.cat([g, y - g @ weight[:, channels].T], 1)
+        parts = [g, u.to(dtype)]
+        return torch.cat(parts if rows.wanted is None else [*parts, rows.wanted[part].to(dtype) - y], 1)
 
     moments = _moments(rows, columns)
     if not all(x.isfinite().all() for x in (*second, *moments[0].sums(), *moments[1].sums())):
         raise ValueError(
             f'The features of {ffn.name} are not finite on the calibration images: the images, or the weights up to '
             'it, hold NaN or infinite values. Nothing was changed.')
+    if channels is not None:
+        rest = torch.eye(ffn.out_features).to(second.weight)
+        second = Affine(torch.cat([second.weight[:, channels], rest], 1), torch.zeros_like(second.bias))
     return tuple(LeastSquares(second, m, ffn.in_features, rows.metric) for m in moments)
-
-
-def _with_own_norm(
-        ffn: Ffn,
-        rows: CalibrationRows,
-        active: torch.Tensor,
-        ridge: float,
-) -> Tuple[LeastSquares, LeastSquares]:
-    """The problems with hidden features whose LayerNorm sees the active channels alone.
-
-    Columns are these features, then the part of y that the kept columns of W2 do not give, as channels of their own,
-    u and d.
-    """
-    second, o = ffn.fc_out(), ffn.out_features
-    exact, reduced = exact_map(ffn), _matrices(ffn, active)
-    dtype = _dtype(rows, ridge)
-    weight, bias = (x.to(rows.inputs.device, dtype) for x in second)
-    every, own = _features(ffn, exact), _features(ffn, reduced)
-
-    def columns(part: slice) -> torch.Tensor:
-        u = rows.inputs[part]
-        g, features, u = every(u).to(dtype), own(u).to(dtype), u.to(dtype)
-        y = g @ weight.T + bias
-        parts = [features, y - features @ weight[:, active].T, u]
-        return torch.cat(parts if rows.wanted is None else [*parts, rows.wanted[part].to(dtype) - y], 1)
-
-    identity = torch.eye(o, dtype=second.weight.dtype, device=second.weight.device)
-    wide_second = Affine(torch.cat([second.weight[:, active], identity], 1), torch.zeros_like(second.bias))
-    return tuple(LeastSquares(wide_second, m, ffn.in_features, rows.metric) for m in _moments(rows, columns))
 
 
 class _Candidate(NamedTuple):
@@ -197,12 +155,13 @@ class _Candidate(NamedTuple):
     held_out: LeastSquares
 
 
-def _share(loss: float, problem: LeastSquares) -> float:
-    variance = problem.output_variance()
-    return loss / variance if variance > 0 else 0.
-
-
-def fit_ffn(ffn: Ffn, rows: CalibrationRows, active_features: int, ridge: float) -> FittedFfn:
+def fit_ffn(
+        ffn: Ffn,
+        rows: CalibrationRows,
+        active_features: int,
+        ridge: float,
+        tokens: int = 0,
+) -> Tuple[RePaMlpDeploy, ConvertedFfn]:
     """Fit three matrices, or two with as many multiply-accumulates where these are better.
 
     The path and the damping of the correction have the least loss on the held-out rows; the fit is then to all rows.
@@ -212,6 +171,10 @@ def fit_ffn(ffn: Ffn, rows: CalibrationRows, active_features: int, ridge: float)
         rows: Its calibration data.
         active_features: Number of active channels of three matrices.
         ridge: Damping of the fit to y, relative to the variance of every variable.
+        tokens: Tokens of an image that the FFN sees, for the report.
+
+    Returns:
+        The map of u to y, and the report.
 
     Raises:
         ValueError: Features or weights are not finite.
@@ -233,7 +196,7 @@ def fit_ffn(ffn: Ffn, rows: CalibrationRows, active_features: int, ridge: float)
         if 0 < count < h:
             active = channels = fitted.elimination(ridge, linear_path).order[h - count:].sort().values
         if ffn.hidden_norm is not None:
-            fitted, held_out = _with_own_norm(ffn, rows, channels, ridge)
+            fitted, held_out = least_squares(ffn, rows, ridge, channels)
             active = torch.arange(count, device=device)
         held_out = held_out if has_held_out else fitted
         fits = fitted.solve(active, ridge, linear_path, ridges)
@@ -241,17 +204,23 @@ def fit_ffn(ffn: Ffn, rows: CalibrationRows, active_features: int, ridge: float)
             _Candidate(loss, channels, correction_ridge, fit, fitted, held_out)
             for loss, correction_ridge, fit in zip(held_out.losses(fits), ridges, fits)]
     best = min(candidates, key=lambda c: c.loss)  # of equal ones the first, two matrices
-    others = [c for c in candidates if c.fit.linear_path != best.fit.linear_path]
+    others = [c.loss for c in candidates if c.fit.linear_path != best.fit.linear_path]
     fit, every, held_out_loss, other_loss = best.fit, best.fitted, None, None
     if has_held_out:
-        held_out_loss = _share(best.loss, best.held_out)
-        other_loss = _share(min(c.loss for c in others), best.held_out) if others else None
+        held_out_loss = best.held_out.share(best.loss)
+        other_loss = best.held_out.share(min(others)) if others else None
         every = dataclasses.replace(best.fitted, moments=best.fitted.moments + best.held_out.moments)
         fit, = every.solve(fit.active, ridge, fit.linear_path, (best.correction_ridge,))
     loss, = every.losses([fit])
     line, = every.losses(every.solve(fit.active[:0], ridge))
-    return FittedFfn(
-        _matrices(
-            ffn, best.channels, Affine(fit.weight, fit.linear.bias), fit.linear if fit.linear_path else None),
-        fit.linear_path, len(best.channels), 1 - _share(line, every), _share(loss, every), held_out_loss, other_loss,
-        best.correction_ridge if best.correction_ridge < math.inf else None)
+    linear = fit.linear if fit.linear_path else None
+    matrices = _matrices(ffn, best.channels, Affine(fit.weight, fit.linear.bias), linear)
+    return matrices, ConvertedFfn(
+        ffn.name, h, len(best.channels), fit.linear_path, every.share(loss),
+        macs=tuple(tokens * matrix_entries(m) for m in (ffn.module, ffn.around(matrices))),
+        held_out=held_out_loss,
+        other_held_out=other_loss,
+        linear_share=1 - every.share(line),
+        compensated=rows.wanted is not None,
+        correction_ridge=best.correction_ridge if best.correction_ridge < math.inf else None,
+    )

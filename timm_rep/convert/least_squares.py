@@ -209,9 +209,10 @@ class LeastSquares:
             variance = variance + (cross[:, d:] * self._weighted(torch.eye(len(mean)).to(cross))).sum()
         return mean, cross, variance
 
-    def output_variance(self) -> float:
-        """Weighted variance of y + d."""
-        return self._target[2].item()
+    def share(self, loss: float) -> float:
+        """A loss as a share of the weighted variance of y + d."""
+        variance = self._target[2].item()
+        return loss / variance if variance > 0 else 0.
 
     def elimination(self, ridge: float, linear_path: bool = True) -> Elimination:
         """Choose the idle channels, see :func:`eliminate`.

@@ -13,28 +13,24 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from timm_rep.layers import active_channels
-from timm_rep.utils.data import take_images, world_size_and_rank
+from timm_rep.utils.data import take_images
 from timm_rep.utils.profiling import count_macs
 
 from ._reparameterize import check_unconverted
 from .budget import allocate
+from .calibration import HELD_OUT, MIN_HELD_OUT, CalibrationImages, TokenSampler
 from .ffn import Ffn, check_untied, find_ffns, ratios_of
-from .fitting import CalibrationRows, fit_ffn, least_squares
-from .masks import image_count, image_hash, take
-from .report import ConversionReport, ConvertedFfn
-from .residual import Probe, Residual, probe
+from .fitting import CalibrationRows, fit_ffn, least_squares, matrix_entries
+from .report import ConversionReport
+from .residual import Probe, probe
 from .sensitivity import output_metrics
-from .streaming import ConvertingPass, Inputs, Original, Share, TokenSampler, record_original
+from .streaming import ConvertingPass, record_original
 
 __all__ = ['check_convertible', 'linearize_ffns']
 
 # Tokens of each image that are used at least, and rows for each column of the moments. Neighbouring tokens repeat each
 # other, so that few tokens of many images say more than all tokens of a few.
 _TOKENS, _ROWS_PER_COLUMN, _RECOMMENDED_ROWS = 16, 4, 16
-# share of the images that is held out, and the number of them from which on losses on them are compared
-_HELD_OUT, _MIN_HELD_OUT = 5, 4
-# batches that wait in the model at the same time
-_MAX_BATCHES = 64
 
 
 def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
@@ -131,7 +127,7 @@ def linearize_ffns(
         raise ValueError('idle_ratio is None for all FFNs: nothing is to be converted.')
     kept = {**kept, **{name: 'has no idle ratio' for name, ratio in ratios.items() if ratio is None}}
     counts = {ffn.name: active_channels(ffn.hidden_features, ratios[ffn.name]) for ffn in ffns}
-    images = _CalibrationImages(take_images(loader, max_images, naflex=True), next(model.parameters()))
+    images = CalibrationImages(take_images(loader, max_images, naflex=True), next(model.parameters()))
     modes = {m: m.training for m in model.modules()}
     try:
         model.eval()
@@ -143,23 +139,24 @@ def linearize_ffns(
         tokens = {
             ffn.name: tokens_per_image or max(_TOKENS, math.ceil(_ROWS_PER_COLUMN * _columns(ffn) / images.count))
             for ffn in ffns}
-        sampler = TokenSampler(images.batch_sizes, probes, tokens)
-        original = record_original(model, ffns, images.shares, sampler, with_inputs=macs is not None)
+        sampler = TokenSampler(probes, tokens)
+        totals, inputs, predicted = record_original(model, ffns, images.shares, sampler, with_inputs=macs is not None)
         if macs is not None:
-            counts = _counts_for_budget(model, ffns, images, sampler, original, ridge, before, macs, progress)
+            counts = _counts_for_budget(model, ffns, images, probes, inputs, ridge, before, macs, progress)
         converted = []
         with ConvertingPass(model, ffns, images.shares, sampler) as converting:
             for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
-                rows = _rows(ffn, *converting.arrive_at(ffn), images, probes[ffn.name].residual, original)
-                with torch.autocast(rows.inputs.device.type, enabled=False):
-                    fitted = fit_ffn(ffn, rows, counts[ffn.name], ridge)
-                converting.convert(ffn, fitted.matrices)
-                converted.append(ConvertedFfn(
-                    ffn.name, ffn.hidden_features, fitted.active_features, fitted.linear_path, fitted.loss,
-                    tuple(probes[ffn.name].tokens * _matrix_entries(m) for m in (
-                        ffn.module, ffn.around(fitted.matrices))),
-                    fitted.held_out_loss, fitted.other_held_out_loss, fitted.linear_share,
-                    rows.wanted is not None, fitted.correction_ridge))
+                rows, held_out, stream = converting.arrive_at(ffn)
+                residual, wanted, scale = probes[ffn.name].residual, None, None
+                if residual is not None:
+                    scale = residual.scale.to(rows.device)
+                    wanted = (totals[ffn.name] - stream.to(totals[ffn.name])) / scale.to(totals[ffn.name])
+                with torch.autocast(rows.device.type, enabled=False):
+                    matrices, found = fit_ffn(
+                        ffn, CalibrationRows(rows, held_out, wanted, scale), counts[ffn.name], ridge,
+                        probes[ffn.name].tokens)
+                converting.convert(ffn, matrices)
+                converted.append(found)
         saved = sum(ffn.macs[0] - ffn.macs[1] for ffn in converted)
         recommended = max(
             math.ceil(_RECOMMENDED_ROWS * _columns(ffn) / min(_TOKENS, probes[ffn.name].tokens)) for ffn in ffns)
@@ -170,16 +167,16 @@ def linearize_ffns(
         for module, training in modes.items():
             module.training = training
     if images.rank == 0:
-        _warn(model, images, original, report)
+        _warn(model, images, predicted, report)
     return report
 
 
-def _warn(model: nn.Module, images: '_CalibrationImages', original: Original, report: ConversionReport) -> None:
+def _warn(model: nn.Module, images: CalibrationImages, predicted: torch.Tensor, report: ConversionReport) -> None:
     """Warn of images that say little about others."""
     messages = []
     if images.count - images.unique > images.count / 10:
         messages.append(f'Only {images.unique} of the {images.count} calibration images are different ones.')
-    if getattr(model, 'num_classes', 0) > 1 and images.unique > 1 and len(original.predicted.unique()) == 1:
+    if getattr(model, 'num_classes', 0) > 1 and images.unique > 1 and len(predicted.unique()) == 1:
         messages.append(
             'The model predicts the same class for all calibration images: pass images of all classes, in random '
             'order.')
@@ -187,7 +184,7 @@ def _warn(model: nn.Module, images: '_CalibrationImages', original: Original, re
     if worst.held_out is None:
         messages.append(
             f'{images.unique} different calibration images are too few to hold some out, so that the form of the '
-            f'FFNs and their damping are not chosen on data: pass at least {_HELD_OUT * _MIN_HELD_OUT}, better '
+            f'FFNs and their damping are not chosen on data: pass at least {HELD_OUT * MIN_HELD_OUT}, better '
             f'{report.recommended_images}.')
     elif worst.held_out > 1.5 * worst.lost_variance + 0.02:
         messages.append(
@@ -198,46 +195,8 @@ def _warn(model: nn.Module, images: '_CalibrationImages', original: Original, re
         warnings.warn(message, stacklevel=4)  # where linearize_ffns() is called
 
 
-def _matrix_entries(module: nn.Module) -> int:
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
-
-
 def _columns(ffn: Ffn) -> int:
     return ffn.in_features + ffn.hidden_features
-
-
-class _CalibrationImages:
-    """The calibration images of all processes, those of this one, and which are held out."""
-
-    def __init__(self, batches: Sequence[Any], like: torch.Tensor):
-        if len(batches) > _MAX_BATCHES and all(isinstance(batch, torch.Tensor) for batch in batches) and len(
-                {(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
-            # each batch takes a thread
-            every = torch.cat(list(batches))
-            batches = every.split(math.ceil(len(every) / _MAX_BATCHES))
-        self.batch_sizes = [image_count(batch) for batch in batches]
-        self.count = sum(self.batch_sizes)
-        self.world_size, self.rank = world_size_and_rank()
-        if self.count < self.world_size:
-            raise ValueError(f'Expected an image for each of {self.world_size} processes, but got {self.count}.')
-        self._first, self._like = batches[0], dict(device=like.device, dtype=like.dtype)
-        self.shares = []
-        for i, batch in enumerate(batches):
-            images = slice(self.rank, None, self.world_size)
-            if image_count(take(batch, images)):
-                self.shares.append(Share(i, images, take(batch, images, **self._like)))
-        # an image that is there twice is either held out or not
-        first: Dict[int, int] = {}
-        groups = [
-            first.setdefault(image_hash(batch, i), len(first))
-            for batch, count in zip(batches, self.batch_sizes) for i in range(count)]
-        held_out = torch.tensor(groups) % _HELD_OUT == _HELD_OUT - 1
-        self.unique = len(first)
-        self.held_out = held_out & (self.unique // _HELD_OUT >= _MIN_HELD_OUT)
-
-    def first(self, count: int) -> Any:
-        """The first images of the first batch, as the model takes them."""
-        return take(self._first, slice(count), **self._like)
 
 
 def _used(
@@ -270,33 +229,12 @@ def _used(
     return ordered
 
 
-def _rows(
-        ffn: Ffn,
-        inputs: Inputs,
-        streams: Optional[torch.Tensor],
-        images: _CalibrationImages,
-        residual: Optional[Residual],
-        original: Original,
-        metric: Optional[torch.Tensor] = None,
-) -> CalibrationRows:
-    """What the fit of an FFN takes, from its recorded inputs and residual streams."""
-    held_out = images.held_out.to(inputs.images.device)[inputs.images]
-    if residual is None:
-        return CalibrationRows(inputs.rows, held_out, None, metric)
-    scale = residual.scale.to(inputs.rows.device)
-    wanted = None
-    if streams is not None:
-        total = original.totals[ffn.name]
-        wanted = (total - streams.to(total)) / scale.to(total)
-    return CalibrationRows(inputs.rows, held_out, wanted, scale if metric is None else metric)
-
-
 def _counts_for_budget(
         model: nn.Module,
         ffns: Sequence[Ffn],
-        images: _CalibrationImages,
-        sampler: TokenSampler,
-        original: Original,
+        images: CalibrationImages,
+        probes: Dict[str, Probe],
+        inputs: Dict[str, Tuple[torch.Tensor, torch.Tensor]],
         ridge: float,
         model_macs: int,
         fraction: float,
@@ -308,17 +246,17 @@ def _counts_for_budget(
         idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
         line = (ffn.in_features * ffn.out_features) * (idle > 0)
         macs.append(
-            sampler.probes[ffn.name].tokens * (_matrix_entries(ffn.module) - ffn.channel_macs * idle + line))
+            probes[ffn.name].tokens * (matrix_entries(ffn.module) - ffn.channel_macs * idle + line))
     others = model_macs - sum(m[0].item() for m in macs)
     least = others + sum(m.min().item() for m in macs)
     if least > fraction * model_macs:
         raise ValueError(
             f'macs={fraction} cannot be reached: with all hidden channels idle the model has {least / model_macs:.4f} '
             'of its multiply-accumulates. Nothing was changed.')
-    metrics = output_metrics(model, ffns, images.shares, images.batch_sizes, images.rank, images.world_size)
+    metrics = output_metrics(model, ffns, images)
     losses = []
     for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):
-        rows = _rows(ffn, original.inputs[ffn.name], None, images, None, original, metrics[ffn.name])
+        rows = CalibrationRows(*inputs[ffn.name], metric=metrics[ffn.name])
         with torch.autocast(rows.inputs.device.type, enabled=False):
             problem, _ = least_squares(ffn, rows, ridge)
         loss = problem.elimination(ridge).loss.cpu()

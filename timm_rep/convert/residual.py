@@ -7,9 +7,8 @@ import torch.nn as nn
 
 from .ffn import Ffn
 from .least_squares import wide
-from .masks import image_count
 
-__all__ = ['Probe', 'Residual', 'first_tensor', 'probe', 'tokens_of']
+__all__ = ['Probe', 'Residual', 'first_tensor', 'image_count', 'probe', 'tokens_of']
 
 # rows of an activation that are compared, and activations before and after an FFN that are looked at
 _ROWS, _BEFORE, _AFTER = 128, 128, 64
@@ -19,6 +18,11 @@ def tokens_of(x: torch.Tensor, channels_first: bool) -> torch.Tensor:
     """An activation as a matrix, (tokens, channels)."""
     x = x.movedim(1, -1) if channels_first else x
     return x.reshape(-1, x.shape[-1])
+
+
+def image_count(images: Any) -> int:
+    """Number of images in the argument of a model, a tensor or a dict of tensors."""
+    return len(next(iter(images.values())) if isinstance(images, dict) else images)
 
 
 def first_tensor(value: Any) -> Optional[torch.Tensor]:

@@ -2,102 +2,21 @@
 import contextlib
 import threading
 from functools import cached_property
-from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
 
 from timm_rep.layers import Affine
 
+from .calibration import Share, TokenSampler, is_padded, watch_masks
 from .ffn import Ffn, replace_module
 from .fitting import exact_map
-from .masks import image_count, is_padded, watch_masks
-from .residual import Probe, Residual, first_tensor, tokens_of
+from .residual import Residual, first_tensor, tokens_of
 
-__all__ = ['ConvertingPass', 'Inputs', 'Original', 'Share', 'TokenSampler', 'record_original']
+__all__ = ['ConvertingPass', 'record_original']
 
-
-class Share(NamedTuple):
-    """The images of a batch that this process runs.
-
-    Attributes:
-        batch: Index of the batch.
-        images: Which of its images.
-        x: The images, on the device and in the dtype of the model; a dict for NaFlex models.
-    """
-    batch: int
-    images: slice
-    x: Any
-
-    @property
-    def count(self) -> int:
-        """Number of images."""
-        return image_count(self.x)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the images."""
-        return (self.x['patches'] if isinstance(self.x, dict) else self.x).device
-
-
-class TokenSampler:
-    """Which tokens of each image are used: all class tokens, and as many others as are asked for, at random.
-
-    The choice depends on the position of an image in the batches alone, so that every pass and every process makes the
-    same one. Padding is not used.
-
-    Attributes:
-        attended: Tokens that are not padding, (images, tokens), by the name of an FFN and the index of a batch.
-    """
-
-    def __init__(self, batch_sizes: Sequence[int], probes: Dict[str, Probe], counts: Dict[str, int]):
-        """
-        Args:
-            batch_sizes: Images of each batch, of all processes.
-            probes: What the FFNs see.
-            counts: Tokens of an image that are used of one call, for every FFN.
-        """
-        self.batch_sizes, self.probes, self.counts = batch_sizes, probes, counts
-        self.attended: Dict[Tuple[str, int], torch.Tensor] = {}
-        self._chosen: Dict[Tuple[Any, ...], torch.Tensor] = {}
-
-    def __call__(self, name: str, share: Share, tokens: int) -> torch.Tensor:
-        """Rows of the matrix of tokens that an FFN sees of the images in one call, image by image.
-
-        Args:
-            name: Name of the FFN.
-            share: The images.
-            tokens: Rows of the matrix.
-        """
-        n = tokens // share.count
-        attended = self.attended.get((name, share.batch))
-        prefix, used = self.probes[name].prefix_tokens, min(self.counts[name], n)
-        key = share.batch, share.images.start, n, used, prefix, None if attended is None else name
-        if key not in self._chosen:
-            scores = torch.rand(
-                self.batch_sizes[share.batch], n, generator=torch.Generator().manual_seed(share.batch))
-            scores[:, :prefix] += 1
-            scores = scores[share.images]
-            if attended is not None and attended.shape == scores.shape:
-                scores.masked_fill_(~attended.to(scores.device), -1)
-            elif is_padded(share.x):
-                raise ValueError(
-                    f'{name} sees padded patches, but its block is called without an attn_mask of its tokens: pass '
-                    'images without padding. Nothing was changed.')
-            best = scores.topk(used)
-            rows = best.indices + n * torch.arange(share.count)[:, None]
-            self._chosen[key] = rows[best.values >= 0].sort().values
-        return self._chosen[key].to(share.device)
-
-    def take(self, name: str, share: Share, x: torch.Tensor) -> torch.Tensor:
-        """The rows of such a matrix."""
-        return x[self(name, share, len(x))]
-
-    def images(self, name: str, share: Share, tokens: int) -> torch.Tensor:
-        """Of each of the rows, the index of its image among all."""
-        local = self(name, share, tokens) // (tokens // share.count)
-        images = torch.arange(self.batch_sizes[share.batch])[share.images] + sum(self.batch_sizes[:share.batch])
-        return images.to(local.device)[local]
+Inputs = Tuple[torch.Tensor, torch.Tensor]  # of an FFN: rows (rows, in), and whether each is of a held-out image
 
 
 def _hook_stream(
@@ -114,32 +33,9 @@ def _hook_stream(
     return module.register_forward_hook(lambda _, args, output: see(output))
 
 
-class Inputs(NamedTuple):
-    """Input of an FFN.
-
-    Attributes:
-        rows: Input u of the sampled tokens, (rows, in).
-        images: Index of the image of each, (rows,).
-    """
-    rows: torch.Tensor
-    images: torch.Tensor
-
-
 def _concatenated(parts: Sequence[Inputs]) -> Inputs:
-    return Inputs(*map(torch.cat, zip(*parts)))
-
-
-class Original(NamedTuple):
-    """What a pass of the images through the original model shows, for the sampled tokens in the order of the images.
-
-    Attributes:
-        totals: The residual stream after each FFN, ``s + scale * y``, (rows, out), for FFNs whose stream is known.
-        inputs: Input of each FFN, if asked for.
-        predicted: Predicted classes, (images,); empty if the model does not return (images, classes).
-    """
-    totals: Dict[str, torch.Tensor]
-    inputs: Dict[str, Inputs]
-    predicted: torch.Tensor
+    rows, held_out = map(torch.cat, zip(*parts))
+    return rows, held_out.to(rows.device)
 
 
 @torch.no_grad()
@@ -149,15 +45,12 @@ def record_original(
         shares: Sequence[Share],
         sampler: TokenSampler,
         with_inputs: bool = False,
-) -> Original:
-    """Run the images through the original model.
+) -> Tuple[Dict[str, torch.Tensor], Dict[str, Inputs], torch.Tensor]:
+    """Run the images through the original model, and record the sampled tokens in the order of the images.
 
-    Args:
-        model: The model.
-        ffns: FFNs to record.
-        shares: The images.
-        sampler: Which tokens to record.
-        with_inputs: Whether to record the inputs of the FFNs, too.
+    Returns:
+        The residual stream after each FFN, ``s + scale * y``, (rows, out), for FFNs whose stream is known; the input of
+        each FFN, if asked for; and the predicted classes, (images,), empty if the model does not return logits.
     """
     totals: Dict[str, List[torch.Tensor]] = {}
     inputs: Dict[str, List[Inputs]] = {}
@@ -174,7 +67,7 @@ def record_original(
     def see_input(ffn: Ffn, u: torch.Tensor) -> None:
         u = tokens_of(u, ffn.use_conv)
         inputs.setdefault(ffn.name, []).append(
-            Inputs(sampler.take(ffn.name, share, u), sampler.images(ffn.name, share, len(u))))
+            (sampler.take(ffn.name, share, u), sampler.held_out(ffn.name, share, len(u))))
 
     def see_stream(name: str, stream: torch.Tensor) -> None:
         streams[name] = sampler.take(name, share, stream)
@@ -206,7 +99,7 @@ def record_original(
     finally:
         for hook in hooks:
             hook.remove()
-    return Original(
+    return (
         {name: torch.cat(parts) for name, parts in totals.items()},
         {name: _concatenated(parts) for name, parts in inputs.items()},
         torch.cat(predicted) if predicted else torch.zeros(0))
@@ -232,13 +125,8 @@ class _Station(nn.Module):
     """The place of an FFN, where batches wait until it is converted."""
 
     def __init__(self, ffn: Ffn, arrive: Callable[['_Station', torch.Tensor], None]):
-        """
-        Args:
-            ffn: The FFN.
-            arrive: Function that is called with the input, and returns when the batch may go on.
-        """
         super().__init__()
-        self.ffn, self.arrive = ffn, arrive
+        self.ffn, self.arrive = ffn, arrive  # which returns when the batch may go on
         self.converted: Optional[nn.Module] = None
 
     @cached_property
@@ -314,8 +202,8 @@ class ConvertingPass:
     ::
 
         with ConvertingPass(model, ffns, shares, sampler) as converting:
-            for ffn in ffns:
-                inputs, streams = converting.arrive_at(ffn)
+            for ffn in ffns:  # in the order of execution
+                rows, held_out, stream = converting.arrive_at(ffn)
                 converting.convert(ffn, new_map)
     """
 
@@ -326,13 +214,6 @@ class ConvertingPass:
             shares: Sequence[Share],
             sampler: TokenSampler,
     ):
-        """
-        Args:
-            model: The model, in eval mode.
-            ffns: FFNs to convert, in the order of execution.
-            shares: The images.
-            sampler: Which tokens to record.
-        """
         self.model, self.ffns, self.sampler = model, ffns, sampler
         context = _thread_state(next(model.parameters()).device.type)
         self._runners = [
@@ -390,26 +271,25 @@ class ConvertingPass:
         runner, name = threading.current_thread(), station.ffn.name
         seen = runner.inputs.setdefault(name, [])
         share, u = self._shares[runner], tokens_of(u, station.ffn.use_conv)
-        seen.append(Inputs(self.sampler.take(name, share, u), self.sampler.images(name, share, len(u))))
+        seen.append((self.sampler.take(name, share, u), self.sampler.held_out(name, share, len(u))))
         # of an FFN that is called several times in a pass, the calls before the last are the original's
         if len(seen) == self.sampler.probes[name].calls:
             runner.wait(station)
 
-    def arrive_at(self, ffn: Ffn) -> Tuple[Inputs, Optional[torch.Tensor]]:
+    def arrive_at(self, ffn: Ffn) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
         """Run all batches up to an FFN.
 
         Returns:
-            For the sampled tokens, in the order of the batches: the input of the FFN, and the residual stream that its
-            output is added to, (rows, out), None if it is not known.
+            For the sampled tokens, in the order of the batches: the input of the FFN, (rows, in); whether each row is
+            of a held-out image; the residual stream that the output is added to, (rows, out), None if it is not known.
         """
         for runner in self._runners:
             while not runner.finished and (runner.waits_at is None or runner.waits_at.converted is not None):
                 runner.proceed()
         inputs = [x for runner in self._runners for x in runner.inputs.pop(ffn.name, [])]
         streams = [runner.streams.pop(ffn.name) for runner in self._runners if ffn.name in runner.streams]
-        like = next(self.model.parameters())
-        empty = Inputs(like.new_zeros(0, ffn.in_features), torch.zeros(0, dtype=torch.long, device=like.device))
-        return _concatenated(inputs or [empty]), torch.cat(streams) if streams else None
+        rows, held_out = _concatenated(inputs)
+        return rows, held_out, torch.cat(streams) if streams else None
 
     def convert(self, ffn: Ffn, converted: nn.Module) -> None:
         """Let all batches go on with another map of u to y."""

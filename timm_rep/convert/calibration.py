@@ -1,0 +1,203 @@
+"""Calibration images: what each process runs, which are held out, and the tokens of them that FFNs are fitted to.
+
+The argument of a model is a tensor of images, or for NaFlexViT a dict with 'patches', 'patch_coord' and 'patch_valid',
+of whose patches some may be padding.
+"""
+import math
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+from torch.utils.hooks import RemovableHandle
+
+from timm_rep.utils.data import world_size_and_rank
+
+from .ffn import Ffn
+from .residual import Probe, image_count
+
+__all__ = [
+    'HELD_OUT',
+    'MIN_HELD_OUT',
+    'CalibrationImages',
+    'Share',
+    'TokenSampler',
+    'attended_tokens',
+    'is_padded',
+    'take',
+    'watch_masks',
+]
+
+# one of this many images is held out, if there are so many to compare losses on
+HELD_OUT, MIN_HELD_OUT = 5, 4
+_MAX_BATCHES = 64  # that wait in the model at the same time, each in a thread
+
+
+def take(images: Any, part: slice, **kwargs) -> Any:
+    """Some of the images in the argument of a model; kwargs: device, and dtype of floating-point numbers."""
+    if isinstance(images, dict):
+        return {name: take(x, part, **kwargs) for name, x in images.items()}
+    if not images.is_floating_point():
+        kwargs.pop('dtype', None)
+    return images[part].to(**kwargs) if kwargs else images[part]
+
+
+def is_padded(images: Any) -> bool:
+    """Whether some of the patches in the argument of a model are padding."""
+    return isinstance(images, dict) and not images['patch_valid'].all()
+
+
+def _hash(images: Any, index: int) -> int:
+    """A hash of one of the images, without padding."""
+    parts = [images]
+    if isinstance(images, dict):
+        valid = images['patch_valid'][index].bool()
+        parts, index = [images['patches'][index], images['patch_coord'][index]], valid
+    return hash(tuple(part[index].contiguous().cpu().view(torch.uint8).numpy().tobytes() for part in parts))
+
+
+class Share(NamedTuple):
+    """The images of a batch that this process runs.
+
+    Attributes:
+        batch: Index of the batch.
+        size: Images of the batch, of all processes.
+        part: Which of them this process runs.
+        x: These, on the device and in the dtype of the model.
+        held_out: Whether each of these is held out.
+    """
+    batch: int
+    size: int
+    part: slice
+    x: Any
+    held_out: torch.Tensor
+
+
+class CalibrationImages:
+    """The calibration images of all processes.
+
+    Attributes:
+        count: Number of images.
+        unique: Number of different ones.
+        batches: Number of batches.
+        shares: What this process runs of each batch, without empty shares.
+    """
+
+    def __init__(self, batches: Sequence[Any], like: torch.Tensor):
+        """
+        Args:
+            batches: Batches of images.
+            like: Tensor of the model's device and dtype.
+        """
+        if len(batches) > _MAX_BATCHES and all(isinstance(batch, torch.Tensor) for batch in batches) and len(
+                {(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
+            every = torch.cat(list(batches))
+            batches = every.split(math.ceil(len(every) / _MAX_BATCHES))
+        sizes = [image_count(batch) for batch in batches]
+        self.batches, self.count = len(batches), sum(sizes)
+        self.world_size, self.rank = world_size_and_rank()
+        if max(sizes) < self.world_size:
+            raise ValueError(
+                f'Expected a batch with an image for each of {self.world_size} processes, but the largest has '
+                f'{max(sizes)}.')
+        # an image that is there twice is either held out or not
+        first: Dict[int, int] = {}
+        groups = [
+            first.setdefault(_hash(batch, i), len(first))
+            for size, batch in zip(sizes, batches) for i in range(size)]
+        self.unique = len(first)
+        held_out = torch.tensor(groups) % HELD_OUT == HELD_OUT - 1
+        held_out &= self.unique // HELD_OUT >= MIN_HELD_OUT
+        self._first, self._like = batches[0], dict(device=like.device, dtype=like.dtype)
+        part = slice(self.rank, None, self.world_size)
+        self.shares = [
+            Share(i, size, part, take(batch, part, **self._like), held[part])
+            for i, (size, batch, held) in enumerate(zip(sizes, batches, held_out.split(sizes))) if size > self.rank]
+
+    def first(self, count: int) -> Any:
+        """The first images of the first batch, as the model takes them."""
+        return take(self._first, slice(count), **self._like)
+
+
+class TokenSampler:
+    """Which tokens of each image are used: all class tokens, and as many others as are asked for, at random.
+
+    The choice depends on the position of an image in the batches alone, so that every pass and every process makes the
+    same one. Padding is not used.
+
+    Attributes:
+        attended: Tokens that are not padding, (images, tokens), by the name of an FFN and the index of a batch.
+    """
+
+    def __init__(self, probes: Dict[str, Probe], counts: Dict[str, int]):
+        """
+        Args:
+            probes: What the FFNs see.
+            counts: Tokens of an image that are used of one call, for every FFN.
+        """
+        self.probes, self.counts = probes, counts
+        self.attended: Dict[Tuple[str, int], torch.Tensor] = {}
+        self._chosen: Dict[Tuple[Any, ...], torch.Tensor] = {}
+
+    def __call__(self, name: str, share: Share, tokens: int) -> torch.Tensor:
+        """Rows of the matrix of tokens, of this length, that an FFN sees of the images in one call."""
+        images = image_count(share.x)
+        n = tokens // images
+        attended = self.attended.get((name, share.batch))
+        prefix, used = self.probes[name].prefix_tokens, min(self.counts[name], n)
+        key = share.batch, n, used, prefix, None if attended is None else name
+        if key not in self._chosen:
+            scores = torch.rand(share.size, n, generator=torch.Generator().manual_seed(share.batch))
+            scores[:, :prefix] += 1
+            scores = scores[share.part]
+            if attended is not None and attended.shape == scores.shape:
+                scores.masked_fill_(~attended.cpu(), -1)
+            elif is_padded(share.x):
+                raise ValueError(
+                    f'{name} sees padded patches, but its block is called without an attn_mask of its tokens: pass '
+                    'images without padding. Nothing was changed.')
+            best = scores.topk(used)
+            rows = best.indices + n * torch.arange(images)[:, None]
+            self._chosen[key] = rows[best.values >= 0].sort().values
+        return self._chosen[key]
+
+    def take(self, name: str, share: Share, x: torch.Tensor) -> torch.Tensor:
+        """The chosen rows of such a matrix."""
+        return x[self(name, share, len(x)).to(x.device)]
+
+    def held_out(self, name: str, share: Share, tokens: int) -> torch.Tensor:
+        """Whether each of the chosen rows is of a held-out image."""
+        return share.held_out[self(name, share, tokens) // (tokens // image_count(share.x))]
+
+
+def attended_tokens(attn_mask: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """Tokens that at least one query attends to; the others are padding.
+
+    Args:
+        attn_mask: Mask of attention (N, heads or 1, queries, tokens): bool, or additive with the least value of its
+            dtype or -inf at masked positions. None without a mask.
+
+    Returns:
+        Bool tensor (N, tokens), None without a mask.
+    """
+    if attn_mask is None:
+        return None
+    if attn_mask.ndim != 4:
+        raise ValueError(f'attn_mask must have the shape (N, heads, queries, tokens), got {tuple(attn_mask.shape)}.')
+    if attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask > torch.finfo(attn_mask.dtype).min
+    return attn_mask.any(1).any(1)
+
+
+def watch_masks(
+        model: nn.Module,
+        ffns: Sequence[Ffn],
+        callback: Callable[[Ffn, Optional[torch.Tensor]], None],
+) -> List[RemovableHandle]:
+    """Call a function with the attended tokens before each forward pass of the block around an FFN."""
+    def hook(ffn: Ffn, block: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        callback(ffn, attended_tokens(kwargs.get('attn_mask')))
+
+    return [
+        model.get_submodule(ffn.name.rpartition('.')[0]).register_forward_pre_hook(
+            lambda *args, ffn=ffn: hook(ffn, *args), with_kwargs=True)
+        for ffn in ffns]
