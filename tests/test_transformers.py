@@ -95,6 +95,25 @@ def test_folded_inside(transformers, tmp_path, name):
         torch.testing.assert_close(found(x), logits)
 
 
+@pytest.mark.parametrize('folded', [True, False])
+@pytest.mark.parametrize('name', NAMES)
+def test_a_config_of_another_structure(transformers, tmp_path, name, folded):
+    """Folded weights whose config.json does not say so, and the reverse, are refused; other labels are not."""
+    load = transformers.AutoModelForImageClassification.from_pretrained
+    model = load(ROOT / 'hub' / name, dtype=torch.float32)
+    if folded:
+        model.timm_model.reparameterize()
+    model.save_pretrained(tmp_path / name)
+    assert load(tmp_path / name, num_labels=3, ignore_mismatched_sizes=True).num_labels == 3
+    path = tmp_path / name / 'config.json'
+    config = json.loads(path.read_text())
+    config['model_args']['reparameterized'] = not folded
+    path.write_text(json.dumps(config))
+    for cls in 'AutoModel', 'AutoModelForImageClassification':
+        with pytest.raises(RuntimeError, match='reparameterized=True'):
+            getattr(transformers, cls).from_pretrained(tmp_path / name, dtype=torch.float32)
+
+
 def test_converted_inside(transformers, tmp_path):
     args = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
     timm_rep.export(timm.create_model('vit_tiny_patch16_224', **args), tmp_path / 'vit')

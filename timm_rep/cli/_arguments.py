@@ -2,7 +2,7 @@
 import argparse
 import os
 from contextlib import nullcontext
-from typing import Any, Mapping, Optional
+from typing import Any, Callable, Mapping, Optional
 
 import timm
 import torch
@@ -27,48 +27,25 @@ def default_device() -> torch.device:
     return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 
-def positive_int(text: str) -> int:
-    """Integer >= 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f'expected an integer >= 1, got {text!r}')
-    return value
+def _number(kind: type, is_valid: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """Type of an argument, a number that satisfies a condition."""
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not is_valid(value):
+            raise argparse.ArgumentTypeError(f'expected {expected}, got {text!r}')
+        return value
+
+    return parse
 
 
-def count(text: str) -> int:
-    """Integer >= 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'expected an integer >= 0, got {text!r}')
-    return int(text)
-
-
-def ratio(text: str) -> float:
-    """Number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f'expected a number from 0 to 1, got {text!r}')
-    return value
-
-
-def share(text: str) -> float:
-    """Number > 0 and <= 1."""
-    value = ratio(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f'expected a number > 0 and <= 1, got {text!r}')
-    return value
-
-
-def seed(text: str) -> int:
-    """Seed for torch, NumPy and Python."""
-    if not text.isdecimal() or int(text) >= 2 ** 31:
-        raise argparse.ArgumentTypeError(f'expected an integer from 0 to 2 ** 31 - 1, got {text!r}')
-    return int(text)
+positive_int = _number(int, lambda x: x >= 1, 'an integer >= 1')
+count = _number(int, lambda x: x >= 0, 'an integer >= 0')
+ratio = _number(float, lambda x: 0 <= x <= 1, 'a number from 0 to 1')
+share = _number(float, lambda x: 0 < x <= 1, 'a number > 0 and <= 1')
+seed = _number(int, lambda x: 0 <= x < 2 ** 31, 'an integer from 0 to 2 ** 31 - 1')
 
 
 def folder(text: str) -> str:
@@ -100,13 +77,7 @@ class ModelKwargs(ParseKwargs):
 
 
 def add_model_kwargs(parser: argparse.ArgumentParser, of: str = 'the model', example: str = 'num_classes=10') -> None:
-    """Add --model-kwargs.
-
-    Args:
-        parser: Parser of a command.
-        of: Name of the model in the help text.
-        example: Example for the help text.
-    """
+    """Add --model-kwargs; ``of`` and ``example`` are for the help text."""
     parser.add_argument(
         '--model-kwargs', nargs='*', default={}, action=ModelKwargs, metavar='K=V',
         help=f'arguments of {of}, e.g. {example}')
@@ -131,7 +102,8 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """Add --train-split, --val-split, --batch-size and --workers, for folders of images."""
     parser.add_argument(
-        '--train-split', default='train', metavar='SPLIT', help='folder to calibrate and train on (%(default)s)')
+        '--train-split', default='train', metavar='SPLIT',
+        help='folder for calibration and training, without use of labels (%(default)s)')
     parser.add_argument(
         '--val-split', default='val', metavar='SPLIT', help='labelled folder for the accuracy (%(default)s)')
     parser.add_argument('--batch-size', type=positive_int, default=64, metavar='N', help='(%(default)s)')
@@ -158,17 +130,7 @@ def check_output_file(output: str, *suffixes: str) -> None:
 
 
 def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs) -> nn.Module:
-    """``timm.create_model``, with errors that name --model-kwargs.
-
-    Args:
-        name: Name of a model.
-        model_kwargs: Arguments from --model-kwargs.
-        kwargs: Other arguments of ``create_model``.
-
-    Raises:
-        ValueError: The name is a folder's, its config.json belongs to another library, or the model cannot be created
-            with ``model_kwargs``.
-    """
+    """``timm.create_model``, with a ValueError that names --model-kwargs, the folder, or another library's model."""
     if not is_model(name) and os.path.isdir(name):
         raise ValueError(f'Expected a model, but got the folder {name!r}: to load it, pass local-dir:{name}.')
     errors = argument_errors(f'{name} with --model-kwargs {model_kwargs}') if model_kwargs else nullcontext()

@@ -1,5 +1,9 @@
 """``timm-rep card``: prepare a folder for publishing: weights, measured figures, model card, hashes."""
-from ._arguments import default_device, device, positive_int
+from timm_rep.hub import CARD_NAME, split_name
+from timm_rep.publish import prepare_folder
+from timm_rep.utils.atomic import check_writable
+
+from ._arguments import add_device, default_device, positive_int
 
 
 def add_parser(commands) -> None:
@@ -14,22 +18,17 @@ def add_parser(commands) -> None:
     parser.add_argument('--half', action='store_true', help='write parameters as float16, in half the space')
     parser.add_argument('--data-dir', metavar='DIR', help='measure the accuracy on these images')
     parser.add_argument(
-        '--val-split', default='val', metavar='NAME', help='name of their folder in DIR (default: %(default)s)')
+        '--val-split', default='val', metavar='SPLIT', help='folder in DIR (%(default)s)')
     parser.add_argument('--dataset', metavar='NAME', help='name of the data set, for the card, e.g. CIFAR-10')
-    parser.add_argument(
-        '--device', type=device, help='device to measure on (the GPU if there is one, otherwise the CPU)')
+    add_device(parser)
     parser.add_argument(
         '--batch-size', type=positive_int, default=8, metavar='N',
-        help='batch size of the throughput (default: %(default)s)')
+        help='batch size of the throughput (%(default)s)')
     parser.add_argument('--measure', action='store_true', help='measure size and speed even if they are known')
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
-    from timm_rep.hub import CARD_NAME, split_name
-    from timm_rep.publish import prepare_folder
-    from timm_rep.utils.atomic import check_writable
-
+def run(args) -> None:
     split_name(args.folder)
     folder = check_writable(args.folder)
     prepare_folder(
@@ -46,4 +45,3 @@ def run(args) -> int:
         measure=args.measure,
     )
     print(f'Written: {(folder / CARD_NAME).resolve()}')
-    return 0

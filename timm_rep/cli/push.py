@@ -1,11 +1,16 @@
 """``timm-rep push``: publish a folder on the Hub."""
+import tempfile
+from pathlib import Path
+
+from timm_rep.hub import organization
+from timm_rep.publish import push_folder, write_folded
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser('push', help='publish a folder on the Hub, in one commit')
     parser.add_argument('folder', metavar='DIR', help='folder of timm-rep card, e.g. hub/repa_lvvit_s.cifar10')
     parser.add_argument('--org', metavar='NAME', help='user or organization (default: TIMM_REP_ORG, or timm-rep)')
-    parser.add_argument('--revision', default='main', metavar='NAME', help='branch to commit to (default: %(default)s)')
+    parser.add_argument('--revision', default='main', metavar='NAME', help='branch to commit to (%(default)s)')
     parser.add_argument('--private', action='store_true', help='create the repository as private')
     parser.add_argument('--folded', action='store_true', help='publish the folded form instead, as DIR_folded')
     parser.add_argument('--dry-run', action='store_true', help='only print what would change')
@@ -16,13 +21,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
-    import tempfile
-    from pathlib import Path
-
-    from timm_rep.hub import organization
-    from timm_rep.publish import push_folder, write_folded
-
+def run(args) -> None:
     org = args.org or organization()
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_folded(args.folder, Path(temporary)) if args.folded else Path(args.folder).resolve()
@@ -35,4 +34,3 @@ def run(args) -> int:
     state = 'is up to date' if not changed else f'would have {len(changed)} changes' if args.dry_run else (
         f'has {len(changed)} changes in one commit')
     print(f'{org}/{folder.name}: {state}.')
-    return 0

@@ -1,9 +1,12 @@
-"""Hugging Face transformers, whose ``AutoModel`` wraps timm models: scales, and saving the structure of a model."""
+"""Hugging Face transformers, whose ``AutoModel`` wraps timm models: scales, and the structure of a model."""
 import functools
 import os
 import sys
-from typing import Any
+from typing import Any, Iterable
 
+import torch.nn as nn
+
+from timm_rep.layers import foldable_layers
 from timm_rep.utils.network import hub_download
 
 from .attach import attach_grad_mults
@@ -19,16 +22,17 @@ _WRAPPER = 'transformers.models.timm_wrapper.modeling_timm_wrapper'
 
 
 def extend_timm_wrapper() -> None:
-    """Let transformers attach the scales of a folder, and save the structure that a model has.
+    """Let transformers attach the scales of a folder, save a model's structure, and refuse weights of another one.
 
-    By itself, ``save_pretrained`` in transformers writes the arguments that the model was created with. If the model
-    was folded or converted since then, the folder would load with other layers, and transformers initializes layers
-    without weights with no more than a warning. This does nothing until transformers has loaded its wrapper.
+    By itself, ``save_pretrained`` in transformers writes the arguments that the model was created with, also if the
+    model was folded or converted since then; and ``from_pretrained`` initializes layers without weights, and ignores
+    weights without layers, with no more than a warning. This does nothing until transformers has loaded its wrapper.
     """
     cls = getattr(sys.modules.get(_WRAPPER), 'TimmWrapperPreTrainedModel', None)
     if cls is None or hasattr(cls.save_pretrained, 'extended'):
         return
     inherited_save, inherited_init = cls.save_pretrained, cls.post_init
+    inherited_adjust = getattr(cls, '_adjust_missing_and_unexpected_keys', None)  # of transformers >= 5
 
     @functools.wraps(inherited_save)
     def save_pretrained(self, *args, **kwargs):
@@ -45,8 +49,26 @@ def extend_timm_wrapper() -> None:
         if (self.config.model_args or {}).get('scales') == SCALES_IN_FOLDER:
             _attach(self)
 
+    def _adjust_missing_and_unexpected_keys(self, loading_info, *args, **kwargs):
+        result = inherited_adjust(self, loading_info, *args, **kwargs)
+        _check_keys(self.timm_model, [
+            *getattr(loading_info, 'missing_keys', ()), *getattr(loading_info, 'unexpected_keys', ())])
+        return result
+
     save_pretrained.extended = True
     cls.save_pretrained, cls.post_init = save_pretrained, post_init
+    if inherited_adjust is not None:
+        cls._adjust_missing_and_unexpected_keys = _adjust_missing_and_unexpected_keys
+
+
+def _check_keys(model: nn.Module, keys: Iterable[str]) -> None:
+    """Raise if keys that only the model or only the file of weights has are of a layer of this package."""
+    layers = tuple(f'{name}.' for name, _ in foldable_layers(model))
+    others = sorted(key for key in (key.removeprefix('timm_model.') for key in keys) if key.startswith(layers))
+    if others:
+        raise RuntimeError(
+            f'Expected weights with the structure of {type(model).__name__}, but {others[0]} is missing, or has no '
+            'layer: model_args in config.json must have reparameterized=True if, and only if, the weights are folded.')
 
 
 def _attach(wrapper: Any) -> None:
