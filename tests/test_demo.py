@@ -44,14 +44,14 @@ def demo(small, tmp_path_factory):
 
 
 def test_results(demo):
-    plain, converted, repa, folded = demo.rows.values()
+    plain, converted, repa, folded = demo.repa.rows.values()
     assert repa['accuracy'] == folded['accuracy']
-    assert all(0 <= row['accuracy'] <= 100 and row['throughput'] > 0 for row in demo.rows.values())
+    assert all(0 <= row['accuracy'] <= 100 and row['throughput'] > 0 for row in demo.repa.rows.values())
     assert folded['params'] < 0.7 * repa['params']
     assert folded['macs'] < 0.7 * plain['macs']
     assert converted['params'] < 0.7 * plain['params']
-    assert (plain['macs'], converted['macs']) == demo.conversion.macs
-    assert demo.logits_difference < 1e-5
+    assert (plain['macs'], converted['macs']) == demo.repa.conversion.macs
+    assert demo.repa.logits_difference < 1e-5
     assert all(0 <= accuracy <= 100 for accuracy in demo.repopt.accuracy.values())
     assert all(len(losses) == 2 for losses in demo.repopt.losses.values())  # one epoch, half of two
     assert all(len(difference) == STEPS for difference in demo.repopt.csla_difference.values())
@@ -74,11 +74,11 @@ def test_conversion(small, demo):
     before = model(val_images).argmax(-1)
     report = convert_to_repa(model, idle_ratio=0.75, calibration=[images])
     after = model(val_images).argmax(-1)
-    assert demo.rows['plain ViT, converted']['accuracy'] == pytest.approx(
+    assert demo.repa.rows['plain ViT, converted']['accuracy'] == pytest.approx(
         100 * (after == torch.tensor(val_set.targets)).double().mean().item())
-    assert demo.agreement == 100 * (before == after).double().mean().item()
-    assert demo.conversion.images == report.images == 64
-    for ours, by_hand in zip(demo.conversion.ffns, report.ffns, strict=True):
+    assert demo.repa.agreement == 100 * (before == after).double().mean().item()
+    assert demo.repa.conversion.images == report.images == 64
+    for ours, by_hand in zip(demo.repa.conversion.ffns, report.ffns, strict=True):
         assert ours.idle_ratio == by_hand.idle_ratio == 0.75
         assert ours.lost_variance == pytest.approx(by_hand.lost_variance, rel=1e-3)
 
@@ -108,7 +108,7 @@ def test_reproducible_by_seed(demo, no_picture, tmp_path):
     assert first.keys() == second.keys()
     assert all(torch.equal(v, second[k]) for k, v in first.items())
     assert again.repopt == demo.repopt
-    assert [row['accuracy'] for row in again.rows.values()] == [row['accuracy'] for row in demo.rows.values()]
+    assert [row['accuracy'] for row in again.repa.rows.values()] == [row['accuracy'] for row in demo.repa.rows.values()]
     assert sorted(os.listdir(tmp_path)) == ['demo.png', 'digit.png', 'model']
 
 

@@ -7,7 +7,7 @@ import torch.nn as nn
 
 __all__ = ['find_causes']
 
-# statistics that differ by more than this are of other data or other weights; sampling a few images explains less
+# larger differences of statistics come from other data or other weights, not from sampling a few images
 _MEAN_SHIFT = 3.  # in standard deviations, root mean square over the channels
 _STD_RATIO = 4.
 
@@ -19,7 +19,7 @@ def find_causes(
         images: torch.Tensor,
         are_real: bool,
 ) -> Dict[str, str]:
-    """Conditions under which the folded model differs from the given one.
+    """Conditions under which the folded model differs from the given one, with remedies, by name.
 
     Args:
         model: The given model, on its device, in its mode and dtype.
@@ -27,9 +27,6 @@ def find_causes(
         folded: Folded copy of ``unfolded``.
         images: A batch of finite images (N, channels, height, width), float32, on the CPU.
         are_real: Whether the images are real, so that statistics can be measured on them.
-
-    Returns:
-        Explanations with remedies, by name of the condition.
     """
     found = {
         'train mode': _train_mode(model, unfolded, images),
@@ -81,8 +78,8 @@ def _statistics(unfolded: nn.Module, images: torch.Tensor) -> str:
         return ''
     others = f' and {len(moved) - 1} more' if len(moved) > 1 else ''
     return (
-        f'running statistics are not those of these images in {moved[0]}{others}. They are folded as they are: check '
-        'the normalization of the images, or, if weights changed after the last pass in train mode, measure them by '
+        f'running statistics differ from the images in {moved[0]}{others}. Folding uses them: check the normalization '
+        'of the images, or, if weights changed after the last pass in train mode, measure them again by '
         'timm_rep.calibrate_batchnorm(model, loader) and fold again.')
 
 

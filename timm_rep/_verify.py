@@ -35,12 +35,7 @@ class Difference:
 
 
 def compare(expected: Any, outputs: Any, images: int) -> Difference:
-    """Compare the outputs of two models.
-
-    Args:
-        expected: Tensor, or a nesting of tensors.
-        outputs: Outputs of the other model in the same order; nestings may differ.
-        images: Number of images.
+    """Compare the outputs of two models, tensors or nestings of tensors in the same order, for a number of images.
 
     Raises:
         ValueError: The numbers of values differ.
@@ -224,12 +219,7 @@ def _record(model: nn.Module, names: List[str], x: torch.Tensor) -> Dict[Optiona
 
 
 def check_finite(model: nn.Module, x: torch.Tensor) -> None:
-    """Raise ValueError, with the name of the first such module, if outputs of a model are not finite.
-
-    Args:
-        model: Model in eval mode.
-        x: Images (N, channels, height, width).
-    """
+    """Raise ValueError, with the name of the first such module, if outputs of a model in eval mode are not finite."""
     try:
         outputs = model(x)
     except (AssertionError, RuntimeError) as e:

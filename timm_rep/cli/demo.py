@@ -22,7 +22,7 @@ def run(args) -> None:
     layout = '{:<22}{:>12}{:>14}{:>16}{:>12}'
     print()
     print(layout.format('', 'accuracy', 'parameters', 'MACs per image', 'images/s'))
-    for label, row in result.rows.items():
+    for label, row in result.repa.rows.items():
         print(layout.format(
             label,
             f'{row["accuracy"]:.1f}%',
@@ -30,19 +30,19 @@ def run(args) -> None:
             f'{row["macs"]:,.0f}',
             f'{row["throughput"]:,.0f}',
         ))
-    plain, converted, repa, folded = (row['throughput'] for row in result.rows.values())
+    plain, converted, repa, folded = (row['throughput'] for row in result.repa.rows.values())
     print(
         f'\nThroughput of the folded RePa-DeiT: {folded / repa:.2f}x the unfolded model, '
         f'{folded / plain:.2f}x the plain ViT.\n'
-        f'Largest relative difference of the logits after folding: {result.logits_difference:.1e}.')
+        f'Largest relative difference of the logits after folding: {result.repa.logits_difference:.1e}.')
     accuracy, difference = result.repopt.accuracy, result.repopt.csla_difference
     print(
         f'\nOne stack of 28 plain convolutions: {accuracy["RepSGD"]:.1f}% with RepSGD, {accuracy["SGD"]:.1f}% with SGD.'
         f'\nRelative difference from the logits of the multi-branch (CSLA) net after {len(difference["SGD"])} steps in '
         f"float64:\n{difference['RepSGD'][-1]:.1e} with RepSGD, {difference['SGD'][-1]:.1e} with SGD.")
-    before, after = (result.rows[label]['accuracy'] for label in ('plain ViT', 'plain ViT, converted'))
+    before, after = (result.repa.rows[label]['accuracy'] for label in ('plain ViT', 'plain ViT, converted'))
     print(
-        f'\nThe plain ViT, converted from {result.conversion.images} training images, without labels or training: '
+        f'\nThe plain ViT, converted from {result.repa.conversion.images} training images, without labels or training: '
         f'accuracy {before:.1f}% -> {after:.1f}%,\n'
-        f'{result.agreement:.1f}% equal predictions, {converted / plain:.2f}x the throughput.')
+        f'{result.repa.agreement:.1f}% equal predictions, {converted / plain:.2f}x the throughput.')
     print(f'\nPicture: {result.picture}\nModel:   {result.model_folder}\n\nLoad and use it:\n\n{result.usage}')

@@ -1,15 +1,14 @@
 """Demo: a RePaFormer, a RepOpt-VGG and a converted ViT, trained on small real images within minutes."""
 import os
 from pathlib import Path
-from typing import Dict, NamedTuple, Union
+from typing import NamedTuple, Union
 
 import torch
 
-from timm_rep.convert import ConversionReport
 from timm_rep.utils.atomic import check_writable, replacing_files
 
 from .picture import draw
-from .repa import run_repa, save_folded
+from .repa import RePaResult, run_repa, save_folded
 from .repopt import RepOptResult, run_repopt
 from .training import load_split
 
@@ -25,23 +24,14 @@ class DemoResult(NamedTuple):
     """Results of :func:`run_demo`.
 
     Attributes:
-        rows: Figures of the plain ViT, the converted plain ViT, the RePa model and the folded RePa model, by label:
-            ``accuracy`` (percent of the validation images), ``params``, ``macs`` (per image) and ``throughput`` (images
-            per second).
-        logits_difference: Largest difference between the logits before and after folding, relative to the largest
-            logit.
-        repopt: Results of the second part, RepSGD and SGD.
-        agreement: Percentage of validation images with equal predictions of the plain and the converted ViT.
-        conversion: Report of the conversion of the plain ViT.
+        repa: Results of the first and the third part.
+        repopt: Results of the second part.
         model_folder: Folder with model.safetensors and config.json of the folded model.
         picture: Path of the picture of the results.
         usage: Three lines of Python that load and run the folded model.
     """
-    rows: Dict[str, Dict[str, float]]
-    logits_difference: float
+    repa: RePaResult
     repopt: RepOptResult
-    agreement: float
-    conversion: ConversionReport
     model_folder: Path
     picture: Path
     usage: str
@@ -113,11 +103,8 @@ def run_demo(
     repopt = run_repopt(train_set, val_set, device, seed, (epochs + 1) // 2)
     model_folder = output / 'model'
     result = DemoResult(
-        rows=repa.rows,
-        logits_difference=repa.logits_difference,
+        repa=repa,
         repopt=repopt,
-        agreement=repa.agreement,
-        conversion=repa.conversion,
         model_folder=model_folder,
         picture=output / 'demo.png',
         usage=_USAGE.format(model=f'local-dir:{model_folder}', digit=str(output / 'digit.png')),

@@ -29,7 +29,7 @@ def draw(result, samples: Images, predictions: List[int], path: Path) -> None:
 
     figure = Figure(figsize=(13, 10), layout='constrained')
     top, middle, bottom = figure.subfigures(3, height_ratios=(5, 5, 3))
-    _draw_repa(top, result)
+    _draw_repa(top, result.repa)
     _draw_repopt(middle, result.repopt)
     _draw_samples(bottom, samples, predictions)
     with replacing_files(path.parent) as draft:

@@ -21,10 +21,13 @@ class RePaResult(NamedTuple):
     """Results of the first and the third part.
 
     Attributes:
-        rows: See :class:`timm_rep.demo.DemoResult`.
-        logits_difference: See :class:`timm_rep.demo.DemoResult`.
-        agreement: See :class:`timm_rep.demo.DemoResult`.
-        conversion: See :class:`timm_rep.demo.DemoResult`.
+        rows: Figures of the plain ViT, the converted plain ViT, the RePa model and the folded RePa model, by label:
+            ``accuracy`` (percent of the validation images), ``params``, ``macs`` (per image) and ``throughput`` (images
+            per second).
+        logits_difference: Largest difference between the logits before and after folding, relative to the largest
+            logit.
+        agreement: Percentage of validation images with equal predictions of the plain and the converted ViT.
+        conversion: Report of the conversion of the plain ViT.
         folded: The folded model.
         predictions: Its predicted classes for the validation images, (images,).
     """

@@ -15,7 +15,7 @@ _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
 
 
 class RoundedModel(nn.Module):
-    """A model in float32 with inputs and weights of some layers rounded to int8 values.
+    """A copy of a folded model with inputs and weights of some layers rounded to int8 values.
 
     Attributes:
         names: Names of the convolutions and linear layers, in the order of execution.
@@ -30,14 +30,6 @@ class RoundedModel(nn.Module):
             calibrator: str,
             percentile: float,
     ):
-        """
-        Args:
-            model: Folded model in eval mode on the CPU. Not modified.
-            batches: Calibration batches of images (N, channels, height, width).
-            per_channel: One scale for each output channel of a weight, instead of one for the weight.
-            calibrator: Key of ``ACTIVATION_OBSERVERS``.
-            percentile: Percentage of values covered by the calibrator 'percentile'.
-        """
         super().__init__()
         self.model = copy.deepcopy(model)
         self.rounded: Set[str] = set()
@@ -79,20 +71,11 @@ class RoundedModel(nn.Module):
         layer.register_forward_pre_hook(before)
 
     def forward(self, images: torch.Tensor) -> Any:
-        """Outputs for images (N, channels, height, width)."""
         return self.model(images)
 
 
 def layer_errors(model: RoundedModel, images: torch.Tensor) -> Dict[str, float]:
-    """Error that each layer adds alone: relative root mean square of the difference of the outputs.
-
-    Args:
-        model: The model.
-        images: Images (N, channels, height, width).
-
-    Returns:
-        Errors by name of the layer, the largest first.
-    """
+    """Relative root mean square of the difference that each layer adds alone, by name, the largest first."""
     model.rounded = set()
     expected = model(images)
     errors = {}
@@ -105,13 +88,7 @@ def layer_errors(model: RoundedModel, images: torch.Tensor) -> Dict[str, float]:
 def layers_to_keep(model: RoundedModel, errors: Dict[str, float], is_enough: Callable[[nn.Module], bool]) -> List[str]:
     """The fewest of the most harmful layers that are to stay in float.
 
-    Args:
-        model: The model.
-        errors: Errors of :func:`layer_errors`.
-        is_enough: Whether a model is good enough; assumed to become true, and stay so, as more layers stay in float.
-
-    Returns:
-        Names of layers, all of them if nothing less is enough.
+    ``is_enough`` is assumed to become true, and stay so, as more layers stay in float; if it never does, all stay.
     """
     names = list(errors)
 

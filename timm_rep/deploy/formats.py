@@ -128,11 +128,7 @@ def write_onnx(model: nn.Module, images: torch.Tensor, path: Path) -> None:
 def onnx_runner(path: Path) -> Runner:
     """An ONNX file as a function from images to outputs, run by ONNX Runtime on the CPU with torch's threads.
 
-    Args:
-        path: File with one input.
-
-    Returns:
-        A function of images (N, ...), float32, on the CPU. It returns the output, or a list of several.
+    The function takes float32 images (N, ...) on the CPU, and returns the output, or a list of several.
     """
     import onnxruntime
 

@@ -207,7 +207,6 @@ def _input_levels(graph: torch.fx.GraphModule) -> int:
 
 
 def _weight_scale(graph: torch.fx.GraphModule, layer: torch.fx.Node) -> Optional[torch.Tensor]:
-    """Scales of a layer's weight, None if the weight is not quantized."""
     weight = layer.args[1]
     if 'dequantize_per_channel' not in str(weight.target):
         return None
@@ -215,7 +214,7 @@ def _weight_scale(graph: torch.fx.GraphModule, layer: torch.fx.Node) -> Optional
 
 
 def _take(scales: List[torch.Tensor], scale: Optional[torch.Tensor]) -> bool:
-    """Remove the first equal tensor from a list. Returns whether one was found."""
+    """Remove the first equal tensor from a list; whether one was found."""
     for i, other in enumerate(scales):
         if scale is not None and torch.equal(other, scale):
             del scales[i]
@@ -246,13 +245,9 @@ def _check_archive(path: Path) -> None:
 
 
 def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
-    """Graph for quantization-aware training, with inputs and weights of its layers rounded to int8 values.
+    """Graph of a folded model for quantization-aware training, with inputs and weights rounded to int8 values.
 
     Computes the model in eval mode: without dropout, and with the running statistics of BatchNorms.
-
-    Args:
-        model: Folded model in eval mode on the CPU.
-        images: Batch of images (N, channels, height, width).
     """
     graph = _graph(model, images)
     _fuse_conv_bn_(graph)  # as in prepare_pt2e; prepare_qat_pt2e would use batch statistics
@@ -267,10 +262,5 @@ def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphMo
 
 
 def finish_training(prepared: torch.fx.GraphModule, input_size: Sequence[int]) -> InductorProgram:
-    """Quantized model of a trained graph.
-
-    Args:
-        prepared: Graph of :func:`prepare_training`.
-        input_size: (channels, height, width) of the images.
-    """
+    """Quantized model of a trained graph of :func:`prepare_training`."""
     return InductorProgram(convert_pt2e(prepared), input_size)

@@ -25,13 +25,8 @@ def to_openvino(program: 'torch.export.ExportedProgram', images: torch.Tensor) -
 def compile_openvino(model: Any) -> Tuple[Runner, Any]:
     """A function from images (N, channels, height, width) to the outputs, run by OpenVINO with torch's threads.
 
-    Computes in float32 what is not quantized; OpenVINO's default on CPUs with AMX is bfloat16.
-
-    Args:
-        model: OpenVINO model, or path of its XML file.
-
-    Returns:
-        The function, which returns the output, or a list of several, and OpenVINO's compiled model.
+    Computes in float32 what is not quantized; OpenVINO's default on CPUs with AMX is bfloat16. The function returns the
+    output, or a list of several. ``model`` is OpenVINO's, or a path; the second result is its compiled form.
     """
     import openvino
 

@@ -32,16 +32,7 @@ def sha256(path: PathLike) -> str:
 
 
 def check_sha256(path: PathLike, expected: str, source: str) -> None:
-    """Compare the hash of a file with the published one.
-
-    Args:
-        path: File to check.
-        expected: SHA-256, as hexadecimal digits.
-        source: Name of the folder or repository that published the hash, for the message.
-
-    Raises:
-        RuntimeError: The hashes differ.
-    """
+    """Raise RuntimeError unless a file has the SHA-256 that ``source``, a folder or repository, published."""
     found = sha256(path)
     if found != expected:
         real = os.path.realpath(path)

@@ -50,18 +50,11 @@ _DEFAULT_TAG = 'in1k'
 
 
 class Weights(NamedTuple):
-    """Resolved weights and their model arguments.
-
-    Attributes:
-        path: Checked file of weights; None if timm finds them, or none are asked for.
-        model_args: Arguments of the published model.
-        released: Whether the file has the layout of the authors' release.
-        source: Folder, repository, release or name of the published model, for error messages.
-    """
-    path: Optional[str]
+    """Resolved weights and the arguments of the published model."""
+    path: Optional[str]  # checked; None if timm finds the weights, or none are asked for
     model_args: Mapping[str, Any]
-    released: bool = False
-    source: str = ''
+    released: bool = False  # in the layout of the authors' release
+    source: str = ''  # folder, repository, release or name of the model, for error messages
 
 
 def build_model(
@@ -172,12 +165,10 @@ def _create_with_weights(
 
 def _parameters(cls: Union[Type[nn.Module], Callable[..., nn.Module]]) -> Dict[str, Any]:
     """Arguments of a class and its bases, or of a function, with their defaults."""
-    if not isinstance(cls, type):
-        return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+    functions = [base.__init__ for base in reversed(cls.__mro__)] if isinstance(cls, type) else [cls]
     return {
-        name: parameter.default for base in reversed(cls.__mro__)
-        for name, parameter in inspect.signature(base.__init__).parameters.items()
-    }
+        name: parameter.default for function in functions
+        for name, parameter in inspect.signature(function).parameters.items()}
 
 
 def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_with: Mapping[str, Any]) -> None:
@@ -292,7 +283,7 @@ def _model_args(cls: Type[nn.Module], repo: ModelRepository) -> Dict[str, Any]:
 
 
 def _check_depth(args: Mapping[str, Any], repo: ModelRepository) -> None:
-    """Refuse a number of blocks that would take minutes to build: each block has a tensor in the file of weights."""
+    """Refuse more blocks than the file of weights has tensors, which would take minutes to build."""
     if not (repo.folder / WEIGHTS_NAME).is_file():
         return
     with contextlib.suppress(SafetensorError), safe_open(repo.folder / WEIGHTS_NAME, 'pt') as file:
@@ -340,7 +331,7 @@ def find_weights(
         variant: Name of the model.
         tag: Tag of the weights.
         repo_id: 'owner/name' or 'owner/name@revision' on the Hub, the only place to look in. Default: all places.
-        file: Name of a file of the authors' release.
+        file: File of the authors' release.
         idle_ratio: Idle ratio of the authors' weights.
         cache_dir: Folder of the Hub's cache. Default: the client's.
 
@@ -365,7 +356,7 @@ def find_weights(
             repo = read_folder(folder / name)
             return repo.file(WEIGHTS_NAME), repo
         except OSError as e:
-            reasons.append(f'the folder {str(folder / name)!r}: {_one_line(e)}')
+            reasons.append(f'the folder {str(folder / name)!r}: {" ".join(str(e).split())}')
 
     on_hub, reachable = repo_id or f'{organization()}/{name}', True
     try:
@@ -373,7 +364,7 @@ def find_weights(
         return repo.file(WEIGHTS_NAME), repo
     except OSError as e:
         reachable = _is_absent(e)
-        reasons.append(f'the Hub repository {on_hub}: {_one_line(e)}')
+        reasons.append(f'the Hub repository {on_hub}: {" ".join(str(e).split())}')
 
     if repo_id is None and tag == _DEFAULT_TAG and has_release(variant):
         where = f"the authors' release, {RELEASED_REPO_ID}"
@@ -382,17 +373,13 @@ def find_weights(
                 return _find_released(variant, idle_ratio, None, None, cache_dir), None
             reasons.append(f'{where}: not tried')
         except OSError as e:
-            reasons.append(f'{where}: {_one_line(e)}')
+            reasons.append(f'{where}: {" ".join(str(e).split())}')
     published = [other for other in timm.list_pretrained(f'{variant}.*') if other != name]
     raise RuntimeError('\n  '.join([
         f'There are no weights of {name}:',
         *(f'{i}. {reason}' for i, reason in enumerate(reasons, 1)),
         *([f'Other weights of {variant}: {", ".join(published)}.'] if published else []),
     ]))
-
-
-def _one_line(e: Exception) -> str:
-    return ' '.join(str(e).split())
 
 
 def _find_released(variant: str, idle_ratio: float, file: Optional[str], revision: Optional[str], cache_dir) -> str:

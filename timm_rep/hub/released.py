@@ -44,7 +44,7 @@ _RATIO = re.compile(r'(?<!\d)0[._p](?P<decimals>\d+)|[-_](?:[a-z]+)[-_]r?(?P<per
 # for each model class: (pattern, replacement) from a key here to the released key
 ReleasedKeys = Sequence[Tuple[str, Union[str, Callable[[re.Match], str]]]]
 _RELEASED_KEYS: Dict[Type[nn.Module], ReleasedKeys] = {}
-# determined by the configuration, and no weights here
+# buffers that the configuration determines
 _RELEASED_BUFFERS = re.compile(r'\.(attn_mask|relative_position_index)$')
 
 
@@ -54,7 +54,6 @@ def has_release(variant: str) -> bool:
 
 
 def _ratio(file: str, default: float) -> float:
-    """Idle ratio in the name of a file."""
     found = _RATIO.search(file.lower())
     if not found:
         return default
@@ -62,16 +61,9 @@ def _ratio(file: str, default: float) -> float:
 
 
 def match_released(files: Sequence[str], variant: str, idle_ratio: float) -> str:
-    """Select the file of the release that holds the weights of a model.
+    """Select the file of the release that holds the weights of a model; FileNotFoundError or ValueError if not one.
 
-    Args:
-        files: Names of the files in the repository.
-        variant: Name of the model here.
-        idle_ratio: Idle ratio of the weights. A file without one in its name has 0.75, as in the paper.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: There are several.
+    A file without an idle ratio in its name has 0.75, as in the paper.
     """
     if not has_release(variant):
         raise FileNotFoundError(f'{RELEASED_REPO_ID} has no weights of {variant}, but of {", ".join(_RELEASED)}.')
@@ -101,14 +93,7 @@ def fetch_released(
 ) -> str:
     """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary.
 
-    If the Hub cannot be reached, it is the file of the revision as it was last seen.
-
-    Args:
-        variant: Name of the model here.
-        idle_ratio: Idle ratio of the weights.
-        filename: Name of the file, if model and idle ratio do not determine it.
-        revision: Branch, tag or commit of the repository. Default: its main branch.
-        cache_dir: Folder of the Hub's cache. Default: the client's.
+    If the Hub cannot be reached, the file of the revision as it was last seen is used.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -159,16 +144,10 @@ def rename_released(
         path_or_state_dict: Union[str, os.PathLike, Mapping[str, torch.Tensor]],
         classifier: Optional[Sequence[str]] = None,
 ) -> Dict[str, torch.Tensor]:
-    """Read a checkpoint of the papers' released implementations under the keys of a model of this package.
+    """Read a checkpoint as :func:`load_released`, under the keys of the model.
 
-    Args:
-        model: Model in its training structure.
-        path_or_state_dict: As for :func:`load_released`.
-        classifier: Names of the model's classifier layers, if the tensors are to be adapted to other classes, channels
-            or image sizes: then shapes are not compared, and the model may lack these layers.
-
-    Raises:
-        FileNotFoundError, TypeError, RuntimeError: As for :func:`load_released`.
+    With ``classifier``, names of the model's classifier layers, the tensors may be adapted to other classes, channels
+    or image sizes: shapes are not compared, and the model may lack these layers.
     """
     keys = _RELEASED_KEYS.get(type(model))
     if keys is None:

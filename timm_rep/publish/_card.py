@@ -101,14 +101,7 @@ def card_text(folder: PathLike) -> str:
 
 
 def accelerated_card(name: str, config: Mapping[str, Any], report: AccelerationReport, conversion: str) -> str:
-    """Card of a folder that ``timm-rep accelerate`` writes.
-
-    Args:
-        name: Name of the folder.
-        config: Contents of its config.json.
-        report: Figures of the models.
-        conversion: Report of the conversion, as text.
-    """
+    """Card of a folder ``name`` of ``timm-rep accelerate``; ``conversion`` is the report of the conversion as text."""
     versions = ', '.join(f'{package} {version}' for package, version in report.versions.items())
     return _card(name, config['pretrained_cfg'].get('license') or 'other', Metrics(), [
         f'`{config["model_args"]["base"]}` with its FFNs converted from data by '

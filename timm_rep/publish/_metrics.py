@@ -48,11 +48,6 @@ def measure_accuracy(
 
     Returns:
         The accuracy, and predictions of every ``every``-th image.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: The number of classes or the size differs from the model's, an image cannot be decoded, or the model
-            takes images of neither 1 nor 3 channels.
     """
     config = image_config(model)
     dataset = ImageFolder(data_dir, split, config['input_size'][0])

@@ -18,16 +18,11 @@ REPORT_NAME = 'report.json'
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Measured accuracy.
+    """Measured accuracy, in percent.
 
     Attributes:
-        top1: Top-1 accuracy in percent.
-        top5: Top-5 accuracy in percent.
-        images: Number of images.
         split: Name of the folder of the images.
-        machine: Processor.
         date: Date in ISO format.
-        versions: Versions of the software.
         weights: SHA-256 of the weights.
         of: Name of the measured folder, if another form of the model was measured.
     """
@@ -44,13 +39,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Form:
-    """Size and speed of a model in one form: unfolded, folded or int8.
-
-    Attributes:
-        params: Number of parameters.
-        gmacs: Multiply-accumulates of one image, in 1e9.
-        images_per_second: Throughput.
-    """
+    """Parameters, multiply-accumulates of one image in 1e9, and throughput of a model, unfolded, folded or in int8."""
     params: int
     gmacs: float
     images_per_second: float
@@ -65,13 +54,10 @@ class Cost:
     """Measured size and speed.
 
     Attributes:
-        forms: Figures by form, 'folded' among them.
-        batch_size: Images per batch.
+        forms: Figures by form, including 'folded'.
         img_size: Height and width of the images.
-        dtype: Dtype of the images.
-        machine: Processor.
         date: Date in ISO format.
-        versions: Versions of the software, 'torch' among them.
+        versions: Versions of the software, including 'torch'.
         weights: SHA-256 of the weights.
     """
     forms: Dict[str, Form]
@@ -91,13 +77,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Cited:
-    """A figure of another source.
-
-    Attributes:
-        what: Name of the figure.
-        value: The figure.
-        source: Where it was published.
-    """
+    """A figure from another source."""
     what: str
     value: Union[float, str]
     source: str
@@ -105,14 +85,7 @@ class Cited:
 
 @dataclass(frozen=True)
 class Metrics(Sidecar):
-    """Figures of a model card.
-
-    Attributes:
-        dataset: Name of the images.
-        accuracy: Measured accuracy.
-        cost: Measured size and speed.
-        cited: Figures of other sources.
-    """
+    """Figures of a model card; ``dataset`` is the name of the images."""
     dataset: Optional[str] = None
     accuracy: Optional[Accuracy] = None
     cost: Optional[Cost] = None
@@ -143,8 +116,6 @@ class AccelerationReport(Sidecar):
         figures: Accuracy, size and speed by model, see :func:`timm_rep.accelerate.measure`.
         conversion: Report of the conversion, as a mapping.
         command: Command that repeats it.
-        machine: Processor of the measurements.
-        versions: Versions of the software.
     """
     figures: Dict[str, Dict[str, Any]]
     conversion: Dict[str, Any]

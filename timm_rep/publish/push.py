@@ -16,13 +16,7 @@ _WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.pt2', '.onnx', '.da
 
 
 class Change(NamedTuple):
-    """A change of a push to a file of the repository.
-
-    Attributes:
-        file: Name of the file.
-        what: 'add', 'change', 'delete' or 'same'.
-        size: Size of the file in bytes; 0 for a deleted file.
-    """
+    """Change of a file by a push: ``what`` is 'add', 'change', 'delete' or 'same', ``size`` is in bytes."""
     file: str
     what: str
     size: int
