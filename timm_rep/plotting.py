@@ -52,14 +52,9 @@ def plot_scales(scales: Mapping[str, Scales]):
 
     Returns:
         A matplotlib Figure.
-
-    Raises:
-        ValueError: ``scales`` is empty.
     """
     from matplotlib.lines import Line2D
 
-    if not scales:
-        raise ValueError('There are no scales to draw.')
     branches = list(dict.fromkeys(
         branch for s in scales.values()
         for branch in (*s.branches(), *(b for means in s.history.values() for b in means))))
@@ -72,8 +67,7 @@ def plot_scales(scales: Mapping[str, Scales]):
         tidy(column[0], name, 'block', 'mean of the scales')
         if rows > 1:
             layer = _draw_course(column[1], each, colors)
-            tidy(column[1], layer or f'{name}: the history of the search is not in the file', 'epoch',
-                 'mean of the scales')
+            tidy(column[1], layer or f'{name}: history not in the file', 'epoch', 'mean of the scales')
     handles = [Line2D([], [], color=color, marker='.', label=branch) for branch, color in colors.items()]
     grid[0, 0].legend(handles=handles, frameon=False, fontsize=8)
     return figure
@@ -90,7 +84,7 @@ def _draw_depth(axes, scales: Scales, colors: Mapping[str, str]) -> None:
 
 
 def _draw_course(axes, scales: Scales, colors: Mapping[str, str]) -> Optional[str]:
-    """Draw the history of the last layer of the longest stage; return its name, or None without a history."""
+    """Draw the history of the last layer of the longest stage, and return its name; None without a history."""
     longest = max(scales.stages().values(), key=len)[-1]
     if longest not in scales.history:
         return None
@@ -100,16 +94,7 @@ def _draw_course(axes, scales: Scales, colors: Mapping[str, str]) -> Optional[st
 
 
 def kernel_layer(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """The layer that the paper draws: the middle one in the stage with the most 3 x 3 kernels (8th of 16 in B1).
-
-    Args:
-        state_dict: State dict of a model with 3 x 3 kernels.
-
-    Returns:
-        Name of the kernel in the state dict.
-
-    Raises:
-        ValueError: There is no 3 x 3 kernel.
+    """Name of the kernel that the paper draws, the middle 3 x 3 one of the stage with most of them (8th of 16 in B1).
     """
     stages: Dict[Tuple[str, ...], List[str]] = {}
     for name, value in state_dict.items():
@@ -139,10 +124,8 @@ def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: 
         A matplotlib Figure.
 
     Raises:
-        ValueError: ``state_dicts`` is empty, or one has no such kernel.
+        ValueError: A state dict has no such kernel.
     """
-    if not state_dicts:
-        raise ValueError('There are no checkpoints to draw.')
     layers = layers or [kernel_layer(state_dict) for state_dict in state_dicts.values()]
     for (name, state_dict), layer in zip(state_dicts.items(), layers):
         if not _is_kernel(state_dict.get(layer)):
@@ -173,12 +156,7 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
 
     Returns:
         A matplotlib Figure.
-
-    Raises:
-        ValueError: ``profiles`` is empty.
     """
-    if not profiles:
-        raise ValueError('There are no latencies to draw.')
     figure = _figure(len(profiles), 1)
     for axes, (title, bars) in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles.items()):
         parts = list(next(iter(bars.values())))
@@ -259,15 +237,14 @@ def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 
         A matplotlib Figure.
 
     Raises:
-        ValueError: ``models`` is empty, or a model has no such attention.
+        ValueError: A model has no such attention.
     """
-    if not models:
-        raise ValueError('There are no models to draw.')
     products = {}
     for name, model in models.items():
         found = [attention for _, attention in attentions(model)]
         if not -len(found) <= block < len(found):
-            raise ValueError(f'{name} has {len(found)} attentions with a qkv, none numbered {block}.')
+            raise ValueError(
+                f'block must be the index of an attention with a qkv, got {block}: {name} has {len(found)} of them.')
         qk, v_proj = attention_products(found[block])
         products[name] = {'W_q W_k^T': qk.mean(0).float().cpu(), 'W_v W_proj': v_proj.float().cpu()}
     figure = _figure(len(products), 2)

@@ -232,6 +232,13 @@ def test_groups():
             assert torch.equal(student[0].weight[3 * g:3 * g + 3], teacher[0].weight[rows][:, evenly_spaced(6, 3)])
             assert torch.equal(student[0].bias[3 * g:3 * g + 3], teacher[0].bias[rows])
 
+    # more outputs for each input of a group than in the student, so that only the model says how many groups there are
+    teacher = nn.Sequential(nn.Conv2d(24, 48, 3, groups=4))
+    init(student, teacher)
+    for g in range(2):
+        rows = evenly_spaced(4, 2)[g] * 12 + evenly_spaced(12, 3)
+        assert torch.equal(student[0].bias[3 * g:3 * g + 3], teacher[0].bias[rows])
+
 
 @pytest.mark.parametrize('pair', [
     ('mixer_t32', 'mixer_s32_224'), ('swin_femto', 'swin_tiny_patch4_window7_224'),

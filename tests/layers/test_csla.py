@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.helpers import relative
 from tests.reference.csla import branch_by_branch
 from tests.reference.rep_optim import grad_mult
-from timm_rep.layers import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch
+from timm_rep.layers import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, RepOptConv
 from timm_rep.optim import GradMult, RepAdamW, RepSGD, set_grad_mult
 
 C3, C1, ID = ConvBranch(3), ConvBranch(1), IdentityBranch()
@@ -276,3 +276,10 @@ def test_refusals():
 def test_initial_scale_as_an_integer():
     block = CslaBlock(Csla(4, 4, branches=(ConvBranch(3),), initial_scale=2), trainable=True)
     assert block.scales['conv3x3'].tolist() == [2.] * 4
+
+
+@pytest.mark.parametrize('training', [True, False])
+@pytest.mark.parametrize('structure', ['target', 'search', 'csla'])
+def test_folding_keeps_the_mode(structure, training):
+    layer = RepOptConv(Csla(4, 4, (ConvBranch(3), IdentityBranch())), structure).train(training)
+    assert layer.fuse().training is training

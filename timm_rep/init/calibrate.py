@@ -20,15 +20,15 @@ def calibrate_batchnorm(
 ) -> nn.Module:
     """Set the running statistics of all BatchNorms of a model from a data set, in place.
 
-    The statistics are averages over the batches with equal weights. Meanwhile every BatchNorm normalizes by its batch,
-    and all other modules are in eval mode; the modes are restored afterwards. If an error is raised, the statistics are
+    The statistics are averages over the batches with equal weights. During calibration, every BatchNorm normalizes by
+    its batch, and all other modules are in eval mode; then the modes are restored. An error leaves the statistics
     unchanged.
 
     Args:
         model: A model with BatchNorms, such as a RePaFormer with the weights of a plain model, see
             :func:`timm_rep.weight_select_init`.
-        loader: Batches of images (N, C, H, W) on any device; of a tuple or list the first item is used,
-            of a dict the tensor of images.
+        loader: Batches of images (N, C, H, W) on any device; tuples or lists with the images first; or dicts with
+            one tensor of images.
         batches: Number of batches to use, all if None.
         identity_norms: Patterns of names of BatchNorms whose scale and shift are set to undo their statistics, so that
             they are the identity in eval mode: ``['*.mlp.norm2']`` brings a RePaFormer closest to the plain model.

@@ -205,9 +205,6 @@ def head_aware_indices(
 
     Returns:
         The positions along each axis, None where the axis is kept whole or interpolated.
-
-    Raises:
-        Unselectable: The tensor of the teacher is too small or has another structure.
     """
     shape = student.shapes[name]
     position_axes = _position_axes(name, shape)

@@ -132,11 +132,9 @@ def _plain_names(shapes: Mapping[str, Shape], other: Mapping[str, Shape]) -> Dic
 
 
 def absent_in_plain(name: str, found: Mapping[str, Optional[str]]) -> str:
-    """The reason why a tensor of a RePaFormer has no counterpart in a plain model; '' if it should have one.
+    """Reason why a tensor of a RePaFormer has no counterpart in a plain model; '' if it should have one.
 
-    Args:
-        name: Name of the tensor.
-        found: What :func:`map_names` gives.
+    ``found`` is the result of :func:`map_names`.
     """
     if _REPA_ONLY.search(name):
         return 'a BatchNorm that the teacher does not have, see calibrate_batchnorm()'

@@ -95,9 +95,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
 
     Args:
         source: A model, a state dict, the path of a checkpoint, or the name of a timm model with pretrained weights, as
-            for ``create_model`` ('local-dir:' and 'hf-hub:' included).
-            Checkpoints of DINO, MAE and CLIP (its vision tower) are supported; if a checkpoint has a moving average of
-            the weights, it is used.
+            for ``create_model`` ('local-dir:' and 'hf-hub:' included). Checkpoints may be of DINO, MAE and CLIP (its
+            vision tower); a moving average of the weights is preferred.
 
     Raises:
         FileNotFoundError: There is no such file and no such model.
@@ -147,6 +146,6 @@ def _open_cached(name: str) -> Optional[Teacher]:
             path = hf_hub_download(repository, 'model.safetensors', revision=revision or None)
         teacher = _from_safetensors(path, model)
     except (TypeError, OSError, RuntimeError):
-        return None  # create_model() knows other sources and layouts, and reports if there are none
+        return None  # create_model() looks in other places and raises the error
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     return teacher if shapes.items() <= teacher.shapes.items() else None

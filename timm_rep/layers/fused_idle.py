@@ -49,11 +49,6 @@ def fused_idle_is_faster(tokens: int, channels: int, idle: int) -> bool:
     The layers in sequence take 6 products of ``tokens * channels * idle`` multiplications, 2 forward and 4 backward.
     The matrix takes 5 of ``tokens * channels * channels`` (covariance, application, and their gradients), 6 of
     ``channels * channels * idle`` to be made (2 forward and 4 backward), and a constant (``_OVERHEAD``).
-
-    Args:
-        tokens: Number of tokens of the batch.
-        channels: Number C of channels.
-        idle: Number of idle hidden channels.
     """
     return tokens * channels * (6 * idle - 5 * channels) > 6 * channels ** 2 * idle + _OVERHEAD
 
@@ -147,16 +142,9 @@ def _batch_norm(
         count: torch.Tensor,
         group: Optional[dist.ProcessGroup],
 ) -> torch.Tensor:
-    """BatchNorm of some channels in training mode.
+    """BatchNorm of the channels ``part`` of x (tokens, channels) in training mode, which updates their statistics.
 
-    Args:
-        x: Input (tokens, channels).
-        norm: The BatchNorm, whose running statistics of these channels are updated.
-        part: The channels.
-        affine: Apply scale and shift.
-        momentum: Weight of this batch in the running statistics.
-        count: Number of tokens, of all processes.
-        group: Processes that share the statistics.
+    ``count`` is the number of tokens of all processes of the group, ``momentum`` the weight of this batch.
     """
     weight, bias = (norm.weight[part], norm.bias[part]) if affine else (None, None)
     if group is None:
@@ -184,21 +172,9 @@ def fused_idle_ffn(
         norm2: _BatchNorm,
         fc2: nn.Module,
 ) -> torch.Tensor:
-    """``fc2(norm2(act(fc1(norm1(x)))))`` in training mode, the idle channels fused into one matrix.
+    """``fc2(norm2(act(fc1(norm1(x)))))`` of x (tokens, channels) in training mode, idle channels fused into one matrix.
 
-    Args:
-        x: Input (tokens, channels).
-        norm1: BatchNorm of the channels.
-        fc1: Linear layer or 1 x 1 convolution.
-        act: ChannelIdle with active and idle channels.
-        norm2: BatchNorm of the hidden channels; shares its statistics with the same processes as norm1.
-        fc2: Linear layer or 1 x 1 convolution.
-
-    Returns:
-        Output (tokens, channels).
-
-    Raises:
-        ValueError: There is only one token, whose variance is undefined.
+    ``act`` is a ChannelIdle with active and idle channels; the norms share their statistics with the same processes.
     """
     group, active = sync_group(norm1), act.active_channels
     count = _all_reduce(x.new_full((), len(x), dtype=torch.promote_types(x.dtype, torch.float32)), group)

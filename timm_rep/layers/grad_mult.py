@@ -182,7 +182,7 @@ class GradMult:
                 target[..., rows, columns].addcmul_(x[..., rows, columns], vector)
 
     def dense(self, rule: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The multiplier of every entry, of the kernel's shape, on the CPU; for inspection only."""
+        """The multiplier of every entry, of the kernel's shape, on the CPU, for inspection."""
         return self.multiply(torch.ones(self.shape, dtype=dtype, device='cpu'), rule)
 
 

@@ -91,7 +91,7 @@ def create_from_base(
     """Create a converted model of timm with the arguments of ``timm.create_model``.
 
     Args:
-        build: Function that creates the converted model from ``base``, its own arguments, and the base's arguments.
+        build: Function that creates the converted model from ``base``, arguments of its own and of the base.
         variant: Name of the architecture.
         model_cfgs: Default arguments, as for :func:`timm_rep.hub.build_model`.
         pretrained: Whether to load weights, of the converted model if pretrained_cfg says where they are.
@@ -99,11 +99,6 @@ def create_from_base(
             where those are to be loaded, with ``reparameterized=True`` folded afterwards; None if it cannot.
         advice: Other ways to start from the weights of the base, for the error of unpublished weights.
         kwargs: Arguments of ``create_model``.
-
-    Raises:
-        ValueError: base is not a timm model name, or not the base of the weights; or an argument of the conversion is
-            invalid.
-        RuntimeError: The weights cannot be found or do not fit.
     """
     own = {*inspect.signature(build).parameters, *FACTORY_ARGS}
     has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')

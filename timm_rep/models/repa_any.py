@@ -1,4 +1,4 @@
-"""Any timm model with RePa FFNs as a registered architecture, so that timm's scripts, config.json and the Hub know it.
+"""Any timm model with RePa FFNs as a registered architecture, known to timm's scripts, config.json and the Hub.
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, ICML 2025 as
 `RePaViT` - https://arxiv.org/abs/2505.21847
@@ -68,13 +68,7 @@ def use_linearized_ffns(
 ) -> None:
     """Give the FFNs of a model the structure of :func:`timm_rep.convert.linearize_ffns`, with new weights.
 
-    Args:
-        model: timm model.
-        idle_ratio: Share of the idle hidden channels; or one for each pointwise FFN, None for those left as they are.
-        linear_path: Whether the idle channels become a matrix, or are dropped; or one for each FFN.
-
-    Raises:
-        ValueError: The model has no pointwise FFN, or another number of them than ratios.
+    ``idle_ratio`` and ``linear_path`` may be sequences with one value for each pointwise FFN.
     """
     ffns, _ = find_ffns(model)
     if not ffns:
@@ -111,7 +105,7 @@ default_cfgs = generate_default_cfgs({
         base_cfg('repa_any', 'fasternet_t0'), hf_hub_id='timm-rep/repa_any.cifar10', license='apache-2.0',
         num_classes=10, input_size=(3, 32, 32), pool_size=(2, 2), crop_pct=1.,
         mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
-    # last, and '*', so that it is the default
+    # last, with '*', to be the default
     'repa_any.untrained*': base_cfg('repa_any', _DEFAULT_BASE),
 })
 

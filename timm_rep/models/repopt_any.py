@@ -71,7 +71,7 @@ default_cfgs = generate_default_cfgs({
         license='apache-2.0',
         num_classes=10, input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1., interpolation='bilinear',
         mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
-    # last, and '*', so that it is the default
+    # last, with '*', to be the default
     'repopt_any.untrained*': base_cfg('repopt_any', _DEFAULT_BASE),
 })
 

@@ -45,12 +45,7 @@ class RepOptBlock(nn.Module):
     ):
         """
         Args:
-            in_chs: Number of input channels.
-            out_chs: Number of output channels.
-            stride: Stride of every branch.
-            dilation: Dilation of the convolution, and of the block as timm passes it.
-            layers: Activation and attention layers.
-            drop_block: DropBlock layer.
+            in_chs, out_chs, stride, dilation, layers, drop_block: As for the blocks of timm's ByobNet.
             structure: 'target', 'search' or 'csla'.
             reparameterized: Build the deploy structure.
             initial_scale: Initial value of the scales of this block in Hyper-Search.
@@ -75,7 +70,7 @@ class RepOptBlock(nn.Module):
         self.attn = nn.Identity() if layers.attn is None else layers.attn(out_chs, **dd)
 
     def init_weights(self, zero_init_last: bool = False) -> None:
-        # undoes timm's fan-out initialization: the rule of initialization assumes torch's
+        # the rule of initialization assumes torch's initialization, not timm's by fan-out
         if isinstance(self.conv, RepOptConv):
             self.conv[0].reset_parameters()
 
@@ -117,9 +112,9 @@ class RepOptVgg(RepOptMixin, ByobNet):
             stem_width: Number of channels of the stem.
             in_chans: Number of image channels.
             structure: 'target', a plain network; 'search', the network that Hyper-Search trains, every convolution a
-                sum of branches with trainable scales; 'csla', the same with constant scales. The latter trains as the
-                target structure does, if weight decay includes its identity branches: timm's create_optimizer_v2
-                excludes vectors unless it gets filter_bias_and_bn=False.
+                sum of branches with trainable scales; 'csla', the same with constant scales, which trains as the
+                target structure does if weight decay includes its identity branches (with timm's
+                create_optimizer_v2, filter_bias_and_bn=False).
             scales: Constants of the branches: Scales, a path, a Hub repository, 'ones', a model with searched
                 scales in this package, or 'init', the values that a search starts from. They determine the GradMults
                 and initial kernels of the target structure, and the scales of the others. False (or None): no scales,
@@ -273,7 +268,7 @@ default_cfgs = generate_default_cfgs({
         hf_hub_id='timm-rep/repopt_vgg_a0.cifar10',
         num_classes=10, input_size=(3, 32, 32), pool_size=(2, 2), crop_pct=1.,
         mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
-    # last, and '*', so that it is the default
+    # last, with '*', to be the default
     **{f'{variant}.untrained*': _cfg() for variant in model_cfgs if '.' not in variant},
 })
 

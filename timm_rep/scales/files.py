@@ -38,9 +38,6 @@ _RELEASED_BRANCHES = {
 
 def locate(source: Union[str, os.PathLike]) -> str:
     """The path of a file of scales, of packaged or released scales by their name, or of a download in the Hub's cache.
-
-    Raises:
-        FileNotFoundError: There is no such file.
     """
     source = os.fspath(source)
     if source in packaged_scales():
@@ -63,21 +60,12 @@ def locate(source: Union[str, os.PathLike]) -> str:
 
 
 def read(path: str) -> Tuple[Layers, Mapping[str, str]]:
-    """Read the layers and the metadata of a file of scales.
-
-    Raises:
-        ValueError: The file cannot be read, or has an unknown layout.
-    """
+    """Read the layers and the metadata of a file of scales; ValueError if it has another layout."""
     return _read_released(path) if path.endswith(_PICKLED) else _read_safetensors(path)
 
 
 def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathLike]) -> None:
-    """Write a safetensors file; a failure leaves an existing one intact.
-
-    Raises:
-        OSError: The file cannot be written.
-        ValueError: The path does not end in .safetensors.
-    """
+    """Write a safetensors file; a failure leaves an existing one intact."""
     path = Path(path)
     if path.suffix != '.safetensors':
         raise ValueError(f'The path of scales must end in .safetensors, got {str(path)!r}.')

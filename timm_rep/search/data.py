@@ -61,7 +61,7 @@ def create_search_dataset(
 
 
 def _sampler(dataset: Dataset, is_training: bool) -> Sampler:
-    """Sampler of the images of this process; in training each process of a process group gets its share."""
+    """Sampler of a data set, in training of this process's share of it in a process group."""
     if not is_training:
         return SequentialSampler(dataset)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -70,11 +70,11 @@ def _sampler(dataset: Dataset, is_training: bool) -> Sampler:
 
 
 def create_search_loader(dataset: Dataset, batch_size: int, is_training: bool, workers: int = 0) -> DataLoader:
-    """Create a loader that draws its random numbers in every epoch, for :func:`hyper_search`.
+    """Create a loader for :func:`hyper_search`, with new random numbers in every epoch.
 
     Args:
-        dataset: A data set of :func:`create_search_dataset`.
-        batch_size: Images in a batch, for each process.
+        dataset: Data set from :func:`create_search_dataset`.
+        batch_size: Images in a batch of each process.
         is_training: Shuffle, and drop the last incomplete batch.
         workers: Number of processes that load images; 0 loads them in this process.
     """
@@ -89,7 +89,7 @@ def create_search_loader(dataset: Dataset, batch_size: int, is_training: bool, w
 
 
 class DeviceLoader:
-    """Batches of a small data set that is held in memory on the device, with random crops and flips there.
+    """Loader of a small data set in the memory of a device, with random crops and flips there.
 
     Yields images (N, 3, H, W), float32, normalized, in channels-last memory format, and targets (N,), with the
     distribution of :func:`create_search_loader`. Decoding each image once lets a small net on 32 x 32 images keep a GPU
@@ -107,8 +107,8 @@ class DeviceLoader:
     ):
         """
         Args:
-            dataset: A data set of ``create_search_dataset(raw=True)``.
-            batch_size: Images in a batch, for each process.
+            dataset: Data set from ``create_search_dataset(raw=True)``.
+            batch_size: Images in a batch of each process.
             is_training: Shuffle, crop and flip, and drop the last incomplete batch.
             device: Device of the images.
             workers: Number of processes that read the images once; 0 reads them in this process.
@@ -152,7 +152,7 @@ class DeviceLoader:
 
 
 def count_classes(dataset: Dataset) -> Optional[int]:
-    """Number of classes of a data set, None if it does not tell."""
+    """Number of classes of a data set, None if unknown."""
     for names in (getattr(dataset, 'classes', None), getattr(getattr(dataset, 'reader', None), 'class_to_idx', None)):
         if names:
             return len(names)

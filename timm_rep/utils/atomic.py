@@ -21,11 +21,7 @@ _REMOVED = '.removed.json'
 
 
 def check_writable(folder: Union[str, os.PathLike]) -> Path:
-    """Check that a folder exists or can be created, and that files can be written there, before any long work.
-
-    Raises:
-        OSError: They cannot; the message names the folder and the reason.
-    """
+    """Check that a folder exists or can be created, and that files can be written there, before any long work."""
     folder = Path(folder)
     missing = _missing(folder)
     try:
@@ -41,16 +37,10 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
 
 @contextlib.contextmanager
 def locking_folder(folder: Union[str, os.PathLike], wait: bool = True) -> Iterator[Path]:
-    """Hold the lock of a folder, which one process has at a time; it is released when the process ends.
+    """Hold the lock of a folder, which one process has at a time; without ``wait``, BlockingIOError if another has it.
 
-    Files can still be replaced with :func:`replacing_files`, which has a lock of its own.
-
-    Args:
-        folder: Folder, created if it does not exist, and removed again if the body raises and leaves it empty.
-        wait: Wait for another process that holds the lock.
-
-    Raises:
-        BlockingIOError: Another process holds the lock, and ``wait`` is False.
+    The folder is created if necessary, and removed again if the body raises and leaves it empty. Files can still be
+    replaced with :func:`replacing_files`, which has a lock of its own.
     """
     folder = Path(folder)
     with _removing_if_raised(folder), _locked(folder, '.lock', wait):
@@ -103,11 +93,7 @@ def replacing_files(folder: Union[str, os.PathLike], copy: bool = False) -> Iter
 
 
 def recover(folder: Union[str, os.PathLike]) -> bool:
-    """Finish the moves of a process that was killed at the end of :func:`replacing_files`.
-
-    Returns:
-        Whether there was such a process.
-    """
+    """Finish the moves of a process that was killed at the end of :func:`replacing_files`; whether there was one."""
     folder = Path(folder)
     if not (folder / _PENDING).is_dir():
         return False

@@ -49,11 +49,6 @@ def read_state_dict(
         path: Path of the file.
         use_ema: Prefer the moving average of the weights, if the checkpoint has one.
         wrappers: Further keys of the state dict in the checkpoint, as for :func:`state_dict_of`.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        RuntimeError: The file cannot be read.
-        TypeError: The file has no state dict.
     """
     path = os.fspath(path)
     with _reading(path):
@@ -65,18 +60,7 @@ def read_state_dict(
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike], use_ema: bool = False) -> None:
-    """Load a checkpoint into a model, strictly.
-
-    Args:
-        model: The model.
-        path: Path of the file.
-        use_ema: Prefer the moving average of the weights, if the checkpoint has one.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        RuntimeError: The file cannot be read, or does not fit the model.
-        TypeError: The file has no state dict.
-    """
+    """Load a checkpoint, or with use_ema its moving average if it has one, into a model, strictly."""
     state_dict = read_state_dict(path, use_ema)
     try:
         model.load_state_dict(state_dict)
@@ -85,12 +69,7 @@ def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike], use_ema: bo
 
 
 def has_moving_average(path: Union[str, os.PathLike]) -> bool:
-    """Whether a checkpoint of timm's train.py has a moving average of the weights.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        RuntimeError: The file cannot be read.
-    """
+    """Whether a checkpoint of timm's train.py has a moving average of the weights."""
     path = os.fspath(path)
     if path.endswith('.safetensors'):
         return False
@@ -109,9 +88,6 @@ def state_dict_of(
     Args:
         checkpoint: A state dict, or a mapping that holds one.
         wrappers: Keys of the state dict in the checkpoint, in order of preference.
-
-    Raises:
-        TypeError: The state dict is empty or has values that are not tensors.
     """
     state_dict = next(
         (checkpoint[wrapper] for wrapper in wrappers if isinstance(checkpoint.get(wrapper), Mapping)), checkpoint)
@@ -128,11 +104,7 @@ def write_safetensors(
         path: Union[str, os.PathLike],
         metadata: Optional[Mapping[str, str]] = None,
 ) -> None:
-    """``safetensors.torch.save_file`` of contiguous tensors that share no memory.
-
-    Raises:
-        OSError: The file cannot be written, for example because the disk is full.
-    """
+    """``save_file`` of safetensors, for tensors of any layout that may share memory, with an OSError if it fails."""
     storages, separate = set(), {}
     for name, tensor in tensors.items():
         separate[name] = tensor = tensor.detach().contiguous()
@@ -147,11 +119,7 @@ def write_safetensors(
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Union[str, os.PathLike]) -> None:
-    """``torch.save``.
-
-    Raises:
-        OSError: The file cannot be written, for example because the disk is full.
-    """
+    """``torch.save``, with an OSError if the disk is full."""
     try:
         torch.save(state, path)
     except RuntimeError as e:  # torch reports a full disk as an unexpected position in the file
@@ -159,29 +127,16 @@ def write_checkpoint(state: Mapping[str, Any], path: Union[str, os.PathLike]) ->
 
 
 def write_training_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of a training run to resume from, in place of an earlier one.
-
-    Args:
-        path: File to write.
-        state: Values that ``torch.load(weights_only=True)`` reads, with the settings of the run under 'settings'.
-
-    Raises:
-        OSError: The file cannot be written.
+    """Write the state of a training run to resume from, with its settings under 'settings', in place of an earlier one.
     """
     with replacing_files(path.parent) as temporary:
         write_checkpoint(state, temporary / path.name)
 
 
 def read_training_state(path: Path, settings: Mapping[str, Any], training: str) -> Dict[str, Any]:
-    """Read the file of :func:`write_training_state`.
+    """Read the file of :func:`write_training_state`; ValueError if it is damaged or its run had other settings.
 
-    Args:
-        path: The file.
-        settings: Settings of this run.
-        training: Kind of training, for messages, such as 'distillation'.
-
-    Raises:
-        ValueError: The file cannot be read, or its run had other settings.
+    ``training`` names the kind of training in messages, such as 'distillation'.
     """
     try:
         state = torch.load(path, map_location='cpu', weights_only=True)

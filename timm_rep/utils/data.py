@@ -32,15 +32,7 @@ _MODES = {1: 'L', 3: 'RGB'}
 
 
 def check_preprocessing(values: Mapping[str, Any], source: str = '') -> None:
-    """Check the settings of :data:`PREPROCESSING` that a mapping has; None passes.
-
-    Args:
-        values: Settings, and anything else.
-        source: File, and place in it, for the message.
-
-    Raises:
-        RuntimeError: A setting is of another type, or a number that must be positive is not.
-    """
+    """Raise RuntimeError if a setting of :data:`PREPROCESSING` in a mapping is invalid; ``source`` is its file."""
     for name, kind in PREPROCESSING.items():
         value = values.get(name)
         if value is None:
@@ -52,20 +44,11 @@ def check_preprocessing(values: Mapping[str, Any], source: str = '') -> None:
 
 
 def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Dataset:
-    """timm's ``create_dataset`` for a split that exists.
+    """timm's ``create_dataset``, with an error where timm would take the images of every split, or of a folder.
 
-    Args:
-        name: Name for ``create_dataset``: '' for folders of images, 'torch/cifar100', 'hfds/...'.
-        root: Folder of the data set.
-        split: Name of the split.
-        kwargs: Other arguments of ``create_dataset``.
-
-    Raises:
-        FileNotFoundError: There is no root, or no folder of the split; timm would take all images below the root, of
-            every split.
-        ValueError: The name has no prefix; timm would open an image folder.
+    The name is '' for folders of images, otherwise it has a prefix: 'torch/cifar100', 'hfds/...'.
     """
-    if name and '/' not in name:  # timm would open an image folder
+    if name and '/' not in name:
         raise ValueError(
             f"The name of a data set must have a prefix, as in 'torch/cifar10' or 'hfds/owner/name', got {name!r}: for "
             "folders of images it is ''.")
@@ -112,11 +95,7 @@ class ImageFolder(Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Tuple[object, int]:
-        """An image and its class.
-
-        Raises:
-            ValueError: The image cannot be decoded.
-        """
+        """An image and its class."""
         path, target = self.samples[index]
         try:
             with Image.open(path) as file:
@@ -146,9 +125,6 @@ def image_config(
         std: Standard deviation of each channel, or of all.
         interpolation: Interpolation of resized images.
         crop_pct: Fraction of the image that is kept.
-
-    Raises:
-        ValueError: The model takes images of neither 1 nor 3 channels, or a setting is of another type or size.
     """
     input_size = model_input_size(model)
     channels = input_size[0]
@@ -175,33 +151,14 @@ def image_config(
 
 
 def load_images(dataset: Dataset, config: Mapping[str, Any], batch_size: int, workers: int = 0, **kwargs) -> Iterable:
-    """timm's ``create_loader`` with the preprocessing of a model.
-
-    Args:
-        dataset: Data set with a transform to set.
-        config: What :func:`image_config` gives.
-        batch_size: Images per batch.
-        workers: Number of processes that load images; 0 loads them in this process.
-        kwargs: Other arguments of ``create_loader``.
-    """
+    """timm's ``create_loader`` with the preprocessing of :func:`image_config`, and further arguments of it."""
     return create_loader(
         dataset, batch_size=batch_size, num_workers=workers, persistent_workers=False, use_prefetcher=False,
         device=torch.device('cpu'), **{name: config[name] for name in PREPROCESSING}, **kwargs)
 
 
 def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Tensor:
-    """Evenly spaced images of a split, preprocessed for a model, (N, channels, height, width).
-
-    Args:
-        model: timm model.
-        root: Folder that holds the split.
-        split: Name of a folder in it, with a folder of images for every class.
-        count: Number of images, fewer if the split has fewer.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: An image cannot be decoded, or the model takes images of neither 1 nor 3 channels.
-    """
+    """At most ``count`` evenly spaced images of a split, preprocessed for a model, (N, channels, height, width)."""
     config = image_config(model)
     dataset = ImageFolder(root, split, config['input_size'][0])
     dataset.transform = create_transform(**config)
@@ -210,11 +167,7 @@ def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Te
 
 
 def batches_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of a loader.
-
-    Raises:
-        TypeError: It is a path, a tensor or something else without batches.
-    """
+    """Iterate over the batches of a loader; TypeError for a path, a tensor or another object without batches."""
     if isinstance(loader, (str, bytes, torch.Tensor)) or not hasattr(loader, '__iter__'):
         found = f'a tensor {tuple(loader.shape)}' if isinstance(loader, torch.Tensor) else f'{loader!r:.100}'
         raise TypeError(
@@ -231,14 +184,7 @@ def world_size_and_rank() -> Tuple[int, int]:
 
 
 def batch_images(batch: Any) -> torch.Tensor:
-    """The images (N, C, H, W) of a batch of a loader.
-
-    Args:
-        batch: A tensor; a tuple or list with the images first; or a dict with one tensor of four dimensions.
-
-    Raises:
-        TypeError: It is none of these, or the images are of integers.
-    """
+    """The images (N, C, H, W) of a batch: a tensor, a tuple or list with it first, or a dict with one such tensor."""
     images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(batch, Mapping):
         images = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim == 4]
@@ -255,11 +201,7 @@ def batch_images(batch: Any) -> torch.Tensor:
 
 
 def labelled_images(batch: Any) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Images (N, C, H, W) and labels (N,) of a batch of a loader, a tuple or list of both.
-
-    Raises:
-        TypeError: It is something else, or the images are of integers.
-    """
+    """The images (N, C, H, W) and labels (N,) of a batch, which is a tuple or list of both."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, torch.Tensor) for x in batch):
         images, labels = batch_images(batch), batch[1]
         if images.ndim == 4 and labels.shape == images.shape[:1]:
@@ -272,17 +214,13 @@ def labelled_images(batch: Any) -> Tuple[torch.Tensor, torch.Tensor]:
 
 
 def take_images(loader: Iterable[Any], max_images: int, naflex: bool = False) -> List[Any]:
-    """The first images of a loader, as batches: they are needed more than once.
+    """List the first batches of a loader, to pass them more than once.
 
     Args:
         loader: Batches as for :func:`batch_images`.
         max_images: Largest number of images.
         naflex: Whether a batch may also be, or have as its first item, a dict of timm's NaFlex loader with 'patches',
             'patch_coord' and 'patch_valid'.
-
-    Raises:
-        TypeError: The loader has no batches, or a batch has no images.
-        ValueError: max_images is not an integer > 0, the loader has no images, or their shape is not (N, C, H, W).
     """
     if not isinstance(max_images, int) or max_images < 1:
         raise ValueError(f'max_images must be an integer >= 1, got {max_images!r}.')

@@ -30,12 +30,7 @@ SidecarType = TypeVar('SidecarType', bound='Sidecar')
 
 
 def read_text(path: Union[str, os.PathLike]) -> str:
-    """Read a text file in UTF-8.
-
-    Raises:
-        OSError: The file cannot be opened.
-        RuntimeError: The file is not UTF-8.
-    """
+    """Read a text file; RuntimeError if it is not UTF-8."""
     try:
         return Path(path).read_text(encoding='utf-8')
     except UnicodeDecodeError as e:
@@ -51,12 +46,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Union[str, os.PathLike]) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        OSError: The file cannot be opened.
-        RuntimeError: The file is not JSON in UTF-8.
-    """
+    """Read a JSON file; RuntimeError if it is not JSON in UTF-8."""
     text = read_text(path)
     try:
         return parse_json(text)
@@ -65,7 +55,7 @@ def read_json(path: Union[str, os.PathLike]) -> Any:
 
 
 def parse(kind: Any, value: Any, source: str) -> Any:
-    """Check a value that was read from JSON or YAML, and convert it to a type.
+    """Check a value that was read from JSON or YAML, and convert it to a type; RuntimeError if it has another one.
 
     Args:
         kind: ``str``, ``bool``, ``int``, ``float`` (finite), ``Any``, a dataclass, or ``Optional``, ``Union``,
@@ -75,9 +65,6 @@ def parse(kind: Any, value: Any, source: str) -> Any:
 
     Returns:
         The value: mappings as dataclasses where a dataclass is expected, without their unknown fields.
-
-    Raises:
-        RuntimeError: The value is of another type.
     """
     origin, args = get_origin(kind), get_args(kind)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -129,12 +116,7 @@ class Sidecar:
 
     @classmethod
     def from_json(cls: Type[SidecarType], path: Union[str, os.PathLike]) -> SidecarType:
-        """Read the dataclass from a file.
-
-        Raises:
-            OSError: The file cannot be opened.
-            RuntimeError: The file is not JSON, or a field is missing or of another type.
-        """
+        """Read the dataclass from a file."""
         return parse(cls, read_json(path), repr(os.fspath(path)))
 
     def to_json(self, path: Union[str, os.PathLike]) -> None:
@@ -157,12 +139,7 @@ _CONFIG = {
 
 
 def read_config(path: Union[str, os.PathLike]) -> Dict[str, Any]:
-    """Read a config.json of timm's ``save_for_hf``.
-
-    Raises:
-        OSError: The file cannot be opened.
-        RuntimeError: The file is not JSON, has no architecture, or a field is of another type.
-    """
+    """Read a config.json of timm's ``save_for_hf``; RuntimeError if a field is missing or of another type."""
     source = repr(os.fspath(path))
     config = parse(Dict[str, Any], read_json(path), source)
     if 'architecture' not in config:
@@ -176,14 +153,7 @@ def read_config(path: Union[str, os.PathLike]) -> Dict[str, Any]:
 
 @contextlib.contextmanager
 def argument_errors(source: str) -> Iterator[None]:
-    """Put the origin of a model's arguments in front of the message if they cannot be used.
-
-    Args:
-        source: Origin of the arguments.
-
-    Raises:
-        ValueError: Arguments have wrong names, types or values, or do not fit together.
-    """
+    """Raise a ValueError that begins with the origin of a model's arguments if they cannot be used."""
     try:
         yield
     except OSError:
@@ -194,15 +164,7 @@ def argument_errors(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def config_errors(name: str) -> Iterator[None]:
-    """Name the model in errors of ``timm.create_model`` about a config.json.
-
-    Args:
-        name: Name for ``timm.create_model``, such as 'local-dir:FOLDER' or 'hf-hub:ID'.
-
-    Raises:
-        RuntimeError: The config.json of a folder cannot be read.
-        ValueError: The config.json has no 'architecture'.
-    """
+    """Name the model, 'local-dir:FOLDER' or 'hf-hub:ID', in errors of ``timm.create_model`` about a config.json."""
     source, _, folder = name.partition(':')
     if source == 'local-dir' and (Path(folder) / 'config.json').exists():
         read_config(Path(folder) / 'config.json')

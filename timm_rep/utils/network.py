@@ -19,11 +19,7 @@ _TIMEOUT = 1.5  # seconds
 
 @contextlib.contextmanager
 def hub_errors() -> Iterator[None]:
-    """Raise every error of the connection to the Hub, or of its answer, as an OSError.
-
-    Raises:
-        OSError: The Hub cannot be reached, or answers with an error or with something unexpected.
-    """
+    """Raise every error of the connection to the Hub, or of its answer, as an OSError."""
     try:
         yield
     except HFValidationError:
@@ -61,21 +57,7 @@ def hub_download(
         revision: Optional[str] = None,
         cache_dir: Optional[Union[str, os.PathLike]] = None,
 ) -> str:
-    """``hf_hub_download``, which takes the file from the Hub's cache at once if the Hub cannot be reached.
-
-    Args:
-        repo_id: 'owner/name'.
-        filename: Name of the file.
-        revision: Branch, tag or commit. Default: the main branch.
-        cache_dir: Folder of the Hub's cache. Default: the client's.
-
-    Returns:
-        Path of the file.
-
-    Raises:
-        LocalEntryNotFoundError: The Hub cannot be reached, and the file is not in its cache.
-        OSError: There is no such file, or the Hub failed.
-    """
+    """``hf_hub_download``, which takes the file from the Hub's cache at once if the Hub cannot be reached."""
     with hub_errors():
         offline = constants.HF_HUB_OFFLINE or not is_hub_reachable()
         try:

@@ -52,7 +52,7 @@ def count_params(model: nn.Module) -> int:
 def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
     """Input size (channels, height, width) that the model was built for, or else that of its pretrained_cfg."""
     channels, *size = model.pretrained_cfg['input_size']
-    model = getattr(model, 'model', model)  # inside of one made by features_only
+    model = getattr(model, 'model', model)  # of FeatureGetterNet
     embeds = (getattr(model, name, None) for name in ('patch_embed', 'stem'))  # the latter in a mixer
     size = next((embed.img_size for embed in embeds if getattr(embed, 'img_size', None)), size)
     return (getattr(model, 'in_chans', channels), *size)
@@ -73,7 +73,7 @@ def count_macs(
     Returns:
         The counts: half of the counted floating-point operations.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # a part of torch that nothing else here loads
+    from torch.utils.flop_counter import FlopCounterMode  # imports much of torch
 
     if inputs is None:
         param = next(model.parameters())
@@ -128,16 +128,10 @@ def time_calls(
         rounds: int,
         warmup: int = 1,
 ) -> Dict[str, List[float]]:
-    """Time several functions, which take turns so that other load on the machine affects all alike.
-
-    Args:
-        calls: Functions by name.
-        device: Device that they run on.
-        rounds: Timed calls of each function.
-        warmup: Calls of each function before the timed ones.
+    """Time several functions on a device, in turn, so that other load on the machine affects all alike.
 
     Returns:
-        Seconds of each timed call, by name.
+        Seconds of each of the ``rounds`` calls after ``warmup`` ones, by name.
     """
     times: Dict[str, List[float]] = {name: [] for name in calls}
     for i in range(warmup + rounds):
@@ -158,17 +152,7 @@ def time_passes(
         rounds: int = 15,
         warmup: int = 3,
 ) -> Dict[str, List[float]]:
-    """Time forward passes of several models in turn, see :func:`time_calls`.
-
-    Args:
-        models: Models in eval mode on the device of the inputs, or other callables, by name.
-        inputs: One batch (N, ...).
-        rounds: Timed passes of each model.
-        warmup: Passes of each model before the timed ones.
-
-    Returns:
-        Seconds of each timed pass, by name.
-    """
+    """Time forward passes of models or other callables on a batch, in turn, see :func:`time_calls`."""
     return time_calls(
         {name: partial(model, inputs) for name, model in models.items()}, inputs.device, rounds, warmup)
 
@@ -184,9 +168,5 @@ def measure_throughput(
         rounds: int = 15,
         warmup: int = 3,
 ) -> Dict[str, float]:
-    """Throughput of several models from the medians of :func:`time_passes`, which explains the arguments.
-
-    Returns:
-        Images per second by name.
-    """
+    """Images per second of several models by name, from the medians of :func:`time_passes`."""
     return throughput(len(inputs), time_passes(models, inputs, rounds, warmup))

@@ -67,10 +67,6 @@ def fit(
 
     Returns:
         The loss of each step.
-
-    Raises:
-        TypeError: A batch is not (images, integer labels); labels are ignored with a teacher.
-        ValueError: A label of the first batch has no class.
     """
     steps = len(loader)
     world_size, rank = world_size_and_rank()
@@ -117,7 +113,7 @@ def fit(
 
 
 def _check_labels(targets: torch.Tensor, num_classes: float) -> None:
-    """Refuse labels without a class; only in the first batch, since this waits for the device."""
+    """Raise TypeError or ValueError if labels are not indices of classes."""
     if targets.is_floating_point():
         raise TypeError(f'Labels must be integers, the indices of classes, got {targets.dtype}.')
     low, high = (bound.item() for bound in targets.aminmax())
@@ -142,11 +138,7 @@ def _seed_epoch(seed: int, epoch: int, loader: Iterable) -> None:
 
 
 def check_distillation(epochs: int, lr: float) -> None:
-    """Check settings of :func:`distil`.
-
-    Raises:
-        ValueError: epochs is not an integer >= 0, or lr not a finite number > 0.
-    """
+    """Raise ValueError unless epochs is an integer >= 0 and lr a finite number > 0."""
     if not isinstance(epochs, int) or epochs < 0:
         raise ValueError(f'The number of distillation epochs must be an integer >= 0, got {epochs!r}.')
     if not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
@@ -164,7 +156,7 @@ def distil(
         resume: bool = False,
         settings: Optional[Mapping[str, Any]] = None,
 ) -> None:
-    """Train a model on the outputs of another one, without labels; in place.
+    """Train a model, in place, on the outputs of another one, without labels.
 
     AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs. The generators
     of torch, NumPy and Python are seeded. In a process group the processes share the images, and the first one writes
@@ -180,11 +172,6 @@ def distil(
         checkpoint: File for the state after every epoch, to resume from.
         resume: Continue from that file, if it exists.
         settings: Further settings that must not change if the distillation is resumed.
-
-    Raises:
-        ValueError: A setting is invalid, or the file cannot be read or belongs to a distillation with another model,
-            other settings or other preprocessing.
-        OSError: The file cannot be written.
     """
     check_distillation(epochs, lr)
     device = images.device
@@ -244,10 +231,6 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> Tuple[
 
     Returns:
         The logits of all images (images, classes) on the CPU, and the top-1 accuracy in percent.
-
-    Raises:
-        TypeError: A batch is not (images, labels).
-        ValueError: There is no batch, or the outputs are not logits.
     """
     model.eval()
     outputs: List[Tuple[torch.Tensor, torch.Tensor]] = []
