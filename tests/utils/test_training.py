@@ -5,6 +5,7 @@ import torch.nn as nn
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
+from timm_rep.utils import training
 from timm_rep.utils.training import evaluate, fit
 
 
@@ -32,6 +33,25 @@ def test_dtype_and_memory_format(batches, amp_dtype, channels_last):
     losses = train(model, batches, amp_dtype=amp_dtype, channels_last=channels_last)
     assert seen == [(amp_dtype or torch.float32, channels_last)] * 2
     assert len(losses) == 2
+
+
+def test_processes_are_seeded_one_by_one(batches, monkeypatch):
+    """Each epoch of each process draws other random numbers, and the same ones again."""
+    class Loader(list):
+        def __iter__(self):
+            drawn.append(torch.rand(()).item())
+            return super().__iter__()
+
+    monkeypatch.setattr(training, 'DistributedDataParallel', lambda model, device_ids: model)
+    found = []
+    for _ in range(2):
+        drawn = []
+        for rank in range(2):
+            monkeypatch.setattr(training, 'world_size_and_rank', lambda rank=rank: (2, rank))
+            train(nn.Sequential(nn.Flatten(), nn.Linear(48, 3)), Loader(batches), epochs=2, seed=1)
+        found.append(drawn)
+    assert len(set(found[0])) == 4
+    assert found[0] == found[1]
 
 
 def test_epochs_are_seeded_one_by_one(batches):
