@@ -361,7 +361,7 @@ REFUSED = [
      'features_only'),
     (Branching, 'm.pt2', dict(format='pt2', input_size=(3, 8, 8)), RuntimeError,
      r"Cannot export Branching as 'pt2': \w+: \w+"),
-    (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Expected a timm model .* got Conv2d'),
+    (lambda: nn.Conv2d(3, 3, 1), 'm', dict(input_size=(3, 8, 8)), ValueError, 'Expected a timm model.* got Conv2d'),
     (_changed_otherwise, 'm', {}, RuntimeError, 'builds another structure'),
     (lambda: timm.create_model('repghostnet_050', num_classes=5), 'm', dict(input_size=(3, 32, 32)), RuntimeError,
      r'reparameterize=False \(--no-reparam\)'),

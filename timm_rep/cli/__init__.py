@@ -44,14 +44,7 @@ _ERRORS = (OSError, ValueError, RuntimeError, ImportError, OverflowError, Safete
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Run ``timm-rep``.
-
-    Args:
-        argv: Command-line arguments. Default: ``sys.argv[1:]``.
-
-    Returns:
-        Exit status.
-    """
+    """Run ``timm-rep`` with arguments, by default ``sys.argv[1:]``, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog='timm-rep', description='Structural and gradient re-parameterization for timm models.')
     parser.add_argument('--version', action='version', version=f'timm-rep {__version__}')

@@ -17,14 +17,7 @@ _PANELS = (
 
 
 def draw(result, samples: Images, predictions: List[int], path: Path) -> None:
-    """Draw the results of the demo.
-
-    Args:
-        result: A DemoResult.
-        samples: Validation images.
-        predictions: Classes that the folded model predicts for the first validation images.
-        path: PNG file to write.
-    """
+    """Draw a DemoResult, and the first validation images with predicted classes, into a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 10), layout='constrained')

@@ -12,11 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
-import timm
 import torch
 import torch.nn as nn
 
-from timm_rep.hub import write_model
+from timm_rep.hub import check_timm_model, load_folder, write_model
 from timm_rep.utils.profiling import versions
 
 from .runtimes import (
@@ -198,7 +197,7 @@ def _write_folder(model: nn.Module, images: torch.Tensor, folder: Path) -> None:
 
 def _load_folder(folder: Path) -> Runner:
     try:
-        return timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+        return load_folder(folder)
     except RuntimeError as e:
         raise ValueError(
             'timm.create_model builds another structure from config.json. It rebuilds timm models whose arguments timm '
@@ -207,20 +206,10 @@ def _load_folder(folder: Path) -> Runner:
             '(--no-reparam), convert the model first, or choose another format') from e
 
 
-def _check_timm_model(model: nn.Module) -> None:
-    name = type(model).__name__
-    if not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture'):
-        raise ValueError(f"Expected a timm model for format='safetensors', but got {name}: choose another format.")
-    if not hasattr(model, 'num_classes'):
-        raise ValueError(
-            f"{name} was created with features_only=True, which config.json cannot describe: export the whole model "
-            'or choose another format.')
-
-
 FORMATS: Dict[str, Format] = {
     'safetensors': Format(
         "folder for timm.create_model('local-dir:FOLDER')", None, _write_folder, _load_folder,
-        check_model=_check_timm_model),
+        check_model=check_timm_model),
     'onnx': Format(
         'ONNX', '.onnx', write_onnx, onnx_runner, packages=('onnx', 'onnxscript', 'onnxruntime'), extra='deploy'),
     'pt2': Format('torch.export', '.pt2', _write_pt2, _load_pt2),

@@ -1,6 +1,7 @@
 """Model folders, local or on the Hub: writing, reading and checking them; and models built from published weights."""
 from ._folder import (
     check_saveable,
+    check_timm_model,
     load_folder,
     published_files,
     save_folder,
@@ -32,6 +33,7 @@ __all__ = [
     'PathLike',
     'build_model',
     'check_saveable',
+    'check_timm_model',
     'find_weights',
     'load_folder',
     'load_released',

@@ -31,17 +31,13 @@ from ._repository import (
 )
 
 __all__ = [
-    'check_saveable', 'load_folder', 'published_files', 'save_folder', 'split_name', 'verify_folder', 'write_hashes',
-    'write_model',
+    'check_saveable', 'check_timm_model', 'load_folder', 'published_files', 'save_folder', 'split_name',
+    'verify_folder', 'write_hashes', 'write_model',
 ]
 
 
 def split_name(folder: PathLike) -> Tuple[str, str]:
-    """Split the name of a folder, ``repa_lvvit_s.cifar10``, into model and tag.
-
-    Raises:
-        ValueError: The name has no tag, or there is no such model.
-    """
+    """Split the name of a folder, ``repa_lvvit_s.cifar10``, into model and tag; ValueError if it is of another form."""
     variant, _, tag = Path(folder).resolve().name.partition('.')
     if not tag or not timm.is_model(variant):
         raise ValueError(
@@ -121,10 +117,7 @@ def _config(
         tag: Optional[str] = None,
 ) -> Dict[str, Any]:
     """timm's config.json of a model, completed; it is written to the folder on the way."""
-    if not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture') or not hasattr(model, 'num_classes'):
-        raise ValueError(
-            f'Expected a timm model, but got {type(model).__name__}, which config.json cannot describe: create it with '
-            'timm.create_model(), without features_only.')
+    check_timm_model(model)
     args = {**getattr(model, '_model_args', {}), **(model_args or {})}
     # num_classes is at the top level, and create_model() in transformers gets it twice if it is in model_args too
     args.pop('num_classes', None)
@@ -148,6 +141,14 @@ def _config(
     config['model_args'] = {**config.get('model_args', {}), **args}
     config['model_args'].pop('num_classes', None)
     return config
+
+
+def check_timm_model(model: nn.Module) -> None:
+    """Raise ValueError unless config.json can describe a model."""
+    if not (getattr(model, 'pretrained_cfg', None) or {}).get('architecture') or not hasattr(model, 'num_classes'):
+        raise ValueError(
+            f'Expected a timm model, but got {type(model).__name__}, which config.json cannot describe: create it with '
+            'timm.create_model(), without features_only.')
 
 
 @torch.no_grad()
@@ -241,11 +242,7 @@ def write_hashes(folder: PathLike) -> None:
 
 
 def published_files(folder: Path) -> List[str]:
-    """Names of the files of a published folder: all but config.json and hidden ones, which programs leave there.
-
-    Raises:
-        ValueError: The folder has subfolders, or links to files elsewhere.
-    """
+    """Names of the files of a published folder, except config.json and hidden ones; refuses subfolders and links."""
     paths = sorted(path for path in folder.iterdir() if path.name != CONFIG_NAME and not path.name.startswith('.'))
     for path in paths:
         if not path.is_file() or path.resolve().parent != folder.resolve():
