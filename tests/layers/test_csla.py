@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import relative
-from tests.reference.csla import branch_by_branch
-from tests.reference.rep_optim import grad_mult
+from tests.reference import branch_by_branch, grad_mult
 from timm_rep.layers import ConvBranch, Csla, CslaBlock, CslaConv2d, IdentityBranch, RepOptConv
 from timm_rep.optim import GradMult, RepAdamW, RepSGD, set_grad_mult
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.utils import reparameterize_model
 
 from tests.helpers import relative, wild_
-from tests.reference.ffn import ffn
+from tests.reference import ffn
 from timm_rep.layers import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 
 ACTS = {nn.GELU: F.gelu, nn.SiLU: F.silu, nn.ReLU: F.relu}

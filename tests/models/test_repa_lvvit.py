@@ -13,7 +13,7 @@ import timm_rep
 from tests.helpers import randomize_, relative, wild_
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.ffn import ffn
+from tests.reference import ffn
 
 TINY = dict(img_size=64, embed_dim=48, depth=3, num_heads=3, num_classes=5)
 

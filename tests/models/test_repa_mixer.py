@@ -13,7 +13,7 @@ import timm_rep
 from tests.helpers import relative, wild_
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.ffn import ffn
+from tests.reference import ffn
 
 VARIANTS = [f'repa_mixer_{size}' for size in ('b16', 'b32', 'l16', 'l32', 's16', 's32')]
 TINY = dict(img_size=64, num_blocks=3, embed_dim=24, num_classes=5)

@@ -13,8 +13,7 @@ import timm_rep
 from tests.helpers import relative, wild_
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.ffn import ffn
-from tests.reference.pooling import pooling
+from tests.reference import ffn, pooling
 
 VARIANTS = [f'repa_poolformer_{size}' for size in ('m36', 'm48', 's12', 's24', 's36')]
 TINY = dict(depths=(1, 2, 1), dims=(16, 24, 32), num_classes=5)

@@ -13,7 +13,7 @@ import timm_rep
 from tests.helpers import relative, wild_
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.ffn import ffn
+from tests.reference import ffn
 
 VARIANTS = ['repa_swin_base', 'repa_swin_small', 'repa_swin_tiny']
 # two stages of two blocks, the second of each stage shifted where the map is larger than the window

@@ -15,7 +15,7 @@ import timm_rep  # noqa: F401
 from tests.helpers import relative, wild_
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.ffn import ffn
+from tests.reference import ffn
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
 VARIANTS = [

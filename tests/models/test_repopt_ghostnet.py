@@ -13,7 +13,7 @@ import timm_rep
 from tests.helpers import images, normal_scales, randomize_, relative
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.rep_optim import grad_mult
+from tests.reference import grad_mult
 from timm_rep.layers import CslaBlock, CslaConv2d, csla_layers
 from timm_rep.models import RepOptGhostNet
 from timm_rep.optim import RepAdamW, RepSGD

@@ -14,7 +14,7 @@ import timm_rep
 from tests.helpers import images, randomize_, relative
 from tests.models import contract
 from tests.models.contract import Contract
-from tests.reference.rep_optim import grad_mult
+from tests.reference import grad_mult
 from timm_rep.layers import CslaBlock, csla_layers
 from timm_rep.models import RepOptVgg
 from timm_rep.optim import GradMult, RepAdamW, RepSGD, get_grad_mult, set_grad_mult

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.nn as nn
+from timm.utils import ModelEmaV3
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import timm_rep
@@ -27,14 +28,22 @@ def layer(model):
     return next((name, layer) for name, layer in csla_layers(model).items() if name.startswith(NAME))
 
 
+def assigned(model):
+    """The model with the tensors of its own state dict in place of its parameters."""
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model
+
+
 @pytest.mark.parametrize('copied', [
     lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: copy.deepcopy(m).bfloat16(),
-    torch.compile, nn.DataParallel,
-], ids=['itself', 'deepcopy', 'pickle', 'dtype', 'compile', 'DataParallel'])
+    torch.compile, nn.DataParallel, lambda m: ModelEmaV3(m).module, assigned,
+], ids=['itself', 'deepcopy', 'pickle', 'dtype', 'compile', 'DataParallel', 'EMA', 'state dict'])
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_one_of_the_parameters_was_replaced(model, copied, optimizer):
     model = copied(model)
     optimizer(model.parameters())
+    mults = [conv.grad_mult for conv in csla_layers(model).values()]
+    assert None not in mults
     name, conv = layer(model)
     conv._parameters['weight'] = nn.Parameter(conv.weight.detach().clone())
     with pytest.raises(ValueError, match=name) as e:

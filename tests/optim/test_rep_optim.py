@@ -16,7 +16,7 @@ from timm.optim import create_optimizer_v2, list_optimizers
 import timm_rep
 import timm_rep.optim._chunks as chunks
 from tests.helpers import relative
-from tests.reference.rep_optim import sgd
+from tests.reference import sgd
 from timm_rep.layers import ConvBranch, Csla, CslaConv2d, IdentityBranch
 from timm_rep.optim import GradMult, RepAdamW, RepSGD, get_grad_mult, rep_optim, set_grad_mult
 
