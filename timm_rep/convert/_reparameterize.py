@@ -74,11 +74,7 @@ def _hooked(model: nn.Module) -> Set[str]:
 
 
 def folded_copy(model: nn.Module) -> nn.Module:
-    """A folded copy of a model of this package or of timm.
-
-    Raises:
-        ValueError: A layer cannot be folded; the message names it.
-    """
+    """A folded copy of a model of this package or of timm."""
     folded = copy.deepcopy(model)
     try:
         if hasattr(folded, 'reparameterize'):

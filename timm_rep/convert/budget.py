@@ -1,9 +1,96 @@
-"""How many channels of every FFN become idle, for a given number of multiply-accumulates of the model."""
-from typing import List, Sequence
+"""How many channels of every FFN become idle, for a given number of multiply-accumulates of the model.
+
+FFNs are compared by how much their errors change the outputs of the model, from one backward pass.
+"""
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
-__all__ = ['allocate']
+from .calibration import CalibrationImages, take
+from .ffn import Ffn
+from .fitting import CalibrationRows, least_squares, matrix_entries, sum_over_processes
+from .least_squares import wide
+from .residual import Probe, image_count, tokens_of
+
+__all__ = ['allocate', 'counts_for_budget', 'logits_of', 'output_metrics']
+
+_IMAGES, _CHUNK = 128, 16  # images in all, and in one backward pass
+
+
+def logits_of(outputs: Any) -> torch.Tensor:
+    """The first output with a row for each image, (images, classes)."""
+    for x in tree_leaves(outputs):
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim:
+            return x.reshape(len(x), -1)
+    raise TypeError(
+        'Expected the model to return a floating-point tensor with a row for each image, which macs needs, but got '
+        f'{type(outputs).__name__}. Let it return its logits, or pass idle_ratio instead. Nothing was changed.')
+
+
+def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationImages) -> Dict[str, torch.Tensor]:
+    """Metrics of the FFNs' outputs in which squared errors add up to the divergence of the model's outputs.
+
+    To second order, an error e of an FFN's output changes the Kullback-Leibler divergence of the model's outputs by
+    ``e^T F e / 2``, where F is the Fisher information ``E g g^T`` and g the gradient of the log probability of a class
+    that is drawn from the outputs; errors of different tokens are taken as independent. Of a model with a single
+    output, g is its gradient.
+
+    Returns:
+        By name a matrix R with ``R^T R = F``, (out, out), float64.
+    """
+    ys: Dict[str, List[torch.Tensor]] = {}
+
+    def see_output(ffn: Ffn, y: torch.Tensor) -> torch.Tensor:
+        y = y if y.requires_grad else y.detach().requires_grad_()  # of a frozen model
+        ys.setdefault(ffn.name, []).append(y)
+        return y
+
+    device = next(model.parameters()).device
+    information = {ffn.name: wide(torch.zeros(ffn.out_features, ffn.out_features, device=device)) for ffn in ffns}
+    hooks = [
+        ffn.output_layer.register_forward_hook(lambda _, args, y, ffn=ffn: see_output(ffn, y)) for ffn in ffns]
+    of_each_batch, count = -(-_IMAGES // images.batches), wide(torch.zeros((), device=device))
+    try:
+        for share in images.shares:
+            x = take(share.x, slice(len(range(of_each_batch)[share.part])))
+            count += image_count(x)
+            noise = None
+            for start in range(0, image_count(x), _CHUNK):
+                ys.clear()
+                with torch.enable_grad():
+                    logits = logits_of(model(take(x, slice(start, start + _CHUNK))))
+                    if logits.shape[1] > 1:
+                        logits = logits.float().log_softmax(1)
+                        if noise is None:
+                            noise = -torch.empty(share.size, logits.shape[1]).exponential_(
+                                generator=torch.Generator().manual_seed(share.batch)).log()[share.part]
+                        drawn = (logits.detach() + noise[start:start + len(logits)].to(logits)).argmax(1)
+                        logits = logits.gather(1, drawn[:, None])
+                    names = [name for name, outputs in ys.items() for _ in outputs]
+                    outputs = [y for outputs in ys.values() for y in outputs]
+                    grads = torch.autograd.grad(logits.sum(), outputs, allow_unused=True)
+                for name, grad in zip(names, grads):
+                    if grad is not None:
+                        ffn = next(ffn for ffn in ffns if ffn.name == name)
+                        g = tokens_of(grad, ffn.use_conv)
+                        information[name] += wide(g.T @ g)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sum_over_processes(count, *information.values())
+    if not all(f.isfinite().all() for f in information.values()):
+        raise ValueError(
+            'The outputs of the model, or their gradients, are not finite on the calibration images: macs cannot '
+            'compare them. Pass idle_ratio instead. Nothing was changed.')
+    metrics = {}
+    for name, f in information.items():
+        f = f / count
+        floor = 1e-3 * f.diagonal().mean() + torch.finfo(f.dtype).tiny ** .5
+        metrics[name] = torch.linalg.cholesky(f + floor * torch.eye(len(f)).to(f)).T
+    return metrics
 
 
 def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budget: float) -> List[int]:
@@ -19,9 +106,6 @@ def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budge
 
     Returns:
         Number of idle channels of every FFN.
-
-    Raises:
-        ValueError: A loss is not finite, or the budget is less than the sum of the least multiply-accumulates.
     """
     def choose(multiplier: float) -> List[int]:
         return [(loss + multiplier * m).argmin().item() for loss, m in zip(losses, macs)]
@@ -52,3 +136,43 @@ def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budge
         if gains[best] <= 0:
             return idle
         idle[best] = options[best]
+
+
+def counts_for_budget(
+        model: nn.Module,
+        ffns: Sequence[Ffn],
+        images: CalibrationImages,
+        probes: Dict[str, Probe],
+        inputs: Dict[str, Tuple[torch.Tensor, torch.Tensor]],
+        ridge: float,
+        model_macs: int,
+        fraction: float,
+        progress: bool,
+) -> Dict[str, int]:
+    """Active channels of every FFN for a fraction of the model's multiply-accumulates."""
+    macs = []
+    for ffn in ffns:
+        idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
+        line = (ffn.in_features * ffn.out_features) * (idle > 0)
+        macs.append(
+            probes[ffn.name].tokens * (matrix_entries(ffn.module) - ffn.channel_macs * idle + line))
+    others = model_macs - sum(m[0].item() for m in macs)
+    least = others + sum(m.min().item() for m in macs)
+    if least > fraction * model_macs:
+        raise ValueError(
+            f'macs={fraction} cannot be reached: with all hidden channels idle the model has {least / model_macs:.4f} '
+            'of its multiply-accumulates. Nothing was changed.')
+    metrics = output_metrics(model, ffns, images)
+    losses = []
+    for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):
+        rows = CalibrationRows(*inputs[ffn.name], metric=metrics[ffn.name])
+        with torch.autocast(rows.inputs.device.type, enabled=False):
+            problem, _ = least_squares(ffn, rows, ridge)
+        loss = problem.elimination(ridge).loss.cpu()
+        if ffn.hidden_norm is None:
+            pruned = problem.elimination(ridge, linear_path=False).loss.cpu()
+            dropped = [ffn.hidden_features - ffn.pruned_features(a) for a in range(ffn.hidden_features, -1, -1)]
+            loss = torch.minimum(loss, pruned[dropped])
+        losses.append(loss)
+    idle = allocate(losses, macs, fraction * model_macs - others)
+    return {ffn.name: ffn.hidden_features - k for ffn, k in zip(ffns, idle)}

@@ -250,11 +250,7 @@ class Ffn:
         return self.around(self.matrices(*args, **kwargs))
 
     def around(self, deploy: nn.Module) -> nn.Module:
-        """The module that takes the place of the FFN, given the part between the layers that are kept.
-
-        Args:
-            deploy: Map of u to y.
-        """
+        """The module that takes the place of the FFN, given the part between the layers that are kept."""
         if self._spec.inline:
             return self._block_with(deploy)
         if self._spec.before or self._spec.after:

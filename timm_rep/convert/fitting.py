@@ -114,9 +114,6 @@ def least_squares(
 
     With channels, of an FFN whose LayerNorm will see only these: the hidden features are these features, then the part
     of y that the kept columns of W2 do not give, as channels of their own.
-
-    Raises:
-        ValueError: Features or weights are not finite.
     """
     second, exact = ffn.fc_out(), exact_map(ffn)
     dtype = torch.promote_types(rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
@@ -166,19 +163,8 @@ def fit_ffn(
 
     The path and the damping of the correction have the least loss on the held-out rows; the fit is then to all rows.
 
-    Args:
-        ffn: The FFN.
-        rows: Its calibration data.
-        active_features: Number of active channels of three matrices.
-        ridge: Damping of the fit to y, relative to the variance of every variable.
-        tokens: Tokens of an image that the FFN sees, for the report.
-
     Returns:
         The map of u to y, and the report.
-
-    Raises:
-        ValueError: Features or weights are not finite.
-        OverflowError: A fitted weight does not fit the dtype of the FFN.
     """
     problems = least_squares(ffn, rows, ridge)
     h, device = ffn.hidden_features, problems[0].mean.device

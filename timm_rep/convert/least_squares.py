@@ -215,13 +215,8 @@ class LeastSquares:
         return loss / variance if variance > 0 else 0.
 
     def elimination(self, ridge: float, linear_path: bool = True) -> Elimination:
-        """Choose the idle channels, see :func:`eliminate`.
-
-        Args:
-            ridge: Damping of the fits, relative to the variance of every variable; the choice takes a tenth of it,
-                since its losses are those of damped moments.
-            linear_path: Whether M is fitted, or zero.
-        """
+        """Choose the idle channels, see :func:`eliminate`."""
+        # less damping than the fits, since the losses are those of damped moments
         h, weight, ridge = self.hidden, self._weighted(self.second.weight), ridge / 10
         hidden, inputs = slice(h), slice(h, h + self.in_features)
         residual = self.covariance[hidden, hidden]

@@ -78,11 +78,7 @@ class LinearSum:
         return tuple(branches)
 
     def csla(self, initial_scale: float) -> Csla:
-        """The declaration of the block.
-
-        Args:
-            initial_scale: Initial value of the trainable scales in Hyper-Search.
-        """
+        """The declaration of the block."""
         conv = max(self.convs, key=lambda conv: conv.kernel_size)
         return Csla(
             conv.in_channels,

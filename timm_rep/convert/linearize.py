@@ -17,13 +17,12 @@ from timm_rep.utils.data import take_images
 from timm_rep.utils.profiling import count_macs
 
 from ._reparameterize import check_unconverted
-from .budget import allocate
+from .budget import counts_for_budget
 from .calibration import HELD_OUT, MIN_HELD_OUT, CalibrationImages, TokenSampler
 from .ffn import Ffn, check_untied, find_ffns, ratios_of
-from .fitting import CalibrationRows, fit_ffn, least_squares, matrix_entries
+from .fitting import CalibrationRows, fit_ffn
 from .report import ConversionReport
 from .residual import Probe, probe
-from .sensitivity import output_metrics
 from .streaming import ConvertingPass, record_original
 
 __all__ = ['check_convertible', 'linearize_ffns']
@@ -142,7 +141,7 @@ def linearize_ffns(
         sampler = TokenSampler(probes, tokens)
         totals, inputs, predicted = record_original(model, ffns, images.shares, sampler, with_inputs=macs is not None)
         if macs is not None:
-            counts = _counts_for_budget(model, ffns, images, probes, inputs, ridge, before, macs, progress)
+            counts = counts_for_budget(model, ffns, images, probes, inputs, ridge, before, macs, progress)
         converted = []
         with ConvertingPass(model, ffns, images.shares, sampler) as converting:
             for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
@@ -227,43 +226,3 @@ def _used(
             f'{name} has {_columns(by_name[name])} input and hidden channels and sees {probes[name].tokens} tokens of '
             f'each image: its conversion needs at least {needed[name]} images, got {images}. Nothing was changed.')
     return ordered
-
-
-def _counts_for_budget(
-        model: nn.Module,
-        ffns: Sequence[Ffn],
-        images: CalibrationImages,
-        probes: Dict[str, Probe],
-        inputs: Dict[str, Tuple[torch.Tensor, torch.Tensor]],
-        ridge: float,
-        model_macs: int,
-        fraction: float,
-        progress: bool,
-) -> Dict[str, int]:
-    """Active channels of every FFN for a fraction of the model's multiply-accumulates."""
-    macs = []
-    for ffn in ffns:
-        idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
-        line = (ffn.in_features * ffn.out_features) * (idle > 0)
-        macs.append(
-            probes[ffn.name].tokens * (matrix_entries(ffn.module) - ffn.channel_macs * idle + line))
-    others = model_macs - sum(m[0].item() for m in macs)
-    least = others + sum(m.min().item() for m in macs)
-    if least > fraction * model_macs:
-        raise ValueError(
-            f'macs={fraction} cannot be reached: with all hidden channels idle the model has {least / model_macs:.4f} '
-            'of its multiply-accumulates. Nothing was changed.')
-    metrics = output_metrics(model, ffns, images)
-    losses = []
-    for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):
-        rows = CalibrationRows(*inputs[ffn.name], metric=metrics[ffn.name])
-        with torch.autocast(rows.inputs.device.type, enabled=False):
-            problem, _ = least_squares(ffn, rows, ridge)
-        loss = problem.elimination(ridge).loss.cpu()
-        if ffn.hidden_norm is None:
-            pruned = problem.elimination(ridge, linear_path=False).loss.cpu()
-            dropped = [ffn.hidden_features - ffn.pruned_features(a) for a in range(ffn.hidden_features, -1, -1)]
-            loss = torch.minimum(loss, pruned[dropped])
-        losses.append(loss)
-    idle = allocate(losses, macs, fraction * model_macs - others)
-    return {ffn.name: ffn.hidden_features - k for ffn, k in zip(ffns, idle)}

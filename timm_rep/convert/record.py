@@ -55,11 +55,6 @@ def record_conversion(model: nn.Module, architecture: str, **args) -> None:
 
     What describes the weights, such as their licence, is kept, and what locates them is not. A model without a recorded
     base, see :func:`recorded_base`, stays as it is.
-
-    Args:
-        model: Converted model.
-        architecture: 'repa_any' or 'repopt_any'.
-        args: Arguments of the architecture in addition to the arguments of the base.
     """
     base = recorded_base(model)
     if base is None:
@@ -77,12 +72,7 @@ def _is_recorded(model: nn.Module) -> bool:
 
 
 def record_scales(model: nn.Module, structure: str = 'target') -> None:
-    """Let config.json name the attached scales, not the argument that create_model records, which may be a file.
-
-    Args:
-        model: Model with CSLA layers.
-        structure: 'target', 'search' or 'csla'.
-    """
+    """Let config.json name the attached scales, not the argument that create_model records, which may be a file."""
     _describe_scales(structure, model)
     # create_model() records its arguments last of all, and timm's save_for_hf() reads the weights before them
     model.register_state_dict_pre_hook(partial(_describe_scales, structure))

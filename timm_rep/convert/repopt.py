@@ -63,16 +63,6 @@ class RepOptReport:
         return '\n'.join([*rows, *(f'kept {name}: {reason}' for name, reason in self.kept.items())])
 
 
-def _declarations(sums: List[LinearSum]) -> List[Csla]:
-    """The declarations of the sums, with initial scales of Hyper-Search: ``sqrt(2 / l)`` in layer l of a stage."""
-    depths, cslas = Counter(), []
-    for linear_sum in sums:
-        stage = stage_of(linear_sum.name)
-        depths[stage] += 1
-        cslas.append(linear_sum.csla(initial_scale=(2 / depths[stage]) ** .5))
-    return cslas
-
-
 def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterized: bool = False) -> RepOptReport:
     """Replace the sums of linear branches in a timm model by CSLA layers followed by a BatchNorm, in place.
 
@@ -103,7 +93,12 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         raise ValueError(
             f'Expected branches without stochastic depth, but {dropping.name} drops them at a rate of '
             f'{dropping.drop_rate:g}, which one convolution cannot: create the model with drop_path_rate=0.')
-    layers, cslas = [], _declarations(sums)
+    layers, cslas, depths = [], [], Counter()
+    for linear_sum in sums:
+        stage = stage_of(linear_sum.name)
+        depths[stage] += 1
+        # the initial scales of Hyper-Search, in layer l of a stage
+        cslas.append(linear_sum.csla(initial_scale=(2 / depths[stage]) ** .5))
     synchronized = next((m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)), None)
     kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if structure == 'target' and not reparameterized else None
     for i, (linear_sum, csla) in enumerate(zip(sums, cslas)):
@@ -137,12 +132,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
 
 
 def refuse_branches(model: nn.Module, names: Iterable[str]) -> None:
-    """Make a converted model refuse checkpoints of the multi-branch network, with advice.
-
-    Args:
-        model: Converted model.
-        names: Names in the state dict before the conversion.
-    """
+    """Make a converted model refuse checkpoints of the multi-branch network, with advice."""
     before, after = frozenset(names), frozenset(model.state_dict())
     model.register_load_state_dict_pre_hook(partial(_check_branches, before - after, after - before))
 

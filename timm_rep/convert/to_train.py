@@ -69,15 +69,7 @@ def batch_norm_like(
         bn_eps: float,
         outputs: bool = False,
 ) -> nn.modules.batchnorm._BatchNorm:
-    """A BatchNorm for the inputs or outputs of a linear layer, with scale and shift of another norm.
-
-    Args:
-        norm: Norm over the same channels, an identity or None.
-        linear: Linear layer, or 1 x 1 convolution for images, whose device and dtype it takes.
-        bn_momentum: Momentum.
-        bn_eps: Epsilon.
-        outputs: Whether it normalizes the outputs of the layer, not its inputs.
-    """
+    """A BatchNorm for the inputs of a linear layer, or with ``outputs`` its outputs, like another norm or None."""
     weight = linear.weight
     bn = (nn.BatchNorm2d if isinstance(linear, nn.Conv2d) else nn.BatchNorm1d)(
         weight.shape[0 if outputs else 1], eps=bn_eps, momentum=bn_momentum, device=weight.device, dtype=weight.dtype)
