@@ -8,14 +8,16 @@ import torch
 import torch.nn as nn
 from PIL import Image
 from timm.optim import create_optimizer_v2
-from timm.utils import ParseKwargs
+from timm.utils import ParseKwargs, random_seed
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from timm_rep.deploy import check_quantization, check_target
 from timm_rep.layers.grad_mult import get_grad_mult
+from timm_rep.utils.atomic import check_writable
 
-__all__ = ['Folder', 'Shapes', 'add_arguments', 'backbone_args', 'create_loaders', 'train']
+__all__ = ['Folder', 'Shapes', 'add_arguments', 'backbone_args', 'create_loaders', 'prepare', 'train']
 
 
 # learning rate and weight decay by optimizer
@@ -130,6 +132,16 @@ def add_arguments(parser: argparse.ArgumentParser, pixels: str) -> None:
     parser.add_argument('--workers', '-j', type=int, default=0, help='(%(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='(%(default)s)')
     parser.add_argument('--device', type=torch.device, default=torch.device('cpu'), help='(%(default)s)')
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Check that ``--onnx`` and ``--int8`` can be written, before the training, and seed it."""
+    if args.onnx:
+        check_target(args.onnx, 'onnx')
+    if args.int8:
+        check_quantization('inductor', 'minmax')
+        check_writable(args.int8)
+    random_seed(args.seed)
 
 
 def create_loaders(args, collate_train: Callable, collate_val: Callable) -> Tuple[DataLoader, DataLoader]:

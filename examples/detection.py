@@ -10,10 +10,10 @@ from typing import Any, Dict, Iterator, List, Tuple
 import timm
 import torch
 import torch.nn as nn
-from _dense import Shapes, add_arguments, backbone_args, create_loaders, train
+from _dense import Shapes, add_arguments, backbone_args, create_loaders, prepare, train
 from safetensors.torch import save_file
 from timm.layers import LayerNorm2d
-from timm.utils import ParseKwargs, random_seed, reparameterize_model
+from timm.utils import ParseKwargs, reparameterize_model
 from torch.utils.data import DataLoader
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.ops import FeaturePyramidNetwork, box_iou, masks_to_boxes
@@ -21,8 +21,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP
 from torchvision.transforms.v2.functional import resize
 
 import timm_rep
-from timm_rep.deploy import check_quantization, check_target
-from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.atomic import replacing_files
 
 
 class Backbone(nn.Module):
@@ -185,13 +184,7 @@ def main() -> Dict[str, Any]:
     if (args.onnx or args.int8) and args.model != 'retinanet':
         parser.error(
             '--onnx and --int8 are for --model retinanet: the heads of Mask R-CNN need boxes that are selected before')
-    if args.onnx:
-        check_target(args.onnx, 'onnx')
-    if args.int8:
-        check_quantization('inductor', 'minmax')
-        check_writable(args.int8)
-
-    random_seed(args.seed)
+    prepare(args)
     loaders = create_loaders(args, collate, collate)
     model = build_model(
         args.model, args.backbone, 2 if args.images else 1 + len(Shapes.orders),

@@ -10,15 +10,13 @@ import segmentation_models_pytorch as smp
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from _dense import Shapes, add_arguments, backbone_args, create_loaders, train
+from _dense import Shapes, add_arguments, backbone_args, create_loaders, prepare, train
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.utils import random_seed, reparameterize_model
+from timm.utils import reparameterize_model
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 import timm_rep
-from timm_rep.deploy import check_quantization, check_target
-from timm_rep.utils.atomic import check_writable
 
 
 def build_model(backbone: str, classes: int, **kwargs) -> nn.Module:
@@ -82,13 +80,7 @@ def main() -> Dict[str, Any]:
     parser.add_argument(
         '--int8', metavar='DIR', help='quantize the folded model for images of --img-size, and write it')
     args = parser.parse_args()
-    if args.onnx:
-        check_target(args.onnx, 'onnx')
-    if args.int8:
-        check_quantization('inductor', 'minmax')
-        check_writable(args.int8)
-
-    random_seed(args.seed)
+    prepare(args)
     size = (args.img_size, args.img_size)
     loaders = create_loaders(
         args,
