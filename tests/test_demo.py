@@ -1,5 +1,6 @@
 import os
 import re
+import statistics
 import subprocess
 import sys
 
@@ -52,8 +53,10 @@ def test_results(demo):
     assert converted['params'] < 0.7 * plain['params']
     assert (plain['macs'], converted['macs']) == demo.repa.conversion.macs
     assert demo.repa.logits_difference < 1e-5
-    assert all(0 <= accuracy <= 100 for accuracy in demo.repopt.accuracy.values())
-    assert all(len(losses) == 2 for losses in demo.repopt.losses.values())  # one epoch, half of two
+    assert set(demo.repopt.accuracy) == {'SGD', 'RepSGD'}
+    for found in demo.repopt.accuracy.values():
+        assert len(found) == 4
+        assert all(0 <= accuracy <= 100 for accuracy in found.values())
     assert all(len(difference) == STEPS for difference in demo.repopt.csla_difference.values())
     assert max(demo.repopt.csla_difference['RepSGD']) < 1e-10
     assert demo.repopt.csla_difference['SGD'][-1] > 1e-2
@@ -93,7 +96,7 @@ def test_usage_runs(demo, monkeypatch, capsys):
 @pytest.fixture
 def no_picture(monkeypatch):
     """Replaces drawing, the longest part of the small demo."""
-    monkeypatch.setattr('timm_rep.demo.draw', lambda result, samples, predictions, path: path.touch())
+    monkeypatch.setattr('timm_rep.demo.draw', lambda result, path: path.touch())
 
 
 @pytest.mark.slow
@@ -115,11 +118,19 @@ def test_reproducible_by_seed(demo, no_picture, tmp_path):
 def test_seed_and_device_of_the_training(small, no_picture, tmp_path, monkeypatch):
     seeds = {seed: [list(part.targets) for part in load_split(seed)] for seed in (3, 4)}
     assert seeds[3] != seeds[4]
-    devices = []
+    devices, settings = [], []
+
+    def train(name, model, loader, epochs, device, **kwargs):
+        devices.append(device)
+        settings.append((kwargs['opt'], kwargs['lr'], epochs))
+
     monkeypatch.setattr(repopt, '_STEPS', 2)
-    monkeypatch.setattr('timm_rep.demo.training.train', lambda *args, **kwargs: devices.append(args[4]) or [1.])
-    run_demo(tmp_path, seed=4, device='cpu:0')
-    assert devices == [torch.device('cpu:0')] * 4
+    monkeypatch.setattr('timm_rep.demo.training.train', train)
+    run_demo(tmp_path, seed=4, device='cpu:0', epochs=5)
+    assert devices == [torch.device('cpu:0')] * 10
+    rates = {opt: [lr for o, lr, epochs in settings if (o, epochs) == (opt, 3)] for opt in ('sgd', 'repsgd')}
+    assert rates['sgd'] == rates['repsgd'] == sorted({*rates['sgd']})  # half of the epochs, four different rates
+    assert len(rates['sgd']) == 4
 
 
 @pytest.mark.slow
@@ -134,10 +145,12 @@ def test_learns(tmp_path):
         float(re.search(rf'^{label} +([0-9.]+)%', out, re.MULTILINE)[1])
         for label in ('plain ViT', 'plain ViT, converted'))
     assert converted > plain - 3
-    row = next(line for line in out.splitlines() if line.startswith('One stack'))
-    with_rep, without = (float(word.rstrip('%')) for word in row.split() if word.endswith('%'))
-    assert with_rep > 95
-    assert with_rep > without + 10
+    found = {
+        label: [float(word) for word in re.findall(r': ([0-9.]+)%', line)]
+        for label in ('SGD', 'RepSGD') for line in out.splitlines() if line.startswith(f'{label} ')}
+    assert max(found['RepSGD']) > 95
+    assert max(found['RepSGD']) > max(found['SGD']) + 5  # each at its best learning rate
+    assert statistics.mean(found['RepSGD']) > statistics.mean(found['SGD']) + 10
     usage = '\n'.join(out.strip().splitlines()[-3:])
     assert usage.startswith('import timm, timm_rep')
     run = subprocess.run(

@@ -35,10 +35,12 @@ def run(args) -> None:
         f'\nThroughput of the folded RePa-DeiT: {folded / repa:.2f}x the unfolded model, '
         f'{folded / plain:.2f}x the plain ViT.\n'
         f'Largest relative difference of the logits after folding: {result.repa.logits_difference:.1e}.')
-    accuracy, difference = result.repopt.accuracy, result.repopt.csla_difference
+    accuracy, difference = result.repopt
+    print('\nAccuracy of a stack of 28 plain convolutions by learning rate:')
+    for label, found in accuracy.items():
+        print(f'{label:<8}' + ''.join(f'{lr:>6g}: {top1:.1f}%' for lr, top1 in found.items()))
     print(
-        f'\nOne stack of 28 plain convolutions: {accuracy["RepSGD"]:.1f}% with RepSGD, {accuracy["SGD"]:.1f}% with SGD.'
-        f'\nRelative difference from the logits of the multi-branch (CSLA) net after {len(difference["SGD"])} steps in '
+        f'Relative difference from the logits of the multi-branch (CSLA) net after {len(difference["SGD"])} steps in '
         f"float64:\n{difference['RepSGD'][-1]:.1e} with RepSGD, {difference['SGD'][-1]:.1e} with SGD.")
     before, after = (result.repa.rows[label]['accuracy'] for label in ('plain ViT', 'plain ViT, converted'))
     print(

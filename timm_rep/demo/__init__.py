@@ -65,7 +65,8 @@ def run_demo(
     """Train, fold and compare small models on handwritten digits.
 
     The first part trains a RePa-DeiT and a plain ViT of its size, folds the RePa-DeiT and compares the three. The
-    second part trains a deep stack of plain convolutions with RepSGD and with SGD. The third part converts the plain
+    second part trains a deep stack of plain convolutions with RepSGD and with SGD at four learning rates each, and
+    compares both with the multi-branch network step by step. The third part converts the plain
     ViT by :func:`timm_rep.convert_to_repa`, from its weights and training images, without labels or training.
 
     Writes demo.png, digit.png (a validation image) and the folded model. Seeds the random number generators of Python,
@@ -112,5 +113,5 @@ def run_demo(
     save_folded(repa.folded, model_folder)
     with replacing_files(output) as draft:
         val_set.images[0].save(draft / 'digit.png')
-    draw(result, val_set, repa.predictions[:16].tolist(), result.picture)
+    draw(result, result.picture)
     return result

@@ -1,71 +1,68 @@
 """Picture of the demo's results."""
 from pathlib import Path
-from typing import List
 
 from timm_rep.plotting import tidy
 from timm_rep.utils.atomic import replacing_files
 
-from .training import Images
-
-_COLORS = ('#9aa5b1', '#66717e', '#7c9ed9', '#2f6fde')
-_PANELS = (
-    ('accuracy', 'validation accuracy (%)', 1., '{:.1f}'),
-    ('params', 'parameters (thousands)', 1e-3, '{:.0f}'),
-    ('macs', 'MACs per image (millions)', 1e-6, '{:.2f}'),
-    ('throughput', 'images per second', 1., '{:,.0f}'),
-)
+_COLORS = {'SGD': '#66717e', 'RepSGD': '#2f6fde'}
 
 
-def draw(result, samples: Images, predictions: List[int], path: Path) -> None:
-    """Draw a DemoResult, and the first validation images with predicted classes, into a PNG file."""
+def draw(result, path: Path) -> None:
+    """Draw a DemoResult, one message a panel, into a PNG file."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 10), layout='constrained')
-    top, middle, bottom = figure.subfigures(3, height_ratios=(5, 5, 3))
-    _draw_repa(top, result.repa)
-    _draw_repopt(middle, result.repopt)
-    _draw_samples(bottom, samples, predictions)
+    figure = Figure(figsize=(15, 5), layout='constrained')
+    rates, branches, speed = figure.subplots(1, 3, width_ratios=(4, 5, 4))
+    _draw_rates(rates, result.repopt.accuracy)
+    _draw_branches(branches, result.repopt.csla_difference)
+    _draw_speed(speed, result.repa)
     with replacing_files(path.parent) as draft:
-        figure.savefig(draft / path.name, dpi=120)
+        figure.savefig(draft / path.name, dpi=110)
 
 
-def _bars(axes, values, form: str, title: str) -> None:
-    labels = [label.replace(', ', ',\n') for label in values]
-    bars = axes.bar(labels, list(values.values()), color=_COLORS[-len(values):])
-    axes.bar_label(bars, fmt=form.format)
-    axes.margins(y=0.12)
-    tidy(axes, title)
+def _draw_rates(axes, accuracy) -> None:
+    ranges = []
+    for label, found in accuracy.items():
+        axes.semilogx(list(found), list(found.values()), marker='o', label=label, color=_COLORS[label])
+        ranges.append(f'{label} {min(found.values()):.0f} to {max(found.values()):.0f}%')
+    axes.set_xticks(list(found), [f'{lr:g}' for lr in found])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    title = 'One plain net of 28 convolutions at four learning rates:\n' + ', '.join(ranges)
+    tidy(axes, title, 'learning rate', 'validation accuracy (%)')
 
 
-def _draw_repa(figure, result) -> None:
-    figure.suptitle(
-        'RePaFormer: train, then fold '
-        f'(largest relative difference of the logits: {result.logits_difference:.1e}); or convert a trained ViT '
-        f'({result.agreement:.1f}% equal predictions)', fontsize=11)
-    for axes, (key, title, unit, form) in zip(figure.subplots(1, len(_PANELS)), _PANELS):
-        _bars(axes, {label: row[key] * unit for label, row in result.rows.items()}, form, title)
-
-
-def _draw_repopt(figure, repopt) -> None:
-    figure.suptitle('RepOptimizer: one plain stack of 28 convolutions, trained with SGD and with RepSGD', fontsize=11)
-    accuracy, losses, difference = figure.subplots(1, 3)
-    _bars(accuracy, repopt.accuracy, '{:.1f}', 'validation accuracy (%)')
-    for (label, values), color in zip(repopt.losses.items(), _COLORS[-2:]):
-        losses.plot(values, label=label, color=color)
-    losses.legend(frameon=False, fontsize=8)
-    tidy(losses, 'training loss', x='step')
-    for label, color in zip(repopt.accuracy, _COLORS[-2:]):
+def _draw_branches(axes, difference) -> None:
+    for label, values in difference.items():
         # a logarithmic axis cannot show 0
-        difference.semilogy([max(d, 1e-17) for d in repopt.csla_difference[label]], label=label, color=color)
-    difference.legend(frameon=False, fontsize=8)
-    tidy(
-        difference, 'CSLA = GR: logits against the multi-branch net\n(relative difference, float64)', x='step')
+        axes.semilogy(range(1, len(values) + 1), [max(d, 1e-17) for d in values], label=label, color=_COLORS[label])
+        axes.annotate(
+            label, (len(values), max(values[-1], 1e-17)), xytext=(-4, 8), textcoords='offset points', ha='right',
+            color=_COLORS[label])
+    axes.set_ylim(1e-17, 10)
+    largest = max(difference['RepSGD'])
+    title = ('One convolution a layer trains as three parallel branches do:\n'
+             f'with RepSGD the outputs differ by {largest:.0e} at most, in float64')
+    tidy(axes, title, 'training step', 'relative difference from the multi-branch net')
 
 
-def _draw_samples(figure, samples: Images, predictions: List[int]) -> None:
-    figure.suptitle('Validation images and predictions of the folded model', fontsize=11)
-    for axes, image, target, prediction in zip(
-            figure.subplots(1, len(predictions)), samples.images, samples.targets, predictions):
-        axes.imshow(image, cmap='gray_r')
-        axes.set_title(str(prediction), fontsize=10, color='black' if prediction == target else 'red')
-        axes.axis('off')
+def _draw_speed(axes, result) -> None:
+    rows = result.rows
+    for label, row in rows.items():
+        before = label in ('plain ViT', 'RePa-DeiT')
+        axes.plot(
+            row['throughput'], row['accuracy'], marker='o', markersize=8, linestyle='none',
+            color=_COLORS['SGD' if before else 'RepSGD'])
+        axes.annotate(
+            label.replace(', ', ',\n'), (row['throughput'], row['accuracy']), xytext=(0, 9), textcoords='offset points',
+            ha='center', fontsize=8)
+    for before, after in (('plain ViT', 'plain ViT, converted'), ('RePa-DeiT', 'RePa-DeiT, folded')):
+        start, end = ((rows[label]['throughput'], rows[label]['accuracy']) for label in (before, after))
+        axes.annotate('', end, start, arrowprops=dict(arrowstyle='->', color='#9aa5b1', shrinkA=6, shrinkB=6))
+    axes.margins(0.25, 0.35)
+    folded, converted = (
+        rows[after]['throughput'] / rows[before]['throughput']
+        for before, after in (('RePa-DeiT', 'RePa-DeiT, folded'), ('plain ViT', 'plain ViT, converted')))
+    title = (f'Folding: {folded:.1f} times as fast, outputs equal to {result.logits_difference:.0e};\n'
+             f'converting: {converted:.1f} times, {result.agreement:.0f}% equal predictions')
+    tidy(axes, title, 'images per second', 'validation accuracy (%)')

@@ -29,14 +29,12 @@ class RePaResult(NamedTuple):
         agreement: Percentage of validation images with equal predictions of the plain and the converted ViT.
         conversion: Report of the conversion of the plain ViT.
         folded: The folded model.
-        predictions: Its predicted classes for the validation images, (images,).
     """
     rows: Dict[str, Dict[str, float]]
     logits_difference: float
     agreement: float
     conversion: ConversionReport
     folded: nn.Module
-    predictions: torch.Tensor
 
 
 def run_repa(
@@ -70,9 +68,9 @@ def run_repa(
     for label, throughput in measure_throughput(models, batch).items():
         rows[label]['throughput'] = throughput
     difference = ((after - before).abs().max() / before.abs().max()).item()
-    classes = {label: values.argmax(-1) for label, values in logits.items()}
-    agreement = 100 * (classes['plain ViT, converted'] == classes['plain ViT']).double().mean().item()
-    return RePaResult(rows, difference, agreement, conversion, folded, classes['RePa-DeiT, folded'])
+    plain_classes, converted_classes = (logits[label].argmax(-1) for label in ('plain ViT', 'plain ViT, converted'))
+    agreement = 100 * (converted_classes == plain_classes).double().mean().item()
+    return RePaResult(rows, difference, agreement, conversion, folded)
 
 
 def save_folded(model: nn.Module, folder: Path) -> None:

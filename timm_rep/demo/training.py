@@ -1,5 +1,5 @@
 """Data and training of the demo: 1,797 handwritten digits of 8 x 8 pixels from scikit-learn."""
-from typing import List, Tuple
+from typing import Tuple
 
 import timm
 import torch
@@ -77,12 +77,8 @@ def train(
         epochs: int,
         device: torch.device,
         **optimizer_args,
-) -> List[float]:
-    """Train a model in place, with a cosine schedule and one warm-up epoch.
-
-    Returns:
-        Training loss of each step.
-    """
+) -> None:
+    """Train a model in place, with a cosine schedule and one warm-up epoch."""
     optimizer = create_optimizer_v2(model, **optimizer_args)
     scheduler, _ = create_scheduler_v2(
         optimizer,
@@ -93,4 +89,4 @@ def train(
         step_on_epochs=False,
         updates_per_epoch=len(loader),
     )
-    return fit(model, optimizer, scheduler, loader, epochs, device=device, description=f'training {name}')
+    fit(model, optimizer, scheduler, loader, epochs, device=device, description=f'training {name}')
