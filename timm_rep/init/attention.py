@@ -26,8 +26,8 @@ class AttentionLayout(NamedTuple):
     """
     Attributes:
         heads: Number of heads.
-        head_first: Whether a tensor with several projections has those of the first head first, as in TinyViT and
-            LeViT, instead of the first projection of all heads, as in ViT.
+        head_first: Whether fused projections are ordered by head first, as in TinyViT and LeViT, instead of by
+            projection first, as in ViT.
         widths: Channels of the queries and keys, and of the values, of a head; None if they follow from the tensor.
         fused: The projections of the layer ``qkv``.
     """

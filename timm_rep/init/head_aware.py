@@ -64,7 +64,7 @@ class ModelLayout(NamedTuple):
         return None, parts
 
     def projections(self, name: str) -> int:
-        """Number of consecutive parts along the first axis of a tensor, each of which is one projection."""
+        """Number of projections that follow one another along the first axis of a tensor."""
         attention, parts = self.attention_of(name)
         if attention is None or not attention.projections(parts, 0):
             return fused_projections(name)
@@ -265,7 +265,7 @@ def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torc
 def _grids(old: int, new: int) -> Optional[Tuple[Tuple[int, int], Tuple[int, int]]]:
     """Prefix tokens and side of the grid for position embeddings of two lengths, with as few prefix tokens as possible.
 
-    None unless the lengths are square grids with at most 9 prefix tokens, of which the old one has at least as many.
+    None unless both are square grids with at most 9 prefix tokens, and the old one has at least as many prefix tokens.
     """
     found = []
     for length in (old, new):

@@ -57,7 +57,7 @@ def mimetic_init_(
     are unchanged.
 
     Args:
-        model: A timm model. Attentions other than those of :func:`attentions` keep their weights.
+        model: A timm model. Only the attentions that :func:`attentions` yields are initialized.
         qk: (alpha, beta) for queries and keys.
         v_proj: (alpha, beta) for values and projection.
         pos_embed: Replace a learned position embedding (1, tokens, C) by a sinusoidal one, with zeros for the tokens

@@ -99,7 +99,7 @@ def open_teacher(source: TeacherSource) -> Teacher:
             vision tower); a moving average of the weights is preferred.
 
     Raises:
-        FileNotFoundError: There is no such file and no such model.
+        FileNotFoundError: The source is neither a file nor a timm model.
         RuntimeError: The file cannot be read.
         TypeError: The file or mapping does not hold a state dict.
         ValueError: timm has no pretrained weights for the model, its config.json is of another library, or the path

@@ -38,19 +38,13 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
             cfgs: Blocks of each stage: (kernel size of the depthwise convolution at stride 2, hidden channels, output
                 channels, SE ratio, stride), with the numbers of channels at width 1.
             width: Multiplier of all numbers of channels, positive.
-            structure: 'target', a plain network; 'search', the network that Hyper-Search trains, every cheap operation
-                a sum of a convolution and an identity with trainable scales; 'csla', the same with constant scales.
-            scales: Constants of the branches: Scales, a path, a Hub repository, 'ones', a model with searched
-                scales in this package, or 'init', the values that a search starts from. They determine the GradMults
-                and initial kernels of the target structure, and the scales of the others. False (or None): no scales,
-                a plain network for plain optimizers. create_model also accepts 'default': the searched scales
-                of the variant, or 'init' where there are none.
-            reinit: Initialize the kernels of the target structure by the rule of initialization.
-            reparameterized: Build the deploy structure, for checkpoints of a folded model.
+            structure: 'target', 'search' or 'csla', as for :class:`RepOptVgg`. The branches of a cheap operation are a
+                convolution and an identity.
+            scales, reinit, reparameterized: As for :class:`RepOptVgg`.
             kwargs: num_classes, in_chans, global_pool and drop_rate of timm's RepGhostNet.
 
         Raises:
-            FileNotFoundError: There is no such file of scales.
+            FileNotFoundError: The file of scales does not exist.
             ValueError: The structure is unknown, width is not positive, or the scales do not fit.
             TypeError: ``reparam`` is given, which adds timm's fusion layers; the optimizer replaces them here.
         """

@@ -120,19 +120,19 @@ class RepOptVgg(RepOptMixin, ByobNet):
                 and initial kernels of the target structure, and the scales of the others. False (or None): no scales,
                 a plain network for plain optimizers. create_model also accepts 'default': the searched scales
                 of the variant, or 'init' where there are none.
-            reinit: Initialize the kernels of the target structure by the rule of initialization; if False, as those of
-                a plain network (a row of table 4).
+            reinit: Initialize the kernels of the target structure by the rule of initialization; if False, as in a
+                plain network (a row of table 4).
             strides: Strides of the stem and of each stage (table 6).
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
             output_stride: 8, 16 or 32; strides beyond it become dilation.
-            drop_path_rate: Must be 0: there is no shortcut to drop.
+            drop_path_rate: Must be 0, since there are no shortcuts.
             act_layer: Activation.
             attn_layer: Attention after the activation of every block, for example 'se'.
             attn_kwargs: Arguments of the attention.
             kwargs: num_classes, global_pool, drop_rate and drop_block_rate of timm's ByobNet.
 
         Raises:
-            FileNotFoundError: There is no such file of scales.
+            FileNotFoundError: The file of scales does not exist.
             ValueError: The structure is unknown, the scales do not fit, the strides are not compatible, or
                 drop_path_rate is set.
             TypeError: An argument would change the blocks or the norm, so that they could not be folded.

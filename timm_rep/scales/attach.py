@@ -29,7 +29,7 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         The scales; None for no scales.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         ValueError: The model has no CSLA layers, or the scales do not fit it; the message names every layer.
     """
     if scales is None or scales is False:
@@ -80,7 +80,7 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
         The model.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         ValueError: The model has no target operator, the scales do not fit it, a weight is not a parameter (a
             parametrization computes it), or a weight is sharded on another dim. The model is unchanged except in the
             last case.

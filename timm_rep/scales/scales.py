@@ -232,7 +232,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
                 scales.safetensors: ``owner/name`` or ``owner/name@revision``.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: The file does not exist.
             ValueError: The file does not hold scales.
         """
         path = locate(source)

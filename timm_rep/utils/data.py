@@ -82,7 +82,7 @@ class ImageFolder(Dataset):
             channels: 3 for RGB, 1 for grey.
 
         Raises:
-            FileNotFoundError: There is no such folder.
+            FileNotFoundError: The folder does not exist.
         """
         self.mode = _MODES[channels]
         reader = open_dataset('', root, split).reader

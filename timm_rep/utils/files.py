@@ -128,7 +128,7 @@ class Sidecar:
         Path(path).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
 
 
-# fields of timm's config.json that are read here, and those of this package
+# fields of timm's config.json that this package reads or adds
 _CONFIG = {
     'num_classes': Optional[int],
     'label_names': Union[None, Sequence[str], Dict[str, str]],

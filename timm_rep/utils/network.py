@@ -33,7 +33,7 @@ def hub_errors() -> Iterator[None]:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the Hub accepts connections: the client itself retries for half a minute. True behind a proxy."""
+    """Whether the Hub accepts connections; True with a proxy. The client itself would retry for half a minute."""
     url = urlsplit(constants.ENDPOINT)
     if url.scheme in getproxies() or 'all' in getproxies():
         return True
