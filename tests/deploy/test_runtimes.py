@@ -99,6 +99,23 @@ def test_int8(backend, kind, kwargs, tmp_path):
     assert set(kept.int8_layers) == {*layers[1:]}
 
 
+@pytest.mark.parametrize('kind', ['repopt_vgg', 'repa_vit'])
+@torch.no_grad()
+def test_only_layers_are_rounded_by_openvino(kind):
+    """Not the inputs of LayerNorms and pooling: the error is about that of rounding inputs and weights of layers."""
+    for package in BACKENDS['openvino'].packages:
+        pytest.importorskip(package)
+    from timm_rep.deploy.diagnosis import RoundedModel
+    from timm_rep.deploy.openvino_int8 import OpenVinoProgram
+
+    model, input_size = build(kind)
+    folded, x = timm_rep.convert.folded_copy(model.eval()), images(16, input_size[1])
+    program = OpenVinoProgram.quantize(folded, [x], True, 'minmax', 100.)
+    rounded = RoundedModel(folded, [x], True, 'minmax', 100.)
+    rounded.rounded = {*rounded.names}
+    assert relative(program(x), folded(x)) < 1.35 * relative(rounded(x), folded(x))
+
+
 def test_int8_with_several_outputs(backend, tmp_path):
     class Several(nn.Module):
         def __init__(self):

@@ -23,8 +23,9 @@ from .runtimes import compile_openvino, save_openvino, to_openvino
 
 __all__ = ['OpenVinoProgram']
 
-# elementwise products and sums, as of shortcuts, whose rounding errors accumulate from block to block
-_FLOAT_TYPES = ['Add', 'Multiply', 'Subtract', 'Divide']
+# elementwise products and sums, LayerNorms (MVN) and means, whose inputs hold the shortcuts: their rounding errors
+# accumulate from block to block
+_FLOAT_TYPES = ['Add', 'Multiply', 'Subtract', 'Divide', 'MVN', 'AvgPool', 'ReduceMean']
 _STRUCTURE = 'timm_rep_outputs'  # key for the structure of several outputs
 _NAMES = 'timm_rep_layers'  # key for the names of modules, by name of the operation
 
