@@ -14,14 +14,7 @@ def add_picture(parser, default: str) -> None:
 
 
 def check_matplotlib(command: str) -> None:
-    """Check, before any work, that matplotlib is installed.
-
-    Args:
-        command: Name of the command, for the error message.
-
-    Raises:
-        ModuleNotFoundError: It is not.
-    """
+    """Check, before any work, that matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as e:
@@ -29,20 +22,7 @@ def check_matplotlib(command: str) -> None:
 
 
 def check_picture(output: str, command: str) -> Path:
-    """Check, before any work, that a picture can be written.
-
-    Args:
-        output: Value of ``--output``.
-        command: Name of the command, for the error message.
-
-    Returns:
-        The path.
-
-    Raises:
-        ValueError: ``output`` is not a .png, .svg or .pdf file.
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: The folder is not writable.
-    """
+    """Check, before any work, that a picture can be written."""
     check_matplotlib(command)
     check_output_file(output, '.png', '.svg', '.pdf')
     return Path(output)
