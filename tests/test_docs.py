@@ -30,6 +30,15 @@ def test_reference_is_complete(site):
     assert documented == {name for name in timm_rep.__all__ if not name.startswith('__')}
 
 
+def test_every_function_is_in_an_example():
+    """Examples are run by test_how_to.py and test_readme.py."""
+    pages = [ROOT / 'README.md', ROOT / 'hub' / 'README.md', *(ROOT / 'docs' / 'how-to').glob('*.md')]
+    text = ''.join(page.read_text() for page in pages)
+    code = ''.join(re.findall(r'^```python\n(.*?)^```', text, re.MULTILINE | re.DOTALL))
+    missing = [name for name in timm_rep.__all__ if name != '__version__' and f'timm_rep.{name}' not in code]
+    assert not missing
+
+
 def test_equations_are_drawn_without_scripts(site):
     page = (site / 'explanation' / 'conversion' / 'index.html').read_text()
     assert '<math' in page
