@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Apply wrong changes of the package one at a time, and report those that the tests do not notice.
 
-The changes are in mutants.yaml. They are made in a copy of the tracked files, in a temporary folder, where the tests
+The changes are in mutants.yaml, or another file of its form. They are made in a copy of the tracked files, in a temporary folder, where the tests
 that should notice them have to pass before the first one. A change is caught if one of its tests fails or hangs. The
 exit status is 1 if less than 95% are caught.
 
     python tests/mutation/run.py -o tests/mutation/outcome.json
     python tests/mutation/run.py --only hub/
+    python tests/mutation/run.py --mutants tests/mutation/independent.yaml -o tests/mutation/independent-outcome.json
+
+An interrupt (Ctrl-C) ends it with the results so far.
 """
 import argparse
 import contextlib
@@ -33,6 +36,7 @@ import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name('mutants.yaml')
 GOAL = 95.
 _LOG = 'pytest.txt'
 
@@ -68,14 +72,13 @@ class Mutant(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-def read_mutants(pattern: str = '') -> List[Mutant]:
-    """The mutants of mutants.yaml whose file or description matches a regular expression.
+def read_mutants(pattern: str = '', path: Path = LIST) -> List[Mutant]:
+    """The mutants of a list whose file or description matches a regular expression.
 
     Raises:
         ValueError: One cannot be applied, or none matches.
     """
-    text = Path(__file__).with_name('mutants.yaml').read_text(encoding='utf-8')
-    mutants = [Mutant(**fields) for fields in yaml.safe_load(text)]
+    mutants = [Mutant(**fields) for fields in yaml.safe_load(path.read_text(encoding='utf-8'))]
     for mutant in mutants:
         mutant.apply(ROOT)
     mutants = [mutant for mutant in mutants if re.search(pattern, str(mutant))]
@@ -142,11 +145,12 @@ def outcome(root: Path, mutant: Mutant, timeout: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     parser.add_argument('--only', default='', metavar='REGEX', help='only mutants whose file or description matches')
+    parser.add_argument('--mutants', type=Path, default=LIST, metavar='FILE', help='the changes (%(default)s)')
     parser.add_argument('--list', action='store_true', help='print the mutants')
     parser.add_argument('--timeout', type=float, default=300, metavar='S', help='seconds for one mutant (%(default)s)')
     parser.add_argument('-o', '--output', type=Path, metavar='FILE', help='JSON file to write')
     args = parser.parse_args()
-    mutants = read_mutants(args.only)
+    mutants = read_mutants(args.only, args.mutants)
     if args.list:
         print(*mutants, sep='\n')
         return 0
@@ -161,13 +165,16 @@ def main() -> int:
         print('Unchanged:', output.splitlines()[-1], flush=True)
         for mutant in mutants:
             start = time.perf_counter()
-            found = outcome(root, mutant, args.timeout)
+            try:
+                found = outcome(root, mutant, args.timeout)
+            except KeyboardInterrupt:  # what was run is reported
+                break
             rows.append(dict(file=mutant.file, what=mutant.what, outcome=found))
             seconds = time.perf_counter() - start
             print(f'{"SURVIVED" if found == "survived" else "caught":8} {seconds:5.0f} s  {mutant}', flush=True)
     caught = sum(row['outcome'] != 'survived' for row in rows)
-    share = 100 * caught / len(rows)
-    print(f'{caught} of {len(rows)} caught, {share:.1f}%.')
+    share = 100 * caught / max(1, len(rows))
+    print(f'{caught} of {len(rows)} caught, {share:.1f}%, of {len(mutants)} chosen.')
     if args.output is not None:
         from timm_rep.utils.atomic import replacing_files  # of this checkout, after the forks
         from timm_rep.utils.profiling import device_name, versions
