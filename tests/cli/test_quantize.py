@@ -81,13 +81,14 @@ def test_an_interruption_names_resume_where_it_helps(
 
 
 @pytest.mark.parametrize('args, expected', [
-    ([], dict(keep_float=(), max_error=None, max_accuracy_loss=None, diagnose=False)),
+    ([], dict(keep_float=(), max_error=None, max_accuracy_loss=None, diagnose=False, equalize=False)),
     (['--keep-float', 'stem.conv', 'head.fc', '--diagnose'],
      dict(keep_float=['stem.conv', 'head.fc'], max_error=None, max_accuracy_loss=None, diagnose=True)),
     (['--keep-float', 'auto', '--max-error', '.1', '--max-accuracy-loss', '1'],
      dict(keep_float='auto', max_error=.1, max_accuracy_loss=1., diagnose=False)),
+    (['--equalize'], dict(equalize=True)),
 ], ids=str)
-def test_layers_that_stay_in_float(images, tmp_path, capsys, monkeypatch, args, expected):
+def test_options_of_quantize_ptq(images, tmp_path, capsys, monkeypatch, args, expected):
     found = {}
 
     def quantize(*args, **kwargs):

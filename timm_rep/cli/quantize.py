@@ -38,6 +38,8 @@ def add_parser(commands) -> None:
     parser.add_argument('--max-accuracy-loss', type=float, metavar='P', help='largest loss of accuracy, in points')
     parser.add_argument('--diagnose', action='store_true', help='measure the error that each layer adds alone')
     parser.add_argument(
+        '--equalize', action='store_true', help='equalize the ranges of weights between consecutive layers first')
+    parser.add_argument(
         '--qat-epochs', type=positive_int, default=0, metavar='N',
         help='epochs of quantization-aware training, distilled from MODEL (none); inductor, per channel')
     parser.add_argument('--lr', type=float, default=1e-4, help='initial learning rate of the training (%(default)s)')
@@ -51,11 +53,11 @@ def run(args) -> None:
     check_quantization(args.backend, args.calibrator, args.percentile)
     if args.qat_epochs and (
             args.backend != 'inductor' or args.per_tensor or args.calibrator != 'minmax' or args.keep_float
-            or args.diagnose):
+            or args.diagnose or args.equalize):
         raise ValueError(
             '--qat-epochs requires the backend inductor, a scale per channel, moving averages of the smallest and '
-            'largest values, and all layers in int8: leave out --backend, --per-tensor, --calibrator, --keep-float and '
-            '--diagnose.')
+            'largest values, and all layers in int8: leave out --backend, --per-tensor, --calibrator, --keep-float, '
+            '--diagnose and --equalize.')
     keep_float = 'auto' if args.keep_float == ['auto'] else args.keep_float
     if args.resume and not args.qat_epochs:
         raise ValueError('--resume requires --qat-epochs: pass the value of the interrupted training.')
@@ -77,7 +79,7 @@ def run(args) -> None:
         quantized = quantize_ptq(
             model, images.calibration(args.images), args.backend, not args.per_tensor, args.calibrator, args.percentile,
             args.images, validation_loader=images.validation(), keep_float=keep_float, max_error=args.max_error,
-            max_accuracy_loss=args.max_accuracy_loss, diagnose=args.diagnose)
+            max_accuracy_loss=args.max_accuracy_loss, diagnose=args.diagnose, equalize=args.equalize)
     quantized.save(output)
     if args.qat_epochs:
         state.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from timm_rep.utils.profiling import device_name, time_calls
 from timm_rep.utils.training import distil, evaluate
 
 from ._export import check_model
+from .equalize import equalize_ranges
 from .formats import BACKENDS, check_packages, package_versions
 from .program import Program
 from .report import REPORT_NAME, Accuracy, QuantizationReport, read_report
@@ -118,6 +119,7 @@ def quantize_ptq(
         max_error: Optional[float] = None,
         max_accuracy_loss: Optional[float] = None,
         diagnose: bool = False,
+        equalize: bool = False,
 ) -> Quantized:
     """Post-training quantization of a model to int8.
 
@@ -152,6 +154,11 @@ def quantize_ptq(
         max_accuracy_loss: Largest loss of top-1 accuracy on ``validation_loader`` in percentage points, for
             ``keep_float='auto'``.
         diagnose: Measure the error that each layer adds alone, on the first calibration batch, as ``report.layers``.
+        equalize: Equalize the ranges of weights between consecutive layers of the folded copy first, without a change
+            of its function (Nagel et al. 2019, "Data-Free Quantization Through Weight Equalization and Bias
+            Correction"). Channel i of the first layer is divided, and of the second multiplied, by ``s_i = sqrt(r1_i /
+            r2_i)``, with r the largest absolute weight of the channel. Pairs are convolutions and linear layers with
+            only ReLU, LeakyReLU and pooling in between.
 
     Returns:
         The quantized model, with a report. Warns if it is slower than the folded float model on this machine.
@@ -176,6 +183,10 @@ def quantize_ptq(
     if unknown:
         raise ValueError(f'keep_float must be names of layers of the folded model, got {unknown[0]!r}.')
     accuracy = _accuracy(model, validation_loader, batches[0].shape[1:])
+    equalized = None
+    if equalize:
+        with _errors(model, backend):
+            equalized = equalize_ranges(folded, batches[0])
     settings = dict(per_channel=per_channel, calibrator=calibrator, percentile=percentile)
     errors = None
     if diagnose or keep_float == 'auto':
@@ -196,7 +207,7 @@ def quantize_ptq(
                 keep_float = layers_to_keep(rounded, errors, is_enough)
     return _finish(
         lambda: program.quantize(folded, batches, **settings, keep_float=keep_float), model, folded, batches,
-        validation_loader, accuracy, backend=backend, **settings, qat_epochs=0, layers=errors)
+        validation_loader, accuracy, backend=backend, **settings, qat_epochs=0, layers=errors, equalized=equalized)
 
 
 def quantize_qat(

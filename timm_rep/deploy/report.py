@@ -40,6 +40,7 @@ class QuantizationReport(Sidecar):
             outputs' own, on the first batch of calibration images.
         accuracy: Accuracy before and after, if measured.
         layers: Error that each layer adds alone, as ``relative_rms``, by name, the most harmful first; if diagnosed.
+        equalized: Number of pairs of consecutive layers whose ranges of weights were equalized, None if not asked for.
         milliseconds: Time of the first batch with the folded float model, in eager mode, and with the quantized model,
             by 'fp32' and 'int8'.
         machine: Processor.
@@ -57,6 +58,7 @@ class QuantizationReport(Sidecar):
     relative_rms: float
     accuracy: Optional[Accuracy] = None
     layers: Optional[Dict[str, float]] = None
+    equalized: Optional[int] = None
     milliseconds: Optional[Dict[str, float]] = None
     machine: str = ''
     versions: Dict[str, str] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class QuantizationReport(Sidecar):
         lines = [
             f'{self.backend}, weights per {"channel" if self.per_channel else "tensor"}, {calibrator}, '
             f'{self.images} calibration images{training}',
+            *([f'ranges equalized: {self.equalized} pairs of layers'] if self.equalized is not None else []),
             f'int8: {len(self.int8_layers)} convolutions and linear layers',
             f'float: {len(self.float_layers) or "no"} products',
             *(f'  {name}: {operator}' for name, operator in self.float_layers.items()),
