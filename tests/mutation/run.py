@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Apply wrong changes of the package one at a time, and report those that the tests do not notice.
 
-The changes are in mutants.yaml, or another file of its form. They are made in a copy of the tracked files, in a temporary folder, where the tests
-that should notice them have to pass before the first one. A change is caught if one of its tests fails or hangs. The
-exit status is 1 if less than 95% are caught.
+The changes are in mutants.yaml, or in another file of its form. They are made in a copy of the tracked files, in a
+temporary folder, where the tests that should notice them have to pass before the first one. A change is caught if one
+of its tests fails or hangs. The exit status is 1 if less than 95% are caught.
 
     python tests/mutation/run.py -o tests/mutation/outcome.json
     python tests/mutation/run.py --only hub/
