@@ -206,7 +206,7 @@ def test_what_is_measured_again(folder, checkpoint, images):
     prepare_folder(folder, path, use_ema=True)
     after = json.loads((folder / 'metrics.json').read_text())
     assert 'accuracy' not in after
-    assert 'cost' in after
+    assert after['cost']['weights'] == sha256(folder / 'model.safetensors') != before['cost']['weights']
     assert after['dataset'] == 'Stripes'
     assert '## Accuracy' not in (folder / 'README.md').read_text()
     assert not (folder / 'predictions.csv').exists()
@@ -252,14 +252,18 @@ def test_int8(folder, checkpoint, images, monkeypatch, capsys):
     verify_folder(folder)
 
 
-def test_cited_figures_say_so(folder, checkpoint):
+def test_figures_of_the_file(folder, checkpoint):
+    """Cited ones say so, and the speedup is a quotient of measured ones."""
     prepare_folder(folder, checkpoint[2])
     metrics = json.loads((folder / 'metrics.json').read_text())
     metrics['cited'] = [dict(what='top-1', value='64.2%', source='table 1')]
+    for form, rate in ('unfolded', 10.), ('folded', 25.):
+        metrics['cost']['forms'][form]['images_per_second'] = rate
     (folder / 'metrics.json').write_text(json.dumps(metrics))
     prepare_folder(folder)
     text = (folder / 'README.md').read_text()
     assert '- top-1: 64.2% (table 1)' in text.split('## Cited')[1]
+    assert ': 2.50.' in text.split('## Size and speed')[1]
 
 
 def test_moving_average_and_half(folder, checkpoint):
