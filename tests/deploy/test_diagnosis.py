@@ -11,7 +11,7 @@ from tests.helpers import images, relative, same_weights
 pytest.importorskip('torchao')
 
 from tests.deploy.test_quantize import simulated
-from timm_rep.deploy.diagnosis import RoundedModel, layer_errors, layers_to_keep
+from timm_rep.deploy.diagnosis import RoundedModel, fewest_to_keep, layer_errors
 
 MINMAX = (True, 'minmax', 100.)
 
@@ -77,13 +77,10 @@ def test_the_most_harmful_layer_is_first(net):
 
 
 @pytest.mark.parametrize('needed', range(4))
-def test_the_fewest_layers_that_are_enough(net, needed):
-    rounded = RoundedModel(net, [images(2, 16)], *MINMAX)
+def test_the_fewest_layers_that_are_enough(needed):
     order = ['b', 'head', 'a']
-    kept = layers_to_keep(
-        rounded, dict.fromkeys(order, 0.), lambda model: not model.rounded & {*order[:needed]})
-    assert kept == order[:needed]
-    assert layers_to_keep(rounded, dict.fromkeys(order, 0.), lambda model: False) == order
+    assert fewest_to_keep(order, lambda kept: {*order[:needed]} <= {*kept}) == order[:needed]
+    assert fewest_to_keep(order, lambda kept: False) == order
 
 
 @torch.no_grad()
@@ -150,6 +147,64 @@ def test_automatic_choice(net, unmeasured):
     assert unmeasured == []
     timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=0., max_error=0.)
     assert unmeasured == list(errors)
+
+
+@pytest.fixture
+def inexact(unmeasured, monkeypatch):
+    """Quantizes nothing, but adds errors to be set by the name of a layer, unless it stays in float."""
+    from timm_rep.deploy.quantize import _program
+
+    program, added = _program(''), {}
+
+    class Inexact(program):
+        @classmethod
+        def quantize(cls, model, *args, keep_float, **kwargs):
+            unmeasured.clear()
+            result = super().quantize(model, *args, **kwargs, keep_float=keep_float)
+            result.error = sum(error for name, error in added.items() if name not in keep_float)
+            return result
+
+        def __call__(self, x):
+            outputs = self.model(x)
+            return outputs - self.error * outputs.norm() / outputs.numel() ** .5 * outputs.sign()
+
+    monkeypatch.setattr('timm_rep.deploy.quantize._program', lambda name: Inexact)
+    return added
+
+
+@pytest.mark.parametrize('needed', range(4))
+def test_automatic_choice_by_the_measured_error(net, unmeasured, inexact, needed, recwarn):
+    """The simulated error is small; the backend adds .1 for each layer, in the order of harm."""
+    x = images(4, 16)
+    order = list(timm_rep.quantize_ptq(net, [x], diagnose=True).report.layers)
+    inexact.update(dict.fromkeys(order, .1))
+    report = timm_rep.quantize_ptq(net, [x], keep_float='auto', max_error=.35 - .1 * needed).report
+    assert unmeasured == order[:needed]
+    assert report.relative_rms == pytest.approx(.1 * (3 - needed), abs=1e-6)
+    assert not [w for w in recwarn if 'max_error' in str(w.message)]
+
+
+def test_automatic_choice_by_the_measured_accuracy(net, unmeasured, inexact):
+    x = images(4, 16)
+    labels = net(x).argmax(1)
+    order = list(timm_rep.quantize_ptq(net, [x], diagnose=True).report.layers)
+    inexact[order[1]] = 1e3  # the opposite sign
+    settings = dict(keep_float='auto', max_error=1e9, validation_loader=[(x, labels)])
+    report = timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=1.).report
+    assert unmeasured == order[:2]
+    assert report.accuracy.loss == 0
+    report = timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=100.).report
+    assert unmeasured == []
+    assert report.accuracy.loss > 1
+
+
+def test_warns_if_the_limit_is_not_reached(net, unmeasured, inexact):
+    inexact['something else'] = .25
+    with pytest.warns(UserWarning, match=r'max_error=0\.1.*0\.25') as found:
+        report = timm_rep.quantize_ptq(net, [images(4, 16)], keep_float='auto', max_error=.1).report
+    assert {*unmeasured} == {'a', 'b', 'head'}
+    assert report.relative_rms == pytest.approx(.25)
+    assert all(w.filename == __file__ for w in found)
 
 
 @pytest.mark.parametrize('kwargs, message', [

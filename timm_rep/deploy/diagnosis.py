@@ -1,6 +1,6 @@
 """Error that int8 adds in each layer, and the layers to keep in float. Imported only with torchao installed."""
 import copy
-from typing import Any, Callable, Collection, Dict, List, Sequence, Set
+from typing import Any, Callable, Dict, List, Sequence, Set
 
 import torch
 import torch.nn as nn
@@ -9,7 +9,7 @@ from timm_rep._verify import compare
 
 from .observers import create_observer
 
-__all__ = ['RoundedModel', 'layer_errors', 'layers_to_keep']
+__all__ = ['RoundedModel', 'fewest_to_keep', 'layer_errors']
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
 
@@ -85,19 +85,13 @@ def layer_errors(model: RoundedModel, images: torch.Tensor) -> Dict[str, float]:
     return dict(sorted(errors.items(), key=lambda item: -item[1]))
 
 
-def layers_to_keep(model: RoundedModel, errors: Dict[str, float], is_enough: Callable[[nn.Module], bool]) -> List[str]:
-    """The fewest of the most harmful layers that are to stay in float.
+def fewest_to_keep(names: Sequence[str], passes: Callable[[List[str]], bool]) -> List[str]:
+    """The fewest of the first names that pass, by bisection.
 
-    ``is_enough`` is assumed to become true, and stay so, as more layers stay in float; if it never does, all stay.
+    ``passes`` is assumed to become true, and stay so, as more layers stay in float; if it never does, all are returned.
     """
-    names = list(errors)
-
-    def passes(kept: Collection[str]) -> bool:
-        model.rounded = {*names}.difference(kept)
-        return is_enough(model)
-
     low, high = 0, len(names)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if passes(names[:middle]) else (middle + 1, high)
-    return names[:low]
+        low, high = (low, middle) if passes(list(names[:middle])) else (middle + 1, high)
+    return list(names[:low])

@@ -18,11 +18,11 @@ import torch.nn as nn
 from timm_rep._verify import check_finite, compare
 from timm_rep.convert import folded_copy
 from timm_rep.utils.atomic import check_writable, recover, replacing_files
-from timm_rep.utils.data import Images, batches_of, labelled_images, take_images
+from timm_rep.utils.data import Images
 from timm_rep.utils.profiling import device_name, time_calls
 from timm_rep.utils.training import distil, evaluate
 
-from ._export import check_model
+from ._checks import check_float_model, check_keep_float, float_accuracy, read_images
 from .equalize import equalize_ranges
 from .formats import BACKENDS, check_packages, package_versions
 from .program import Program
@@ -148,7 +148,8 @@ def quantize_ptq(
         validation_loader: Batches of images and labels (N,) to measure the accuracy on, before and after. Default: it
             is not measured.
         keep_float: Names of layers of the folded model that stay in float; or 'auto', the fewest of the most harmful
-            layers so that ``max_error`` or ``max_accuracy_loss`` holds when the others are rounded.
+            layers so that ``max_error`` or ``max_accuracy_loss`` holds when the others are rounded. If it does not hold
+            for the quantized model, more layers are added, with a few quantizations of the model, until it does.
         max_error: Largest relative root mean square of the difference of the outputs, on the first calibration batch,
             for ``keep_float='auto'``.
         max_accuracy_loss: Largest loss of top-1 accuracy on ``validation_loader`` in percentage points, for
@@ -161,7 +162,8 @@ def quantize_ptq(
             only ReLU, LeakyReLU and pooling in between.
 
     Returns:
-        The quantized model, with a report. Warns if it is slower than the folded float model on this machine.
+        The quantized model, with a report. Warns if it is slower than the folded float model on this machine, or if
+        ``keep_float='auto'`` does not reach its limits.
 
     Raises:
         ModuleNotFoundError: The backend requires a package that is not installed.
@@ -172,42 +174,65 @@ def quantize_ptq(
             quantized or wrapped.
     """
     check_quantization(backend, calibrator, percentile)
-    _check_keep_float(keep_float, max_error, max_accuracy_loss, validation_loader)
-    _check_model(model)
+    check_keep_float(keep_float, max_error, max_accuracy_loss, validation_loader)
+    check_float_model(model)
     program = _program(backend)
-    batches = _read_images(calibration_loader, max_images)
+    batches = read_images(calibration_loader, max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
     names = dict(folded.named_modules())
     unknown = [name for name in keep_float if keep_float != 'auto' and name not in names]
     if unknown:
         raise ValueError(f'keep_float must be names of layers of the folded model, got {unknown[0]!r}.')
-    accuracy = _accuracy(model, validation_loader, batches[0].shape[1:])
+    accuracy = float_accuracy(model, validation_loader, batches[0].shape[1:])
     equalized = None
     if equalize:
         with _errors(model, backend):
             equalized = equalize_ranges(folded, batches[0])
     settings = dict(per_channel=per_channel, calibrator=calibrator, percentile=percentile)
     errors = None
-    if diagnose or keep_float == 'auto':
-        from .diagnosis import RoundedModel, layer_errors, layers_to_keep
 
-        def is_enough(rounded: nn.Module) -> bool:
+    def quantize(kept: Sequence[str]) -> Quantized:
+        return _finish(
+            lambda: program.quantize(folded, batches, **settings, keep_float=kept), model, folded, batches,
+            validation_loader, accuracy, backend=backend, **settings, qat_epochs=0, layers=errors, equalized=equalized)
+
+    if diagnose or keep_float == 'auto':
+        from .diagnosis import RoundedModel, fewest_to_keep, layer_errors
+
+        with torch.no_grad():
+            expected = model(batches[0])
+            rounded = RoundedModel(folded, batches, **settings)
+            errors = layer_errors(rounded, batches[0])
+
+        @torch.no_grad()
+        def simulation_passes(kept: Sequence[str]) -> bool:
+            rounded.rounded = {*errors}.difference(kept)
             if max_error is not None:
                 if not compare(expected, rounded(batches[0]), len(batches[0])).relative_rms <= max_error:
                     return False
             return max_accuracy_loss is None or (
                 evaluate(rounded, validation_loader, torch.device('cpu'))[1] >= accuracy[0] - max_accuracy_loss)
 
-        with torch.no_grad():
-            expected = model(batches[0])
-            rounded = RoundedModel(folded, batches, **settings)
-            errors = layer_errors(rounded, batches[0])
-            if keep_float == 'auto':
-                keep_float = layers_to_keep(rounded, errors, is_enough)
-    return _finish(
-        lambda: program.quantize(folded, batches, **settings, keep_float=keep_float), model, folded, batches,
-        validation_loader, accuracy, backend=backend, **settings, qat_epochs=0, layers=errors, equalized=equalized)
+        if keep_float == 'auto':
+            names = list(errors)
+            keep_float = fewest_to_keep(names, simulation_passes)
+            quantized = quantize(keep_float)
+            if not _passes(quantized.report, max_error, max_accuracy_loss):
+                # the backend's error is larger than the simulated one, so that more layers are chosen by measurement
+                keep_float += fewest_to_keep(
+                    names[len(keep_float):],
+                    lambda more: _passes(quantize([*keep_float, *more]).report, max_error, max_accuracy_loss))
+                quantized = quantize(keep_float)
+                if not _passes(quantized.report, max_error, max_accuracy_loss):
+                    found = quantized.report
+                    loss = f', the loss of accuracy {found.accuracy.loss:g} points' if found.accuracy else ''
+                    warnings.warn(
+                        f"keep_float='auto' does not reach max_error={max_error}, max_accuracy_loss="
+                        f'{max_accuracy_loss}: with all {len(names)} convolutions and linear layers in float, the '
+                        f'relative error is {found.relative_rms:.2g}{loss}.', stacklevel=2)
+            return _warn_if_slow(quantized)
+    return _warn_if_slow(quantize(keep_float))
 
 
 def quantize_qat(
@@ -248,7 +273,7 @@ def quantize_qat(
             :func:`timm_rep.utils.training.distil`.
     """
     check_quantization('inductor', 'minmax')
-    _check_model(model)
+    check_float_model(model)
     if epochs < 1:
         raise ValueError(f'epochs must be an integer >= 1, got {epochs!r}.')
     if images.device.type != 'cpu':
@@ -260,19 +285,19 @@ def quantize_qat(
         raise ValueError('resume=True requires checkpoint, the file to continue from.')
     from .inductor import finish_training, prepare_training
 
-    batches = _read_images(images.calibration(max_images), max_images)
+    batches = read_images(images.calibration(max_images), max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
     if not any(p.requires_grad for p in model.parameters()):  # frozen for inference, but folding makes new parameters
         folded.requires_grad_()
-    accuracy = _accuracy(model, validation_loader, batches[0].shape[1:])
+    accuracy = float_accuracy(model, validation_loader, batches[0].shape[1:])
     with _errors(model, 'inductor'):
         prepared = prepare_training(folded, batches[0])
     distil(
         prepared, copy.deepcopy(model), images, epochs, lr, weight_decay=0., checkpoint=checkpoint, resume=resume)
-    return _finish(
+    return _warn_if_slow(_finish(
         lambda: finish_training(prepared, batches[0].shape[1:]), model, folded, batches, validation_loader, accuracy,
-        backend='inductor', per_channel=True, calibrator='minmax', percentile=100., qat_epochs=epochs)
+        backend='inductor', per_channel=True, calibrator='minmax', percentile=100., qat_epochs=epochs))
 
 
 def check_quantization(backend: str, calibrator: str, percentile: float = 99.99) -> None:
@@ -304,26 +329,6 @@ def _program(name: str) -> Type[Program]:
             f'{", ".join(BACKENDS[name].packages)}: {e}.') from e
 
 
-def _check_model(model: nn.Module) -> None:
-    check_model(model)
-    name = type(model).__name__
-    if any(module.training for module in model.modules()):
-        raise ValueError(f'{name} must be in eval mode: call model.eval() first.')
-    devices = {str(x.device) for x in model.state_dict().values()} - {'cpu'}
-    if devices:
-        raise ValueError(f'{name} must be on the CPU, got {", ".join(sorted(devices))}: call model.cpu().')
-
-
-def _read_images(loader: Iterable, count: int) -> List[torch.Tensor]:
-    batches = [images.detach().float().cpu() for images in take_images(loader, count)]
-    for images in batches:
-        if images.shape[1:] != batches[0].shape[1:] or not images.isfinite().all():
-            raise ValueError(
-                f'Calibration images must be finite and of one size, got {tuple(images.shape)} and, in the first '
-                f'batch, {tuple(batches[0].shape)}.')
-    return batches
-
-
 @contextlib.contextmanager
 def _errors(model: nn.Module, backend: str) -> Iterator[None]:
     try:
@@ -331,52 +336,6 @@ def _errors(model: nn.Module, backend: str) -> Iterator[None]:
     except Exception as e:  # backends raise many types
         raise RuntimeError(
             f'Cannot quantize {type(model).__name__} with {backend!r}: {type(e).__name__}: {str(e).strip()}') from e
-
-
-def _check_keep_float(
-        keep_float: Any,
-        max_error: Optional[float],
-        max_accuracy_loss: Optional[float],
-        validation_loader: Optional[Iterable],
-) -> None:
-    limits = {'max_error': max_error, 'max_accuracy_loss': max_accuracy_loss}
-    if isinstance(keep_float, str) and keep_float != 'auto':
-        raise ValueError(f"keep_float must be a list of names of layers, or 'auto', got {keep_float!r}.")
-    if (keep_float == 'auto') != any(x is not None for x in limits.values()):
-        raise ValueError(
-            "keep_float='auto' and one of max_error and max_accuracy_loss must be given together, got "
-            f'keep_float={keep_float!r}, {", ".join(f"{name}={x!r}" for name, x in limits.items())}.')
-    for name, x in limits.items():
-        if x is not None and (not isinstance(x, (int, float)) or not x >= 0):
-            raise ValueError(f'{name} must be a number >= 0, got {x!r}.')
-    if max_accuracy_loss is not None and validation_loader is None:
-        raise ValueError('max_accuracy_loss requires validation_loader.')
-
-
-def _accuracy(model: nn.Module, loader: Optional[Iterable], size: Sequence[int]) -> Optional[Tuple[float, int]]:
-    """Accuracy of the float model in percent, and number of images; measured before any work."""
-    if loader is None:
-        return None
-    if isinstance(loader, Iterator):
-        raise TypeError('validation_loader must be iterable twice, before and after, got an iterator: pass a loader.')
-    found = []
-
-    def batches():
-        for images, labels in map(labelled_images, batches_of(loader)):
-            if images.shape[1:] != size or not images.isfinite().all():
-                raise ValueError(
-                    f'validation_loader must have finite images of the calibrated size {tuple(size)}, got '
-                    f'{tuple(images.shape[1:])}.')
-            found.append(labels)
-            yield images, labels
-
-    logits, top1 = evaluate(model, batches(), torch.device('cpu'))
-    labels, classes = torch.cat(found), logits.shape[1]
-    if labels.min() < 0 or labels.max() >= classes:
-        raise ValueError(
-            f'validation_loader must have labels from 0 to {classes - 1}, got {labels.min().item()} to '
-            f'{labels.max().item()}: the accuracy is measured with the labels of the model.')
-    return top1, len(logits)
 
 
 @torch.no_grad()
@@ -390,7 +349,7 @@ def _finish(
         backend: str,
         **settings,
 ) -> Quantized:
-    """Quantize, and report; warns if the result is slower than the folded model."""
+    """Quantize, and report."""
     first = batches[0]
     with _errors(model, backend):
         program = quantize()
@@ -399,10 +358,6 @@ def _finish(
             {'fp32': lambda: folded(first), 'int8': lambda: program(first)}, torch.device('cpu'), rounds=3)
         error = compare(model(first), program(first), len(first)).relative_rms
     milliseconds = {name: round(1e3 * statistics.median(values), 3) for name, values in seconds.items()}
-    if milliseconds['int8'] > milliseconds['fp32']:
-        warnings.warn(
-            f"int8 is slower than float32 on this machine: {milliseconds['int8']:.1f} ms for {len(first)} images, the "
-            f"folded model {milliseconds['fp32']:.1f} ms.", stacklevel=4)
     report = QuantizationReport(
         backend, **settings, images=sum(map(len, batches)), input_size=tuple(first.shape[1:]), int8_layers=int8,
         float_layers=other, relative_rms=error, milliseconds=milliseconds, machine=device_name(torch.device('cpu')),
@@ -413,3 +368,18 @@ def _finish(
         after = evaluate(quantized, validation_loader, torch.device('cpu'))[1]
         quantized.report = replace(report, accuracy=Accuracy(round(before, 2), round(after, 2), images))
     return quantized
+
+
+def _warn_if_slow(quantized: Quantized) -> Quantized:
+    """Warn, at the caller of a public function, if int8 is slower than the folded model."""
+    times = quantized.report.milliseconds
+    if times['int8'] > times['fp32']:
+        warnings.warn(
+            f"int8 is slower than float32 on this machine: {times['int8']:.1f} ms for the first batch, the folded "
+            f"model {times['fp32']:.1f} ms.", stacklevel=3)
+    return quantized
+
+
+def _passes(report: QuantizationReport, max_error: Optional[float], max_accuracy_loss: Optional[float]) -> bool:
+    return (max_error is None or report.relative_rms <= max_error) and (
+        max_accuracy_loss is None or report.accuracy.loss <= max_accuracy_loss)

@@ -20,6 +20,11 @@ class Accuracy:
     int8: float
     images: int
 
+    @property
+    def loss(self) -> float:
+        """Loss of accuracy in percentage points."""
+        return round(self.fp32 - self.int8, 2)
+
 
 @dataclass(frozen=True)
 class QuantizationReport(Sidecar):
