@@ -107,6 +107,13 @@ def test_layers_kept_in_float_by_onnxruntime(net):
     assert f'  {next(iter(quantized.report.layers))}: ' in str(quantized.report)
 
 
+def test_all_layers_kept_in_float_by_onnxruntime(net):
+    pytest.importorskip('onnxruntime')
+    report = timm_rep.quantize_ptq(net, [images(4, 16)], 'onnxruntime', keep_float=['a', 'b', 'head']).report
+    assert report.int8_layers == []
+    assert report.relative_rms < 1e-5
+
+
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Quantizes nothing: records which layers would stay in float. Yields them."""

@@ -81,7 +81,8 @@ class OnnxProgram(Program):
             weight_qType=QuantType.QInt8,
             activation_qType=QuantType.QUInt8,
             tensors_range=TensorsData(CalibrationMethod.MinMax, ranges),
-            nodes_to_quantize=[node.name for node in (*layers, *activations)],
+            # an empty list would stand for all nodes
+            nodes_to_quantize=[node.name for node in (*layers, *activations)] or [''],
             nodes_to_exclude=[],
             op_types_to_quantize=[*_OPERATORS, *_ACTIVATIONS],
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
