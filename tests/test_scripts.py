@@ -118,10 +118,12 @@ def test_bench_converted(script, tmp_path, monkeypatch):
     monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create_model(name, **(
         {'depth': 1, **kwargs} if 'vit_tiny_patch16_224' in (name, kwargs.get('base')) else kwargs)))
     script(
-        'bench', 'converted-infer', '--models', 'fasternet_cifar10', 'vit_tiny_patch16_224', '--rounds', 2)
+        'bench', 'converted-infer', '--models', 'fasternet_cifar10', 'vit_tiny_patch16_224', '--rounds', 2,
+        '--modes', 'eager', 'onnx')
     rows = reported(tmp_path, 'converted-infer')['rows']
-    assert [(row['model'], row['images']) for row in rows] == [
-        (name, images) for name in ('fasternet_cifar10', 'vit_tiny_patch16_224') for images in (1, 8)]
+    assert [(row['model'], row['images'], row['mode']) for row in rows] == [
+        (name, images, mode) for name in ('fasternet_cifar10', 'vit_tiny_patch16_224') for images in (1, 8)
+        for mode in ('eager', 'onnx')]
     for row in rows:
         assert all(row[ratio] > 0 for ratio in ('0.25', '0.5', '0.75', '0.9', '1.0'))
         macs = list(row['MACs'].values())

@@ -3,8 +3,9 @@ import copy
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Callable, Dict
 
 import timm
 import torch
@@ -13,7 +14,9 @@ import torch.nn.functional as F
 import yaml
 from timm.layers import use_fused_attn
 
+import timm_rep
 from timm_rep.convert import folded_copy
+from timm_rep.deploy import onnx_runner
 from timm_rep.latency import PARTS, profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import SPEEDUPS, VANILLA
@@ -169,7 +172,13 @@ def repa_infer(args):
 
 
 def _converted(name: str) -> Dict[str, Any]:
-    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is the model of ``accelerate.yaml``."""
+    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is the model of ``accelerate.yaml``, and
+    'vit_small_cifar10' the classifier of ``real_vit.py``.
+    """
+    if name == 'vit_small_cifar10':
+        return dict(
+            model_name='vit_small_patch14_dinov2', img_size=56, num_classes=10,
+            pretrained_cfg_overlay=dict(input_size=(3, 56, 56)))
     if name != 'fasternet_cifar10':
         return dict(model_name=name)
     experiment = yaml.safe_load((Path(__file__).parents[1] / 'experiments' / 'accelerate.yaml').read_text())
@@ -180,14 +189,16 @@ def _converted(name: str) -> Dict[str, Any]:
 
 
 def converted_infer(args):
-    """Inference of converted models, ``repa_any``: speedup over timm's model, by idle ratio and batch size.
+    """Inference of converted models, ``repa_any``: speedup over timm's model, by idle ratio, batch size and mode.
 
-    'images': batch size. 'MACs': multiply-accumulates of timm's model divided by the converted model's.
+    'images': batch size. 'mode': eager, compile, or onnx for ONNX Runtime on the CPU. 'MACs': multiply-accumulates of
+    timm's model divided by the converted model's.
     """
     names = args.models or [
-        'fasternet_cifar10', 'deit3_base_patch16_224', 'swin_tiny_patch4_window7_224', 'convnext_tiny',
-        'eva02_small_patch14_224']
-    for row in args.pending(model=names, images=[args.batch_size] if args.batch_size else (1, 8)):
+        'fasternet_cifar10', 'vit_small_cifar10', 'deit3_base_patch16_224', 'swin_tiny_patch4_window7_224',
+        'convnext_tiny', 'eva02_small_patch14_224']
+    for row in args.pending(
+            model=names, images=[args.batch_size] if args.batch_size else (1, 8), mode=args.modes):
         kwargs = _converted(row['model'])
         base = kwargs.pop('model_name')
         models = {'timm': timm.create_model(base, **kwargs)} | {
@@ -196,8 +207,8 @@ def converted_infer(args):
         size = model_input_size(models['timm'])
         macs = {form: count_macs(model, size).total for form, model in models.items()}
         models = {form: model.eval().to(args.device, args.dtype) for form, model in models.items()}
-        times = time_passes(
-            models, torch.randn(row['images'], *size, device=args.device, dtype=args.dtype), rounds=args.rounds)
+        x = torch.randn(row['images'], *size, device=args.device, dtype=args.dtype)
+        times = time_passes(_in_mode(models, row['mode']), x, rounds=args.rounds)
         yield {
             **row,
             'timm (img/s)': round(throughput(row['images'], times)['timm'], 2),
@@ -205,6 +216,21 @@ def converted_infer(args):
             'MACs': {form: round(macs['timm'] / n, 2) for form, n in macs.items() if form != 'timm'},
             **timing_columns(times),
         }
+
+
+def _in_mode(models: Dict[str, nn.Module], mode: str) -> Dict[str, Callable]:
+    if mode == 'eager':
+        return models
+    if mode == 'compile':
+        torch.compiler.reset()  # else models of one class share its limit of recompilations
+        return {form: torch.compile(model) for form, model in models.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        runners = {}
+        for form, model in models.items():
+            path = Path(folder) / f'{form}.onnx'
+            timm_rep.export(model, path, 'onnx')
+            runners[form] = onnx_runner(path)
+    return runners
 
 
 def prepbn(args):
