@@ -545,7 +545,7 @@ def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
     for name in bench.SECTIONS:
         monkeypatch.setitem(bench.SECTIONS, name, section)
     experiments = {path.stem for path in (SCRIPTS / 'experiments').glob('*.yaml')}
-    assert experiments <= module.JOBS.keys()
+    assert experiments - {'pretrained-teachers'} <= module.JOBS.keys()  # its weights are not published
     for toy in (None, 'repa_deit_tiny'):
         options = SimpleNamespace(toy=toy, device='cpu')
         for name, job in module.JOBS.items():

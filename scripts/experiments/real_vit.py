@@ -188,9 +188,10 @@ def compare(args: argparse.Namespace) -> None:
         now = head(found).argmax(1)
         error = (found - original).norm() / (original - original.mean(0)).norm()
         row = dict(
-            key, original=percentage(predicted == targets), top1=percentage(now == targets),
+            key, **{'top-1': percentage(now == targets)}, original=percentage(predicted == targets),
             agreement=percentage(now == predicted), error=round(error.item(), 4),
             macs=round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), minutes=round(minutes, 2))
+        row['top-1 change'] = round(row['top-1'] - row['original'], 2)
         results.report(section, _WHAT, [row], device, settings, list(key))
 
 
