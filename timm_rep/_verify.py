@@ -184,7 +184,7 @@ def verify(
         unfolded_error=_ratio(outputs[2], outputs[0]),
         folded_error=_ratio(outputs[3], outputs[0]),
         folded=len(names),
-        layers={name: (_ratio(x[2], x[0]), _ratio(x[3], x[0])) for name, x in sums.items()},
+        layers={name: (_ratio(x[2], x[0]), _ratio(x[3], x[0])) for name, x in sums.items() if name is not None},
         tolerance=tolerance,
         causes=find_causes(model, unfolded, folded, images[:_MAX_IMAGES].float(), are_real),
     )

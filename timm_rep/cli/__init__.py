@@ -51,8 +51,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     commands = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
-    for command in commands.choices.values():
-        command.add_argument('--traceback', action='store_true', help='show where in the code an error occurred')
+    for subparser in commands.choices.values():
+        subparser.add_argument('--traceback', action='store_true', help='show where in the code an error occurred')
     args = parser.parse_args(argv)
     args.command = shlex.join(['timm-rep', *(sys.argv[1:] if argv is None else argv)])
     try:

@@ -85,7 +85,7 @@ def run(args) -> None:
             loaders.append(loader)
     known = count_classes(loaders[0].dataset)
     classes = args.num_classes or known
-    if known and classes < known:
+    if known and classes and classes < known:
         raise ValueError(f'--num-classes must be >= {known}, the classes of {args.dataset!r}, got {classes}.')
     if not classes:
         raise ValueError(f'The data set {args.dataset!r} does not have its number of classes: pass --num-classes.')

@@ -354,7 +354,7 @@ def ratios_of(
     """
     given = plain_ratio(idle_ratio)
     if not isinstance(given, list):
-        return idle_ratios(len(names), given, idle_schedule)
+        return list(idle_ratios(len(names), given, idle_schedule))
     if idle_schedule != 'constant':
         raise ValueError(f"idle_schedule must be 'constant' with one idle ratio per FFN, got {idle_schedule!r}.")
     if len(given) != len(names):

@@ -24,13 +24,15 @@ def linear_of(layer: nn.Module) -> nn.Module:
 
 def affine_of(layers: Sequence[nn.Module]) -> Affine:
     """The affine map of a linear layer followed by BatchNorms, with composites of both expanded."""
-    affine = None
+    parts: List[nn.Module] = []
     for layer in layers:
-        parts = [layer]
-        if not isinstance(layer, (nn.Linear, nn.Conv2d, nn.modules.batchnorm._BatchNorm)):
-            parts = [m for m in layer.children() if not isinstance(m, (nn.Identity, nn.Dropout))]
-        for part in parts:
-            affine = Affine.from_linear(part) if affine is None else affine.before_norm(part)
+        if isinstance(layer, (nn.Linear, nn.Conv2d, nn.modules.batchnorm._BatchNorm)):
+            parts.append(layer)
+        else:
+            parts += [m for m in layer.children() if not isinstance(m, (nn.Identity, nn.Dropout))]
+    affine = Affine.from_linear(parts[0])
+    for norm in parts[1:]:
+        affine = affine.before_norm(norm)
     return affine
 
 

@@ -139,7 +139,8 @@ def least_squares(
     if channels is not None:
         rest = torch.eye(ffn.out_features).to(second.weight)
         second = Affine(torch.cat([second.weight[:, channels], rest], 1), torch.zeros_like(second.bias))
-    return tuple(LeastSquares(second, m, ffn.in_features, rows.metric) for m in moments)
+    fitted, held_out = (LeastSquares(second, m, ffn.in_features, rows.metric) for m in moments)
+    return fitted, held_out
 
 
 class _Candidate(NamedTuple):
@@ -203,7 +204,7 @@ def fit_ffn(
     matrices = _matrices(ffn, best.channels, Affine(fit.weight, fit.linear.bias), linear)
     return matrices, ConvertedFfn(
         ffn.name, h, len(best.channels), fit.linear_path, every.share(loss),
-        macs=tuple(tokens * matrix_entries(m) for m in (ffn.module, ffn.around(matrices))),
+        macs=(tokens * matrix_entries(ffn.module), tokens * matrix_entries(ffn.around(matrices))),
         held_out=held_out_loss,
         other_held_out=other_loss,
         linear_share=1 - every.share(line),

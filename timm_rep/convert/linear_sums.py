@@ -71,7 +71,7 @@ class LinearSum:
         sizes = [conv.kernel_size for conv in self.convs]
         branches: List[Union[ConvBranch, IdentityBranch]] = []
         for i, size in enumerate(sizes):
-            name = None if sizes.count(size) == 1 else f'conv{size[0]}x{size[1]}_{sizes[:i].count(size)}'
+            name = '' if sizes.count(size) == 1 else f'conv{size[0]}x{size[1]}_{sizes[:i].count(size)}'
             branches.append(ConvBranch(size, name))
         if self.has_identity:
             branches.append(IdentityBranch())
@@ -235,8 +235,9 @@ def _unsupported_reason(linear_sum: LinearSum) -> Optional[str]:
             return f'has a branch with a {type(conv).__name__} instead of a plain convolution'
         if norm is not None and not isinstance(norm, nn.modules.batchnorm._BatchNorm):
             return f'has a branch with a {type(norm).__name__} instead of a BatchNorm'
-        if not isinstance(getattr(norm, 'act', None), (type(None), nn.Identity)):
-            return f'has a branch with a {type(norm.act).__name__} in it'
+        act = getattr(norm, 'act', None)
+        if not isinstance(act, (type(None), nn.Identity)):
+            return f'has a branch with a {type(act).__name__} in it'
     replaced = [getattr(linear_sum.module, name, None) for name in linear_sum.replaced]
     for part in replaced if linear_sum.slot else [linear_sum.module]:
         reason = unfoldable_reason(part) if isinstance(part, nn.Module) else None

@@ -179,13 +179,13 @@ def _warn(model: nn.Module, images: CalibrationImages, predicted: torch.Tensor, 
         messages.append(
             'The model predicts the same class for all calibration images: pass images of all classes, in random '
             'order.')
-    worst = max(report.ffns, key=lambda ffn: (ffn.held_out or 0) - ffn.lost_variance)
+    worst = max(report.ffns, key=lambda ffn: (ffn.held_out or 0) - (ffn.lost_variance or 0))
     if worst.held_out is None:
         messages.append(
             f'{images.unique} different calibration images are too few to hold some out, so that the form of the '
             f'FFNs and their damping are not chosen on data: pass at least {HELD_OUT * MIN_HELD_OUT}, better '
             f'{report.recommended_images}.')
-    elif worst.held_out > 1.5 * worst.lost_variance + 0.02:
+    elif worst.lost_variance is not None and worst.held_out > 1.5 * worst.lost_variance + 0.02:
         messages.append(
             f'{worst.name} loses {worst.held_out:.0%} of the variance on held-out images and {worst.lost_variance:.0%} '
             f'on those it is fitted to, {images.count}: pass more calibration images, about '
@@ -220,7 +220,7 @@ def _used(
             'No FFN can be converted, nothing was changed: '
             + ', '.join(f'{name} {reason}' for name, reason in list(kept.items())[:3]) + '.')
     needed = {ffn.name: math.ceil((_columns(ffn) + 1) / probes[ffn.name].tokens) for ffn in ordered}
-    name = max(needed, key=needed.get)
+    name = max(needed, key=needed.__getitem__)
     if images < needed[name]:
         raise ValueError(
             f'{name} has {_columns(by_name[name])} input and hidden channels and sees {probes[name].tokens} tokens of '

@@ -4,7 +4,7 @@ timm's save_for_hf() reads them from ``_model_args``, ``pretrained_cfg`` and ``_
 """
 import inspect
 from functools import partial
-from typing import Any, FrozenSet, Optional, Sequence, Tuple, Union
+from typing import Any, FrozenSet, List, Optional, Sequence, Tuple, Union
 
 import timm
 import torch.nn as nn
@@ -93,7 +93,8 @@ def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Un
 
     None where the convolution has no weight of its own, as in the structures of Hyper-Search.
     """
-    modules, found = dict(model.named_modules()), []
+    modules = dict(model.named_modules())
+    found: List[str] = []
     for name in (names,) if isinstance(names, str) else names or ():
         place = name
         while place not in modules:
@@ -102,8 +103,8 @@ def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Un
             path for path, m in modules[place].named_modules(prefix=place)
             if isinstance(m, nn.Conv2d) and m.in_channels == getattr(model, 'in_chans', m.in_channels)]
         found += [name] if place == name else convs[:1]
-    found = tuple(dict.fromkeys(found))
-    return found if len(found) > 1 else next(iter(found), None)
+    unique = tuple(dict.fromkeys(found))
+    return unique if len(unique) > 1 else next(iter(unique), None)
 
 
 def describe_input(model: nn.Module) -> None:
@@ -128,7 +129,7 @@ def _has(model: nn.Module, names: FrozenSet[str]) -> bool:
 
 def is_folded(model: nn.Module) -> bool:
     """Whether all foldable layers of a model, the timm base's included, are folded."""
-    unfolded = getattr(model, '_unfolded', frozenset())
+    unfolded: FrozenSet[str] = getattr(model, '_unfolded', frozenset())
     return is_reparameterized(model) and not (unfolded and _has(model, unfolded))
 
 

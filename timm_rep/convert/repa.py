@@ -80,11 +80,11 @@ def convert_to_repa(
                 else f'convert_to_repa() got an unexpected keyword argument {name!r}')
     if idle_ratio is not None:
         kwargs['idle_ratio'] = plain_ratio(idle_ratio)
-    if chosen == from_data:
+    if calibration is not None:
         names = [ffn.name for ffn in check_convertible(model)[0]]
         report = linearize_ffns(model, calibration, **kwargs)
         args = _linearized_args(names, report)
-    elif chosen == annealed:
+    elif anneal_steps is not None:
         report = anneal_ffns(model, anneal_steps, **kwargs)
         args = _with_defaults(anneal_ffns, anneal_steps=anneal_steps, **kwargs)
     else:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections import Counter
 from functools import partial
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -93,7 +93,8 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         raise ValueError(
             f'Expected branches without stochastic depth, but {dropping.name} drops them at a rate of '
             f'{dropping.drop_rate:g}, which one convolution cannot: create the model with drop_path_rate=0.')
-    layers, cslas, depths = [], [], Counter()
+    layers, cslas = [], []
+    depths: Dict[str, int] = Counter()
     for linear_sum in sums:
         stage = stage_of(linear_sum.name)
         depths[stage] += 1
@@ -188,7 +189,7 @@ def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
             setattr(module, name, value)
 
 
-def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
+def set_scales(model: nn.Module, scales: Optional[ScalesLike], reinit: bool) -> None:
     """Attach GradMults to the target operators of a model, or set the scales of its search or CSLA layers.
 
     ``model.scales_source`` becomes their source.
@@ -205,8 +206,9 @@ def set_scales(model: nn.Module, scales: ScalesLike, reinit: bool) -> None:
         raise ValueError(
             f"scales must be Scales, 'ones' or 'init' with structure={next(iter(others.values())).structure!r}, got "
             "False: use structure='target' for a plain network.")
-    for name, layer in others.items():
-        layer.set_scales(resolved[name])
+    if resolved is not None:
+        for name, layer in others.items():
+            layer.set_scales(resolved[name])
     targets = {name: layer for name, layer in layers.items() if name not in others}
     if targets:
         attach_grad_mults(model, resolved)

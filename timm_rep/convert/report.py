@@ -81,8 +81,8 @@ class ConversionReport:
         titles = ''.join(f'  {title:>10}' for title, _ in measured)
         rows = [f'{"FFN":{width}}  hidden  active  idle  matrices{titles}  MACs']
         for ffn in self.ffns:
-            shares = (getattr(ffn, name) for _, name in measured)
-            shares = ''.join('           -' if share is None else f'  {share:>10.2%}' for share in shares)
+            values = (getattr(ffn, name) for _, name in measured)
+            shares = ''.join('           -' if value is None else f'  {value:>10.2%}' for value in values)
             macs = '-' if ffn.macs is None else f'{ffn.macs[0] / 1e6:.1f} M -> {ffn.macs[1] / 1e6:.1f} M'
             rows.append(
                 f'{ffn.name:{width}}  {ffn.hidden_features:6}  {ffn.active_features:6}  {ffn.idle_ratio:4.0%}  '

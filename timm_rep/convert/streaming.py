@@ -1,8 +1,8 @@
 """One forward pass of the calibration images, during which the FFNs of a model are replaced one after another."""
 import contextlib
 import threading
-from functools import cached_property
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
+from functools import cached_property, partial
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple, cast
 
 import torch
 import torch.nn as nn
@@ -55,7 +55,8 @@ def record_original(
     totals: Dict[str, List[torch.Tensor]] = {}
     inputs: Dict[str, List[Inputs]] = {}
     streams: Dict[str, torch.Tensor] = {}
-    predicted, hooks, share = [], [], None
+    predicted, hooks = [], []
+    share: Share
     like = next(model.parameters())
 
     def see_features(ffn: Ffn, second: Affine, scale: torch.Tensor, g: torch.Tensor) -> None:
@@ -84,8 +85,7 @@ def record_original(
             if residual is not None:
                 scale = residual.scale.to(like.device, torch.promote_types(like.dtype, torch.float32))
                 second = Affine(*(x.to(scale) for x in ffn.fc_out()))
-                hooks.append(_hook_stream(
-                    residual, residual.module, lambda x, name=ffn.name: see_stream(name, x)))
+                hooks.append(_hook_stream(residual, residual.module, partial(see_stream, ffn.name)))
                 hooks.append(ffn.last.register_forward_pre_hook(
                     lambda _, args, ffn=ffn, second=second, scale=scale:
                     see_features(ffn, second, scale, args[0])))
@@ -217,7 +217,7 @@ class ConvertingPass:
         self.model, self.ffns, self.sampler = model, ffns, sampler
         context = _thread_state(next(model.parameters()).device.type)
         self._runners = [
-            _Runner(lambda share=share: self._run(share, context), f'calibration batch {share.batch}')
+            _Runner(partial(self._run, share, context), f'calibration batch {share.batch}')
             for share in shares]
         self._shares = dict(zip(self._runners, shares))
         self._stations: Dict[str, _Station] = {}
@@ -242,8 +242,7 @@ class ConvertingPass:
             residual = self.sampler.probes[ffn.name].residual
             if residual is not None:
                 module = placed.get(residual.module, residual.module)
-                self._hooks.append(_hook_stream(
-                    residual, module, lambda x, name=ffn.name: self._see_stream(name, x)))
+                self._hooks.append(_hook_stream(residual, module, partial(self._see_stream, ffn.name)))
 
     def _put(self, ffn: Ffn, new: nn.Module) -> None:
         replace_module(self.model, self._placed.get(ffn.name, ffn.module), new)
@@ -263,12 +262,12 @@ class ConvertingPass:
             self.model(share.x)
 
     def _see_stream(self, name: str, stream: torch.Tensor) -> None:
-        runner = threading.current_thread()
+        runner = cast(_Runner, threading.current_thread())
         if self._stations[name].converted is None:
             runner.streams[name] = self.sampler.take(name, self._shares[runner], stream)
 
     def _arrive(self, station: _Station, u: torch.Tensor) -> None:
-        runner, name = threading.current_thread(), station.ffn.name
+        runner, name = cast(_Runner, threading.current_thread()), station.ffn.name
         seen = runner.inputs.setdefault(name, [])
         share, u = self._shares[runner], tokens_of(u, station.ffn.use_conv)
         seen.append((self.sampler.take(name, share, u), self.sampler.held_out(name, share, len(u))))

@@ -26,7 +26,7 @@ __all__ = [
 def find_trainable_ffns(model: nn.Module) -> List[Ffn]:
     """The FFNs of a model; a ValueError unless each can become a RePaMlp with norm and layer scale of its block."""
     ffns, reasons = find_ffns(model)
-    reasons.update({ffn.name: ffn.unsupported_training_reason() for ffn in ffns if ffn.unsupported_training_reason()})
+    reasons.update({ffn.name: reason for ffn in ffns if (reason := ffn.unsupported_training_reason())})
     known = {ffn.module for ffn in ffns}
     for block in find_blocks(model):
         name, mlp = f'{block.path}.{block.mlp}'.lstrip('.'), getattr(block.module, block.mlp)
@@ -92,7 +92,7 @@ def take_layer_scale(block: nn.Module, name: str, use_conv: bool) -> Optional[nn
     """
     ls = getattr(block, name, None)
     gamma = {LayerScale: 'gamma', LayerScale2d: 'gamma', Scale: 'scale'}.get(type(ls))
-    if gamma is None:
+    if ls is None or gamma is None:
         return None
     setattr(block, name, nn.Identity())
     moved = (LayerScale2d if use_conv else LayerScale)(getattr(ls, gamma).numel(), device='meta')
@@ -153,12 +153,13 @@ def use_repa_ffns(
     ffns = find_trainable_ffns(model)
     names = [ffn.name for ffn in ffns]
     ratios = ratios_of(names, idle_ratio, idle_schedule)
-    if None in ratios:
+    numbers = [ratio for ratio in ratios if ratio is not None]
+    if len(numbers) < len(ratios):
         raise ValueError(
             f'idle_ratio must be a number for each FFN of a model to train, got None for {names[ratios.index(None)]}.')
     check_batch_norm(bn_momentum, bn_eps)
     converted = []
-    for ffn, ratio in zip(ffns, ratios):
+    for ffn, ratio in zip(ffns, numbers):
         block, = ffn.blocks
         active = active_channels(ffn.hidden_features, ratio)
         if reparameterized:

@@ -56,8 +56,8 @@ def _draw_speed(axes, result) -> None:
         axes.annotate(
             label.replace(', ', ',\n'), (row['throughput'], row['accuracy']), xytext=(0, 9), textcoords='offset points',
             ha='center', fontsize=8)
-    for before, after in (('plain ViT', 'plain ViT, converted'), ('RePa-DeiT', 'RePa-DeiT, folded')):
-        start, end = ((rows[label]['throughput'], rows[label]['accuracy']) for label in (before, after))
+    for pair in (('plain ViT', 'plain ViT, converted'), ('RePa-DeiT', 'RePa-DeiT, folded')):
+        start, end = ((rows[label]['throughput'], rows[label]['accuracy']) for label in pair)
         axes.annotate('', end, start, arrowprops=dict(arrowstyle='->', color='#9aa5b1', shrinkA=6, shrinkB=6))
     axes.margins(0.25, 0.35)
     folded, converted = (

@@ -1,5 +1,5 @@
 """Second part of the demo: a deep stack of plain convolutions, trained with RepSGD and SGD at four learning rates."""
-from typing import Dict, List, NamedTuple
+from typing import Any, Dict, List, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,8 @@ def run_repopt(
 
 
 def _csla_difference(train_set: training.Images, seed: int) -> Dict[str, List[float]]:
-    cpu, args = torch.device('cpu'), dict(lr=0.1, **_OPTIMIZER_ARGS)
+    cpu = torch.device('cpu')
+    args: Dict[str, Any] = dict(lr=0.1, **_OPTIMIZER_ARGS)
     csla = training.create_model('repopt_vgg_b1', seed, cpu, structure='csla', **_SMALL_ARGS).double()
     nets, optimizers = {}, {'csla': SGD([p for p in csla.parameters() if p.requires_grad], **args)}
     for label, cls in (('RepSGD', RepSGD), ('SGD', SGD)):
@@ -66,7 +67,7 @@ def _csla_difference(train_set: training.Images, seed: int) -> Dict[str, List[fl
         attach_grad_mults(net, Scales.from_model(csla) if cls is RepSGD else None)
         nets[label], optimizers[label] = net, cls(net.parameters(), **args)
     loader = training.create_loader_for(train_set, csla, is_training=True)
-    differences = {label: [] for label in nets}
+    differences: Dict[str, List[float]] = {label: [] for label in nets}
     while len(differences['SGD']) < _STEPS:
         for images, targets in loader:
             logits = {label: net(images.double()) for label, net in {'csla': csla, **nets}.items()}

@@ -1,7 +1,7 @@
 """Int8 backend 'executorch': XNNPACK's quantizer. Imported only with its packages installed."""
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -24,8 +24,8 @@ _LAYERS = (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)
 class ExecuTorchProgram(Program):
     """An ExecuTorch program for XNNPACK, which takes one image at a time."""
 
-    def __init__(self, buffer: bytes, layers: Tuple[List[str], Dict[str, str]] = ((), {})):
-        self.buffer, self._layers = buffer, layers
+    def __init__(self, buffer: bytes, layers: Optional[Tuple[List[str], Dict[str, str]]] = None):
+        self.buffer, self._layers = buffer, layers or ([], {})
         self._run = load_executorch(buffer)
         self._structure, = Runtime.get().load_program(buffer).load_method('structure').execute([])
 
@@ -61,7 +61,8 @@ class ExecuTorchProgram(Program):
             for image in torch.cat(list(batches)).split(1):
                 prepared(image)
         graph = convert_pt2e(prepared)
-        int8, other = {}, {}
+        int8: Dict[str, str] = {}
+        other: Dict[str, str] = {}
         for node in graph.graph.nodes:
             if node.target in _LAYERS:
                 is_int8 = all('dequantize' in str(x.target) for x in node.args[:2])

@@ -1,5 +1,5 @@
 """Calibrators: observers that choose the range of an int8 tensor. Imported only with torchao installed."""
-from typing import Tuple
+from typing import Any, Dict, Tuple
 
 import torch
 import torch.nn as nn
@@ -56,7 +56,7 @@ class PerTensorWeightObserver(PerChannelMinMaxObserver):
         return self._calculate_qparams(low, high)
 
 
-ACTIVATION_OBSERVERS = {
+ACTIVATION_OBSERVERS: Dict[str, Any] = {
     'minmax': _MinMaxObserver,
     'entropy': EntropyObserver,
     'percentile': PercentileObserver,

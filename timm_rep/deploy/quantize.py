@@ -10,7 +10,7 @@ import statistics
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn as nn
@@ -189,7 +189,7 @@ def quantize_ptq(
     if equalize:
         with _errors(model, backend):
             equalized = equalize_ranges(folded, batches[0])
-    settings = dict(per_channel=per_channel, calibrator=calibrator, percentile=percentile)
+    settings: Dict[str, Any] = dict(per_channel=per_channel, calibrator=calibrator, percentile=percentile)
     errors = None
 
     def quantize(kept: Sequence[str]) -> Quantized:
@@ -211,7 +211,7 @@ def quantize_ptq(
             if max_error is not None:
                 if not compare(expected, rounded(batches[0]), len(batches[0])).relative_rms <= max_error:
                     return False
-            return max_accuracy_loss is None or (
+            return max_accuracy_loss is None or accuracy is None or (
                 evaluate(rounded, validation_loader, torch.device('cpu'))[1] >= accuracy[0] - max_accuracy_loss)
 
         if keep_float == 'auto':

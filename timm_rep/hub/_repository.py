@@ -80,7 +80,7 @@ class ModelRepository(NamedTuple):
         """
         path = self.folder / name
         if self.repo_id:
-            path = hub_download(self.repo_id, name, self.folder.name, self.cache_dir)
+            path = Path(hub_download(self.repo_id, name, self.folder.name, self.cache_dir))
         elif not path.is_file():
             kind = 'is not a regular file' if os.path.lexists(path) else 'does not exist'
             raise FileNotFoundError(f'{name} in {self.where!r} {kind}')

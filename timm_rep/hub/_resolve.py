@@ -5,7 +5,7 @@ import inspect
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Union, cast
 
 import timm
 import torch
@@ -58,7 +58,7 @@ class Weights(NamedTuple):
 
 
 def build_model(
-        cls: Union[Type[nn.Module], Callable[..., nn.Module]],
+        cls: Callable[..., nn.Module],
         variant: str,
         pretrained: bool,
         model_cfgs: Mapping[str, Mapping[str, Any]],
@@ -110,8 +110,9 @@ def build_model(
     return model
 
 
-def _create(cls: Type[nn.Module], weights: Weights, **model_args) -> nn.Module:
+def _create(cls: Callable[..., nn.Module], weights: Weights, **model_args) -> nn.Module:
     given = [name for name in model_args if name not in weights.model_args]
+    error: Exception
     try:
         return cls(**model_args)
     except TypeError as e:
@@ -125,7 +126,7 @@ def _create(cls: Type[nn.Module], weights: Weights, **model_args) -> nn.Module:
 
 
 def _create_with_weights(
-        cls: Type[nn.Module],
+        cls: Callable[..., nn.Module],
         weights: Weights,
         cfg: Dict[str, Any],
         filter_fn: Optional[FilterFn],
@@ -136,13 +137,13 @@ def _create_with_weights(
     fold = reparameterized and not weights.model_args.get('reparameterized', False)
     if reparameterized and not fold:
         model_args['reparameterized'] = True
-    model = _create(cls, weights, **model_args)
+    model, path = _create(cls, weights, **model_args), cast(str, weights.path)
     if weights.released:
         classifier = cfg['classifier']
         state_dict = rename_released(
-            model, weights.path, (classifier,) if isinstance(classifier, str) else classifier)
+            model, path, (classifier,) if isinstance(classifier, str) else classifier)
     else:
-        state_dict = read_state_dict(weights.path)
+        state_dict = read_state_dict(path)
     own = model.state_dict()
     others = [f'{name} is {value.dtype}' for name, value in state_dict.items()
               if name in own and value.is_floating_point() != own[name].is_floating_point()]
@@ -163,15 +164,17 @@ def _create_with_weights(
     return model.reparameterize() if fold else model
 
 
-def _parameters(cls: Union[Type[nn.Module], Callable[..., nn.Module]]) -> Dict[str, Any]:
+def _parameters(cls: Callable[..., nn.Module]) -> Dict[str, Any]:
     """Arguments of a class and its bases, or of a function, with their defaults."""
-    functions = [base.__init__ for base in reversed(cls.__mro__)] if isinstance(cls, type) else [cls]
+    functions = [base.__init__ for base in reversed(cls.__mro__)] if isinstance(cls, type) else [cls]  # type: ignore[misc]
     return {
         name: parameter.default for function in functions
         for name, parameter in inspect.signature(function).parameters.items()}
 
 
-def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_with: Mapping[str, Any]) -> None:
+def _check_idle_channels(
+        cls: Callable[..., nn.Module], args: Mapping[str, Any], trained_with: Mapping[str, Any],
+) -> None:
     # no shape of the training structure depends on which channels are idle
     defaults = _parameters(cls)
     for name in [name for name in ('idle_ratio', 'idle_schedule') if name in defaults]:
@@ -183,7 +186,7 @@ def _check_idle_channels(cls: Type[nn.Module], args: Mapping[str, Any], trained_
 
 
 def _resolve(
-        cls: Union[Type[nn.Module], Callable[..., nn.Module]],
+        cls: Callable[..., nn.Module],
         variant: str,
         pretrained: bool,
         model_cfgs: Mapping[str, Mapping[str, Any]],
@@ -263,7 +266,7 @@ def _path_if_there(repo: ModelRepository) -> Optional[str]:
         return None
 
 
-def _model_args(cls: Type[nn.Module], repo: ModelRepository) -> Dict[str, Any]:
+def _model_args(cls: Callable[..., nn.Module], repo: ModelRepository) -> Dict[str, Any]:
     """The model_args of a config.json, limited to constructor arguments that read no files."""
     args = dict(repo.model_args)
     _check_depth(args, repo)
@@ -349,14 +352,14 @@ def find_weights(
         return _find_released(variant, idle_ratio, file, revision, cache_dir), None
 
     folder = local_folder()
-    if repo_id is None and folder is None:
-        reasons.append('TIMM_REP_HUB: not set')
-    elif repo_id is None:
+    if repo_id is None and folder is not None:
         try:
             repo = read_folder(folder / name)
             return repo.file(WEIGHTS_NAME), repo
         except OSError as e:
             reasons.append(f'the folder {str(folder / name)!r}: {" ".join(str(e).split())}')
+    elif repo_id is None:
+        reasons.append('TIMM_REP_HUB: not set')
 
     on_hub, reachable = repo_id or f'{organization()}/{name}', True
     try:

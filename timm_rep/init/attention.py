@@ -42,12 +42,13 @@ class AttentionLayout(NamedTuple):
         heads = next((n for n in (getattr(module, a, None) for a in ('num_heads', 'heads')) if isinstance(n, int)), 0)
         if not heads:
             return None
-        widths = tuple(getattr(module, name, None) for name in ('key_dim', 'val_dim'))
-        known = all(isinstance(width, int) for width in widths)  # LeViT, TinyViT, EfficientFormer
+        key, value = getattr(module, 'key_dim', None), getattr(module, 'val_dim', None)
+        # LeViT, TinyViT, EfficientFormer
+        widths = (key, value) if isinstance(key, int) and isinstance(value, int) else None
         return cls(
             heads,
-            head_first=known or getattr(module, 'head_first', False) is True,
-            widths=widths if known else None,
+            head_first=widths is not None or getattr(module, 'head_first', False) is True,
+            widths=widths,
             fused='kv' if getattr(module, 'use_global', False) is True else 'qkv',  # GCViT: queries of the image
         )
 

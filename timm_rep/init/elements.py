@@ -110,10 +110,10 @@ def select_elements(
     if tensor.dim() != len(shape) or any(s > t for s, t in zip(shape, tensor.shape)):
         raise ValueError(f'Cannot select {shape} from {tuple(tensor.shape)}: as many axes are needed, none longer.')
     if parts > 1 and element_selection != 'uniform' and not (shape[0] % parts or tensor.shape[0] % parts):
-        selected, indices = zip(*(
+        selected, axes = zip(*(
             select_elements(part, (shape[0] // parts, *shape[1:]), element_selection, seed, f'{key} {i}')
             for i, part in enumerate(tensor.chunk(parts))))
-        rows, *others = zip(*indices)
+        rows, *others = zip(*axes)
         first = None if rows[0] is None else torch.cat(
             [positions + i * tensor.shape[0] // parts for i, positions in enumerate(rows)])
         return torch.cat(selected), [first, *(_common(of_parts) for of_parts in others)]

@@ -72,29 +72,30 @@ class ModelLayout(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Consecutive entries along an axis: ``count`` heads or groups of ``width`` entries each."""
-    count: int
+    """Consecutive entries along an axis: ``number`` heads or groups of ``width`` entries each."""
+    number: int
     width: int
-    teacher_count: int
+    teacher_number: int
     teacher_width: int
     kind: str = ''
 
     def positions(self, heads: str) -> torch.Tensor:
         """Positions in the teacher's segment; raises Unselectable if there are too few to select from."""
-        length, teacher_length = self.count * self.width, self.teacher_count * self.teacher_width
+        length, teacher_length = self.number * self.width, self.teacher_number * self.teacher_width
         if heads == 'within' and teacher_length >= length > 0:
             return evenly_spaced(teacher_length, length)
-        if self.count > self.teacher_count or self.width > self.teacher_width:
+        if self.number > self.teacher_number or self.width > self.teacher_width:
             if not self.kind:
                 raise Unselectable('smaller')
             if 'channels' in self.kind:
                 raise Unselectable(f'the student has {length} {self.kind}, the teacher {teacher_length}')
             raise Unselectable(
-                f'the student has {self.count} {self.kind} of {self.width} channels, the teacher {self.teacher_count} '
-                f"of {self.teacher_width}; heads='within' selects among the channels of all of them")
+                f'the student has {self.number} {self.kind} of {self.width} channels, the teacher '
+                f'{self.teacher_number} of {self.teacher_width}; '
+                "heads='within' selects among the channels of all of them")
         if length == 0:
             return torch.arange(0)
-        starts = evenly_spaced(self.teacher_count, self.count) * self.teacher_width
+        starts = evenly_spaced(self.teacher_number, self.number) * self.teacher_width
         return (starts[:, None] + evenly_spaced(self.teacher_width, self.width)).flatten()
 
 
@@ -168,7 +169,8 @@ def _attention_axis(
         raise Unselectable(f'which is not {larger.heads} heads of equal width')
     chosen = torch.empty(length, dtype=torch.long)
     for part, larger_part in zip(ours, theirs):
-        taken = _Segment(*part.shape, *larger_part.shape, 'heads').positions(heads)
+        (number, width), (teacher_number, teacher_width) = part.shape, larger_part.shape
+        taken = _Segment(number, width, teacher_number, teacher_width, 'heads').positions(heads)
         chosen[part.flatten()] = larger_part.flatten()[taken]
     return chosen
 
@@ -220,7 +222,7 @@ def head_aware_indices(
             offset, of_segments = 0, []
             for segment in _segments(name, dim, teacher_name, teacher_length, student, teacher):
                 of_segments.append(offset + segment.positions(heads))
-                offset += segment.teacher_count * segment.teacher_width
+                offset += segment.teacher_number * segment.teacher_width
             positions = torch.cat(of_segments)
         indices.append(None if torch.equal(positions, torch.arange(teacher_length)) else positions)
     return indices
@@ -257,7 +259,7 @@ def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torc
         return resize_rel_pos_bias_table(tensor, window, table).reshape(table)
     if axes == (0,):
         return resize_rel_pos_bias_table(tensor, (_window(shape[0]),) * 2, (shape[0], tensor.shape[1]))
-    (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])
+    (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])  # type: ignore[misc]  # axes are () if it is None
     tensor = torch.cat([tensor[:, :kept], tensor[:, prefix:]], dim=1)
     return resample_abs_pos_embed(tensor, [new, new], [old, old], num_prefix_tokens=kept)
 

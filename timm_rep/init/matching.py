@@ -212,6 +212,8 @@ def _map_names(student: Mapping[str, Shape], teacher: Mapping[str, Shape], layer
     numbers = _match_blocks(children, teacher_children, layer_selection)
     for part, child in children.items():
         teacher_part = numbers.get(part) if part.isdigit() else part
+        if teacher_part is None:
+            continue
         teacher_child = teacher_children.get(teacher_part, {})
         if '' in child and '' in teacher_child:
             found[part] = teacher_part

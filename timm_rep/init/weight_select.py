@@ -57,7 +57,7 @@ class TensorSelection(NamedTuple):
     indices: Optional[Indices] = None
 
     def __str__(self) -> str:
-        if self.teacher_name is None:
+        if self.teacher_shape is None:
             return f'{self.name} {self.shape}: its own initialization, {self.reason}'
         lengths = match_outer_ones(self.teacher_shape, self.shape)
         axes = [
@@ -169,10 +169,9 @@ def weight_select_init(
     layout = ModelLayout.from_model(student, {name: tuple(value.shape) for name, value in state_dict.items()})
     teacher_layout = ModelLayout.from_model(opened.model, opened.shapes)
 
-    if element_selection != 'uniform_heads':
-        heads = None
+    of_heads = heads if element_selection == 'uniform_heads' else None
     selections = _choose_tensors(
-        layout, teacher_layout, classifier_names(student), layer_selection, heads, include, exclude, include_head)
+        layout, teacher_layout, classifier_names(student), layer_selection, of_heads, include, exclude, include_head)
     problems = [s for s in selections if s.problem]
     if strict and problems:
         raise ValueError(
@@ -185,15 +184,15 @@ def weight_select_init(
     before: Dict[str, torch.Tensor] = {}
     try:
         for i, s in enumerate(selections):
-            if s.teacher_name is None:
+            if s.teacher_name is None or s.teacher_shape is None:
                 continue
             tensor = opened.read(s.teacher_name).reshape(match_outer_ones(s.teacher_shape, s.shape))
-            if heads is None:
+            if of_heads is None:
                 tensor, indices = select_elements(
                     tensor, s.shape, element_selection, seed, key=s.name, parts=layout.projections(s.name))
             else:
                 indices = head_aware_indices(
-                    s.name, s.teacher_name, tuple(tensor.shape), layout, teacher_layout, heads)
+                    s.name, s.teacher_name, tuple(tensor.shape), layout, teacher_layout, of_heads)
                 tensor = index_axes(interpolate_positions(tensor, s.name, s.shape), indices)
             tensor = tensor.to(state_dict[s.name])
             if not tensor.isfinite().all():
@@ -260,9 +259,11 @@ def _choose_tensors(
         else:
             reason = _why_impossible(name, teacher_name, student, teacher, heads)
             problem = bool(reason)
-        found = {} if reason else dict(teacher_name=teacher_name, teacher_shape=teacher.shapes[teacher_name])
-        selections.append(TensorSelection(
-            name, component, student.shapes[name], reason=reason, problem=problem, **found))
+        if reason or teacher_name is None:
+            selections.append(TensorSelection(name, component, student.shapes[name], reason=reason, problem=problem))
+        else:
+            selections.append(TensorSelection(
+                name, component, student.shapes[name], teacher_name, teacher.shapes[teacher_name]))
     return selections
 
 

@@ -5,7 +5,7 @@ Normalization`, equations 2 and 3 - https://arxiv.org/abs/2405.11582
 """
 import math
 import warnings
-from typing import List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class _Annealed(nn.Module):
     'cosine'. k is the buffer ``step``.
     """
 
-    def __init__(self, anneal_steps: int, anneal_schedule: str = 'linear', device=None):
+    def __init__(self, anneal_steps: int, anneal_schedule: str = 'linear', device: Any = None):
         super().__init__()
         check_annealing(anneal_steps, anneal_schedule)
         self.anneal_steps, self.anneal_schedule = anneal_steps, anneal_schedule
@@ -113,7 +113,7 @@ def _collect_moments(model: nn.Module, *args) -> None:
     They take effect at the next step: gradient checkpointing repeats this one with the same lines.
     """
     layers = [m for m in model.modules() if isinstance(m, AnnealedActivation) and m.batch is not None]
-    batches = [layer.batch for layer in layers]
+    batches: List[torch.Tensor] = [layer.batch for layer in layers]
     means = _over_processes([batch[:2] for batch in batches])
     # central moments about the common means
     deviations = [batch[:2] - mean for batch, mean in zip(batches, means)]

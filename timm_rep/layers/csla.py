@@ -7,7 +7,7 @@ one convolution, and training this convolution with its gradients multiplied by 
 to training the block: CSLA = GR (gradient re-parameterization).
 """
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Mapping, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -39,13 +39,13 @@ class ConvBranch:
     Attributes:
         kernel_size: (height, width) or one int, odd: the kernels of all branches share their centre.
         name: Name of the branch, of its scale in a Scales file and of its parameters; ``'conv{height}x{width}'`` if
-            None.
+            empty.
 
     Raises:
         ValueError: The kernel size is even, or the name is not usable.
     """
     kernel_size: Union[int, Tuple[int, int]]
-    name: Optional[str] = None
+    name: str = ''
 
     def __post_init__(self):
         kernel_size = _pair(self.kernel_size, 'kernel_size')
@@ -121,7 +121,8 @@ class Csla:
     @property
     def kernel_size(self) -> Tuple[int, int]:
         """(height, width) of the target operator's kernel, the smallest that covers every branch."""
-        return tuple(max(branch.kernel_size[axis] for branch in self.branches) for axis in (0, 1))
+        return tuple(  # type: ignore[return-value]
+            max(branch.kernel_size[axis] for branch in self.branches) for axis in (0, 1))  # type: ignore[index]
 
     @property
     def scaled_branches(self) -> Tuple[str, ...]:
@@ -148,7 +149,8 @@ class Csla:
 
     def padding(self, kernel_size: Tuple[int, int]) -> Tuple[int, int]:
         """(height, width) of the padding with which kernels of all sizes share their centre."""
-        return tuple(k // 2 * d for k, d in zip(kernel_size, self.dilation))
+        return tuple(  # type: ignore[return-value]
+            k // 2 * d for k, d in zip(kernel_size, self.dilation))  # type: ignore[arg-type]
 
     def check_scales(self, scales: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """Validate scales.
@@ -199,7 +201,7 @@ class Csla:
                 kernel = self._diagonal(weight)
             else:
                 kernel = weight * scales[branch.name].to(weight)[:, None, None, None]
-            size = branch.kernel_size
+            size: Any = branch.kernel_size
             by_size[size] = by_size[size] + kernel if size in by_size else kernel
         total = None
         for size, kernel in by_size.items():

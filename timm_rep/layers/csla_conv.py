@@ -180,7 +180,7 @@ class CslaBlock(nn.Module):
         self.weights = nn.ParameterDict()
         for branch in csla.branches:
             if isinstance(branch, ConvBranch):
-                shape = (csla.out_channels, csla.in_channels // csla.groups, *branch.kernel_size)
+                shape = (csla.out_channels, csla.in_channels // csla.groups, *branch.kernel_size)  # type: ignore[misc]
                 self.weights[branch.name] = nn.Parameter(torch.empty(shape, **dd))
             else:
                 self.weights[branch.name] = nn.Parameter(torch.empty(csla.out_channels, **dd))

@@ -3,7 +3,7 @@
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), equation 3 and appendix A.
 """
 import weakref
-from typing import Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -111,7 +111,7 @@ class GradMult:
         key = (rule, device, dtype)
         if key not in self._cache:
             power = {'squared': torch.square, 'absolute': torch.abs}[rule]
-            regions: Dict[Tuple[bool, Tuple[int, int]], torch.Tensor] = {}
+            regions: Dict[Tuple[bool, Any], torch.Tensor] = {}  # by being diagonal and kernel size
             for branch in self.csla.branches:
                 diagonal = branch.name not in self.scales  # an identity branch, whose constant scale is 1
                 scale = torch.ones(self.csla.out_channels, device='cpu') if diagonal else self.scales[branch.name]

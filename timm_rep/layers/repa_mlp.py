@@ -6,7 +6,7 @@ import math
 import sys
 from functools import partial
 from numbers import Real
-from typing import List, Optional, Type
+from typing import Callable, List, Optional, Type
 
 import torch
 import torch.nn as nn
@@ -75,7 +75,7 @@ class ChannelIdle(nn.Module):
             self,
             channels: int,
             idle_ratio: float = 0.75,
-            act_layer: Type[nn.Module] = nn.GELU,
+            act_layer: Callable[[], nn.Module] = nn.GELU,
             dim: int = -1,
     ):
         """
@@ -167,7 +167,7 @@ class RePaMlp(nn.Module):
             in_features: int,
             hidden_features: Optional[int] = None,
             idle_ratio: float = 0.75,
-            act_layer: Type[nn.Module] = nn.GELU,
+            act_layer: Callable[[], nn.Module] = nn.GELU,
             norm_layer: Optional[Type[nn.Module]] = None,
             bias: bool = True,
             drop: float = 0.,
@@ -322,7 +322,7 @@ class RePaMlpDeploy(nn.Module):
             in_features: int,
             hidden_features: Optional[int] = None,
             idle_ratio: float = 0.75,
-            act_layer: Type[nn.Module] = nn.GELU,
+            act_layer: Callable[[], nn.Module] = nn.GELU,
             use_conv: bool = False,
             out_features: Optional[int] = None,
             active_features: Optional[int] = None,

@@ -3,7 +3,7 @@
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
 from functools import partial
-from typing import Optional
+from typing import Callable, Dict, Optional
 
 import torch
 import torch.nn as nn
@@ -14,7 +14,11 @@ from .fold import Affine, check_foldable
 
 __all__ = ['RepOptConv', 'RepOptConvDeploy']
 
-_LAYERS = {'target': CslaConv2d, 'search': partial(CslaBlock, trainable=True), 'csla': CslaBlock}
+_LAYERS: Dict[str, Callable[..., nn.Module]] = {
+    'target': CslaConv2d,
+    'search': partial(CslaBlock, trainable=True),
+    'csla': CslaBlock,
+}
 
 _STRUCTURE_KEYS = {
     '0.weights.': ('search', 'csla'),

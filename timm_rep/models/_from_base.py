@@ -102,7 +102,7 @@ def create_from_base(
     """
     own = {*inspect.signature(build).parameters, *FACTORY_ARGS}
     has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
-    if has_base_weights:
+    if has_base_weights and start_from_base is not None:
         overlay = kwargs.pop('pretrained_cfg_overlay', None)
         build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay, **start_from_base)
         pretrained = False
@@ -113,7 +113,7 @@ def create_from_base(
     def complete(args: Dict[str, Any]) -> Dict[str, Any]:
         base, weights = args['base'], args.get('weights')
         trained = weights.model_args.get('base', base) if weights else base
-        if trained != base:
+        if weights and trained != base:
             raise ValueError(f'{weights.source} has a {variant} of base={trained!r}, got base={base!r}.')
         _check_base(base, model_cfgs[variant]['base'])
         cfg = args.get('pretrained_cfg')

@@ -3,7 +3,7 @@
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, ICML 2025 as
 `RePaViT` - https://arxiv.org/abs/2505.21847
 """
-from typing import Optional, Sequence, Union
+from typing import Any, Dict, Optional, Sequence, Union
 
 import timm
 import torch.nn as nn
@@ -54,7 +54,8 @@ def _build(
     elif norm == 'keep':
         use_linearized_ffns(model, idle_ratio, linear_path)
     else:
-        use_repa_ffns(model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)
+        use_repa_ffns(  # which refuses None
+            model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)  # type: ignore[arg-type]
     if reparameterized:
         reparameterize(model)  # what else timm folds
     make_foldable(model, reparameterized)
@@ -84,7 +85,7 @@ def use_linearized_ffns(
                 active_channels(ffn.hidden_features, ratio), linear_path=path))
 
 
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'repa_any': dict(base=_DEFAULT_BASE),
     'repa_any.cifar10': dict(
         base='fasternet_t0', embed_dim=40, depths=(1, 2, 2, 1), n_div=2, mlp_ratio=4., patch_size=2, feature_dim=384,
@@ -93,7 +94,8 @@ model_cfgs = {
 
 
 def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    start_from_base = {} if kwargs.get('anneal_steps') and not kwargs.get('reparameterized') else None
+    is_annealed = kwargs.get('anneal_steps') and not kwargs.get('reparameterized')
+    start_from_base: Optional[Dict[str, Any]] = {} if is_annealed else None
     return create_from_base(
         _build, variant, model_cfgs, pretrained, start_from_base,
         'To start from pretrained weights, use timm_rep.convert_to_repa(timm.create_model(base, pretrained=True), '

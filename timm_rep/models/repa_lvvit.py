@@ -5,7 +5,7 @@
 """
 from collections import OrderedDict
 from functools import partial
-from typing import Optional, Tuple, Type, Union
+from typing import Any, Dict, Optional, Tuple, Type, Union
 
 import torch
 import torch.nn as nn
@@ -89,7 +89,10 @@ class LvVitBlock(Block):
 register_block(LvVitBlock)
 
 
-class TokenLabelMixin:
+_Base: Any = object  # a subclass has VisionTransformer as its second base
+
+
+class TokenLabelMixin(_Base):
     """Stem and heads of LV-ViT for a timm VisionTransformer: a convolutional stem, and a classifier of every token.
 
     The logits are ``head(class token) + 0.5 * max over tokens of aux_head(token)``.
@@ -198,7 +201,7 @@ register_released_keys(LvVit, [(r'^patch_embed\.proj\.', 'patch_embed.')])
 _S = dict(embed_dim=384, depth=16, num_heads=6)
 _M = dict(embed_dim=512, depth=20, num_heads=8)
 
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'lvvit_s': _S,
     'lvvit_m': _M,
     'repa_lvvit_s': _S,

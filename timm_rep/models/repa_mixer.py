@@ -2,6 +2,8 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
 """
+from typing import Any, Dict
+
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -51,7 +53,7 @@ class RePaMlpMixer(RePaMixin, MlpMixer):
 register_released_keys(RePaMlpMixer, [(r'^(blocks\.\d+)\.norm1\.', r'\1.mlp_tokens.norm.')])
 
 # Table 1, and the other sizes of the MLP-Mixer paper
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'repa_mixer_s32': dict(patch_size=32, num_blocks=8, embed_dim=512),
     'repa_mixer_s16': dict(patch_size=16, num_blocks=8, embed_dim=512),
     'repa_mixer_b32': dict(patch_size=32, num_blocks=12, embed_dim=768),

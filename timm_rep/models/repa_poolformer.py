@@ -2,7 +2,7 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
 """
-from typing import List, Optional, Sequence, Type, Union
+from typing import Any, Dict, List, Optional, Sequence, Type, Union
 
 import torch
 import torch.nn as nn
@@ -91,7 +91,7 @@ register_released_keys(RePaPoolFormer, [
 ])
 
 # Table 1, and the larger ones of the PoolFormer paper
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'repa_poolformer_s12': dict(depths=(2, 2, 6, 2)),
     'repa_poolformer_s24': dict(depths=(4, 4, 12, 4)),
     'repa_poolformer_s36': dict(depths=(6, 6, 18, 6), layer_scale_init_values=1e-6),

@@ -2,6 +2,8 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
 """
+from typing import Any, Dict
+
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
@@ -24,7 +26,7 @@ register_released_keys(RePaSwinTransformer, [
 ])
 
 # Table 1
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'repa_swin_tiny': dict(embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
     'repa_swin_small': dict(embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24)),
     'repa_swin_base': dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32)),

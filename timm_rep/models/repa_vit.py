@@ -3,7 +3,7 @@
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, ICML 2025 as
 `RePaViT` - https://arxiv.org/abs/2505.21847
 """
-from typing import Optional
+from typing import Any, Dict, Optional
 
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -43,7 +43,7 @@ register_released_keys(RePaVisionTransformer, [(r'^(blocks\.\d+)\.norm1\.', r'\1
 # Table 1. The released models have a LayerNorm before the blocks, and so no patch embedding bias.
 _COMMON = dict(patch_size=16, pre_norm=True)
 
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'repa_deit_tiny': dict(_COMMON, embed_dim=192, depth=12, num_heads=3),
     'repa_deit_small': dict(_COMMON, embed_dim=384, depth=12, num_heads=6),
     'repa_deit_base': dict(_COMMON, embed_dim=768, depth=12, num_heads=12),

@@ -2,7 +2,7 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242
 """
-from typing import Union
+from typing import Any, Dict, Optional
 
 import timm
 import torch.nn as nn
@@ -24,7 +24,7 @@ _DEFAULT_BASE = 'mobileone_s0'
 def _build(
         base: str = _DEFAULT_BASE,
         structure: str = 'target',
-        scales: Union[ScalesLike, bool, None] = 'init',
+        scales: Optional[ScalesLike] = 'init',
         reinit: bool = True,
         reparameterized: bool = False,
         **kwargs,
@@ -49,7 +49,7 @@ def _build(
     return model
 
 
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'repopt_any': dict(base=_DEFAULT_BASE),
     'repopt_any.cifar10': dict(base='mobileone_s0'),
 }

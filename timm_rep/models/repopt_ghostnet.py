@@ -2,7 +2,7 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242, appendix D
 """
-from typing import Sequence, Union
+from typing import Any, Dict, Optional, Sequence
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
@@ -26,7 +26,7 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
             cfgs: Sequence[Sequence[Sequence[float]]],
             width: float = 1.,
             structure: str = 'target',
-            scales: Union[ScalesLike, bool, None] = 'init',
+            scales: Optional[ScalesLike] = 'init',
             reinit: bool = True,
             reparameterized: bool = False,
             device=None,
@@ -98,7 +98,7 @@ _CFGS = (
     ((5, 480, 160, 0, 1), (5, 480, 160, .25, 1)) * 2,
 )
 
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'repopt_ghostnet_050': dict(cfgs=_CFGS, width=.5),
     'repopt_ghostnet_058': dict(cfgs=_CFGS, width=.58),
     'repopt_ghostnet_080': dict(cfgs=_CFGS, width=.8),

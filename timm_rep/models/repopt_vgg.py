@@ -4,7 +4,7 @@
 """
 from dataclasses import fields
 from functools import partial
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -92,7 +92,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
             stem_width: int = 64,
             in_chans: int = 3,
             structure: str = 'target',
-            scales: Union[ScalesLike, bool, None] = 'init',
+            scales: Optional[ScalesLike] = 'init',
             reinit: bool = True,
             strides: Sequence[int] = (2, 2, 2, 2, 2),
             reparameterized: bool = False,
@@ -218,7 +218,7 @@ _COMMON = dict(stem_width=64, strides=(2, 2, 2, 2, 2), act_layer='relu', attn_la
 _L2 = dict(_COMMON, depths=(8, 14, 24, 1), widths=(160, 320, 640, 2560))
 
 # Table 1; A0, A1 and B0 have the depths and widths of RepVGG.
-model_cfgs = {
+model_cfgs: Dict[str, Dict[str, Any]] = {
     'repopt_vgg_a0': dict(_COMMON, depths=(2, 4, 14, 1), widths=(48, 96, 192, 1280), stem_width=48),
     'repopt_vgg_a0.cifar10': dict(strides=(1, 2, 2, 2, 2)),
     'repopt_vgg_a1': dict(_COMMON, depths=(2, 4, 14, 1), widths=(64, 128, 256, 1280)),

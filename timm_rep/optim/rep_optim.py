@@ -18,7 +18,10 @@ __all__ = ['RepAdamW', 'RepSGD']
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]]]
 
 
-class _RepOptimizer:
+_Base: Any = object  # a subclass has torch's optimizer as its second base
+
+
+class _RepOptimizer(_Base):
     """First base of RepSGD and RepAdamW, before torch's optimizer.
 
     A subclass defines:
@@ -33,6 +36,7 @@ class _RepOptimizer:
     """
     _rule: str
     _takes_sparse: bool
+    found_inf: torch.Tensor  # set by GradScaler
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Add a parameter group.
@@ -113,11 +117,11 @@ class _RepOptimizer:
             self._update(
                 pieces, grads, dict(zip(state, states)), group, grad_mults, 0, torch.empty_like, lambda x: x)
         for i in [i for i, p in enumerate(params) if in_chunks(p)]:
-            param, grad, *states = (xs[i] for xs in lists)
+            param, grad, *own = (xs[i] for xs in lists)
             fused = use_fused(param, group)
             in_order, chunk_group = flat if fused else lambda x: x, {**group, 'foreach': False, 'fused': fused}
             for rows in row_chunks(param):
-                chunks = [x if x is None or not x.dim() else in_order(x[rows]) for x in states]
+                chunks = [x if x is None or not x.dim() else in_order(x[rows]) for x in own]
                 if rows.stop < len(param):  # the kernel advances the number of steps once
                     chunks = [x.clone() if x is not None and not x.dim() else x for x in chunks]
                 self._update(

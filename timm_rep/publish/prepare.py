@@ -186,12 +186,11 @@ def _write_trained(
     settings = _read_recipe(recipe, variant)
     if recipe.resolve().parent not in (folder, checkpoint.resolve().parent):
         raise ValueError(f'The recipe must be in the folder of the checkpoint, got {str(recipe)!r}: copy it there.')
+    classes: Optional[Sequence[str]] = None
     if data_dir is not None:
         classes = ImageFolder(data_dir, split).classes
     elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # another recipe may be of other classes
         classes = _label_names(folder)
-    else:
-        classes = None
     model = _create_trained(settings, recipe, f'{variant}.{tag}')
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f'The images have {len(classes)} classes, the model of the recipe has {model.num_classes}.')
@@ -304,8 +303,8 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
     with replacing_files(folder, copy=True) as draft:
         if (draft / WEIGHTS_NAME).is_file():  # else scales that are there were converted for these weights
             _drop_weights(draft)
-        scales = Scales.load(draft / SCALES_NAME) if (draft / SCALES_NAME).is_file() else None
-        write_model(model, draft, model_args=plain_args, scales=scales, tag=split_name(folder)[1])
+        stored = Scales.load(draft / SCALES_NAME) if (draft / SCALES_NAME).is_file() else None
+        write_model(model, draft, model_args=plain_args, scales=stored, tag=split_name(folder)[1])
         if read_metrics(draft).accuracy is None:
             (draft / PREDICTIONS_NAME).unlink(missing_ok=True)
         with torch.inference_mode():

@@ -55,7 +55,7 @@ def extend_timm_wrapper() -> None:
             *getattr(loading_info, 'missing_keys', ()), *getattr(loading_info, 'unexpected_keys', ())])
         return result
 
-    save_pretrained.extended = True
+    save_pretrained.extended = True  # type: ignore[attr-defined]
     cls.save_pretrained, cls.post_init = save_pretrained, post_init
     if inherited_adjust is not None:
         cls._adjust_missing_and_unexpected_keys = _adjust_missing_and_unexpected_keys

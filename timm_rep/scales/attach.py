@@ -52,7 +52,7 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         try:
             layer.csla.check_scales(scales.get(name, {}))
         except ValueError as e:
-            problems[name] = e
+            problems[name] = str(e)
     if problems:
         fitting = [name for name in layers if name not in problems]
         raise ValueError(
@@ -118,6 +118,6 @@ def recorded_scales(source: Optional[str], structure: str = 'target') -> Union[s
         source: Source of the scales, see :class:`Scales`.
         structure: 'target', 'search' or 'csla'.
     """
-    if source in ('ones', 'init', *packaged_scales()) or (source or '').startswith(RELEASED_PREFIX):
+    if source and (source in ('ones', 'init', *packaged_scales()) or source.startswith(RELEASED_PREFIX)):
         return source
     return False if structure == 'target' else 'init'

@@ -22,7 +22,7 @@ from timm_rep.scales.scales import check_metadata
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.data import batches_of, labelled_images, world_size_and_rank
-from timm_rep.utils.training import evaluate, fit
+from timm_rep.utils.training import Loader, evaluate, fit
 from timm_rep.version import __version__
 
 __all__ = ['hyper_search', 'parameter_groups']
@@ -45,7 +45,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> List[Dict[str, An
         for layer in model.modules() if isinstance(layer, CslaBlock)
         for weight in layer.weights.values()
     }
-    decayed, others = [], []
+    decayed: List[torch.Tensor] = []
+    others: List[torch.Tensor] = []
     for param in model.parameters():
         if param.requires_grad:
             (decayed if param.ndim > 1 or id(param) in weights else others).append(param)
@@ -54,8 +55,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> List[Dict[str, An
 
 def hyper_search(
         model: Union[str, nn.Module],
-        train_loader: Iterable,
-        val_loader: Optional[Iterable] = None,
+        train_loader: Loader,
+        val_loader: Optional[Loader] = None,
         *,
         epochs: int = 240,
         lr: float = 0.1,
@@ -159,7 +160,8 @@ def hyper_search(
         model_args={key: str(value) for key, value in model_args.items()},
         metadata=metadata,
     )
-    start, history = 0, {}
+    start = 0
+    history: Dict[str, Any] = {}
     if resume and checkpoint is not None and checkpoint.is_file():
         start, history = _load_checkpoint(checkpoint, model, optimizer, settings)
     _check_start(start, world_size)
@@ -270,7 +272,7 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
 def _check_start(start: int, world_size: int) -> None:
     starts = [start]
     if world_size > 1:
-        starts = [None] * world_size
+        starts *= world_size
         torch.distributed.all_gather_object(starts, start)
     if len(set(starts)) > 1:
         raise ValueError(

@@ -132,7 +132,7 @@ def image_config(
         raise ValueError(
             f'{type(model).__name__} takes images of {channels} channels, but image files are read as RGB (3 channels) '
             'or grey (1 channel). Pass tensors of your own to the function of timm_rep.')
-    given = {'mean': mean, 'std': std, 'interpolation': interpolation, 'crop_pct': crop_pct}
+    given: Dict[str, Any] = {'mean': mean, 'std': std, 'interpolation': interpolation, 'crop_pct': crop_pct}
     given = {name: value for name, value in given.items() if value is not None}
     given['input_size'] = input_size if img_size is None else (channels, img_size, img_size)
     try:

@@ -8,6 +8,7 @@ import reprlib
 from pathlib import Path
 from typing import (
     Any,
+    ClassVar,
     Dict,
     Iterator,
     Literal,
@@ -68,7 +69,7 @@ def parse(kind: Any, value: Any, source: str) -> Any:
     """
     origin, args = get_origin(kind), get_args(kind)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         values, hints = parse(Mapping[str, Any], value, source), get_type_hints(kind)
         fields = [field for field in dataclasses.fields(kind) if field.init]
         missing = [
@@ -113,6 +114,7 @@ def parse(kind: Any, value: Any, source: str) -> Any:
 
 class Sidecar:
     """Base of dataclasses that are stored as a JSON file, with the fields as keys."""
+    __dataclass_fields__: ClassVar[Dict[str, Any]]
 
     @classmethod
     def from_json(cls: Type[SidecarType], path: Union[str, os.PathLike]) -> SidecarType:

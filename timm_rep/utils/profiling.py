@@ -54,7 +54,7 @@ def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
     channels, *size = model.pretrained_cfg['input_size']
     model = getattr(model, 'model', model)  # of FeatureGetterNet
     embeds = (getattr(model, name, None) for name in ('patch_embed', 'stem'))  # the latter in a mixer
-    size = next((embed.img_size for embed in embeds if getattr(embed, 'img_size', None)), size)
+    size = next(filter(None, (getattr(embed, 'img_size', None) for embed in embeds)), size)
     return (getattr(model, 'in_chans', channels), *size)
 
 

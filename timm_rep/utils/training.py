@@ -2,8 +2,9 @@
 import contextlib
 import hashlib
 import math
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Protocol, Tuple
 
 import torch
 import torch.nn as nn
@@ -19,14 +20,22 @@ from tqdm import tqdm
 from .checkpoints import read_training_state, write_training_state
 from .data import PREPROCESSING, Images, batches_of, labelled_images, world_size_and_rank
 
-__all__ = ['check_distillation', 'distil', 'evaluate', 'fit']
+__all__ = ['Loader', 'check_distillation', 'distil', 'evaluate', 'fit']
+
+
+class Loader(Protocol):
+    """Batches, and their number: a DataLoader or a list."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
 
 
 def fit(
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler,
-        loader: Iterable,
+        loader: Loader,
         epochs: int,
         *,
         device: torch.device,
@@ -74,7 +83,7 @@ def fit(
     autocast = contextlib.nullcontext if amp_dtype is None else lambda: torch.autocast(device.type, amp_dtype)
     loss_fn = LabelSmoothingCrossEntropy(smoothing)
     average = AverageMeter()
-    losses = []
+    losses: List[float] = []
     model.train()
     parallel = model
     if world_size > 1:
@@ -133,7 +142,7 @@ def _seed_epoch(seed: int, epoch: int, loader: Iterable) -> None:
     world_size, rank = world_size_and_rank()
     random_seed(seed + 1 + epoch * world_size + rank)
     sampler = getattr(loader, 'sampler', None)
-    if hasattr(sampler, 'set_epoch'):
+    if sampler is not None and hasattr(sampler, 'set_epoch'):
         sampler.set_epoch(seed + 1 + epoch)  # a DistributedSampler shuffles by its own seed
 
 
@@ -187,8 +196,8 @@ def distil(
             settings or {}, teacher=_digest(teacher, values=True), student=_digest(model), epochs=epochs, lr=lr,
             weight_decay=weight_decay, steps=len(loader), seed=images.seed,
             **{name: config[name] for name in PREPROCESSING if name in config})
-    if resume and checkpoint.is_file():
-        state = read_training_state(checkpoint, settings, 'distillation')
+    if resume and checkpoint is not None and checkpoint.is_file():
+        state = read_training_state(checkpoint, settings or {}, 'distillation')
         try:
             start = state['epoch']
             if not isinstance(start, int) or not 0 <= start <= epochs:
@@ -199,13 +208,14 @@ def distil(
             raise ValueError(
                 f'{str(checkpoint)!r} is damaged ({type(e).__name__}: {e}): delete it to start again.') from e
 
-    def save(epoch: int) -> None:
-        write_training_state(checkpoint, dict(
+    def save(path: Path, epoch: int) -> None:
+        write_training_state(path, dict(
             settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=epoch))
 
+    is_first = world_size_and_rank()[1] == 0
     fit(
         model, optimizer, scheduler, loader, epochs, device=device, start=start, teacher=teacher, clip_grad=1.,
-        seed=images.seed, after_epoch=save if checkpoint and world_size_and_rank()[1] == 0 else None,
+        seed=images.seed, after_epoch=partial(save, checkpoint) if checkpoint and is_first else None,
         description='distillation')
     model.eval()
 

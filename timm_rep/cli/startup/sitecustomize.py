@@ -34,5 +34,5 @@ sys.path.append(os.path.abspath(os.path.join(folder, *[os.pardir] * 3)))  # of t
 
 # Python imports the first sitecustomize only, which would hide one of the system
 hidden = PathFinder.find_spec('sitecustomize', [path for path in sys.path if os.path.abspath(path) != folder])
-if hidden is not None:
+if hidden is not None and hidden.loader is not None:
     hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
