@@ -248,7 +248,7 @@ def check_tolerance(tolerance: Any) -> None:
 
 def _folded_layers(unfolded: nn.Module, folded: nn.Module) -> List[str]:
     """Names of the outermost modules that folding replaced or changed."""
-    def parts(module):
+    def parts(module: nn.Module) -> Any:
         tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
         return type(module), [(name, x.shape) for name, x in tensors], [name for name, _ in module.named_children()]
 

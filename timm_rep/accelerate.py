@@ -133,7 +133,7 @@ def accelerate(
     rank = world_size_and_rank()[1]
     loader = list(images.calibration(calibration_images))  # decoded once for all ratios
 
-    def convert(**kwargs) -> Tuple[nn.Module, ConversionReport]:
+    def convert(**kwargs: Any) -> Tuple[nn.Module, ConversionReport]:
         converted = copy.deepcopy(original)
         report = convert_to_repa(
             converted, calibration=loader, max_images=calibration_images, progress=not rank, **kwargs)

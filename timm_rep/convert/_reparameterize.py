@@ -86,7 +86,7 @@ def folded_copy(model: nn.Module) -> nn.Module:
     return folded
 
 
-def check_loaded_structure(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args) -> None:
+def check_loaded_structure(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
     """Refuse a state dict of another structure; a load_state_dict pre-hook, which runs before anything is loaded."""
     for name, layer in foldable_layers(model, prefix.rstrip('.')):
         found = structures_in(layer, state_dict, f'{name}.')
@@ -128,7 +128,7 @@ class ReparameterizeMixin:
         return is_reparameterized(self)
 
     @torch.jit.ignore
-    def reparameterize(self):
+    def reparameterize(self) -> nn.Module:
         """Fold the model into its deploy structure, in place; the function in eval mode is unchanged.
 
         Running statistics are folded in either mode, in float64 (RePaFormer, eq. 4-7). A folded model is left as it is.
@@ -158,6 +158,6 @@ class ReparameterizeMixin:
         # the teacher of the initialization does not describe the model
         self._creation_args = {name: value for name, value in args.items() if name != 'weight_select'}
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         check_loaded_structure(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]

@@ -219,7 +219,7 @@ def _take_plain_weights(
         model: nn.Module,
         state_dict: Dict[str, Any],
         prefix: str,
-        *args,
+        *args: Any,
 ) -> None:
     """Rename the entries of a plain model's state dict and add the model's own annealing state.
 

@@ -32,7 +32,7 @@ HELD_OUT, MIN_HELD_OUT = 5, 4
 _MAX_BATCHES = 64  # that wait in the model at the same time, each in a thread
 
 
-def take(images: Any, part: slice, **kwargs) -> Any:
+def take(images: Any, part: slice, **kwargs: Any) -> Any:
     """Some of the images in the argument of a model; kwargs: device, and dtype of floating-point numbers."""
     if isinstance(images, dict):
         return {name: take(x, part, **kwargs) for name, x in images.items()}

@@ -223,7 +223,7 @@ class Ffn:
             active_features: int,
             act: Optional[nn.Module] = None,
             linear_path: bool = True,
-            **dd,
+            **dd: Any,
     ) -> RePaMlpDeploy:
         """A map of u to y of at most three matrices, with new weights.
 
@@ -245,7 +245,7 @@ class Ffn:
             **{'device': like.device, 'dtype': like.dtype, **dd},
         )
 
-    def replacement(self, *args, **kwargs) -> nn.Module:
+    def replacement(self, *args: Any, **kwargs: Any) -> nn.Module:
         """The module that takes the place of the FFN: :meth:`matrices` between the layers that are kept."""
         return self.around(self.matrices(*args, **kwargs))
 

@@ -115,14 +115,14 @@ class LinearSum:
         return Affine(weight.flatten(1), bias)
 
 
-def _conv_norms(layers: Sequence[nn.Module], norm: str = 'bn', **kwargs) -> List[Term]:
+def _conv_norms(layers: Sequence[nn.Module], norm: str = 'bn', **kwargs: Any) -> List[Term]:
     """Terms of timm's layers of a convolution and a BatchNorm; layers may be None."""
     return [
         Term(layer.get_submodule('conv' if hasattr(layer, 'conv') else 'c'), layer.get_submodule(norm), **kwargs)
         for layer in layers if layer is not None]
 
 
-def _identity(norm: Optional[nn.Module], **kwargs) -> List[Term]:
+def _identity(norm: Optional[nn.Module], **kwargs: Any) -> List[Term]:
     return [] if norm is None else [Term(None, norm, **kwargs)]
 
 
@@ -132,7 +132,7 @@ def _repvgg(name: str, block: nn.Module) -> List[LinearSum]:
     return [LinearSum(name, block, terms, 'reparam_conv', replaced)]
 
 
-def _mobileone_terms(block: nn.Module, **kwargs) -> List[Term]:
+def _mobileone_terms(block: nn.Module, **kwargs: Any) -> List[Term]:
     return [
         *_conv_norms([*(block.conv_kxk or ()), block.conv_scale], **kwargs), *_identity(block.identity, **kwargs)]
 

@@ -50,7 +50,7 @@ def recorded_base(model: nn.Module) -> Optional[str]:
     return name if hasattr(model, '_model_args') and is_timm_model(name) else None
 
 
-def record_conversion(model: nn.Module, architecture: str, **args) -> None:
+def record_conversion(model: nn.Module, architecture: str, **args: Any) -> None:
     """Let config.json say that a model is a registered architecture with ``base=`` what it was before the conversion.
 
     What describes the weights, such as their licence, is kept, and what locates them is not. A model without a recorded
@@ -78,7 +78,7 @@ def record_scales(model: nn.Module, structure: str = 'target') -> None:
     model.register_state_dict_pre_hook(partial(_describe_scales, structure))
 
 
-def _describe_scales(structure: str, model: nn.Module, *hook_args) -> None:
+def _describe_scales(structure: str, model: nn.Module, *hook_args: Any) -> None:
     if not _is_recorded(model):
         return
     args = {name: value for name, value in model._model_args.items() if name != 'scales'}
@@ -133,7 +133,7 @@ def is_folded(model: nn.Module) -> bool:
     return is_reparameterized(model) and not (unfolded and _has(model, unfolded))
 
 
-def _describe_folded(model: nn.Module, *hook_args) -> None:
+def _describe_folded(model: nn.Module, *hook_args: Any) -> None:
     """Let config.json say that a model is folded, if it is."""
     if not _is_recorded(model) or model._model_args.get('reparameterized') or _has(model, model._unfolded):
         return

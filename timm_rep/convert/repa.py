@@ -1,6 +1,6 @@
 """RePa FFNs for any timm model: to train, from data, or annealed."""
 import inspect
-from typing import Any, Dict, Iterable, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Union
 
 import torch
 import torch.nn as nn
@@ -35,7 +35,7 @@ def convert_to_repa(
         idle_ratio: Union[float, Sequence[Optional[float]], None] = None,
         calibration: Optional[Iterable[Any]] = None,
         anneal_steps: Optional[int] = None,
-        **kwargs,
+        **kwargs: Any,
 ) -> ConversionReport:
     """Convert the FFNs of a timm model to RePa FFNs, in place, in one of three ways.
 
@@ -96,7 +96,7 @@ def convert_to_repa(
     return report
 
 
-def _with_defaults(convert, **kwargs) -> Dict[str, Any]:
+def _with_defaults(convert: Callable[..., Any], **kwargs: Any) -> Dict[str, Any]:
     defaults = {
         name: p.default for name, p in inspect.signature(convert).parameters.items()
         if p.default is not p.empty and name != 'reparameterized'}

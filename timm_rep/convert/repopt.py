@@ -144,7 +144,7 @@ def _check_branches(
         model: nn.Module,
         state_dict: Mapping[str, Any],
         prefix: str,
-        *args,
+        *args: Any,
 ) -> None:
     found = next((name for name in state_dict if name.removeprefix(prefix) in branches), None)
     if found is not None and not any(prefix + name in state_dict for name in own):

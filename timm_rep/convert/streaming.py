@@ -2,7 +2,7 @@
 import contextlib
 import threading
 from functools import cached_property, partial
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple, cast
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple, cast
 
 import torch
 import torch.nn as nn
@@ -110,7 +110,7 @@ def _thread_state(device_type: str) -> Callable[[], ContextManager[None]]:
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
     @contextlib.contextmanager
-    def context():
+    def context() -> Iterator[None]:
         with torch.no_grad(), torch.autocast(device_type, dtype, enabled):
             yield
 
@@ -248,7 +248,7 @@ class ConvertingPass:
         replace_module(self.model, self._placed.get(ffn.name, ffn.module), new)
         self._placed[ffn.name] = new
 
-    def __exit__(self, error: Optional[type] = None, *_) -> None:
+    def __exit__(self, error: Optional[type] = None, *_: Any) -> None:
         for runner in self._runners:
             runner.cancel()
         for hook in self._hooks:

@@ -2,7 +2,7 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equation 3.
 """
-from typing import Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d
@@ -58,7 +58,7 @@ def check_batch_norm(bn_momentum: Optional[float], bn_eps: float) -> None:
         raise ValueError(f'bn_momentum must be a number from 0 to 1 or None, got {bn_momentum!r}.')
 
 
-def _is_number(value) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -181,7 +181,7 @@ def export(
     return replace(result, path=path)
 
 
-def _measure(model: nn.Module, exported, images: torch.Tensor, dynamic_batch: bool) -> Difference:
+def _measure(model: nn.Module, exported: Callable[..., Any], images: torch.Tensor, dynamic_batch: bool) -> Difference:
     """Difference on a batch and on its first image alone; or on each image alone, if the batch size is fixed."""
     batches = (images, images[:1]) if dynamic_batch else images.split(1)
     return compare([model(x) for x in batches], [exported(x) for x in batches], len(images))

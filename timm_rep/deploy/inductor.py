@@ -102,7 +102,7 @@ def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
     return graph
 
 
-def _quantizer(activation, weight, keep_float: Sequence[str] = ()) -> _LayerQuantizer:
+def _quantizer(activation: Any, weight: Any, keep_float: Sequence[str] = ()) -> _LayerQuantizer:
     # Without VNNI, kernels add pairs of products in 16 bits, which saturate with 8-bit inputs but not with 7 bits
     # (torchao's reduce_range). Its default eps, 2 ** -12, would be the smallest scale, too large for small weights.
     return _LayerQuantizer(
@@ -118,7 +118,7 @@ def _quantizer(activation, weight, keep_float: Sequence[str] = ()) -> _LayerQuan
 class _Kernels(CustomGraphPass):
     """Collects the weight scales of the int8 kernels from the graph that inductor generates code for."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.scales: List[torch.Tensor] = []
 
     def __call__(self, graph: torch.fx.Graph) -> None:

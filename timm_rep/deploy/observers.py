@@ -17,7 +17,7 @@ _CANDIDATES = 128  # ranges tried by entropy_range
 class PercentileObserver(HistogramObserver):
     """Covers a percentage of the values, and cuts off equal shares below and above."""
 
-    def __init__(self, percentile: float = 99.99, **kwargs):
+    def __init__(self, percentile: float = 99.99, **kwargs: Any):
         super().__init__(**kwargs)
         self.percentile = percentile
 
@@ -32,7 +32,7 @@ class PercentileObserver(HistogramObserver):
 class EntropyObserver(HistogramObserver):
     """Covers the range with the smallest Kullback-Leibler divergence after rounding (:func:`entropy_range`)."""
 
-    def __init__(self, percentile: float = 100., **kwargs):  # unused, an argument of all calibrators
+    def __init__(self, percentile: float = 100., **kwargs: Any):  # unused, an argument of all calibrators
         super().__init__(**kwargs)
 
     def _non_linear_param_search(self) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +44,7 @@ class EntropyObserver(HistogramObserver):
 class _MinMaxObserver(MinMaxObserver):
     """Covers all values."""
 
-    def __init__(self, percentile: float = 100., **kwargs):
+    def __init__(self, percentile: float = 100., **kwargs: Any):
         super().__init__(**kwargs)
 
 

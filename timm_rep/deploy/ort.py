@@ -153,7 +153,7 @@ def _ranges(
         exported: onnx.ModelProto,
         tensors: List[str],
         batches: Iterable[torch.Tensor],
-        observer,
+        observer: Any,
 ) -> Dict[str, TensorData]:
     """Ranges of tensors of a graph, chosen by one observer each."""
     model = onnx.ModelProto()

@@ -347,7 +347,7 @@ def _finish(
         validation_loader: Optional[Iterable],
         accuracy: Optional[Tuple[float, int]],
         backend: str,
-        **settings,
+        **settings: Any,
 ) -> Quantized:
     """Quantize, and report."""
     first = batches[0]

@@ -68,7 +68,7 @@ class QuantizationReport(Sidecar):
     machine: str = ''
     versions: Dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, known in ('backend', BACKENDS), ('calibrator', CALIBRATORS):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name} must be one of {", ".join(known)}, got {getattr(self, name)!r}.')

@@ -62,7 +62,7 @@ def load_executorch(buffer: bytes) -> Runner:
     program = Runtime.get().load_program(buffer)
     method = program.load_method('forward')
 
-    def run(images: torch.Tensor, program=program) -> Any:  # the method refers to memory of the program
+    def run(images: torch.Tensor, program: Any = program) -> Any:  # the method refers to memory of the program
         outputs = [y.clone() for y in method.execute([images.contiguous()])]
         return outputs[0] if len(outputs) == 1 else outputs
 

@@ -196,7 +196,7 @@ def check_saveable(model: nn.Module) -> None:
     _check_rebuilt(model, rebuilt.to(next(model.parameters()).dtype))
 
 
-def load_folder(folder: PathLike, **kwargs) -> nn.Module:
+def load_folder(folder: PathLike, **kwargs: Any) -> nn.Module:
     """Create the model of a folder with its weights, in eval mode.
 
     Args:

@@ -63,7 +63,7 @@ def build_model(
         pretrained: bool,
         model_cfgs: Mapping[str, Mapping[str, Any]],
         complete: Optional[Callable[[Dict[str, Any]], Dict[str, Any]]] = None,
-        **kwargs,
+        **kwargs: Any,
 ) -> nn.Module:
     """timm's ``build_model_with_cfg``, with published arguments, checked weights, folding, and weight selection.
 
@@ -110,7 +110,7 @@ def build_model(
     return model
 
 
-def _create(cls: Callable[..., nn.Module], weights: Weights, **model_args) -> nn.Module:
+def _create(cls: Callable[..., nn.Module], weights: Weights, **model_args: Any) -> nn.Module:
     given = [name for name in model_args if name not in weights.model_args]
     error: Exception
     try:
@@ -132,7 +132,7 @@ def _create_with_weights(
         filter_fn: Optional[FilterFn],
         strict: bool,
         reparameterized: bool = False,
-        **model_args,
+        **model_args: Any,
 ) -> nn.Module:
     fold = reparameterized and not weights.model_args.get('reparameterized', False)
     if reparameterized and not fold:
@@ -300,7 +300,7 @@ def _check_depth(args: Mapping[str, Any], repo: ModelRepository) -> None:
                     f'{WEIGHTS_NAME}, got {args[name]!r:.100}.')
 
 
-def _pretrained_cfg(repo: ModelRepository, **kwargs) -> Dict[str, Any]:
+def _pretrained_cfg(repo: ModelRepository, **kwargs: Any) -> Dict[str, Any]:
     """pretrained_cfg of a config.json as timm reads it, without the location of weights."""
     config = {**repo.config.get('pretrained_cfg', {}), **repo.config}
     names = {field.name for field in fields(PretrainedCfg)} - set(WEIGHT_SOURCE) | {'tag'}
@@ -385,7 +385,9 @@ def find_weights(
     ]))
 
 
-def _find_released(variant: str, idle_ratio: float, file: Optional[str], revision: Optional[str], cache_dir) -> str:
+def _find_released(
+        variant: str, idle_ratio: float, file: Optional[str], revision: Optional[str], cache_dir: Any,
+) -> str:
     path = fetch_released(variant, idle_ratio, file, revision or None, cache_dir)
     digest = Path(os.path.realpath(path)).name  # the Hub's cache names large files by their sha256
     if len(digest) == 64:

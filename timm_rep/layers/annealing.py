@@ -5,7 +5,7 @@ Normalization`, equations 2 and 3 - https://arxiv.org/abs/2405.11582
 """
 import math
 import warnings
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class _Annealed(nn.Module):
         self.is_counted = False  # whether a step was counted by this object
         self.has_ended = False  # a copy of what the buffer says, which graphs and GPUs need not wait for
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> '_Annealed':
         self.update_end()
         return super().train(mode)
 
@@ -53,7 +53,7 @@ class _Annealed(nn.Module):
         """Set ``has_ended`` from the buffer."""
         self.has_ended = not self.step.is_meta and bool(self.step >= self.anneal_steps)
 
-    def _load_from_state_dict(self, *args, **kwargs):
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.update_end()
 
@@ -82,7 +82,7 @@ def add_annealing_hooks(model: nn.Module) -> None:
     model.register_forward_hook(_collect_moments)
 
 
-def advance_annealing(model: nn.Module, *args) -> None:
+def advance_annealing(model: nn.Module, *args: Any) -> None:
     """Count a step of all annealed layers of a model in training mode.
 
     Annealing advances only when the model itself is called. With other methods, such as ``forward_features()``, call
@@ -107,7 +107,7 @@ def advance_annealing(model: nn.Module, *args) -> None:
 
 
 @torch.no_grad()
-def _collect_moments(model: nn.Module, *args) -> None:
+def _collect_moments(model: nn.Module, *args: Any) -> None:
     """Average the moments of the last batch of all layers over the processes, by two collectives.
 
     They take effect at the next step: gradient checkpointing repeats this one with the same lines.
@@ -155,7 +155,7 @@ class AnnealedActivation(_Annealed):
             anneal_schedule: str = 'linear',
             gates: bool = False,
             dim: int = -1,
-            device=None,
+            device: Optional[Union[str, torch.device]] = None,
     ):
         """
         Args:

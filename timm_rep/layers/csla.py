@@ -7,7 +7,7 @@ one convolution, and training this convolution with its gradients multiplied by 
 to training the block: CSLA = GR (gradient re-parameterization).
 """
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Tuple, Union
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -47,7 +47,7 @@ class ConvBranch:
     kernel_size: Union[int, Tuple[int, int]]
     name: str = ''
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         kernel_size = _pair(self.kernel_size, 'kernel_size')
         if any(k % 2 == 0 for k in kernel_size):
             raise ValueError(
@@ -67,7 +67,7 @@ class IdentityBranch:
     name: str = 'identity'
     kernel_size = (1, 1)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_name(self.name)
 
 
@@ -95,7 +95,7 @@ class Csla:
     dilation: Union[int, Tuple[int, int]] = 1
     initial_scale: float = 1.
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, 'stride', _pair(self.stride, 'stride'))
         object.__setattr__(self, 'dilation', _pair(self.dilation, 'dilation'))
         object.__setattr__(self, 'branches', tuple(self.branches))
@@ -175,7 +175,11 @@ class Csla:
                     f'for each of the {self.out_channels} output channels.')
         return {name: scales[name].detach() for name in self.scaled_branches}
 
-    def initial_scales(self, device=None, dtype=None) -> Dict[str, torch.Tensor]:
+    def initial_scales(
+            self,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+    ) -> Dict[str, torch.Tensor]:
         """The scales at the start of Hyper-Search: ``initial_scale`` for every channel of each conv branch."""
         return {
             name: torch.full((self.out_channels,), float(self.initial_scale), device=device, dtype=dtype)

@@ -3,7 +3,7 @@
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
 import math
-from typing import Dict, Iterator, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -29,7 +29,13 @@ class CslaConv2d(nn.Conv2d):
     structure = 'target'
     __jit_unused_properties__ = ('grad_mult',)
 
-    def __init__(self, csla: Csla, bias: bool = False, device=None, dtype=None):
+    def __init__(
+            self,
+            csla: Csla,
+            bias: bool = False,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+    ):
         """
         Args:
             csla: The branches that this operator replaces.
@@ -97,21 +103,21 @@ class CslaConv2d(nn.Conv2d):
         super().register_parameter(name, param)
         self._restore_grad_mult(grad_mult)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> 'CslaConv2d':
         grad_mult = self.grad_mult
         super()._apply(fn, recurse)
         self._restore_grad_mult(grad_mult)
         return self
 
-    def _load_from_state_dict(self, *args, **kwargs):
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         grad_mult = self.grad_mult
         super()._load_from_state_dict(*args, **kwargs)
         self._restore_grad_mult(grad_mult)
 
-    def __getstate__(self):
+    def __getstate__(self) -> Dict[str, Any]:
         return {**self.__dict__, '_grad_mult': self.grad_mult}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: Dict[str, Any]) -> None:
         state = dict(state)
         grad_mult = state.pop('_grad_mult')
         super().__setstate__(state)
@@ -159,8 +165,8 @@ class CslaBlock(nn.Module):
             csla: Csla,
             scales: Optional[Mapping[str, torch.Tensor]] = None,
             trainable: bool = False,
-            device=None,
-            dtype=None,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
     ):
         """
         Args:

@@ -10,7 +10,7 @@ the layers run in sequence, as they do on a GPU that multiplies float32 in TF32.
 """
 import contextlib
 import os
-from typing import Optional
+from typing import Any, ContextManager, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
-def _full_precision(device: torch.device):
+def _full_precision(device: torch.device) -> ContextManager[Any]:
     """Context that disables autocast, on devices that have it."""
     if _has_autocast(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -80,11 +80,11 @@ class _Gram(torch.autograd.Function):
 
     # separate from forward(), as torch.func.grad requires
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         x, = ctx.saved_tensors
         with _full_precision(x.device):
             return x @ (grad + grad.t()).to(x.dtype)
@@ -105,14 +105,14 @@ class _AllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         x = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor) -> Tuple[torch.Tensor, None]:
         return _AllReduce.apply(grad, ctx.group), None
 
 
@@ -126,7 +126,7 @@ def _next_momentum(norm: _BatchNorm) -> float:
     return 1. / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
 
 
-def _update(norm: _BatchNorm, part: slice, mean: torch.Tensor, var: torch.Tensor, count, momentum: float) -> None:
+def _update(norm: _BatchNorm, part: slice, mean: torch.Tensor, var: torch.Tensor, count: Any, momentum: float) -> None:
     """Update the running statistics of some channels with the (biased) statistics of a batch."""
     with torch.no_grad():
         for running, new in ((norm.running_mean, mean), (norm.running_var, var * (count / (count - 1)))):

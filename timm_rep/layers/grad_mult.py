@@ -30,10 +30,10 @@ class MultipliedLayers(weakref.WeakValueDictionary):
         self[name] = layer
         layer.grad_mult.name, layer.grad_mult.layers = name, self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Tuple[Any, ...]:
         return type(self), ()
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
         return type(self)()
 
 
@@ -81,7 +81,7 @@ class GradMult:
     def __repr__(self) -> str:
         return f'{type(self).__name__}(shape={self.shape}, branches={[branch.name for branch in self.csla.branches]})'
 
-    def __getstate__(self):
+    def __getstate__(self) -> Dict[str, Any]:
         return {**self.__dict__, '_cache': {}}
 
     @property

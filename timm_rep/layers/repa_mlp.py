@@ -6,7 +6,7 @@ import math
 import sys
 from functools import partial
 from numbers import Real
-from typing import Callable, List, Optional, Type
+from typing import Callable, List, Optional, Type, Union
 
 import torch
 import torch.nn as nn
@@ -146,7 +146,7 @@ def _is_unmodified(layer: nn.Module) -> bool:
     return type(layer) in _KNOWN_LAYERS and not hooked and not unfoldable_reason(layer)
 
 
-def _linear_layer(use_conv: bool):
+def _linear_layer(use_conv: bool) -> Callable[..., nn.Module]:
     return partial(nn.Conv2d, kernel_size=1) if use_conv else nn.Linear
 
 
@@ -173,8 +173,8 @@ class RePaMlp(nn.Module):
             drop: float = 0.,
             use_conv: bool = False,
             init_values: Optional[float] = None,
-            device=None,
-            dtype=None,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
     ):
         """
         Args:
@@ -327,8 +327,8 @@ class RePaMlpDeploy(nn.Module):
             out_features: Optional[int] = None,
             active_features: Optional[int] = None,
             gated: bool = False,
-            device=None,
-            dtype=None,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
     ):
         """
         Args:

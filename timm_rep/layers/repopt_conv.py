@@ -3,7 +3,7 @@
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
 from functools import partial
-from typing import Callable, Dict, Optional
+from typing import Callable, Dict, Optional, Union
 
 import torch
 import torch.nn as nn
@@ -39,8 +39,8 @@ class RepOptConv(nn.Sequential):
             csla: Csla,
             structure: str = 'target',
             norm: Optional[nn.modules.batchnorm._BatchNorm] = None,
-            device=None,
-            dtype=None,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
     ):
         """
         Args:
@@ -84,5 +84,10 @@ class RepOptConvDeploy(nn.Conv2d):
     structure = 'deploy'
     structure_keys = _STRUCTURE_KEYS
 
-    def __init__(self, csla: Csla, device=None, dtype=None):
+    def __init__(
+            self,
+            csla: Csla,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+    ):
         super().__init__(**csla.conv_args, device=device, dtype=dtype)

@@ -86,7 +86,7 @@ def create_from_base(
         pretrained: bool = False,
         start_from_base: Optional[Dict[str, Any]] = None,
         advice: str = '',
-        **kwargs,
+        **kwargs: Any,
 ) -> nn.Module:
     """Create a converted model of timm with the arguments of ``timm.create_model``.
 
@@ -143,5 +143,5 @@ def create_from_base(
     return model
 
 
-def _fold(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
+def _fold(build: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
     return build(**kwargs).reparameterize()

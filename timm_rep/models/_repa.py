@@ -17,7 +17,7 @@ class RePaMixin(ReparameterizeMixin):
             reparameterized: bool = False,
             bn_momentum: float = 0.1,
             bn_eps: float = 1e-5,
-            **kwargs,
+            **kwargs: Any,
     ):
         """
         Args:

@@ -32,7 +32,7 @@ def _build(
         anneal_steps: int = 0,
         anneal_schedule: str = 'linear',
         reparameterized: bool = False,
-        **kwargs,
+        **kwargs: Any,
 ) -> nn.Module:
     """The timm model ``base`` with converted FFNs; see :func:`repa_any`."""
     if norm not in ('keep', 'batch'):
@@ -93,7 +93,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
+def _create_repa_any(variant: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     is_annealed = kwargs.get('anneal_steps') and not kwargs.get('reparameterized')
     start_from_base: Optional[Dict[str, Any]] = {} if is_annealed else None
     return create_from_base(
@@ -113,7 +113,7 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def repa_any(pretrained=False, **kwargs) -> nn.Module:
+def repa_any(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """Any timm model with pointwise FFNs as a RePaFormer: ``create_model('repa_any', base='deit3_base_patch16_224')``.
 
     Args (in addition to the base model's):

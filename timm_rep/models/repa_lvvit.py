@@ -34,9 +34,9 @@ class ConvPatchEmbed(PatchEmbed):
             embed_dim: int = 768,
             stem_width: int = 64,
             bias: bool = True,
-            device=None,
-            dtype=None,
-            **kwargs,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
     ):
         """
         Args:
@@ -60,7 +60,7 @@ class ConvPatchEmbed(PatchEmbed):
         ]))
 
     @torch.jit.ignore
-    def set_input_size(self, img_size=None, patch_size=None) -> None:
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
             raise ValueError(
                 f'The patch size of a convolutional stem is fixed at {self.patch_size}, cannot set {patch_size}.')
@@ -71,7 +71,7 @@ class LvVitBlock(Block):
     """timm's block with its branches scaled by a constant before they are added to the shortcut."""
     residual_scale: Final[float]
 
-    def __init__(self, *args, residual_scale: float, **kwargs):
+    def __init__(self, *args: Any, residual_scale: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.residual_scale = residual_scale
 
@@ -108,9 +108,9 @@ class TokenLabelMixin(_Base):
             norm_layer: Optional[LayerType] = None,
             skip_lam: float = 2.,
             return_dense: bool = True,
-            device=None,
-            dtype=None,
-            **kwargs,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
     ):
         """
         Args:
@@ -182,7 +182,7 @@ class LvVit(TokenLabelMixin, VisionTransformer):
 class RePaLvVit(TokenLabelMixin, RePaVisionTransformer):
     """LV-ViT with RePaFormer FFNs. Their MLP ratio is 3, and two thirds of their hidden channels are idle."""
 
-    def __init__(self, *, idle_ratio: float = 2 / 3, **kwargs):
+    def __init__(self, *, idle_ratio: float = 2 / 3, **kwargs: Any):
         """
         Args:
             idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1.
@@ -210,7 +210,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_lvvit(variant: str, pretrained: bool = False, **kwargs) -> TokenLabelMixin:
+def _create_lvvit(variant: str, pretrained: bool = False, **kwargs: Any) -> TokenLabelMixin:
     cls = RePaLvVit if variant.startswith('repa_') else LvVit
     return build_model(
         cls,
@@ -223,7 +223,7 @@ def _create_lvvit(variant: str, pretrained: bool = False, **kwargs) -> TokenLabe
     )
 
 
-def _cfg(url: str = '', **kwargs):
+def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
     return {
         'url': url,
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
@@ -249,24 +249,24 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def lvvit_s(pretrained=False, **kwargs) -> LvVit:
+def lvvit_s(pretrained: bool = False, **kwargs: Any) -> LvVit:
     """LV-ViT-S: 26.2 M parameters."""
     return _create_lvvit('lvvit_s', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def lvvit_m(pretrained=False, **kwargs) -> LvVit:
+def lvvit_m(pretrained: bool = False, **kwargs: Any) -> LvVit:
     """LV-ViT-M: 55.8 M parameters."""
     return _create_lvvit('lvvit_m', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_lvvit_s(pretrained=False, **kwargs) -> RePaLvVit:
+def repa_lvvit_s(pretrained: bool = False, **kwargs: Any) -> RePaLvVit:
     """RePa-LV-ViT-S of table 1: 26.2 M parameters, 19.1 M folded."""
     return _create_lvvit('repa_lvvit_s', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_lvvit_m(pretrained=False, **kwargs) -> RePaLvVit:
+def repa_lvvit_m(pretrained: bool = False, **kwargs: Any) -> RePaLvVit:
     """RePa-LV-ViT-M of table 1: 55.9 M parameters, 40.1 M folded."""
     return _create_lvvit('repa_lvvit_m', pretrained=pretrained, **kwargs)

@@ -2,7 +2,7 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`
 """
-from typing import Any, Dict
+from typing import Any, Dict, Optional, Union
 
 import torch
 import torch.nn as nn
@@ -24,7 +24,15 @@ class TokenNormMixerBlock(MixerBlock):
     Input and output: (N, seq_len, dim).
     """
 
-    def __init__(self, dim: int, seq_len: int, *args, device=None, dtype=None, **kwargs):
+    def __init__(
+            self,
+            dim: int,
+            seq_len: int,
+            *args: Any,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
+    ):
         super().__init__(dim, seq_len, *args, device=device, dtype=dtype, **kwargs)
         self.norm1 = nn.LayerNorm(seq_len, device=device, dtype=dtype)
 
@@ -39,7 +47,7 @@ register_block(TokenNormMixerBlock, mlp='mlp_channels')
 class RePaMlpMixer(RePaMixin, MlpMixer):
     """MLP-Mixer with RePaFormer channel MLPs."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any):
         """
         Args:
             kwargs: Arguments of RePaMixin and of timm's MlpMixer, except block_layer.
@@ -63,7 +71,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs) -> RePaMlpMixer:
+def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
     return build_model(
         RePaMlpMixer,
         variant,
@@ -74,7 +82,7 @@ def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs) -> RePa
     )
 
 
-def _cfg(url: str = '', **kwargs):
+def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
     return {
         'url': url,
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
@@ -90,36 +98,36 @@ default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant
 
 
 @register_model
-def repa_mixer_s32(pretrained=False, **kwargs) -> RePaMlpMixer:
+def repa_mixer_s32(pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
     """RePa-MLPMixer-S/32."""
     return _create_repa_mixer('repa_mixer_s32', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_mixer_s16(pretrained=False, **kwargs) -> RePaMlpMixer:
+def repa_mixer_s16(pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
     """RePa-MLPMixer-S/16."""
     return _create_repa_mixer('repa_mixer_s16', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_mixer_b32(pretrained=False, **kwargs) -> RePaMlpMixer:
+def repa_mixer_b32(pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
     """RePa-MLPMixer-B/32."""
     return _create_repa_mixer('repa_mixer_b32', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_mixer_b16(pretrained=False, **kwargs) -> RePaMlpMixer:
+def repa_mixer_b16(pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
     """RePa-MLPMixer-B/16 of table 1: 59.9 M parameters, 24.4 M folded."""
     return _create_repa_mixer('repa_mixer_b16', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_mixer_l32(pretrained=False, **kwargs) -> RePaMlpMixer:
+def repa_mixer_l32(pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
     """RePa-MLPMixer-L/32."""
     return _create_repa_mixer('repa_mixer_l32', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_mixer_l16(pretrained=False, **kwargs) -> RePaMlpMixer:
+def repa_mixer_l16(pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
     """RePa-MLPMixer-L/16 of table 1: 208.4 M parameters, 82.2 M folded."""
     return _create_repa_mixer('repa_mixer_l16', pretrained=pretrained, **kwargs)

@@ -35,7 +35,7 @@ class RePaPoolFormer(RePaMixin, MetaFormer):
             layer_scale_init_values: Optional[float] = 1e-5,
             norm_layers: Union[Type[nn.Module], List[Type[nn.Module]]] = GroupNorm1,
             output_norm: Type[nn.Module] = GroupNorm1,
-            **kwargs,
+            **kwargs: Any,
     ):
         """
         Args:
@@ -100,7 +100,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs) -> RePaPoolFormer:
+def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs: Any) -> RePaPoolFormer:
     return build_model(
         RePaPoolFormer,
         variant,
@@ -112,7 +112,7 @@ def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs) ->
     )
 
 
-def _cfg(url: str = '', **kwargs):
+def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
     return {
         'url': url,
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
@@ -134,30 +134,30 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def repa_poolformer_s12(pretrained=False, **kwargs) -> RePaPoolFormer:
+def repa_poolformer_s12(pretrained: bool = False, **kwargs: Any) -> RePaPoolFormer:
     """RePa-PoolFormer-S12 of table 1: 11.9 M parameters, 6.0 M folded."""
     return _create_repa_poolformer('repa_poolformer_s12', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_poolformer_s24(pretrained=False, **kwargs) -> RePaPoolFormer:
+def repa_poolformer_s24(pretrained: bool = False, **kwargs: Any) -> RePaPoolFormer:
     """RePa-PoolFormer-S24 of table 1: 21.4 M parameters, 9.6 M folded."""
     return _create_repa_poolformer('repa_poolformer_s24', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_poolformer_s36(pretrained=False, **kwargs) -> RePaPoolFormer:
+def repa_poolformer_s36(pretrained: bool = False, **kwargs: Any) -> RePaPoolFormer:
     """RePa-PoolFormer-S36 of table 1: 30.9 M parameters, 13.1 M folded."""
     return _create_repa_poolformer('repa_poolformer_s36', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_poolformer_m36(pretrained=False, **kwargs) -> RePaPoolFormer:
+def repa_poolformer_m36(pretrained: bool = False, **kwargs: Any) -> RePaPoolFormer:
     """RePa-PoolFormer-M36."""
     return _create_repa_poolformer('repa_poolformer_m36', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_poolformer_m48(pretrained=False, **kwargs) -> RePaPoolFormer:
+def repa_poolformer_m48(pretrained: bool = False, **kwargs: Any) -> RePaPoolFormer:
     """RePa-PoolFormer-M48."""
     return _create_repa_poolformer('repa_poolformer_m48', pretrained=pretrained, **kwargs)

@@ -33,7 +33,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs) -> RePaSwinTransformer:
+def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs: Any) -> RePaSwinTransformer:
     return build_model(
         RePaSwinTransformer,
         variant,
@@ -46,7 +46,7 @@ def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs) -> RePaS
     )
 
 
-def _cfg(url: str = '', **kwargs):
+def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
     return {
         'url': url,
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
@@ -67,18 +67,18 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def repa_swin_tiny(pretrained=False, **kwargs) -> RePaSwinTransformer:
+def repa_swin_tiny(pretrained: bool = False, **kwargs: Any) -> RePaSwinTransformer:
     """RePa-Swin-Tiny of table 1: 28.3 M parameters, 17.5 M folded."""
     return _create_repa_swin('repa_swin_tiny', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_swin_small(pretrained=False, **kwargs) -> RePaSwinTransformer:
+def repa_swin_small(pretrained: bool = False, **kwargs: Any) -> RePaSwinTransformer:
     """RePa-Swin-Small of table 1: 49.7 M parameters, 29.9 M folded."""
     return _create_repa_swin('repa_swin_small', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_swin_base(pretrained=False, **kwargs) -> RePaSwinTransformer:
+def repa_swin_base(pretrained: bool = False, **kwargs: Any) -> RePaSwinTransformer:
     """RePa-Swin-Base of table 1: 87.9 M parameters, 52.8 M folded."""
     return _create_repa_swin('repa_swin_base', pretrained=pretrained, **kwargs)

@@ -21,7 +21,7 @@ __all__ = ['RePaVisionTransformer']
 class RePaVisionTransformer(RePaMixin, VisionTransformer):
     """Vision Transformer with RePaFormer FFNs."""
 
-    def __init__(self, *, norm_layer: Optional[LayerType] = None, **kwargs):
+    def __init__(self, *, norm_layer: Optional[LayerType] = None, **kwargs: Any):
         """
         Args:
             norm_layer: Norm layer outside the FFNs. By default (None, not 'layernorm') LayerNorm, with eps 1e-5 in the
@@ -54,7 +54,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs) -> RePaVisionTransformer:
+def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     return build_model(
         RePaVisionTransformer,
         variant,
@@ -66,7 +66,7 @@ def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs) -> RePaVi
     )
 
 
-def _cfg(url: str = '', **kwargs):
+def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
     return {
         'url': url,
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
@@ -91,42 +91,42 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def repa_deit_tiny(pretrained=False, **kwargs) -> RePaVisionTransformer:
+def repa_deit_tiny(pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     """RePa-DeiT-Tiny of table 1: 5.7 M parameters, 3.5 M folded."""
     return _create_repa_vit('repa_deit_tiny', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_deit_small(pretrained=False, **kwargs) -> RePaVisionTransformer:
+def repa_deit_small(pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     """RePa-DeiT-Small of table 1: 22.1 M parameters, 13.2 M folded."""
     return _create_repa_vit('repa_deit_small', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_deit_base(pretrained=False, **kwargs) -> RePaVisionTransformer:
+def repa_deit_base(pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     """RePa-DeiT-Base of table 1: 86.6 M parameters, 51.1 M folded."""
     return _create_repa_vit('repa_deit_base', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_vit_small(pretrained=False, **kwargs) -> RePaVisionTransformer:
+def repa_vit_small(pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     """RePa-ViT-Small of table 5, the self-supervised backbone: 12.8 M parameters folded, without a head."""
     return _create_repa_vit('repa_vit_small', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_vit_base(pretrained=False, **kwargs) -> RePaVisionTransformer:
+def repa_vit_base(pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     """RePa-ViT-Base of table 5, the self-supervised backbone: 50.4 M parameters folded, without a head."""
     return _create_repa_vit('repa_vit_base', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_vit_large(pretrained=False, **kwargs) -> RePaVisionTransformer:
+def repa_vit_large(pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     """RePa-ViT-Large of table 1: 304.5 M parameters, 178.4 M folded."""
     return _create_repa_vit('repa_vit_large', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repa_vit_huge(pretrained=False, **kwargs) -> RePaVisionTransformer:
+def repa_vit_huge(pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     """RePa-ViT-Huge of table 1, patch size 16: 632.5 M parameters, 369.9 M folded."""
     return _create_repa_vit('repa_vit_huge', pretrained=pretrained, **kwargs)

@@ -27,7 +27,7 @@ def _build(
         scales: Optional[ScalesLike] = 'init',
         reinit: bool = True,
         reparameterized: bool = False,
-        **kwargs,
+        **kwargs: Any,
 ) -> nn.Module:
     """The timm model ``base`` with CSLA layers; see :func:`repopt_any`."""
     check_structure(structure)
@@ -55,7 +55,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
+def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     # branches that are trained or have constant scales are newly initialized
     start_from_base = dict(reinit=False) if kwargs.get('structure', 'target') == 'target' else None
     if pretrained and start_from_base and kwargs.get('reinit') and not kwargs.get('pretrained_cfg'):
@@ -77,7 +77,7 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def repopt_any(pretrained=False, **kwargs) -> nn.Module:
+def repopt_any(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """Any multi-branch network of timm as a plain one: ``create_model('repopt_any', base='mobileone_s0')``.
 
     With ``pretrained=True``, the target structure starts from the published weights of the base, folded.

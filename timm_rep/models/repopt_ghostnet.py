@@ -2,8 +2,9 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` - https://arxiv.org/abs/2205.15242, appendix D
 """
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence, Union
 
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.repghost import RepGhostNet
@@ -29,9 +30,9 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
             scales: Optional[ScalesLike] = 'init',
             reinit: bool = True,
             reparameterized: bool = False,
-            device=None,
-            dtype=None,
-            **kwargs,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
     ):
         """
         Args:
@@ -110,7 +111,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs) -> RepOptGhostNet:
+def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     return build_model(
         RepOptGhostNet,
         variant,
@@ -122,7 +123,7 @@ def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs) ->
     )
 
 
-def _cfg(url: str = '', **kwargs):
+def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
     return {
         'url': url,
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
@@ -138,48 +139,48 @@ default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant
 
 
 @register_model
-def repopt_ghostnet_050(pretrained=False, **kwargs) -> RepOptGhostNet:
+def repopt_ghostnet_050(pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     """RepOpt-GhostNet 0.5x."""
     return _create_repopt_ghostnet('repopt_ghostnet_050', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_ghostnet_058(pretrained=False, **kwargs) -> RepOptGhostNet:
+def repopt_ghostnet_058(pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     """RepOpt-GhostNet 0.58x."""
     return _create_repopt_ghostnet('repopt_ghostnet_058', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_ghostnet_080(pretrained=False, **kwargs) -> RepOptGhostNet:
+def repopt_ghostnet_080(pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     """RepOpt-GhostNet 0.8x."""
     return _create_repopt_ghostnet('repopt_ghostnet_080', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_ghostnet_100(pretrained=False, **kwargs) -> RepOptGhostNet:
+def repopt_ghostnet_100(pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     """RepOpt-GhostNet 1.0x."""
     return _create_repopt_ghostnet('repopt_ghostnet_100', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_ghostnet_111(pretrained=False, **kwargs) -> RepOptGhostNet:
+def repopt_ghostnet_111(pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     """RepOpt-GhostNet 1.11x."""
     return _create_repopt_ghostnet('repopt_ghostnet_111', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_ghostnet_130(pretrained=False, **kwargs) -> RepOptGhostNet:
+def repopt_ghostnet_130(pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     """RepOpt-GhostNet 1.3x."""
     return _create_repopt_ghostnet('repopt_ghostnet_130', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_ghostnet_150(pretrained=False, **kwargs) -> RepOptGhostNet:
+def repopt_ghostnet_150(pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     """RepOpt-GhostNet 1.5x."""
     return _create_repopt_ghostnet('repopt_ghostnet_150', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_ghostnet_200(pretrained=False, **kwargs) -> RepOptGhostNet:
+def repopt_ghostnet_200(pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     """RepOpt-GhostNet 2.0x."""
     return _create_repopt_ghostnet('repopt_ghostnet_200', pretrained=pretrained, **kwargs)

@@ -4,7 +4,7 @@
 """
 from dataclasses import fields
 from functools import partial
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -39,9 +39,9 @@ class RepOptBlock(nn.Module):
             structure: str = 'target',
             reparameterized: bool = False,
             initial_scale: float = 1.,
-            device=None,
-            dtype=None,
-            **kwargs,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
     ):
         """
         Args:
@@ -51,7 +51,7 @@ class RepOptBlock(nn.Module):
             initial_scale: Initial value of the scales of this block in Hyper-Search.
             kwargs: Ignored; timm's ByobNet passes more arguments to every block.
         """
-        dd = {'device': device, 'dtype': dtype}
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__()
         layers = layers or LayerFn()
         # as in timm's RepVGG, a block whose stride became dilation (output_stride) has no identity
@@ -101,9 +101,9 @@ class RepOptVgg(RepOptMixin, ByobNet):
             act_layer: str = 'relu',
             attn_layer: Optional[str] = None,
             attn_kwargs: Optional[Dict[str, Any]] = None,
-            device=None,
-            dtype=None,
-            **kwargs,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
     ):
         """
         Args:
@@ -147,7 +147,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
         if fixed:
             raise TypeError(
                 f'RepOpt-VGG does not take {", ".join(sorted(fixed))}: its blocks could not be folded otherwise.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         block = partial(RepOptBlock, structure=structure, reparameterized=reparameterized)
         stages = tuple(
             tuple(
@@ -232,7 +232,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepOptVgg:
+def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     def complete(args: Dict[str, Any]) -> Dict[str, Any]:
         # a feature map for each resolution: a stage of stride 1 adds none
         strides = args['strides']
@@ -251,7 +251,7 @@ def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs) -> RepO
     )
 
 
-def _cfg(url: str = '', **kwargs):
+def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
     return {
         'url': url,
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
@@ -274,48 +274,48 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def repopt_vgg_a0(pretrained=False, **kwargs) -> RepOptVgg:
+def repopt_vgg_a0(pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     """RepOpt-VGG with the depths and widths of RepVGG-A0."""
     return _create_repopt_vgg('repopt_vgg_a0', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_vgg_a1(pretrained=False, **kwargs) -> RepOptVgg:
+def repopt_vgg_a1(pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     """RepOpt-VGG with the depths and widths of RepVGG-A1."""
     return _create_repopt_vgg('repopt_vgg_a1', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_vgg_b0(pretrained=False, **kwargs) -> RepOptVgg:
+def repopt_vgg_b0(pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     """RepOpt-VGG with the depths and widths of RepVGG-B0."""
     return _create_repopt_vgg('repopt_vgg_b0', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_vgg_b1(pretrained=False, **kwargs) -> RepOptVgg:
+def repopt_vgg_b1(pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     """RepOpt-VGG-B1 of table 1: 51.8 M parameters."""
     return _create_repopt_vgg('repopt_vgg_b1', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_vgg_b2(pretrained=False, **kwargs) -> RepOptVgg:
+def repopt_vgg_b2(pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     """RepOpt-VGG-B2 of table 1: 80.3 M parameters."""
     return _create_repopt_vgg('repopt_vgg_b2', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_vgg_l1(pretrained=False, **kwargs) -> RepOptVgg:
+def repopt_vgg_l1(pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     """RepOpt-VGG-L1 of table 1: 76.0 M parameters."""
     return _create_repopt_vgg('repopt_vgg_l1', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_vgg_l2(pretrained=False, **kwargs) -> RepOptVgg:
+def repopt_vgg_l2(pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     """RepOpt-VGG-L2 of table 1: 118.1 M parameters."""
     return _create_repopt_vgg('repopt_vgg_l2', pretrained=pretrained, **kwargs)
 
 
 @register_model
-def repopt_vgg_l2se(pretrained=False, **kwargs) -> RepOptVgg:
+def repopt_vgg_l2se(pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     """RepOpt-VGG-L2 with an SE block after every convolution, of table 3."""
     return _create_repopt_vgg('repopt_vgg_l2se', pretrained=pretrained, **kwargs)

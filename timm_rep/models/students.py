@@ -2,13 +2,15 @@
 
 `Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823
 """
+from typing import Any, Dict
+
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.swin_transformer import SwinTransformer
 
 
-def _cfg(**kwargs):
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
     return {
         'url': '',
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
@@ -26,7 +28,7 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def mixer_t32(pretrained=False, **kwargs) -> MlpMixer:
+def mixer_t32(pretrained: bool = False, **kwargs: Any) -> MlpMixer:
     """Mixer-T/32, half as wide as Mixer-S/32: 5.4 M parameters."""
     model_args = dict(patch_size=32, num_blocks=8, embed_dim=256)
     out_indices = kwargs.pop('out_indices', 3)
@@ -40,7 +42,7 @@ def mixer_t32(pretrained=False, **kwargs) -> MlpMixer:
 
 
 @register_model
-def swin_femto(pretrained=False, **kwargs) -> SwinTransformer:
+def swin_femto(pretrained: bool = False, **kwargs: Any) -> SwinTransformer:
     """Swin-F, half as wide as Swin-T: 7.3 M parameters, 7.5 M with the buffers of its windows, as the paper counts."""
     model_args = dict(embed_dim=48, depths=(2, 2, 6, 2), num_heads=(2, 3, 6, 12))
     out_indices = kwargs.pop('out_indices', tuple(range(4)))

@@ -1,5 +1,5 @@
 """Pieces of large parameters that fit the cache of a CPU, and the layouts that torch's fused kernels need."""
-from typing import Iterator
+from typing import Any, Dict, Iterator
 
 import torch
 
@@ -29,8 +29,8 @@ def row_chunks(param: torch.Tensor) -> Iterator[slice]:
 class Scratch:
     """Memory for one chunk, reused from chunk to chunk within a step."""
 
-    def __init__(self):
-        self._memory = {}
+    def __init__(self) -> None:
+        self._memory: Dict[Any, torch.Tensor] = {}
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
         """An uninitialized tensor of the shape, dtype and device of x, and of its strides if x is dense."""

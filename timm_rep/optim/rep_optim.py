@@ -2,7 +2,7 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.4 and 4.2.
 """
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch.optim import SGD, AdamW
@@ -64,7 +64,7 @@ class _RepOptimizer(_Base):
                     set_grad_mult(param, grad_mult)
 
     @torch.no_grad()
-    def step(self, closure=None) -> Optional[torch.Tensor]:
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Optional[torch.Tensor]:
         """Perform one step. All gradients and multipliers are checked before any parameter is updated.
 
         Args:
@@ -273,7 +273,17 @@ class RepSGD(_RepOptimizer, SGD):
                 self.state[p]['momentum_buffer'] = match_strides(p, buffer)
             yield some, {'momentum_buffer_list': [to_local(self.state[p]['momentum_buffer']) for p in some]}, shared
 
-    def _update(self, pieces, grads, state, group, grad_mults, start, empty_like, in_order) -> None:
+    def _update(
+            self,
+            pieces: List[torch.Tensor],
+            grads: List[torch.Tensor],
+            state: Dict[str, list],
+            group: Dict[str, Any],
+            grad_mults: List[Any],
+            start: int,
+            empty_like: Callable[..., torch.Tensor],
+            in_order: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         products = [
             grad_mult.multiply(grad, self._rule, out=empty_like(piece), start=start)
             for piece, grad, grad_mult in zip(pieces, grads, grad_mults)]
@@ -374,7 +384,17 @@ class RepAdamW(_RepOptimizer, AdamW):
     def _update_plain(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
         self._adamw(params, [p.grad for p in params], self._state_of(params, group), group)
 
-    def _update(self, pieces, grads, state, group, grad_mults, start, empty_like, in_order) -> None:
+    def _update(
+            self,
+            pieces: List[torch.Tensor],
+            grads: List[torch.Tensor],
+            state: Dict[str, list],
+            group: Dict[str, Any],
+            grad_mults: List[Any],
+            start: int,
+            empty_like: Callable[..., torch.Tensor],
+            in_order: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         # torch's arithmetic on parameters of zeros gives the bare update
         updates = [empty_like(piece).zero_() for piece in pieces]
         grads = [in_order(match_strides(piece, grad)) for piece, grad in zip(pieces, grads)]
@@ -383,7 +403,7 @@ class RepAdamW(_RepOptimizer, AdamW):
             piece.mul_(1 - group['lr'] * group['weight_decay'] * self._steps_taken(piece.device))
             grad_mult.add_product(piece, update, self._rule, start=start)
 
-    def _steps_taken(self, device: torch.device):
+    def _steps_taken(self, device: torch.device) -> Any:
         """1, or 0 as a tensor where GradScaler leaves it to a fused kernel to skip a step."""
         found_inf = self._scalers['found_inf']
         return 1 if found_inf is None else 1 - found_inf.to(device)

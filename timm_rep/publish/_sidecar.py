@@ -44,7 +44,7 @@ class Form:
     gmacs: float
     images_per_second: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.images_per_second <= 0:
             raise ValueError(f'images_per_second must be positive, got {self.images_per_second!r}.')
 
@@ -69,7 +69,7 @@ class Cost:
     versions: Dict[str, str]
     weights: str = ''
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, key in ('forms', 'folded'), ('versions', 'torch'):
             if key not in getattr(self, name):
                 raise ValueError(f'{name} must have {key!r}, got {list(getattr(self, name))}.')

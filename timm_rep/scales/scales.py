@@ -96,7 +96,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self._layers)
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: object) -> bool:
         """Whether layers, branches and all numbers are equal, regardless of metadata and history."""
         if not isinstance(other, Scales):
             return NotImplemented

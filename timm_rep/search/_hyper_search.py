@@ -21,8 +21,8 @@ from timm_rep.scales import Scales
 from timm_rep.scales.scales import check_metadata
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
-from timm_rep.utils.data import batches_of, labelled_images, world_size_and_rank
-from timm_rep.utils.training import Loader, evaluate, fit
+from timm_rep.utils.data import Loader, batches_of, labelled_images, world_size_and_rank
+from timm_rep.utils.training import evaluate, fit
 from timm_rep.version import __version__
 
 __all__ = ['hyper_search', 'parameter_groups']
@@ -74,7 +74,7 @@ def hyper_search(
         overwrite: bool = False,
         progress: bool = True,
         metadata: Optional[Mapping[str, str]] = None,
-        **model_args,
+        **model_args: Any,
 ) -> Scales:
     """Train the search structure of a model and return its scales.
 

@@ -1,5 +1,5 @@
 """Data sets and loaders for Hyper-Search: images of any data set that timm opens, with random crops and flips."""
-from typing import Iterator, Optional, Tuple
+from typing import Iterator, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ class DeviceLoader:
             dataset: Dataset,
             batch_size: int,
             is_training: bool,
-            device='cpu',
+            device: Union[str, torch.device] = 'cpu',
             workers: int = 0,
             flip: bool = True,
     ):

@@ -1,6 +1,6 @@
 """Data sets that raise an error where timm falls back to other images."""
 import os
-from typing import Any, Dict, Iterable, Iterator, List, Literal, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Literal, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -43,7 +43,7 @@ def check_preprocessing(values: Mapping[str, Any], source: str = '') -> None:
             raise RuntimeError(f'{where} must be positive, got {value!r}.')
 
 
-def open_dataset(name: str, root: Optional[str], split: str, **kwargs) -> Dataset:
+def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> Dataset:
     """timm's ``create_dataset``, with an error where timm would take the images of every split, or of a folder.
 
     The name is '' for folders of images, otherwise it has a prefix: 'torch/cifar100', 'hfds/...'.
@@ -150,7 +150,9 @@ def image_config(
     return config
 
 
-def load_images(dataset: Dataset, config: Mapping[str, Any], batch_size: int, workers: int = 0, **kwargs) -> Iterable:
+def load_images(
+        dataset: Dataset, config: Mapping[str, Any], batch_size: int, workers: int = 0, **kwargs: Any,
+) -> 'Loader':
     """timm's ``create_loader`` with the preprocessing of :func:`image_config`, and further arguments of it."""
     return create_loader(
         dataset, batch_size=batch_size, num_workers=workers, persistent_workers=False, use_prefetcher=False,
@@ -245,6 +247,14 @@ def take_images(loader: Iterable[Any], max_images: int, naflex: bool = False) ->
     return batches
 
 
+class Loader(Protocol):
+    """Batches, and their number: a DataLoader or a list."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
 class Images:
     """Folders of images for a model: for calibration and distillation, and for measuring the accuracy."""
 
@@ -258,7 +268,7 @@ class Images:
             workers: int = 0,
             device: Union[str, torch.device] = 'cpu',
             seed: int = 0,
-            **data_config,
+            **data_config: Any,
     ):
         """
         Args:
@@ -299,22 +309,22 @@ class Images:
     def _folder(self, split: str) -> ImageFolder:
         return ImageFolder(self.root, split, self.config['input_size'][0])
 
-    def _loader(self, dataset: ImageFolder, **kwargs):
+    def _loader(self, dataset: ImageFolder, **kwargs: Any) -> Loader:
         return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
 
-    def calibration(self, count: int):
+    def calibration(self, count: int) -> Loader:
         """Loader of ``count`` random images of the training split, preprocessed as for validation."""
         dataset = self._folder(self.splits[0])
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self.seed))
         dataset.samples = [dataset.samples[i] for i in order[:count].tolist()]
         return self._loader(dataset)
 
-    def training(self):
+    def training(self) -> Loader:
         """Loader of the training split, of this process's share in a process group, with random crops and flips."""
         return self._loader(
             self._folder(self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None,
             distributed=world_size_and_rank()[0] > 1)
 
-    def validation(self):
+    def validation(self) -> Loader:
         """Loader of the validation split."""
         return self._loader(self._folder(self.splits[1]))

@@ -11,10 +11,12 @@ from typing import (
     ClassVar,
     Dict,
     Iterator,
+    List,
     Literal,
     Mapping,
     Optional,
     Sequence,
+    Tuple,
     Type,
     TypeVar,
     Union,
@@ -123,7 +125,7 @@ class Sidecar:
 
     def to_json(self, path: Union[str, os.PathLike]) -> None:
         """Write the dataclass to a file; fields that are None are left out."""
-        def without_none(items):
+        def without_none(items: List[Tuple[str, Any]]) -> Dict[str, Any]:
             return {name: value for name, value in items if value is not None}
 
         content = dataclasses.asdict(self, dict_factory=without_none)

@@ -4,7 +4,7 @@ import hashlib
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Protocol, Tuple
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -18,17 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from .checkpoints import read_training_state, write_training_state
-from .data import PREPROCESSING, Images, batches_of, labelled_images, world_size_and_rank
+from .data import PREPROCESSING, Images, Loader, batches_of, labelled_images, world_size_and_rank
 
-__all__ = ['Loader', 'check_distillation', 'distil', 'evaluate', 'fit']
-
-
-class Loader(Protocol):
-    """Batches, and their number: a DataLoader or a list."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __len__(self) -> int: ...
+__all__ = ['check_distillation', 'distil', 'evaluate', 'fit']
 
 
 def fit(
