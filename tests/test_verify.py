@@ -256,6 +256,11 @@ def test_hooks_that_folding_drops(tmp_path):
             fold(model, *args)
         assert model.state_dict().keys() == keys
     handle.remove()
+    handle = block.conv_kxk.conv.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    with pytest.raises(ValueError, match=r'stages\.0\.0\.conv_kxk\.conv cannot be folded'):
+        timm_rep.convert.reparameterize(model)
+    assert model.state_dict().keys() == keys
+    handle.remove()
     seen = []
     for module in (block, block.act, model.head.fc):  # which stay
         module.register_forward_hook(lambda *args: seen.append(1))

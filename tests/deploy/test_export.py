@@ -261,12 +261,13 @@ def test_a_difference_is_an_error(format, tmp_path, monkeypatch):
     assert format != 'pt2' or path.read_text() == 'old'
 
 
-def test_a_difference_on_real_images_alone(tmp_path):
+@pytest.mark.parametrize('error', [1., float('nan')])
+def test_a_difference_on_real_images_alone(tmp_path, error):
     class Clipped(nn.Module):
         """Another network for images above 100, once it is compiled."""
 
         def forward(self, x):
-            return x + (x > 100) if torch.compiler.is_compiling() else x
+            return x + torch.where(x > 100, error, 0.) if torch.compiler.is_compiling() else x
 
     with pytest.raises(RuntimeError, match=r'differs from the model by .* on real images, more than the tolerance'):
         timm_rep.export(Clipped(), tmp_path / 'm.pt2', 'pt2', images=200 + 0 * images(2, 8))
