@@ -2,7 +2,7 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.4 and 4.2.
 """
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch.optim import SGD, AdamW
@@ -16,6 +16,21 @@ from ._chunks import Scratch, flat, in_chunks, match_strides, row_chunks, use_fu
 __all__ = ['RepAdamW', 'RepSGD']
 
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]]]
+# parameters that are updated alike, with the lists of their state by the names of torch's arguments, and their group
+States = Iterator[Tuple[List[torch.Tensor], Dict[str, list], Dict[str, Any]]]
+
+
+class _Pieces(NamedTuple):
+    """Whole local parameters, or the rows of one of them from ``start`` on, with their gradients and GradMults.
+
+    ``empty_like`` makes a buffer for a piece, ``in_order`` arranges a piece for torch's kernel.
+    """
+    params: List[torch.Tensor]
+    grads: List[torch.Tensor]
+    grad_mults: List[Any]
+    start: int = 0
+    empty_like: Callable[..., torch.Tensor] = torch.empty_like
+    in_order: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 
 
 _Base: Any = object  # a subclass has torch's optimizer as its second base
@@ -29,10 +44,8 @@ class _RepOptimizer(_Base):
     - ``_rule``: rule of its GradMults, 'squared' or 'absolute'.
     - ``_takes_sparse``: whether a parameter without a GradMult may have a sparse gradient.
     - ``_update_plain(params, group)``: update of parameters without a GradMult, as in torch.
-    - ``_states(params, group)``: iterator over parameters with a GradMult that are updated alike, with the lists of
-      their state by the names of torch's arguments, and their group.
-    - ``_update(pieces, grads, state, group, grad_mults, start, empty_like, in_order)``: update of whole local
-      parameters, or of the rows of one of them from ``start`` on. ``in_order`` arranges a piece for torch's kernel.
+    - ``_states(params, group)``: :data:`States` of parameters with a GradMult.
+    - ``_update(pieces, state, group)``: update of pieces of them.
     """
     _rule: str
     _takes_sparse: bool
@@ -112,10 +125,9 @@ class _RepOptimizer(_Base):
         lists = [to_local(p).detach() for p in params], [to_local(p.grad) for p in params], *state.values()
         together = [i for i, p in enumerate(params) if not in_chunks(p)]
         if together:
-            pieces, grads, *states = ([xs[i] for i in together] for xs in lists)
-            grad_mults = [get_grad_mult(params[i]) for i in together]
-            self._update(
-                pieces, grads, dict(zip(state, states)), group, grad_mults, 0, torch.empty_like, lambda x: x)
+            whole, grads, *states = ([xs[i] for i in together] for xs in lists)
+            pieces = _Pieces(whole, grads, [get_grad_mult(params[i]) for i in together])
+            self._update(pieces, dict(zip(state, states)), group)
         for i in [i for i, p in enumerate(params) if in_chunks(p)]:
             param, grad, *own = (xs[i] for xs in lists)
             fused = use_fused(param, group)
@@ -124,9 +136,9 @@ class _RepOptimizer(_Base):
                 chunks = [x if x is None or not x.dim() else in_order(x[rows]) for x in own]
                 if rows.stop < len(param):  # the kernel advances the number of steps once
                     chunks = [x.clone() if x is not None and not x.dim() else x for x in chunks]
-                self._update(
-                    [param[rows]], [grad[rows]], {name: [x] for name, x in zip(state, chunks)}, chunk_group,
-                    [get_grad_mult(params[i])], rows.start, scratch.like, in_order)
+                pieces = _Pieces(
+                    [param[rows]], [grad[rows]], [get_grad_mult(params[i])], rows.start, scratch.like, in_order)
+                self._update(pieces, {name: [x] for name, x in zip(state, chunks)}, chunk_group)
 
     @property
     def _scalers(self) -> Dict[str, Optional[torch.Tensor]]:
@@ -256,11 +268,7 @@ class RepSGD(_RepOptimizer, SGD):
             for param, buffer in zip(params, buffers):
                 self.state[param]['momentum_buffer'] = buffer
 
-    def _states(
-            self,
-            params: List[torch.Tensor],
-            group: Dict[str, Any],
-    ) -> Iterator[Tuple[List[torch.Tensor], Dict[str, list], Dict[str, Any]]]:
+    def _states(self, params: List[torch.Tensor], group: Dict[str, Any]) -> States:
         if group['momentum'] == 0:
             yield params, {'momentum_buffer_list': [None] * len(params)}, group
             return
@@ -273,21 +281,12 @@ class RepSGD(_RepOptimizer, SGD):
                 self.state[p]['momentum_buffer'] = match_strides(p, buffer)
             yield some, {'momentum_buffer_list': [to_local(self.state[p]['momentum_buffer']) for p in some]}, shared
 
-    def _update(
-            self,
-            pieces: List[torch.Tensor],
-            grads: List[torch.Tensor],
-            state: Dict[str, list],
-            group: Dict[str, Any],
-            grad_mults: List[Any],
-            start: int,
-            empty_like: Callable[..., torch.Tensor],
-            in_order: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
+    def _update(self, pieces: _Pieces, state: Dict[str, list], group: Dict[str, Any]) -> None:
+        params, grads, grad_mults, start, empty_like, in_order = pieces
         products = [
-            grad_mult.multiply(grad, self._rule, out=empty_like(piece), start=start)
-            for piece, grad, grad_mult in zip(pieces, grads, grad_mults)]
-        self._sgd(list(map(in_order, pieces)), list(map(in_order, products)), group=group, **state)
+            grad_mult.multiply(grad, self._rule, out=empty_like(param), start=start)
+            for param, grad, grad_mult in zip(params, grads, grad_mults)]
+        self._sgd(list(map(in_order, params)), list(map(in_order, products)), group=group, **state)
 
 
 class RepAdamW(_RepOptimizer, AdamW):
@@ -370,11 +369,7 @@ class RepAdamW(_RepOptimizer, AdamW):
         names['state_steps'] = 'step'
         return {key: [self.state[p][name] for p in params] for key, name in names.items()}
 
-    def _states(
-            self,
-            params: List[torch.Tensor],
-            group: Dict[str, Any],
-    ) -> Iterator[Tuple[List[torch.Tensor], Dict[str, list], Dict[str, Any]]]:
+    def _states(self, params: List[torch.Tensor], group: Dict[str, Any]) -> States:
         for param in params:
             for name, x in self.state[param].items():
                 if name != 'step':
@@ -384,24 +379,15 @@ class RepAdamW(_RepOptimizer, AdamW):
     def _update_plain(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
         self._adamw(params, [p.grad for p in params], self._state_of(params, group), group)
 
-    def _update(
-            self,
-            pieces: List[torch.Tensor],
-            grads: List[torch.Tensor],
-            state: Dict[str, list],
-            group: Dict[str, Any],
-            grad_mults: List[Any],
-            start: int,
-            empty_like: Callable[..., torch.Tensor],
-            in_order: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
+    def _update(self, pieces: _Pieces, state: Dict[str, list], group: Dict[str, Any]) -> None:
+        params, grads, grad_mults, start, empty_like, in_order = pieces
         # torch's arithmetic on parameters of zeros gives the bare update
-        updates = [empty_like(piece).zero_() for piece in pieces]
-        grads = [in_order(match_strides(piece, grad)) for piece, grad in zip(pieces, grads)]
+        updates = [empty_like(param).zero_() for param in params]
+        grads = [in_order(match_strides(param, grad)) for param, grad in zip(params, grads)]
         self._adamw(list(map(in_order, updates)), grads, state, {**group, 'weight_decay': 0.})
-        for piece, update, grad_mult in zip(pieces, updates, grad_mults):
-            piece.mul_(1 - group['lr'] * group['weight_decay'] * self._steps_taken(piece.device))
-            grad_mult.add_product(piece, update, self._rule, start=start)
+        for param, update, grad_mult in zip(params, updates, grad_mults):
+            param.mul_(1 - group['lr'] * group['weight_decay'] * self._steps_taken(param.device))
+            grad_mult.add_product(param, update, self._rule, start=start)
 
     def _steps_taken(self, device: torch.device) -> Any:
         """1, or 0 as a tensor where GradScaler leaves it to a fused kernel to skip a step."""
