@@ -77,7 +77,7 @@ def main():
         help='autocast training and dense to bfloat16')
     parser.add_argument(
         '--modes', nargs='+', default=['eager'], choices=['eager', 'compile', 'onnx'],
-        help='repa-infer and converted-infer only, onnx for the latter only (eager)')
+        help='repa-infer and converted-infer only (eager)')
     parser.add_argument(
         '--batch-size', type=int, help='images a pass (8; search-step 128; onnx, int8, converted-infer 1, 8; dense 1)')
     parser.add_argument('--rounds', default=11, type=int, help='(%(default)s)')

@@ -137,6 +137,22 @@ def deploy_ffn(args):
         }
 
 
+def _in_mode(models: Dict[str, nn.Module], mode: str) -> Dict[str, Callable]:
+    """Models in eager mode, compiled, or in ONNX Runtime on the CPU."""
+    if mode == 'eager':
+        return models
+    if mode == 'compile':
+        torch.compiler.reset()  # else models of one class share its limit of recompilations
+        return {form: torch.compile(model) for form, model in models.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        runners = {}
+        for form, model in models.items():
+            path = Path(folder) / f'{form}.onnx'
+            timm_rep.export(model, path, 'onnx')
+            runners[form] = onnx_runner(path)
+    return runners
+
+
 def repa_infer(args):
     """Inference throughput in images per second: vanilla timm backbones and their RePa forms, folded and not.
 
@@ -156,11 +172,7 @@ def repa_infer(args):
         models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
         for row in rows:
-            sides = models
-            if row['mode'].startswith('compile'):
-                torch.compiler.reset()  # else models of one class share its limit of recompilations
-                sides = {k: torch.compile(m) for k, m in models.items()}
-            times = time_passes(sides, x, rounds=args.rounds, warmup=2)
+            times = time_passes(_in_mode(models, row['mode'].partition(',')[0]), x, rounds=args.rounds, warmup=2)
             yield {
                 **row,
                 **{k: round(v, 2) for k, v in throughput(len(x), times).items()},
@@ -216,21 +228,6 @@ def converted_infer(args):
             'MACs': {form: round(macs['timm'] / n, 2) for form, n in macs.items() if form != 'timm'},
             **timing_columns(times),
         }
-
-
-def _in_mode(models: Dict[str, nn.Module], mode: str) -> Dict[str, Callable]:
-    if mode == 'eager':
-        return models
-    if mode == 'compile':
-        torch.compiler.reset()  # else models of one class share its limit of recompilations
-        return {form: torch.compile(model) for form, model in models.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        runners = {}
-        for form, model in models.items():
-            path = Path(folder) / f'{form}.onnx'
-            timm_rep.export(model, path, 'onnx')
-            runners[form] = onnx_runner(path)
-    return runners
 
 
 def prepbn(args):
