@@ -12,8 +12,9 @@ pytest.importorskip('torchao')
 
 from tests.deploy.test_quantize import simulated
 from timm_rep.deploy.diagnosis import RoundedModel, fewest_to_keep, layer_errors
+from timm_rep.deploy.program import QuantizationSettings
 
-MINMAX = (True, 'minmax', 100.)
+MINMAX = QuantizationSettings(True, 'minmax', 100.)
 
 
 class Net(nn.Module):
@@ -42,7 +43,7 @@ def test_against_the_definition(net, monkeypatch):
     calibration, x = [images(4, 16, seed=1), 2 * images(3, 16, seed=2)], images(5, 16, seed=3)
     before = copy.deepcopy(net)
     for per_channel in (True, False):
-        rounded = RoundedModel(net, calibration, per_channel, 'minmax', 100.)
+        rounded = RoundedModel(net, calibration, QuantizationSettings(per_channel, 'minmax', 100.))
         assert rounded.names == ['a', 'b', 'head']
         assert torch.equal(rounded(x), net(x))
         rounded.rounded = {*rounded.names}
@@ -66,11 +67,11 @@ def test_the_most_harmful_layer_is_first(net):
     """Channels of different size suit one scale for the tensor badly, and a scale for each channel well."""
     damage(net)
     x = images(4, 16)
-    errors = layer_errors(RoundedModel(net, [x], False, 'minmax', 100.), x)
+    errors = layer_errors(RoundedModel(net, [x], QuantizationSettings(False, 'minmax', 100.)), x)
     assert next(iter(errors)) == 'b'
     assert list(errors.values()) == sorted(errors.values(), reverse=True)
-    assert layer_errors(RoundedModel(net, [x], *MINMAX), x)['b'] < errors['b'] / 4
-    rounded = RoundedModel(net, [x], False, 'minmax', 100.)
+    assert layer_errors(RoundedModel(net, [x], MINMAX), x)['b'] < errors['b'] / 4
+    rounded = RoundedModel(net, [x], QuantizationSettings(False, 'minmax', 100.))
     rounded.rounded = {'b'}
     expected = net(x)
     assert errors['b'] == pytest.approx(((rounded(x) - expected).norm() / expected.norm()).item(), rel=1e-5)
@@ -90,8 +91,8 @@ def test_layers_kept_in_float_by_inductor(net, kept, monkeypatch):
 
     monkeypatch.setattr(torch.cpu, '_is_vnni_supported', lambda: True)
     x = images(4, 16)
-    graph = InductorProgram.quantize(net, [x], *MINMAX, keep_float=kept).graph
-    rounded = RoundedModel(net, [x], *MINMAX)
+    graph = InductorProgram.quantize(net, [x], MINMAX, keep_float=kept).graph
+    rounded = RoundedModel(net, [x], MINMAX)
     rounded.rounded = {'a', 'b', 'head'}.difference(kept)
     assert relative(graph(x), rounded(x)) < 1e-4
     assert relative(graph(x), net(x)) > 1e-3
@@ -121,10 +122,10 @@ def unmeasured(monkeypatch):
 
     class Program:
         @classmethod
-        def quantize(cls, model, batches, per_channel, calibrator, percentile, keep_float):
+        def quantize(cls, model, batches, settings, keep_float):
             kept.extend(keep_float)
             program = cls()
-            program.model = model
+            program.model, program.kept = model, list(keep_float)
             return program
 
         def __call__(self, x):
@@ -185,9 +186,9 @@ def test_automatic_choice_by_the_measured_error(net, unmeasured, inexact, needed
     x = images(4, 16)
     order = list(timm_rep.quantize_ptq(net, [x], diagnose=True).report.layers)
     inexact.update(dict.fromkeys(order, .1))
-    report = timm_rep.quantize_ptq(net, [x], keep_float='auto', max_error=.35 - .1 * needed).report
-    assert unmeasured == order[:needed]
-    assert report.relative_rms == pytest.approx(.1 * (3 - needed), abs=1e-6)
+    quantized = timm_rep.quantize_ptq(net, [x], keep_float='auto', max_error=.35 - .1 * needed)
+    assert quantized.program.kept == order[:needed]
+    assert quantized.report.relative_rms == pytest.approx(.1 * (3 - needed), abs=1e-6)
     assert not [w for w in recwarn if 'max_error' in str(w.message)]
 
 
@@ -197,12 +198,28 @@ def test_automatic_choice_by_the_measured_accuracy(net, unmeasured, inexact):
     order = list(timm_rep.quantize_ptq(net, [x], diagnose=True).report.layers)
     inexact[order[1]] = 1e3  # the opposite sign
     settings = dict(keep_float='auto', max_error=1e9, validation_loader=[(x, labels)])
-    report = timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=1.).report
-    assert unmeasured == order[:2]
-    assert report.accuracy.loss == 0
-    report = timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=100.).report
-    assert unmeasured == []
-    assert report.accuracy.loss > 1
+    quantized = timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=1.)
+    assert quantized.program.kept == order[:2]
+    assert quantized.report.accuracy.loss == 0
+    quantized = timm_rep.quantize_ptq(net, [x], **settings, max_accuracy_loss=100.)
+    assert quantized.program.kept == []
+    assert quantized.report.accuracy.loss > 1
+
+
+@pytest.mark.parametrize('needed', range(4))
+def test_no_choice_of_layers_is_quantized_twice(net, inexact, monkeypatch, needed):
+    from timm_rep.deploy.quantize import _program
+
+    tried, program = [], _program('')
+    quantize = program.quantize
+    monkeypatch.setattr(program, 'quantize', lambda *args, keep_float: (
+        tried.append(tuple(keep_float)), quantize(*args, keep_float=keep_float))[1])
+    order = list(timm_rep.quantize_ptq(net, [images(4, 16)], diagnose=True).report.layers)
+    inexact.update(dict.fromkeys(order, .1))
+    tried.clear()
+    timm_rep.quantize_ptq(net, [images(4, 16)], keep_float='auto', max_error=.35 - .1 * needed)
+    assert len({*tried}) == len(tried)
+    assert tuple(order[:needed]) in tried
 
 
 def test_warns_if_the_limit_is_not_reached(net, unmeasured, inexact):

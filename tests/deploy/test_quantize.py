@@ -15,6 +15,7 @@ import torch.nn as nn
 import timm_rep
 from tests.helpers import images, randomize_, relative, run, same_weights, tiny
 from timm_rep.deploy import BACKENDS, REPORT_NAME, Quantized, load_quantized, quantize_qat, quantized_files, read_report
+from timm_rep.deploy.program import QuantizationSettings
 from timm_rep.utils.data import Images
 
 pytest.importorskip('torchao')
@@ -91,7 +92,7 @@ def test_per_tensor_weights(model, calibration):
 
     folded = timm.utils.reparameterize_model(model)
     x = images(4, seed=3)
-    graph = InductorProgram.quantize(folded, calibration, False, 'minmax', 100.).graph
+    graph = InductorProgram.quantize(folded, calibration, QuantizationSettings(False, 'minmax', 100.)).graph
     assert relative(graph(x), simulated(folded, calibration, x, per_channel=False)) < 1e-5
 
 
@@ -112,7 +113,7 @@ def test_layer_that_is_called_twice():
 
     torch.manual_seed(0)
     model, x = randomize_(Shared()), images(4)
-    outputs = InductorProgram.quantize(model, [x], True, 'minmax', 100.).graph(x)
+    outputs = InductorProgram.quantize(model, [x], QuantizationSettings(True, 'minmax', 100.)).graph(x)
     for y, expected in zip(outputs, model(x), strict=True):
         assert 1e-4 < relative(y, expected) < 0.03
 
@@ -224,7 +225,8 @@ def test_layers_of_a_program_that_was_called():
     from timm_rep.deploy.inductor import InductorProgram, _take
 
     torch.manual_seed(0)
-    program = InductorProgram.quantize(nn.Conv2d(16, 8, 3).eval(), [torch.ones(2, 16, 8, 8)], True, 'minmax', 100.)
+    program = InductorProgram.quantize(
+        nn.Conv2d(16, 8, 3).eval(), [torch.ones(2, 16, 8, 8)], QuantizationSettings(True, 'minmax', 100.))
     x = images(2, 8).repeat(1, 6, 1, 1)[:, :16]
     y = program(x)
     for _ in range(2):

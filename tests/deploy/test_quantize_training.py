@@ -8,6 +8,7 @@ import timm_rep
 from tests.helpers import images as random_images
 from tests.helpers import randomize_, relative, tiny
 from timm_rep.deploy import quantize_qat
+from timm_rep.deploy.program import QuantizationSettings
 from timm_rep.utils.data import Images
 
 pytest.importorskip('torchao')
@@ -34,7 +35,7 @@ def test_closer_to_the_float_model():
     timm_rep.calibrate_batchnorm(model, [x])
     model = timm.utils.reparameterize_model(model.eval())
     expected = model(x).detach()
-    rounded = InductorProgram.quantize(model, [x], True, 'minmax', 100.).graph
+    rounded = InductorProgram.quantize(model, [x], QuantizationSettings(True, 'minmax', 100.)).graph
     prepared = prepare_training(model, x)
     optimizer = torch.optim.AdamW(prepared.parameters(), 1e-4, weight_decay=0.)
     for _ in range(30):
@@ -81,7 +82,7 @@ def test_before_training_it_computes_what_rounding_computes():
     prepared.train()
     for x in batches:
         prepared(x)
-    expected = InductorProgram.quantize(model, batches, True, 'minmax', 100.).graph(batches[0])
+    expected = InductorProgram.quantize(model, batches, QuantizationSettings(True, 'minmax', 100.)).graph(batches[0])
     error = relative(expected, model(batches[0]))
     assert relative(finish_training(prepared, (3, 64, 64)).graph(batches[0]), model(batches[0])) < 2 * error
 

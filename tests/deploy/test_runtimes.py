@@ -8,6 +8,7 @@ from tests.deploy.models import MODELS, build
 from tests.helpers import images, relative
 from timm_rep.cli import main
 from timm_rep.deploy import BACKENDS, FORMATS, load_quantized
+from timm_rep.deploy.program import QuantizationSettings
 
 pytestmark = pytest.mark.clients
 
@@ -110,7 +111,7 @@ def test_only_layers_are_rounded_by_openvino(kind):
 
     model, input_size = build(kind)
     folded, x = timm_rep.convert.folded_copy(model.eval()), images(16, input_size[1])
-    program = OpenVinoProgram.quantize(folded, [x], True, 'minmax', 100.)
+    program = OpenVinoProgram.quantize(folded, [x], QuantizationSettings(True, 'minmax', 100.))
     rounded = RoundedModel(folded, [x], True, 'minmax', 100.)
     rounded.rounded = {*rounded.names}
     assert relative(program(x), folded(x)) < 1.35 * relative(rounded(x), folded(x))

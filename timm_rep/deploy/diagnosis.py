@@ -1,15 +1,17 @@
 """Error that int8 adds in each layer, and the layers to keep in float. Imported only with torchao installed."""
 import copy
-from typing import Any, Callable, Dict, List, Sequence, Set
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn as nn
 
 from timm_rep._verify import compare
+from timm_rep.utils.training import evaluate
 
 from .observers import create_observer
+from .program import QuantizationSettings
 
-__all__ = ['RoundedModel', 'fewest_to_keep', 'layer_errors']
+__all__ = ['RoundedModel', 'fewest_to_keep', 'layer_errors', 'simulation_passes']
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
 
@@ -22,14 +24,7 @@ class RoundedModel(nn.Module):
         rounded: Names of the layers that are rounded; to be set.
     """
 
-    def __init__(
-            self,
-            model: nn.Module,
-            batches: Sequence[torch.Tensor],
-            per_channel: bool,
-            calibrator: str,
-            percentile: float,
-    ):
+    def __init__(self, model: nn.Module, batches: Sequence[torch.Tensor], settings: QuantizationSettings):
         super().__init__()
         self.model = copy.deepcopy(model)
         self.rounded: Set[str] = set()
@@ -39,7 +34,7 @@ class RoundedModel(nn.Module):
         def observe(name: str) -> Callable[..., None]:
             def hook(layer: nn.Module, args: Any) -> None:
                 if name not in observers:  # in the order of execution
-                    observers[name] = create_observer(calibrator, percentile)
+                    observers[name] = create_observer(settings.calibrator, settings.percentile)
                 observers[name](args[0])
             return hook
 
@@ -51,7 +46,7 @@ class RoundedModel(nn.Module):
         self.names: List[str] = list(observers)
         for name, observer in observers.items():
             scale, zero = observer.calculate_qparams()
-            self._round_inputs_and_weight(name, layers[name], scale, zero, per_channel)
+            self._round_inputs_and_weight(name, layers[name], scale, zero, settings.per_channel)
 
     def _round_inputs_and_weight(
             self, name: str, layer: nn.Module, scale: torch.Tensor, zero: torch.Tensor, per_channel: bool) -> None:
@@ -85,12 +80,31 @@ def layer_errors(model: RoundedModel, images: torch.Tensor) -> Dict[str, float]:
     return dict(sorted(errors.items(), key=lambda item: -item[1]))
 
 
-def fewest_to_keep(names: Sequence[str], passes: Callable[[List[str]], bool]) -> List[str]:
-    """The fewest of the first names that pass, by bisection.
+@torch.no_grad()
+def simulation_passes(
+        simulation: RoundedModel,
+        expected: Any,
+        images: torch.Tensor,
+        validation_loader: Optional[Iterable],
+        accuracy: Optional[Tuple[float, int]],
+        limits: Tuple[Optional[float], Optional[float]],
+        kept: Sequence[str],
+) -> bool:
+    """Whether a simulation keeps the limits of the error and of the loss of accuracy with these layers in float."""
+    max_error, max_accuracy_loss = limits
+    simulation.rounded = {*simulation.names}.difference(kept)
+    if max_error is not None and not compare(expected, simulation(images), len(images)).relative_rms <= max_error:
+        return False
+    return max_accuracy_loss is None or accuracy is None or validation_loader is None or (
+        evaluate(simulation, validation_loader, torch.device('cpu'))[1] >= accuracy[0] - max_accuracy_loss)
+
+
+def fewest_to_keep(names: Sequence[str], passes: Callable[[List[str]], bool], least: int = 0) -> List[str]:
+    """The fewest of the first names that pass, at least so many, by bisection.
 
     ``passes`` is assumed to become true, and stay so, as more layers stay in float; if it never does, all are returned.
     """
-    low, high = 0, len(names)
+    low, high = least, len(names)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if passes(list(names[:middle])) else (middle + 1, high)

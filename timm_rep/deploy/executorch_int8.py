@@ -12,7 +12,7 @@ from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from .observers import ACTIVATION_OBSERVERS
-from .program import Program, dump_structure, module_name, restore_structure
+from .program import Program, QuantizationSettings, dump_structure, module_name, restore_structure
 from .runtimes import load_executorch, lower_to_executorch
 
 __all__ = ['ExecuTorchProgram']
@@ -38,19 +38,19 @@ class ExecuTorchProgram(Program):
             cls,
             model: nn.Module,
             batches: Sequence[torch.Tensor],
-            per_channel: bool,
-            calibrator: str,
-            percentile: float,
+            settings: QuantizationSettings,
             keep_float: Sequence[str] = (),
     ) -> 'ExecuTorchProgram':
         example = (batches[0][:1],)
-        config = get_symmetric_quantization_config(is_per_channel=per_channel)
+        config = get_symmetric_quantization_config(is_per_channel=settings.per_channel)
         activation = replace(
             config.input_activation,
-            observer_or_fake_quant_ctr=ACTIVATION_OBSERVERS[calibrator].with_args(percentile=percentile))
+            observer_or_fake_quant_ctr=ACTIVATION_OBSERVERS[settings.calibrator].with_args(
+                percentile=settings.percentile))
         # XNNPACK's own observers have an eps of 2 ** -12, which is too large a scale for small weights
         weight = replace(
-            config.weight, observer_or_fake_quant_ctr=PerChannelMinMaxObserver if per_channel else MinMaxObserver)
+            config.weight,
+            observer_or_fake_quant_ctr=PerChannelMinMaxObserver if settings.per_channel else MinMaxObserver)
         config = replace(config, input_activation=activation, output_activation=activation, weight=weight)
         quantizer = XNNPACKQuantizer().set_filter_function(lambda node: module_name(node) not in keep_float)
         for layer in _LAYERS:

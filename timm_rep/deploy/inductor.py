@@ -25,7 +25,7 @@ from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
 from .formats import export_program, save_program, tracing_batch
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
-from .program import Program, module_name
+from .program import Program, QuantizationSettings, module_name
 
 __all__ = ['InductorProgram', 'finish_training', 'prepare_training']
 
@@ -150,14 +150,12 @@ class InductorProgram(Program):
             cls,
             model: nn.Module,
             batches: Sequence[torch.Tensor],
-            per_channel: bool,
-            calibrator: str,
-            percentile: float,
+            settings: QuantizationSettings,
             keep_float: Sequence[str] = (),
     ) -> 'InductorProgram':
         prepared = prepare_pt2e(_graph(model, batches[0]), _quantizer(
-            ACTIVATION_OBSERVERS[calibrator].with_args(percentile=percentile),
-            PerChannelMinMaxObserver if per_channel else PerTensorWeightObserver,
+            ACTIVATION_OBSERVERS[settings.calibrator].with_args(percentile=settings.percentile),
+            PerChannelMinMaxObserver if settings.per_channel else PerTensorWeightObserver,
             keep_float))
         for images in batches:
             prepared(images)

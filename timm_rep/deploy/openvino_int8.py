@@ -18,7 +18,7 @@ from nncf.quantization.range_estimator import (
 )
 
 from .formats import export_program, tracing_batch
-from .program import Program, dump_structure, module_name, restore_structure
+from .program import Program, QuantizationSettings, dump_structure, module_name, restore_structure
 from .runtimes import compile_openvino, save_openvino, to_openvino
 
 __all__ = ['OpenVinoProgram']
@@ -46,9 +46,7 @@ class OpenVinoProgram(Program):
             cls,
             model: nn.Module,
             batches: Sequence[torch.Tensor],
-            per_channel: bool,
-            calibrator: str,
-            percentile: float,
+            settings: QuantizationSettings,
             keep_float: Sequence[str] = (),
     ) -> 'OpenVinoProgram':
         with torch.no_grad():
@@ -67,8 +65,8 @@ class OpenVinoProgram(Program):
                 names=[*kept, *_products_of_activations(converted)], types=_FLOAT_TYPES, validate=False),
             advanced_parameters=AdvancedQuantizationParameters(
                 overflow_fix=OverflowFix.DISABLE if torch.cpu._is_vnni_supported() else OverflowFix.ENABLE,
-                weights_quantization_params=QuantizationParameters(per_channel=per_channel),
-                activations_range_estimator_params=_ranges(calibrator, percentile)))
+                weights_quantization_params=QuantizationParameters(per_channel=settings.per_channel),
+                activations_range_estimator_params=_ranges(settings.calibrator, settings.percentile)))
         quantized.set_rt_info(structure, _STRUCTURE)
         quantized.set_rt_info(names, _NAMES)
         return cls(quantized)

@@ -16,7 +16,7 @@ from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType,
 
 from .formats import onnx_runner, tracing_batch, write_onnx
 from .observers import create_observer
-from .program import Program, dump_structure, restore_structure
+from .program import Program, QuantizationSettings, dump_structure, restore_structure
 
 __all__ = ['OnnxProgram']
 
@@ -46,9 +46,7 @@ class OnnxProgram(Program):
             cls,
             model: nn.Module,
             batches: Sequence[torch.Tensor],
-            per_channel: bool,
-            calibrator: str,
-            percentile: float,
+            settings: QuantizationSettings,
             keep_float: Sequence[str] = (),
     ) -> 'OnnxProgram':
         with torch.no_grad():
@@ -73,10 +71,12 @@ class OnnxProgram(Program):
         tensors = dict.fromkeys(
             name for node in (*layers, *activations) for name in (node.input[0], node.output[0]))
         # torchao's calibrators, because ONNX Runtime's 'entropy' covers all values with its default settings
-        ranges = _ranges(exported, list(tensors), batches, lambda: create_observer(calibrator, percentile))
+        ranges = _ranges(
+            exported, list(tensors), batches,
+            lambda: create_observer(settings.calibrator, settings.percentile))
         quantizer = QDQQuantizer(
             exported,
-            per_channel=per_channel,
+            per_channel=settings.per_channel,
             reduce_range=False,
             weight_qType=QuantType.QInt8,
             activation_qType=QuantType.QUInt8,

@@ -1,13 +1,26 @@
 """Interface of the int8 backends."""
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-__all__ = ['Program', 'dump_structure', 'module_name', 'restore_structure']
+__all__ = ['Program', 'QuantizationSettings', 'dump_structure', 'module_name', 'restore_structure']
+
+
+class QuantizationSettings(NamedTuple):
+    """How weights and activations are rounded.
+
+    Attributes:
+        per_channel: One scale for each output channel of a weight, instead of one for the weight.
+        calibrator: Key of ``ACTIVATION_OBSERVERS``.
+        percentile: Percentage of values covered by the calibrator 'percentile'.
+    """
+    per_channel: bool
+    calibrator: str
+    percentile: float
 
 
 class Program(ABC):
@@ -23,9 +36,7 @@ class Program(ABC):
             cls,
             model: nn.Module,
             batches: Sequence[torch.Tensor],
-            per_channel: bool,
-            calibrator: str,
-            percentile: float,
+            settings: QuantizationSettings,
             keep_float: Sequence[str] = (),
     ) -> 'Program':
         """Post-training quantization.
@@ -33,9 +44,7 @@ class Program(ABC):
         Args:
             model: Folded model in eval mode on the CPU.
             batches: Calibration batches of images (N, channels, height, width), float32.
-            per_channel: One scale for each output channel of a weight, instead of one for the weight.
-            calibrator: Key of ``ACTIVATION_OBSERVERS``.
-            percentile: Percentage of values covered by the calibrator 'percentile'.
+            settings: How weights and activations are rounded.
             keep_float: Names of layers that are not quantized.
         """
 

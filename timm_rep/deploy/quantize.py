@@ -9,6 +9,7 @@ import os
 import statistics
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Type, Union
 
@@ -25,7 +26,7 @@ from timm_rep.utils.training import distil, evaluate
 from ._checks import check_float_model, check_keep_float, float_accuracy, read_images
 from .equalize import equalize_ranges
 from .formats import BACKENDS, check_packages, package_versions
-from .program import Program
+from .program import Program, QuantizationSettings
 from .report import REPORT_NAME, Accuracy, QuantizationReport, read_report
 
 __all__ = ['Quantized', 'check_quantization', 'load_quantized', 'quantize_ptq', 'quantize_qat']
@@ -180,8 +181,8 @@ def quantize_ptq(
     batches = read_images(calibration_loader, max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
-    names = dict(folded.named_modules())
-    unknown = [name for name in keep_float if keep_float != 'auto' and name not in names]
+    layers = dict(folded.named_modules())
+    unknown = [name for name in keep_float if keep_float != 'auto' and name not in layers]
     if unknown:
         raise ValueError(f'keep_float must be names of layers of the folded model, got {unknown[0]!r}.')
     accuracy = float_accuracy(model, validation_loader, batches[0].shape[1:])
@@ -189,50 +190,37 @@ def quantize_ptq(
     if equalize:
         with _errors(model, backend):
             equalized = equalize_ranges(folded, batches[0])
-    settings: Dict[str, Any] = dict(per_channel=per_channel, calibrator=calibrator, percentile=percentile)
-    errors = None
+    settings = QuantizationSettings(per_channel, calibrator, percentile)
+    errors: Optional[Dict[str, float]] = None
+    if diagnose or keep_float == 'auto':
+        from .diagnosis import RoundedModel, layer_errors, simulation_passes
+
+        with torch.no_grad():
+            simulation = RoundedModel(folded, batches, settings)
+            errors = layer_errors(simulation, batches[0])
 
     def quantize(kept: Sequence[str]) -> Quantized:
         return _finish(
-            lambda: program.quantize(folded, batches, **settings, keep_float=kept), model, folded, batches,
-            validation_loader, accuracy, backend=backend, **settings, qat_epochs=0, layers=errors, equalized=equalized)
+            lambda: program.quantize(folded, batches, settings, keep_float=kept), model, folded, batches,
+            validation_loader, accuracy, backend=backend, **settings._asdict(), qat_epochs=0, layers=errors,
+            equalized=equalized)
 
-    if diagnose or keep_float == 'auto':
-        from .diagnosis import RoundedModel, fewest_to_keep, layer_errors
-
-        with torch.no_grad():
-            expected = model(batches[0])
-            rounded = RoundedModel(folded, batches, **settings)
-            errors = layer_errors(rounded, batches[0])
-
-        @torch.no_grad()
-        def simulation_passes(kept: Sequence[str]) -> bool:
-            rounded.rounded = {*errors}.difference(kept)
-            if max_error is not None:
-                if not compare(expected, rounded(batches[0]), len(batches[0])).relative_rms <= max_error:
-                    return False
-            return max_accuracy_loss is None or accuracy is None or (
-                evaluate(rounded, validation_loader, torch.device('cpu'))[1] >= accuracy[0] - max_accuracy_loss)
-
-        if keep_float == 'auto':
-            names = list(errors)
-            keep_float = fewest_to_keep(names, simulation_passes)
-            quantized = quantize(keep_float)
-            if not _passes(quantized.report, max_error, max_accuracy_loss):
-                # the backend's error is larger than the simulated one, so that more layers are chosen by measurement
-                keep_float += fewest_to_keep(
-                    names[len(keep_float):],
-                    lambda more: _passes(quantize([*keep_float, *more]).report, max_error, max_accuracy_loss))
-                quantized = quantize(keep_float)
-                if not _passes(quantized.report, max_error, max_accuracy_loss):
-                    found = quantized.report
-                    loss = f', the loss of accuracy {found.accuracy.loss:g} points' if found.accuracy else ''
-                    warnings.warn(
-                        f"keep_float='auto' does not reach max_error={max_error}, max_accuracy_loss="
-                        f'{max_accuracy_loss}: with all {len(names)} convolutions and linear layers in float, the '
-                        f'relative error is {found.relative_rms:.2g}{loss}.', stacklevel=2)
-            return _warn_if_slow(quantized)
-    return _warn_if_slow(quantize(keep_float))
+    if keep_float != 'auto' or errors is None:
+        return _warn_if_slow(quantize(keep_float))
+    limits = max_error, max_accuracy_loss
+    with torch.no_grad():
+        expected = model(batches[0])
+    quantized, passed = _fewest_in_float(
+        list(errors), partial(simulation_passes, simulation, expected, batches[0], validation_loader, accuracy, limits),
+        quantize, lambda report: _passes(report, *limits))
+    if not passed:
+        found = quantized.report
+        loss = f', the loss of accuracy {found.accuracy.loss:g} points' if found.accuracy else ''
+        warnings.warn(
+            f"keep_float='auto' does not reach max_error={max_error}, max_accuracy_loss={max_accuracy_loss}: with all "
+            f'{len(errors)} convolutions and linear layers in float, the relative error is {found.relative_rms:.2g}'
+            f'{loss}.', stacklevel=2)
+    return _warn_if_slow(quantized)
 
 
 def quantize_qat(
@@ -370,10 +358,42 @@ def _finish(
     return quantized
 
 
+def _fewest_in_float(
+        names: Sequence[str],
+        simulation_passes: Callable[[List[str]], bool],
+        quantize: Callable[[List[str]], Quantized],
+        passes: Callable[[QuantizationReport], bool],
+) -> Tuple[Quantized, bool]:
+    """Quantize with the fewest of the first layers in float, and whether that passes.
+
+    The simulation says where to begin; more layers are added by quantizing, since the backend's error may be larger.
+    """
+    from .diagnosis import fewest_to_keep
+
+    kept = fewest_to_keep(names, simulation_passes)
+    best = quantize(kept)
+    if passes(best.report):
+        return best, True
+    found: Optional[Quantized] = None
+
+    def quantized_passes(kept: List[str]) -> bool:
+        nonlocal found
+        candidate = quantize(kept)
+        passed = passes(candidate.report)
+        if passed:  # each one that passes keeps fewer layers than the one before
+            found = candidate
+        return passed
+
+    if len(kept) < len(names):
+        kept = fewest_to_keep(names, quantized_passes, least=len(kept) + 1)
+        best = found or quantize(kept)
+    return best, passes(best.report)
+
+
 def _warn_if_slow(quantized: Quantized) -> Quantized:
     """Warn, at the caller of a public function, if int8 is slower than the folded model."""
     times = quantized.report.milliseconds
-    if times['int8'] > times['fp32']:
+    if times and times['int8'] > times['fp32']:
         warnings.warn(
             f"int8 is slower than float32 on this machine: {times['int8']:.1f} ms for the first batch, the folded "
             f"model {times['fp32']:.1f} ms.", stacklevel=3)
@@ -382,4 +402,4 @@ def _warn_if_slow(quantized: Quantized) -> Quantized:
 
 def _passes(report: QuantizationReport, max_error: Optional[float], max_accuracy_loss: Optional[float]) -> bool:
     return (max_error is None or report.relative_rms <= max_error) and (
-        max_accuracy_loss is None or report.accuracy.loss <= max_accuracy_loss)
+        max_accuracy_loss is None or (report.accuracy is not None and report.accuracy.loss <= max_accuracy_loss))
