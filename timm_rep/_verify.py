@@ -27,7 +27,7 @@ class Difference:
     Attributes:
         images: Number of images.
         max_difference: Largest absolute difference.
-        relative_rms: Root mean square of the difference, divided by that of the expected outputs.
+        relative_rms: Root mean square of the difference, divided by the root mean square of the expected outputs.
     """
     images: int
     max_difference: float

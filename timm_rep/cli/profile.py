@@ -23,7 +23,8 @@ def add_parser(commands) -> None:
     add_device(parser)
     parser.add_argument('--batch-size', type=positive_int, default=1, metavar='N', help='batch size (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's own)")
-    add_model_kwargs(parser, of='the models; vanilla models do not get those of RePaFormers', example='idle_ratio=0.5')
+    add_model_kwargs(
+        parser, of='the models; arguments of RePaFormers are not passed to vanilla models', example='idle_ratio=0.5')
     parser.add_argument(
         '--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32', help='dtype (%(default)s)')
     parser.add_argument('--channels-last', action='store_true', help='use channels-last memory')
@@ -81,7 +82,7 @@ def _build(name: str, args):
 
 
 def _split(model_kwargs):
-    """Split arguments into those of both models and those of RePaFormers only."""
+    """Split arguments into common ones and ones that only RePaFormers take."""
     args = (name for f in (use_repa_ffns, anneal_ffns) for name in inspect.signature(f).parameters)
     only = {*args, 'base', 'linear_path'}
     return tuple({k: v for k, v in model_kwargs.items() if (k in only) == own} for own in (False, True))

@@ -1,4 +1,4 @@
-"""``timm-rep weight-select``: write initial weights of a model, selected from those of a larger one."""
+"""``timm-rep weight-select``: write initial weights of a model, selected from a larger model's weights."""
 from pathlib import Path
 
 import timm
@@ -16,7 +16,7 @@ from ._arguments import add_model_kwargs, add_seed, check_output_file, create_mo
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
-        'weight-select', help="write initial weights of a model, selected from those of a larger one")
+        'weight-select', help="write initial weights of a model, selected from a larger model's weights")
     parser.add_argument('--student', required=True, metavar='MODEL', help='name of the model to initialize')
     parser.add_argument(
         '--teacher', required=True, nargs='+', metavar='MODEL',

@@ -216,7 +216,7 @@ class LeastSquares:
 
     def elimination(self, ridge: float, linear_path: bool = True) -> Elimination:
         """Choose the idle channels, see :func:`eliminate`."""
-        # less damping than the fits, since the losses are those of damped moments
+        # less damping than the fits, since damped moments give the losses
         h, weight, ridge = self.hidden, self._weighted(self.second.weight), ridge / 10
         hidden, inputs = slice(h), slice(h, h + self.in_features)
         residual = self.covariance[hidden, hidden]

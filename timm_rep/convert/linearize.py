@@ -74,7 +74,7 @@ def linearize_ffns(
     The target is what brings the residual stream back to the original model's: where an FFN's output is added to the
     stream, with or without a layer scale, what the stream lacks so far is part of the target. This correction is
     fitted with a stronger damping, chosen for each FFN on the held-out images. Elsewhere the target is what the FFN
-    gives on its new input. Norm, layer scale and shortcut stay those of the block.
+    gives on its new input. The block keeps its norm, layer scale and shortcut.
 
     Memory: all batches are in the model at once, each with about two activations; the recorded tokens of each FFN take
     ``images * tokens * out_features`` numbers. In a process group the processes share the images, and all get the same

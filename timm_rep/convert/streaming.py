@@ -106,7 +106,7 @@ def record_original(
 
 
 def _thread_state(device_type: str) -> Callable[[], ContextManager[None]]:
-    """A context with this thread's autocast settings, which are those of a thread, and without gradients."""
+    """A context without gradients and with the autocast settings of this thread, which other threads do not inherit."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ class Convertibility(NamedTuple):
         others: Number of FFNs that are not pointwise, by reason.
         sums: Number of sums of linear branches by class of their block.
         branches: Number of branches of all sums.
-        macs_ratio: Multiply-accumulates of the model over those of the plain network; None without sums.
+        macs_ratio: Multiply-accumulates of the model, divided by the plain network's; None without sums.
     """
     family: str
     model: str

@@ -47,7 +47,7 @@ class Format(NamedTuple):
         load: Function from the file or folder to a function from images to outputs.
         packages: Modules to import besides torch.
         extra: Extra of this package that installs them.
-        dynamic_batch: Whether what is written takes any batch size, instead of that of the traced images alone.
+        dynamic_batch: Whether the result takes any batch size, instead of only the traced images' size.
         check_machine: Raises if this machine cannot write the format.
         check_model: Raises if the format cannot hold a model.
     """

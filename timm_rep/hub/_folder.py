@@ -59,8 +59,8 @@ def save_folder(
 ) -> None:
     """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` and transformers' AutoModel load.
 
-    Unless ``half``, the folder is loaded before its files replace earlier ones: its outputs must be those of the model.
-    Other files of the folder stay.
+    Unless ``half``, the folder is loaded and its outputs compared with the model's before its files replace earlier
+    ones. Other files of the folder stay.
 
     Args:
         model: Model of this package or of timm.
@@ -153,7 +153,7 @@ def check_timm_model(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_rebuilt(model: nn.Module, rebuilt: nn.Module) -> None:
-    """Compare the outputs of a model, in eval mode on the CPU, with those of the model built from its config.json."""
+    """Compare a model, in eval mode on the CPU, with the model built from its config.json by their outputs."""
     images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
     model = copy.deepcopy(model).cpu().eval()
     expected, found = (pytree.tree_leaves(m(images.to(next(m.parameters()).dtype))) for m in (model, rebuilt.eval()))

@@ -67,8 +67,8 @@ def build_model(
 ) -> nn.Module:
     """timm's ``build_model_with_cfg``, with published arguments, checked weights, folding, and weight selection.
 
-    The arguments of the class are, each overriding the ones before: those of the variant; those of its published model,
-    or of its tag; the given ones. With ``reparameterized=True`` and weights of the training structure, the model is
+    The arguments of the class come from the variant, then from its published model or tag, then from the caller; later
+    ones override earlier ones. With ``reparameterized=True`` and weights of the training structure, the model is
     built in the training structure, loaded by timm's ``load_pretrained``, and folded in place.
 
     Args:

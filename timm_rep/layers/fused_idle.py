@@ -148,7 +148,7 @@ def _batch_norm(
     """
     weight, bias = (norm.weight[part], norm.bias[part]) if affine else (None, None)
     if group is None:
-        # copies, since autograd saves the running statistics, and those of idle channels are updated in place
+        # copies, since autograd saves the running statistics, which are updated in place for idle channels
         running = [buffer[part].clone() for buffer in (norm.running_mean, norm.running_var)]
         y = F.batch_norm(x, *running, weight, bias, True, momentum, norm.eps)
         with torch.no_grad():

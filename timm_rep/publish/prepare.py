@@ -95,7 +95,7 @@ def prepare_folder(
         data_dir: Folder of images to measure the accuracy on, with a sample of the predictions. Default: both stay.
         split: Name of the folder in it.
         dataset: Name of the images, for the card.
-        half: Write parameters as float16, also those of weights that the folder has.
+        half: Write parameters as float16, also of weights that are in the folder.
         use_ema: Use the moving average of the weights in the checkpoint.
         device: Device to measure on.
         batch_size: Batch size of the throughput.
@@ -211,7 +211,7 @@ def _model_args(settings: Dict[str, Any]) -> Dict[str, Any]:
     args = dict(settings.get('model_kwargs') or {})
     args.update({name: settings[name] for name in ('in_chans', 'global_pool') if settings.get(name) is not None})
     size = settings.get('img_size')
-    base = args.get('base')  # of a converted timm model, whose own config is that of the default base
+    base = args.get('base')  # of a converted timm model, whose own config belongs to the default base
     cfg = timm.get_pretrained_cfg(base if is_timm_model(base) else settings['model'])
     if size is not None and cfg.fixed_input_size:
         args.setdefault('img_size', size)

@@ -89,7 +89,7 @@ def push_folder(
 
 
 def _branch(api: HfApi, repository: str, revision: str) -> Tuple[Optional[ModelInfo], bool]:
-    """What a branch holds, or would start with, and whether it is new; None if there is no repository."""
+    """Content of a branch, or what a new one would start with, and whether it is new; None without a repository."""
     try:
         return api.model_info(repository, revision=revision, files_metadata=True), False
     except RepositoryNotFoundError:

@@ -127,7 +127,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Union[str, os.PathLike]) ->
 
 
 def write_training_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of a training run, with its settings under 'settings', in place of an earlier one."""
+    """Write the state of a training run, with its settings under 'settings', and replace an earlier file."""
     with replacing_files(path.parent) as temporary:
         write_checkpoint(state, temporary / path.name)
 
