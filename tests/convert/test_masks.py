@@ -4,7 +4,8 @@ import timm
 import torch
 
 from tests.helpers import images, relative
-from timm_rep.convert import linearize_ffns
+from timm_rep.convert import anneal_ffns, linearize_ffns
+from timm_rep.convert._reparameterize import folded_copy
 from timm_rep.convert.calibration import Share, TokenSampler, attended_tokens, watch_masks
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.residual import probe
@@ -140,6 +141,48 @@ def test_padding_that_cannot_be_told_is_refused_by_name():
         linearize_ffns(model, [batch], .7)
     assert repr(model) == before
     assert linearize_ffns(model, [{name: x[15:30] for name, x in batch.items()}], .7).ffns  # of one length
+
+
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+@pytest.mark.parametrize('class_token, key_only', [(True, False), (False, True)])
+def test_padding_does_not_change_an_annealing(class_token, key_only, norm):
+    batch, models = calibration(3, 9, 5), []
+    longer = garbage({name: torch.cat([x, torch.zeros_like(x[:, :3])], 1) for name, x in batch.items()})
+    for call in (
+            lambda model: model(batch),
+            lambda model: model(garbage(batch)),
+            lambda model: model(longer['patches'], **{k: x for k, x in longer.items() if k != 'patches'}),
+    ):
+        models.append(naflex(class_token, use_key_only_attn_mask=key_only).double())
+        anneal_ffns(models[-1], 3, .7, norm=norm)
+        models[-1].train()
+        for _ in range(5):
+            call(models[-1]).square().sum().backward()
+    for model in models[1:]:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, models[0].state_dict()[name], rtol=1e-6, atol=1e-9)
+        for p, expected in zip(model.parameters(), models[0].parameters()):
+            torch.testing.assert_close(p.grad, expected.grad, rtol=1e-6, atol=1e-9)
+    # batches without padding between them, another number of images included
+    model = models[0]
+    model({name: x[:15, :3] for name, x in batch.items()})
+    expected = model.eval()(batch)
+    assert relative(folded_copy(model)(batch), expected) < 1e-5
+
+
+def test_annealing_with_padding_that_cannot_be_told_is_refused():
+    batch = calibration(3, 9, 5)
+    model = naflex(True, patch_drop_rate=.2).double()
+    anneal_ffns(model, 3, .7)
+    model.train()
+    with pytest.raises(ValueError, match='patch_drop_rate'):
+        model(batch)
+    model({name: x[15:30] for name, x in batch.items()})  # of one length
+    model = naflex(True).double()
+    anneal_ffns(model, 3, .7)
+    model.blocks[1].mlp.register_forward_pre_hook(lambda mlp, args: (args[0][:, :5],))
+    with pytest.raises(ValueError, match='padding'):
+        model.train()(batch)
 
 
 @pytest.mark.parametrize('dtype', [torch.bool, torch.float32, torch.bfloat16])

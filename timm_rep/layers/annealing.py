@@ -5,7 +5,7 @@ Normalization`, equations 2 and 3 - https://arxiv.org/abs/2405.11582
 """
 import math
 import warnings
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ class _Annealed(nn.Module):
         self.register_buffer('step', torch.zeros((), dtype=torch.long, device=device))
         self.is_counted = False  # whether a step was counted by this object
         self.has_ended = False  # a copy of what the buffer says, which graphs and GPUs need not wait for
+        self.valid: Optional[torch.Tensor] = None  # patches (N, patches) of this step that are not padding
 
     def train(self, mode: bool = True) -> '_Annealed':
         self.update_end()
@@ -56,6 +57,17 @@ class _Annealed(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.update_end()
+
+    def valid_tokens(self, x: torch.Tensor) -> Optional[torch.Tensor]:
+        """Which tokens (N, tokens) of x (N, tokens, channels) are not padding, None if all; class tokens come first."""
+        if self.valid is None:
+            return None
+        images, prefix = len(self.valid), x.shape[1] - self.valid.shape[1]
+        if x.ndim != 3 or len(x) != images or prefix < 0:
+            raise ValueError(
+                f'Expected tokens of {images} images of {self.valid.shape[1]} patches, some of which are padding, but '
+                f'got the shape {tuple(x.shape)}: train this model on images without padding.')
+        return torch.cat([self.valid.new_ones(images, prefix), self.valid], 1)
 
     def progress(self, dtype: torch.dtype) -> torch.Tensor:
         """Weight a of the final function, a scalar from 0 to 1."""
@@ -78,17 +90,33 @@ class _Annealed(nn.Module):
 
 def add_annealing_hooks(model: nn.Module) -> None:
     """Let a model count the steps of its annealed layers, and collect their statistics, whenever it is called."""
-    model.register_forward_pre_hook(advance_annealing)
+    model.register_forward_pre_hook(advance_annealing, with_kwargs=True)
     model.register_forward_hook(_collect_moments)
 
 
-def advance_annealing(model: nn.Module, *args: Any) -> None:
+def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
     """Count a step of all annealed layers of a model in training mode.
 
     Annealing advances only when the model itself is called. With other methods, such as ``forward_features()``, call
     this function first. Layers do not count by themselves, since gradient checkpointing repeats their forward passes.
+
+    Args:
+        model: The model.
+        args: Arguments of its call. If some patches of a NaFlexViT are padding (``patch_valid``), they do not count.
+        kwargs: Keyword arguments of its call.
+
+    Raises:
+        ValueError: Patches are padding, and the model drops patches at random.
     """
-    layers = [m for m in model.modules() if isinstance(m, _Annealed) and m.training and not m.has_ended]
+    every = [m for m in model.modules() if isinstance(m, _Annealed) and m.training]
+    valid = _valid_patches(args, kwargs) if every else None
+    if valid is not None and getattr(model, 'patch_drop', None) is not None:
+        raise ValueError(
+            f'{type(model).__name__} drops patches at random, so that its annealed FFNs cannot tell which are padding: '
+            'create it with patch_drop_rate=0, or train on images without padding.')
+    for layer in every:
+        layer.valid = valid
+    layers = [m for m in every if not m.has_ended]
     if not layers:
         return
     _collect_moments(model)
@@ -106,6 +134,13 @@ def advance_annealing(model: nn.Module, *args: Any) -> None:
             layer.has_ended = step >= layer.anneal_steps
 
 
+def _valid_patches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Optional[torch.Tensor]:
+    """``patch_valid`` in the arguments of a NaFlexViT; None if no patch is padding."""
+    images = args[0] if args and isinstance(args[0], dict) else kwargs
+    valid = images.get('patch_valid')
+    return None if valid is None or bool(valid.all()) else valid.bool()
+
+
 @torch.no_grad()
 def _collect_moments(model: nn.Module, *args: Any) -> None:
     """Average the moments of the last batch of all layers over the processes, by two collectives.
@@ -114,24 +149,32 @@ def _collect_moments(model: nn.Module, *args: Any) -> None:
     """
     layers = [m for m in model.modules() if isinstance(m, AnnealedActivation) and m.batch is not None]
     batches: List[torch.Tensor] = [layer.batch for layer in layers]
-    means = _over_processes([batch[:2] for batch in batches])
+    counts = [batch[5:] for batch in batches]
+    means = _over_processes([batch[:2] for batch in batches], counts)
     # central moments about the common means
     deviations = [batch[:2] - mean for batch, mean in zip(batches, means)]
     seconds = _over_processes([
-        batch[2:] + torch.stack([d[0] * d[0], d[1] * d[1], d[0] * d[1]]) for batch, d in zip(batches, deviations)])
+        batch[2:5] + torch.stack([d[0] * d[0], d[1] * d[1], d[0] * d[1]])
+        for batch, d in zip(batches, deviations)], counts)
     for layer, mean, second in zip(layers, means, seconds):
         layer.pending.copy_(torch.cat([mean, second, torch.ones_like(mean[:1])]))
         layer.batch = None
 
 
-def _over_processes(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-    """The means over the processes of the default group, if there is one."""
+def _over_processes(tensors: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    """The means over the tokens of the processes of the default group, if there is one.
+
+    Args:
+        tensors: Means of this process, each of shape (rows, channels).
+        counts: The number of its tokens, each of shape (1, channels).
+    """
     if not tensors or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return list(tensors)
-    flat = torch.cat([x.flatten() for x in tensors])
+    sums = [torch.cat([x * count, count]) for x, count in zip(tensors, counts)]
+    flat = torch.cat([x.flatten() for x in sums])
     dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    return [part.view_as(x) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors)]
+    sums = [part.view_as(x) for part, x in zip(flat.split([x.numel() for x in sums]), sums)]
+    return [x[:-1] / x[-1:] for x in sums]
 
 
 class AnnealedActivation(_Annealed):
@@ -141,7 +184,7 @@ class AnnealedActivation(_Annealed):
     steps before, as averages over all batches at first and over about the last 20 later; they are fixed at the end.
     After the first step, the channels whose lines cost least, ``importance * E (act(h) - s h - t)^2``, become idle. The
     activation of gates has s = 0, since the gates are multiplied by values. In a process group the batches of all
-    processes count, with the same number of tokens each, so that all have the same channels and lines.
+    processes count, so that all have the same channels and lines.
 
     Input and output: (..., channels), or with the channels at dimension 1.
     """
@@ -180,7 +223,8 @@ class AnnealedActivation(_Annealed):
         self.register_buffer('moments', torch.zeros(6, channels, device=device))
         self.register_buffer('pending', torch.zeros(6, channels, device=device))  # of the last batch of all processes
         self.register_buffer('importance', torch.ones(channels, device=device))
-        self.batch: Optional[torch.Tensor] = None  # moments of the last batch of this process, without the last row
+        # moments of the last batch of this process, in the last row its number of tokens
+        self.batch: Optional[torch.Tensor] = None
 
     def linear_fit(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Slope s and intercept t of every channel, each of shape (channels,)."""
@@ -207,10 +251,14 @@ class AnnealedActivation(_Annealed):
 
     @torch.no_grad()
     def _measure(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        valid = self.valid_tokens(x)
+        if valid is not None:
+            x, y = x[valid], y[valid]
         x, y = (v.movedim(self.dim, -1).reshape(-1, self.channels).to(self.moments.dtype) for v in (x, y))
         means = torch.stack([x.mean(0), y.mean(0)])
         x, y = x - means[0], y - means[1]
-        self.batch = torch.cat([means, torch.stack([x.square().mean(0), y.square().mean(0), (x * y).mean(0)])])
+        self.batch = torch.cat([means, torch.stack([
+            x.square().mean(0), y.square().mean(0), (x * y).mean(0), torch.full_like(x[0], len(x))])])
 
     @torch.no_grad()
     def update_moments(self) -> None:
@@ -234,7 +282,7 @@ class AnnealedActivation(_Annealed):
 class AnnealedNorm(_Annealed):
     """A norm that changes into a re-parameterized BatchNorm: ``(1 - a) norm(x) + a (BN(x) + alpha x)`` (SLAB, eq. 3).
 
-    The BatchNorm takes its statistics over all tokens of all images, from the first step on.
+    The BatchNorm takes its statistics over all tokens of all images but padding, from the first step on.
 
     Input and output: (..., channels), or with the channels at dimension 1.
     """
@@ -266,9 +314,18 @@ class AnnealedNorm(_Annealed):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        z = self.bn(x) if self.use_conv else self.bn(x.reshape(-1, x.shape[-1])).view(x.shape)
+        z = self._batch_norm(x)
         z = (z + self.alpha * x).to(y.dtype)
         return torch.lerp(y, z, self.progress(y.dtype))
+
+    def _batch_norm(self, x: torch.Tensor) -> torch.Tensor:
+        if self.use_conv:
+            return self.bn(x)
+        valid = self.valid_tokens(x) if self.training else None
+        if valid is None:
+            return self.bn(x.reshape(-1, x.shape[-1])).view(x.shape)
+        z = self.bn(x[valid])
+        return x.new_zeros(x.shape, dtype=z.dtype).masked_scatter(valid[..., None], z)
 
     def affine_before(self, linear: Affine) -> Affine:
         """``x -> linear(BN(x) + alpha x)``: the final function, followed by a linear layer."""
