@@ -9,7 +9,8 @@ of its tests fails or hangs. The exit status is 1 if less than 95% are caught.
     python tests/mutation/run.py --only hub/
     python tests/mutation/run.py --mutants tests/mutation/independent.yaml -o tests/mutation/independent-outcome.json
 
-An interrupt (Ctrl-C) ends it with the results so far.
+The output is written after each mutant. Results in it of mutants that are not run again stay, so that a list can be run
+in parts (--rest: those without a result). 'first' tells that a mutant was not noticed when it first ran.
 """
 import argparse
 import contextlib
@@ -26,13 +27,13 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 import pytest
 import timm  # noqa: F401, for the forks
-import torch
+import torch  # noqa: F401
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,19 +143,63 @@ def outcome(root: Path, mutant: Mutant, timeout: float) -> str:
         path.write_text(original, encoding='utf-8')
 
 
+def environment() -> Dict[str, Any]:
+    """The machine and the versions, asked of another process, since the forks must not find timm_rep imported."""
+    code = (
+        'import json, torch; from timm_rep.utils.profiling import device_name, versions; '
+        'print(json.dumps(dict(machine=device_name(torch.device("cpu")), versions=versions())))')
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    return json.loads(subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True).stdout)
+
+
+def merge(
+        earlier: Sequence[Dict[str, str]],
+        rows: Sequence[Dict[str, str]],
+        mutants: Sequence[Mutant],
+) -> Dict[str, Any]:
+    """The results of this run, and of those mutants of the list that ran earlier.
+
+    Args:
+        earlier: Rows of the output before.
+        rows: Rows of this run.
+        mutants: The whole list.
+    """
+    results = {(row['file'], row['what']): row for row in earlier}
+    for row in rows:
+        key = row['file'], row['what']
+        old = results.get(key, row)
+        survived = 'survived' in (old.get('first'), old['outcome'])
+        results[key] = {**row, 'first': 'survived'} if survived and row['outcome'] != 'survived' else row
+    keys = [(mutant.file, mutant.what) for mutant in mutants]
+    merged = [results[key] for key in keys if key in results]
+    return dict(
+        caught=sum(row['outcome'] != 'survived' for row in merged),
+        caught_at_first=sum(row.get('first', row['outcome']) != 'survived' for row in merged),
+        mutants=merged, not_run=[f'{file}: {what}' for file, what in keys if (file, what) not in results])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     parser.add_argument('--only', default='', metavar='REGEX', help='only mutants whose file or description matches')
+    parser.add_argument('--rest', action='store_true', help='only mutants that have no result in the output')
     parser.add_argument('--mutants', type=Path, default=LIST, metavar='FILE', help='the changes (%(default)s)')
     parser.add_argument('--list', action='store_true', help='print the mutants')
     parser.add_argument('--timeout', type=float, default=300, metavar='S', help='seconds for one mutant (%(default)s)')
-    parser.add_argument('-o', '--output', type=Path, metavar='FILE', help='JSON file to write')
+    parser.add_argument('-o', '--output', type=Path, metavar='FILE', help='JSON file to write or continue')
     args = parser.parse_args()
-    mutants = read_mutants(args.only, args.mutants)
-    if args.list:
+    mutants, every = read_mutants(args.only, args.mutants), read_mutants(path=args.mutants)
+    earlier = json.loads(args.output.read_text(encoding='utf-8')) if args.output and args.output.exists() else {}
+    if args.rest:
+        done = {(row['file'], row['what']) for row in earlier.get('mutants', [])}
+        mutants = [mutant for mutant in mutants if (mutant.file, mutant.what) not in done]
+    if args.list or not mutants:
         print(*mutants, sep='\n')
         return 0
-    rows = []
+    rows: List[Dict[str, str]] = []
+    command = shlex.join(['python', *sys.argv])
+    header = dict(
+        commands=[*(x for x in earlier.get('commands', []) if x != command), command], date=date.today().isoformat(),
+        **environment())
     with tempfile.TemporaryDirectory() as folder:
         root = copy_checkout(Path(folder))
         tests = sorted({test for mutant in mutants for test in mutant.tests.split()})
@@ -172,18 +217,14 @@ def main() -> int:
             rows.append(dict(file=mutant.file, what=mutant.what, outcome=found))
             seconds = time.perf_counter() - start
             print(f'{"SURVIVED" if found == "survived" else "caught":8} {seconds:5.0f} s  {mutant}', flush=True)
+            if args.output is not None:
+                content = {**header, **merge(earlier.get('mutants', []), rows, every)}
+                draft = args.output.with_suffix('.tmp')
+                draft.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+                draft.replace(args.output)
     caught = sum(row['outcome'] != 'survived' for row in rows)
     share = 100 * caught / max(1, len(rows))
     print(f'{caught} of {len(rows)} caught, {share:.1f}%, of {len(mutants)} chosen.')
-    if args.output is not None:
-        from timm_rep.utils.atomic import replacing_files  # of this checkout, after the forks
-        from timm_rep.utils.profiling import device_name, versions
-
-        content = dict(
-            command=shlex.join(['python', *sys.argv]), date=date.today().isoformat(),
-            machine=device_name(torch.device('cpu')), versions=versions(), caught=caught, mutants=rows)
-        with replacing_files(args.output.parent) as temporary:
-            (temporary / args.output.name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
     return 0 if share >= GOAL else 1
 
 
