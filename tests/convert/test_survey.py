@@ -63,14 +63,16 @@ def test_every_ffn_class_has_a_test():
 
 @pytest.mark.slow
 def test_all_families():
-    """One model of each file of timm.models, the one with the shortest name."""
-    families = {}
+    """One model of each file of timm.models, the one with the shortest name; of mlp_mixer, whose is a gMLP, a mixer."""
+    families = {'timm.models.mlp_mixer': 'mixer_b16_224'}
     for name in sorted(timm.list_models(), key=len):
         families.setdefault(timm.models.model_entrypoint(name).__module__, name)
     rows = {row.family: row for name in families.values() for row in survey_convertible(name)}
     assert len(rows) >= 95
     without = {'convmixer', 'densenet', 'efficientformer_v2', 'gemma4_vit', 'pvt_v2', 'resnet', 'vgg'}
-    with_ffns = {'beit', 'coat', 'convnext', 'deit', 'eva', 'iformer', 'levit', 'vision_transformer', 'vitamin', 'xcit'}
+    with_ffns = {
+        'beit', 'coat', 'convnext', 'deit', 'eva', 'iformer', 'levit', 'mlp_mixer', 'vision_transformer', 'vitamin',
+        'xcit'}
     assert not any(rows[family].classes for family in without)
     assert all(rows[family].classes for family in with_ffns)
     assert sum(bool(row.classes) for row in rows.values()) >= 54
