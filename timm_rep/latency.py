@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 import torch
 import torch.nn as nn
 
-from timm_rep.convert.ffn import find_blocks
+from timm_rep.convert.ffn_classes import find_blocks
 from timm_rep.utils.profiling import synchronize
 
 __all__ = ['PARTS', 'profile_latency']

@@ -11,7 +11,8 @@ from timm.models.mlp_mixer import MlpMixer
 import timm_rep
 from tests.helpers import images, relative, wild_
 from timm_rep.convert import ffn_classes, register_block, register_ffn
-from timm_rep.convert.ffn import find_blocks, find_ffns
+from timm_rep.convert.ffn import find_ffns
+from timm_rep.convert.ffn_classes import find_blocks
 from timm_rep.layers import RePaMlp
 
 

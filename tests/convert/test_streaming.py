@@ -15,7 +15,6 @@ from tests.helpers import images, in_processes, relative
 from timm_rep.convert import linearize_ffns
 from timm_rep.convert.calibration import Share, TokenSampler
 from timm_rep.convert.ffn import find_ffns
-from timm_rep.convert.fitting import exact_map
 from timm_rep.convert.least_squares import LeastSquares
 from timm_rep.convert.residual import probe
 from timm_rep.convert.streaming import ConvertingPass
@@ -153,7 +152,7 @@ def test_batches_go_on_with_the_converted_ffns():
     with ConvertingPass(model, ffns, shares, sampler) as converting:
         for ffn in ffns:
             recorded[ffn.name] = converting.arrive_at(ffn)
-            maps[ffn.name] = exact_map(ffn)
+            maps[ffn.name] = ffn.exact()
             with torch.no_grad():
                 maps[ffn.name].fc_out.weight.mul_(1.5)
             converting.convert(ffn, maps[ffn.name])

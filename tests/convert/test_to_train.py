@@ -14,8 +14,7 @@ from timm.utils import reparameterize_model
 import timm_rep
 from tests.helpers import relative, wild_
 from tests.models import contract
-from timm_rep.convert.ffn import find_blocks
-from timm_rep.convert.ffn_classes import _BLOCKS
+from timm_rep.convert.ffn_classes import _BLOCKS, find_blocks
 from timm_rep.convert.record import recorded_base
 from timm_rep.layers import RePaMlp, RePaMlpDeploy, is_reparameterized
 

@@ -8,7 +8,7 @@ from timm.layers import Attention
 from torch.torch_version import TorchVersion
 
 import timm_rep
-from timm_rep.convert.ffn import find_blocks
+from timm_rep.convert.ffn_classes import find_blocks
 from timm_rep.latency import profile_latency
 from timm_rep.layers import RePaMlp
 from timm_rep.paper import VANILLA

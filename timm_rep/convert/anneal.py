@@ -19,7 +19,7 @@ from timm_rep.layers import (
 )
 
 from ._reparameterize import reparameterize
-from .ffn import Ffn, deploy_of, ratios_of, replace_module
+from .ffn import Ffn, ratios_of, replace_module
 from .ffn_parts import linear_of
 from .linearize import check_convertible
 from .report import ConversionReport, ConvertedFfn
@@ -106,9 +106,7 @@ class AnnealedFfn(nn.Module):
         if isinstance(self.ls, (LayerScale, LayerScale2d)):
             out = out.scale_outputs(self.ls.gamma)
         active, idle = ((annealed.idle == i).nonzero().squeeze(1) for i in (False, True))
-        unit = ffn.unit(annealed.act)
-        new = ffn.replacement(self.active_features, unit, device='meta')
-        deploy = deploy_of(new)
+        deploy = ffn.matrices(self.active_features, ffn.unit(annealed.act), device='meta')
         slope, intercept = (v[idle].to(out.weight) for v in annealed.linear_fit())
         if deploy.has_idle:
             inner = self._after_norm(ffn.fc_in(idle))
@@ -122,7 +120,7 @@ class AnnealedFfn(nn.Module):
             self._after_norm(ffn.fc_in(active)).write_to(deploy.fc_in, like=first)
             Affine(out.weight[:, active], out.bias).write_to(deploy.fc_out, like=first)
         # timm's function does not descend into the result of fuse(), which has the layers before the FFN
-        return reparameterize(new.train(self.training))
+        return reparameterize(ffn.around(deploy).train(self.training))
 
     def _after_norm(self, linear: Affine) -> Affine:
         if isinstance(self.norm, AnnealedNorm):

@@ -3,23 +3,21 @@ import copy
 import re
 from functools import partial
 from numbers import Real
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
 from timm.models.nextvit import merge_pre_bn
 
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios
+from timm_rep.utils.modes import keeping_modes
 
-from .ffn_classes import FfnSpec, block_spec, class_name, ffn_spec
+from .ffn_classes import Block, FfnSpec, class_name, ffn_spec, find_blocks
 from .ffn_parts import affine_of, chain, linear_of, unsupported_reason
 
 __all__ = [
-    'Block',
     'Ffn',
     'check_untied',
-    'deploy_of',
-    'find_blocks',
     'find_ffns',
     'plain_ratio',
     'ratios_of',
@@ -35,41 +33,11 @@ _OTHER_ROLES = re.compile(
 _NORM_FOLDING = ('timm.models.nextvit.NextConvBlock', 'timm.models.nextvit.NextTransformerBlock')
 
 
-def deploy_of(replacement: nn.Module) -> RePaMlpDeploy:
-    """The matrices in the result of :meth:`Ffn.replacement`."""
-    return next(m for m in replacement.modules() if isinstance(m, RePaMlpDeploy))
-
-
 class _One(nn.Module):
     """1, the values of a gated unit in a block that multiplies them by gates with its whole function."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_ones(())
-
-
-class Block(NamedTuple):
-    """A block that adds ``ls(mlp(norm(x)))`` to x.
-
-    Attributes:
-        path: Name of the block in the model.
-        module: The block.
-        norm: Attribute that holds the norm.
-        mlp: Attribute that holds the FFN.
-        ls: Attribute that holds the layer scale, if the block has one.
-    """
-    path: str
-    module: nn.Module
-    norm: str
-    mlp: str
-    ls: str
-
-
-def find_blocks(model: nn.Module) -> Iterator[Block]:
-    """The blocks of registered classes, see :func:`timm_rep.convert.register_block`, whatever the type of their FFN."""
-    for path, module in model.named_modules():
-        spec = block_spec(type(module))
-        if spec is not None and getattr(module, spec.mlp) is not None:
-            yield Block(path, module, *spec)
 
 
 class Ffn:
@@ -159,23 +127,17 @@ class Ffn:
 
         True where it cannot be tried: on the meta device, for a block with own layers, or for other shapes of input.
         """
-        like, modes = linear_of(self.first).weight, {m: m.training for m in self.module.modules()}
+        like = linear_of(self.first).weight
         if like.is_meta or self._spec.inline:
             return True
-        channels = torch.arange(self.hidden_features)
-        copied = self.replacement(self.hidden_features, self.act(channels))
-        deploy = deploy_of(copied)
-        self.fc_in(channels).write_to(deploy.fc_in, like)
-        self.fc_out().write_to(deploy.fc_out, like)
+        copied = self.around(self.exact())
         shape = (1, self.in_features, 2, 1) if self.use_conv else (1, 2, self.in_features)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
-        try:
-            y, expected = self.module.eval()(x.clone()), copied.eval()(x.clone())
-        except (RuntimeError, TypeError):
-            return True
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        with keeping_modes(self.module):
+            try:
+                y, expected = self.module.eval()(x.clone()), copied.eval()(x.clone())
+            except (RuntimeError, TypeError):
+                return True
         tolerance = torch.finfo(like.dtype).eps ** 0.5
         return y.shape == expected.shape and bool((y - expected).abs().max() <= tolerance * expected.abs().max())
 
@@ -244,6 +206,30 @@ class Ffn:
             use_conv=self.use_conv,
             **{'device': like.device, 'dtype': like.dtype, **dd},
         )
+
+    def with_weights(
+            self,
+            active: torch.Tensor,
+            fc_out: Optional[Affine] = None,
+            linear: Optional[Affine] = None,
+    ) -> RePaMlpDeploy:
+        """:meth:`matrices` with the first layer of the active channels and given maps of these and of u.
+
+        Without a linear map of two matrices; without ``fc_out`` only the hidden features can be computed.
+        """
+        new = self.matrices(len(active), self.act(active), linear is not None, device='meta')
+        like = linear_of(self.last).weight
+        if new.has_active:
+            self.fc_in(active).write_to(new.fc_in, like=linear_of(self.first).weight)
+            if fc_out is not None:
+                fc_out.write_to(new.fc_out, like=like)
+        if linear is not None:
+            linear.write_to(new.fc_idle, like=like)
+        return new.eval()
+
+    def exact(self) -> RePaMlpDeploy:
+        """The FFN as two matrices, which map u to y."""
+        return self.with_weights(torch.arange(self.hidden_features), self.fc_out())
 
     def replacement(self, *args: Any, **kwargs: Any) -> nn.Module:
         """The module that takes the place of the FFN: :meth:`matrices` between the layers that are kept."""

@@ -1,9 +1,9 @@
 """Registry of FFN classes, which are pointwise: applied to each token alone, and of the blocks around them."""
-from typing import Dict, NamedTuple, Optional, Tuple, Type, Union
+from typing import Dict, Iterator, NamedTuple, Tuple, Type, Union
 
 import torch.nn as nn
 
-__all__ = ['BlockSpec', 'FfnSpec', 'block_spec', 'class_name', 'ffn_spec', 'register_block', 'register_ffn']
+__all__ = ['Block', 'FfnSpec', 'class_name', 'ffn_spec', 'find_blocks', 'register_block', 'register_ffn']
 
 
 class FfnSpec(NamedTuple):
@@ -22,16 +22,9 @@ class FfnSpec(NamedTuple):
     inline: bool = False
 
 
-class BlockSpec(NamedTuple):
-    """Attribute names of norm, FFN and layer scale of a block class, see :func:`register_block`."""
-    norm: str = 'norm2'
-    mlp: str = 'mlp'
-    ls: str = 'ls2'
-
-
 # by qualified name; a reason for classes that have the role of an FFN and are not pointwise
 _FFNS: Dict[str, Union[FfnSpec, str]] = {}
-_BLOCKS: Dict[str, BlockSpec] = {}
+_BLOCKS: Dict[str, Tuple[str, str, str]] = {}  # attribute names of norm, FFN and layer scale
 
 
 def _defining_class(cls: Type[nn.Module]) -> Type[nn.Module]:
@@ -150,7 +143,7 @@ def register_block(
         TypeError: cls is not a module class.
         ValueError: cls inherits its ``forward()``.
     """
-    _BLOCKS[_registered_name(cls)] = BlockSpec(norm, mlp, ls)
+    _BLOCKS[_registered_name(cls)] = norm, mlp, ls
 
 
 def ffn_spec(cls: Type[nn.Module]) -> Union[FfnSpec, str, None]:
@@ -161,9 +154,29 @@ def ffn_spec(cls: Type[nn.Module]) -> Union[FfnSpec, str, None]:
     return found
 
 
-def block_spec(cls: Type[nn.Module]) -> Optional[BlockSpec]:
-    """The registered block class, None for any other module."""
-    return _BLOCKS.get(class_name(cls))
+class Block(NamedTuple):
+    """A block that adds ``ls(mlp(norm(x)))`` to x.
+
+    Attributes:
+        path: Name of the block in the model.
+        module: The block.
+        norm: Attribute that holds the norm.
+        mlp: Attribute that holds the FFN.
+        ls: Attribute that holds the layer scale, if the block has one.
+    """
+    path: str
+    module: nn.Module
+    norm: str
+    mlp: str
+    ls: str
+
+
+def find_blocks(model: nn.Module) -> Iterator[Block]:
+    """The blocks of registered classes, see :func:`timm_rep.convert.register_block`, whatever the type of their FFN."""
+    for path, module in model.named_modules():
+        norm, mlp, ls = _BLOCKS.get(class_name(type(module)), ('', '', ''))
+        if mlp and getattr(module, mlp) is not None:
+            yield Block(path, module, norm, mlp, ls)
 
 
 _BUILT_IN: Tuple[Tuple[str, dict], ...] = (

@@ -10,11 +10,10 @@ from timm_rep.layers import Affine, RePaMlpDeploy
 from timm_rep.utils.data import world_size_and_rank
 
 from .ffn import Ffn
-from .ffn_parts import linear_of
-from .least_squares import Fit, LeastSquares, Moments
+from .least_squares import LeastSquares, Moments
 from .report import ConvertedFfn
 
-__all__ = ['CalibrationRows', 'exact_map', 'fit_ffn', 'least_squares', 'matrix_entries']
+__all__ = ['CalibrationRows', 'fit_ffn', 'least_squares', 'matrix_entries']
 
 # damping of the correction of the residual stream; infinite for none
 CORRECTION_RIDGES = (0.01, 0.03, 0.1, 0.3, 1., 3., 10., math.inf)
@@ -49,29 +48,6 @@ def sum_over_processes(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
 def matrix_entries(module: nn.Module) -> int:
     """Multiply-accumulates of an FFN for one token."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
-
-
-def exact_map(ffn: Ffn) -> RePaMlpDeploy:
-    """The FFN as two matrices, which map u to y."""
-    return _matrices(ffn, torch.arange(ffn.hidden_features), ffn.fc_out())
-
-
-def _matrices(
-        ffn: Ffn,
-        active: torch.Tensor,
-        fc_out: Optional[Affine] = None,
-        linear: Optional[Affine] = None,
-) -> RePaMlpDeploy:
-    """A map of u to y; without a linear map of two matrices, without ``fc_out`` of the hidden features alone."""
-    new = ffn.matrices(len(active), ffn.act(active), linear is not None, device='meta')
-    like = linear_of(ffn.last).weight
-    if new.has_active:
-        ffn.fc_in(active).write_to(new.fc_in, like=linear_of(ffn.first).weight)
-        if fc_out is not None:
-            fc_out.write_to(new.fc_out, like=like)
-    if linear is not None:
-        linear.write_to(new.fc_idle, like=like)
-    return new.eval()
 
 
 def _features(ffn: Ffn, matrices: RePaMlpDeploy) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -115,11 +91,11 @@ def least_squares(
     With channels, of an FFN whose LayerNorm will see only these: the hidden features are these features, then the part
     of y that the kept columns of W2 do not give, as channels of their own.
     """
-    second, exact = ffn.fc_out(), exact_map(ffn)
+    second, exact = ffn.fc_out(), ffn.exact()
     dtype = torch.promote_types(rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
     weight, bias = (x.to(exact.fc_out.weight.device, dtype) for x in second)
     every = _features(ffn, exact)
-    own = None if channels is None else _features(ffn, _matrices(ffn, channels))
+    own = None if channels is None else _features(ffn, ffn.with_weights(channels))
 
     def columns(part: slice) -> torch.Tensor:
         u = rows.inputs[part]
@@ -143,16 +119,6 @@ def least_squares(
     return fitted, held_out
 
 
-class _Candidate(NamedTuple):
-    """A fit with its loss on held-out rows, the channels of the FFN that it keeps, and what it is a fit of."""
-    loss: float
-    channels: torch.Tensor
-    correction_ridge: float
-    fit: Fit
-    fitted: LeastSquares
-    held_out: LeastSquares
-
-
 def fit_ffn(
         ffn: Ffn,
         rows: CalibrationRows,
@@ -167,47 +133,41 @@ def fit_ffn(
     Returns:
         The map of u to y, and the report.
     """
-    problems = least_squares(ffn, rows, ridge)
-    h, device = ffn.hidden_features, problems[0].mean.device
-    has_held_out = problems[1].moments.count > 0
+    fitted, held_out = least_squares(ffn, rows, ridge)
+    h, has_held_out = ffn.hidden_features, bool(held_out.moments.count > 0)
+    forms = [(False, h)] if active_features == h else [
+        (False, ffn.pruned_features(active_features)), (True, active_features)]
+    kept = None
+    if ffn.hidden_norm is not None:
+        forms = forms[-1:]
+        kept = fitted.best_channels(active_features, ridge)
+        fitted, held_out = least_squares(ffn, rows, ridge, kept)
     ridges = (math.inf,) if rows.wanted is None else CORRECTION_RIDGES if has_held_out else (1.,)
-    candidates = []
-    forms = [(False, ffn.pruned_features(active_features)), (True, active_features)]
-    if active_features == h:
-        forms = [(False, h)]
-    elif ffn.hidden_norm is not None:
-        forms = forms[1:]
+    compared = held_out if has_held_out else fitted
+    losses, fits = [], []
     for linear_path, count in forms:
-        active = channels = torch.arange(count, device=device)
-        fitted, held_out = problems
-        if 0 < count < h:
-            active = channels = fitted.elimination(ridge, linear_path).order[h - count:].sort().values
-        if ffn.hidden_norm is not None:
-            fitted, held_out = least_squares(ffn, rows, ridge, channels)
-            active = torch.arange(count, device=device)
-        held_out = held_out if has_held_out else fitted
-        fits = fitted.solve(active, ridge, linear_path, ridges)
-        candidates += [
-            _Candidate(loss, channels, correction_ridge, fit, fitted, held_out)
-            for loss, correction_ridge, fit in zip(held_out.losses(fits), ridges, fits)]
-    best = min(candidates, key=lambda c: c.loss)  # of equal ones the first, two matrices
-    others = [c.loss for c in candidates if c.fit.linear_path != best.fit.linear_path]
-    fit, every, held_out_loss, other_loss = best.fit, best.fitted, None, None
+        active = fitted.best_channels(count, ridge, linear_path) if kept is None else torch.arange(count).to(kept)
+        fits += fitted.solve(active, ridge, linear_path, ridges)
+        losses += compared.losses(fits[-len(ridges):])
+    best = min(range(len(fits)), key=losses.__getitem__)  # of equal ones the first, two matrices
+    fit, held_out_loss, other_loss = fits[best], None, None
     if has_held_out:
-        held_out_loss = best.held_out.share(best.loss)
-        other_loss = best.held_out.share(min(others)) if others else None
-        every = dataclasses.replace(best.fitted, moments=best.fitted.moments + best.held_out.moments)
-        fit, = every.solve(fit.active, ridge, fit.linear_path, (best.correction_ridge,))
-    loss, = every.losses([fit])
-    line, = every.losses(every.solve(fit.active[:0], ridge))
-    linear = fit.linear if fit.linear_path else None
-    matrices = _matrices(ffn, best.channels, Affine(fit.weight, fit.linear.bias), linear)
+        others = [loss for loss, other in zip(losses, fits) if other.linear_path != fit.linear_path]
+        held_out_loss = held_out.share(losses[best])
+        other_loss = held_out.share(min(others)) if others else None
+        fitted = dataclasses.replace(fitted, moments=fitted.moments + held_out.moments)
+        fit, = fitted.solve(fit.active, ridge, fit.linear_path, (fit.correction_ridge,))
+    loss, = fitted.losses([fit])
+    line, = fitted.losses(fitted.solve(fit.active[:0], ridge))
+    channels = fit.active if kept is None else kept
+    matrices = ffn.with_weights(
+        channels, Affine(fit.weight, fit.linear.bias), fit.linear if fit.linear_path else None)
     return matrices, ConvertedFfn(
-        ffn.name, h, len(best.channels), fit.linear_path, every.share(loss),
+        ffn.name, h, len(channels), fit.linear_path, fitted.share(loss),
         macs=(tokens * matrix_entries(ffn.module), tokens * matrix_entries(ffn.around(matrices))),
         held_out=held_out_loss,
         other_held_out=other_loss,
-        linear_share=1 - every.share(line),
+        linear_share=1 - fitted.share(line),
         compensated=rows.wanted is not None,
-        correction_ridge=best.correction_ridge if best.correction_ridge < math.inf else None,
+        correction_ridge=fit.correction_ridge if fit.correction_ridge < math.inf else None,
     )

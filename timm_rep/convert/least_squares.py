@@ -137,10 +137,12 @@ class Fit(NamedTuple):
         active: Indices of the active channels A.
         weight: W2' of shape (out, active).
         linear: M and c; M has no columns if it is zero.
+        correction_ridge: Damping of the fit to the correction d.
     """
     active: torch.Tensor
     weight: torch.Tensor
     linear: Affine
+    correction_ridge: float
 
     @property
     def linear_path(self) -> bool:
@@ -228,6 +230,12 @@ class LeastSquares:
             residual = residual - predicted.T @ predicted + rounding.diag()
         return eliminate(_damped(residual, ridge), weight)
 
+    def best_channels(self, count: int, ridge: float, linear_path: bool = True) -> torch.Tensor:
+        """The active channels, ascending, with which the idle ones cost least."""
+        if not 0 < count < self.hidden:
+            return torch.arange(count, device=self.mean.device)
+        return self.elimination(ridge, linear_path).order[self.hidden - count:].sort().values
+
     def _known(self, active: torch.Tensor, linear_path: bool) -> torch.Tensor:
         inputs = torch.arange(self.hidden, self.hidden + self.in_features * linear_path, device=active.device)
         return torch.cat([active, inputs])
@@ -266,7 +274,7 @@ class LeastSquares:
                 weight += torch.cholesky_solve(left.T, factor).T
             weight[:, :a] += exact
             shift = self._target[0] - weight @ self.mean[known]
-            fits.append(Fit(active, weight[:, :a], Affine(weight[:, a:], shift)))
+            fits.append(Fit(active, weight[:, :a], Affine(weight[:, a:], shift), correction_ridge))
         return fits
 
     def losses(self, fits: Sequence[Fit]) -> List[float]:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from timm_rep.layers import active_channels
 from timm_rep.utils.data import take_images
+from timm_rep.utils.modes import keeping_modes
 from timm_rep.utils.profiling import count_macs
 
 from ._reparameterize import check_unconverted
@@ -127,8 +128,7 @@ def linearize_ffns(
     kept = {**kept, **{name: 'has no idle ratio' for name, ratio in ratios.items() if ratio is None}}
     counts = {ffn.name: active_channels(ffn.hidden_features, ratios[ffn.name]) for ffn in ffns}
     images = CalibrationImages(take_images(loader, max_images, naflex=True), next(model.parameters()))
-    modes = {m: m.training for m in model.modules()}
-    try:
+    with keeping_modes(model):
         model.eval()
         before = count_macs(model, inputs=images.first(1)).total
         probes = probe(model, ffns, images.first(4))
@@ -160,11 +160,8 @@ def linearize_ffns(
         recommended = max(
             math.ceil(_RECOMMENDED_ROWS * _columns(ffn) / min(_TOKENS, probes[ffn.name].tokens)) for ffn in ffns)
         report = ConversionReport(converted, kept, images.count, (before, before - saved), recommended)
-        for ffn in ffns:
-            model.get_submodule(ffn.name).train(modes[ffn.module])
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    for ffn in ffns:
+        model.get_submodule(ffn.name).train(ffn.module.training)
     if images.rank == 0:
         _warn(model, images, predicted, report)
     return report

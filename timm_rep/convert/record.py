@@ -25,7 +25,6 @@ __all__ = [
     'is_timm_model',
     'make_foldable',
     'record_conversion',
-    'record_scales',
     'recorded_base',
 ]
 
@@ -69,23 +68,6 @@ def record_conversion(model: nn.Module, architecture: str, **args: Any) -> None:
 
 def _is_recorded(model: nn.Module) -> bool:
     return 'base' in getattr(model, '_model_args', {})
-
-
-def record_scales(model: nn.Module, structure: str = 'target') -> None:
-    """Let config.json name the attached scales, not the argument that create_model records, which may be a file."""
-    _describe_scales(structure, model)
-    # create_model() records its arguments last of all, and timm's save_for_hf() reads the weights before them
-    model.register_state_dict_pre_hook(partial(_describe_scales, structure))
-
-
-def _describe_scales(structure: str, model: nn.Module, *hook_args: Any) -> None:
-    if not _is_recorded(model):
-        return
-    args = {name: value for name, value in model._model_args.items() if name != 'scales'}
-    if csla_layers(model):
-        args['scales'] = recorded_scales(model.scales_source, structure)
-    if args.get('scales') is not model._model_args.get('scales'):
-        model._model_args = args
 
 
 def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
@@ -133,27 +115,35 @@ def is_folded(model: nn.Module) -> bool:
     return is_reparameterized(model) and not (unfolded and _has(model, unfolded))
 
 
-def _describe_folded(model: nn.Module, *hook_args: Any) -> None:
-    """Let config.json say that a model is folded, if it is."""
-    if not _is_recorded(model) or model._model_args.get('reparameterized') or _has(model, model._unfolded):
+def _describe(model: nn.Module, *hook_args: Any) -> None:
+    """Let config.json say whether a model is folded, and name its scales.
+
+    These are the attached ones, not the argument that create_model records, which may be a file.
+    """
+    if not _is_recorded(model) or model._model_args.get('reparameterized'):
         return
-    args = {name: value for name, value in model._model_args.items() if name != 'scales'}  # of branches folded away
-    model._model_args = {**args, 'reparameterized': True}
-    describe_input(model)
+    args = {name: value for name, value in model._model_args.items() if name != 'scales'}
+    for layer in csla_layers(model).values():
+        args['scales'] = recorded_scales(model.scales_source, layer.structure)
+    if not _has(model, model._unfolded):
+        args['reparameterized'] = True
+        describe_input(model)
+    if args != model._model_args:
+        model._model_args = args
 
 
 def _reparameterize(model: nn.Module) -> nn.Module:
     reparameterize(model)
-    _describe_folded(model)
+    _describe(model)
     return model
 
 
 def make_foldable(model: nn.Module, folded: bool = False) -> None:
     """Add ``reparameterize()`` to a converted model, and refuse checkpoints of another structure.
 
-    Folding is recorded for config.json by ``reparameterize()``. ``timm.utils.reparameterize_model`` folds a model
-    without calling it, so the next ``state_dict()`` records it, which timm's save_for_hf() calls before it reads the
-    arguments.
+    The next ``state_dict()``, which timm's save_for_hf() calls before it reads the arguments, records for config.json
+    what happens later: create_model() sets its arguments, ``timm.utils.reparameterize_model`` folds the model without
+    calling ``reparameterize()``, scales are attached.
 
     Args:
         model: Converted model.
@@ -162,7 +152,8 @@ def make_foldable(model: nn.Module, folded: bool = False) -> None:
     model._unfolded = frozenset() if folded else _unfolded_names(model)
     if _is_recorded(model):
         describe_input(model)
-    model.register_state_dict_pre_hook(_describe_folded)
+    _describe(model)
+    model.register_state_dict_pre_hook(_describe)
     model.register_load_state_dict_pre_hook(check_loaded_structure)
     # an attribute of the instance, since timm's class has no such method; a partial is copied and pickled with it
     model.reparameterize = partial(_reparameterize, model)

@@ -16,7 +16,7 @@ from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage
 
 from ._reparameterize import check_unconverted, reparameterize
 from .linear_sums import LinearSum, find_linear_sums
-from .record import make_foldable, record_conversion, record_scales
+from .record import make_foldable, record_conversion
 
 __all__ = [
     'ConvertedSum',
@@ -258,7 +258,6 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
     report = use_repopt_convs(model)
     set_scales(model, scales, reinit=False)
     record_conversion(model, 'repopt_any')
-    record_scales(model)
     refuse_branches(model, names)  # before the other hooks: a checkpoint of RepGhostNet has plain names too
     make_foldable(model)
     return report

@@ -11,7 +11,6 @@ from timm_rep.layers import Affine
 
 from .calibration import Share, TokenSampler, is_padded, watch_masks
 from .ffn import Ffn, replace_module
-from .fitting import exact_map
 from .residual import Residual, first_tensor, tokens_of
 
 __all__ = ['ConvertingPass', 'record_original']
@@ -31,6 +30,12 @@ def _hook_stream(
     if residual.is_input:
         return module.register_forward_pre_hook(lambda _, args: see(args))
     return module.register_forward_hook(lambda _, args, output: see(output))
+
+
+def _inputs(ffn: Ffn, u: torch.Tensor, sampler: TokenSampler, share: Share) -> Inputs:
+    """What an FFN sees of the sampled tokens in one call."""
+    u = tokens_of(u, ffn.use_conv)
+    return sampler.take(ffn.name, share, u), sampler.held_out(ffn.name, share, len(u))
 
 
 def _concatenated(parts: Sequence[Inputs]) -> Inputs:
@@ -66,9 +71,7 @@ def record_original(
         totals.setdefault(ffn.name, []).append(streams.pop(ffn.name).to(scale) + scale * y)
 
     def see_input(ffn: Ffn, u: torch.Tensor) -> None:
-        u = tokens_of(u, ffn.use_conv)
-        inputs.setdefault(ffn.name, []).append(
-            (sampler.take(ffn.name, share, u), sampler.held_out(ffn.name, share, len(u))))
+        inputs.setdefault(ffn.name, []).append(_inputs(ffn, u, sampler, share))
 
     def see_stream(name: str, stream: torch.Tensor) -> None:
         streams[name] = sampler.take(name, share, stream)
@@ -132,7 +135,7 @@ class _Station(nn.Module):
     @cached_property
     def exact(self) -> nn.Module:
         """The FFN, as a map of u to y."""
-        return exact_map(self.ffn)
+        return self.ffn.exact()
 
     def forward(self, u: torch.Tensor) -> torch.Tensor:
         if self.converted is None:
@@ -269,8 +272,7 @@ class ConvertingPass:
     def _arrive(self, station: _Station, u: torch.Tensor) -> None:
         runner, name = cast(_Runner, threading.current_thread()), station.ffn.name
         seen = runner.inputs.setdefault(name, [])
-        share, u = self._shares[runner], tokens_of(u, station.ffn.use_conv)
-        seen.append((self.sampler.take(name, share, u), self.sampler.held_out(name, share, len(u))))
+        seen.append(_inputs(station.ffn, u, self.sampler, self._shares[runner]))
         # of an FFN that is called several times in a pass, the calls before the last are the original's
         if len(seen) == self.sampler.probes[name].calls:
             runner.wait(station)

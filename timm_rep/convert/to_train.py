@@ -10,7 +10,8 @@ from timm.models.metaformer import Scale
 
 from timm_rep.layers import RePaMlp, active_channels
 
-from .ffn import Ffn, check_untied, find_blocks, find_ffns, ratios_of
+from .ffn import Ffn, check_untied, find_ffns, ratios_of
+from .ffn_classes import find_blocks
 from .report import ConversionReport, ConvertedFfn
 
 __all__ = [

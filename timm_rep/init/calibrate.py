@@ -1,4 +1,5 @@
 """Calibration of BatchNorm statistics from data, for weights from a model without BatchNorms."""
+import contextlib
 import fnmatch
 from itertools import islice
 from typing import Any, Iterable, Optional, Sequence, Union
@@ -7,6 +8,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.utils.data import batch_images, batches_of
+from timm_rep.utils.modes import keeping_modes
 
 __all__ = ['calibrate_batchnorm']
 
@@ -54,12 +56,14 @@ def calibrate_batchnorm(
     unknown = [p for p in patterns if not fnmatch.filter(norms, p)]
     if unknown or any(norm.weight is None for norm in identities):
         raise ValueError(f'identity_norms must match BatchNorms with a scale and a shift, got {unknown or patterns}.')
-    modes = {m: m.training for m in model.modules()}
     before = {norm: (norm.momentum, {k: v.clone() for k, v in norm.named_buffers()}) for norm in norms.values()}
-    hooks = [norm.register_forward_hook(lambda _, args, output: args[0]) for norm in identities]
     like = next(model.parameters())
     count = 0
+    hooks = contextlib.ExitStack()
+    hooks.enter_context(keeping_modes(model))
     try:
+        for norm in identities:
+            hooks.enter_context(norm.register_forward_hook(lambda _, args, output: args[0]))
         model.eval()
         for norm in norms.values():
             norm.train()
@@ -84,10 +88,7 @@ def calibrate_batchnorm(
                 getattr(norm, name).copy_(value)
         raise
     finally:
-        for hook in hooks:
-            hook.remove()
-        for m, training in modes.items():
-            m.training = training
+        hooks.close()
         for norm, (momentum, _) in before.items():
             norm.momentum = momentum
     for norm in identities:

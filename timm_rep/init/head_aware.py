@@ -71,83 +71,92 @@ class ModelLayout(NamedTuple):
         return 1 if attention.head_first else len(attention.projections(parts, 0))
 
 
-class _Segment(NamedTuple):
-    """Consecutive entries along an axis: ``number`` heads or groups of ``width`` entries each."""
-    number: int
-    width: int
-    teacher_number: int
-    teacher_width: int
+class _Unit(NamedTuple):
+    """Entries along an axis that are selected by themselves.
+
+    Attributes:
+        ours: Positions along the student's axis, (heads or groups, entries of each).
+        theirs: Positions along the teacher's axis.
+        kind: 'heads', 'groups' or a kind of hidden channels; '' for an axis, or half of one, without structure.
+    """
+    ours: torch.Tensor
+    theirs: torch.Tensor
     kind: str = ''
 
-    def positions(self, heads: str) -> torch.Tensor:
-        """Positions in the teacher's segment; raises Unselectable if there are too few to select from."""
-        length, teacher_length = self.number * self.width, self.teacher_number * self.teacher_width
+    def select(self, heads: str) -> torch.Tensor:
+        """The teacher's positions, one for each of the student's; Unselectable if there are too few."""
+        (number, width), (teacher_number, teacher_width) = self.ours.shape, self.theirs.shape
+        length, teacher_length = self.ours.numel(), self.theirs.numel()
         if heads == 'within' and teacher_length >= length > 0:
-            return evenly_spaced(teacher_length, length)
-        if self.number > self.teacher_number or self.width > self.teacher_width:
+            return self.theirs.flatten()[evenly_spaced(teacher_length, length)]
+        if number > teacher_number or width > teacher_width:
             if not self.kind:
                 raise Unselectable('smaller')
             if 'channels' in self.kind:
                 raise Unselectable(f'the student has {length} {self.kind}, the teacher {teacher_length}')
             raise Unselectable(
-                f'the student has {self.number} {self.kind} of {self.width} channels, the teacher '
-                f'{self.teacher_number} of {self.teacher_width}; '
-                "heads='within' selects among the channels of all of them")
+                f'the student has {number} {self.kind} of {width} channels, the teacher {teacher_number} of '
+                f"{teacher_width}; heads='within' selects among the channels of all of them")
         if length == 0:
             return torch.arange(0)
-        starts = evenly_spaced(self.teacher_number, self.number) * self.teacher_width
-        return (starts[:, None] + evenly_spaced(self.teacher_width, self.width)).flatten()
+        return self.theirs[evenly_spaced(teacher_number, number)][:, evenly_spaced(teacher_width, width)].flatten()
 
 
-def _segments(
+def _parts(length: int, first: int) -> Tuple[torch.Tensor, ...]:
+    """The first positions of an axis and the others, each (1, entries)."""
+    return torch.arange(length)[None].split([first, length - first], dim=1)
+
+
+def _units(
         name: str,
         dim: int,
         teacher_name: str,
         teacher_length: int,
         student: ModelLayout,
         teacher: ModelLayout,
-) -> List[_Segment]:
-    """The segments of an axis; one of one entry each where it has no structure."""
+) -> List[_Unit]:
+    """The units of an axis, in any order; one of all entries where it has no structure."""
     length = student.shapes[name][dim]
     glu = _GLU.match(name)
+    hidden, teacher_hidden = _HIDDEN.match(name), _HIDDEN.match(teacher_name)
+    module, teacher_module = (n.rpartition('.')[0] for n in (name, teacher_name))
+    groups = student.groups.get(module, 1)
+    of_attention = _attention_units(name, dim, teacher_name, teacher_length, student, teacher)
+    if of_attention:
+        return of_attention
     if dim == 0 and glu:
         output = student.shapes.get((glu[1] or '') + {'fc1': 'fc2', 'w12': 'w3'}[glu[2]] + '.weight')
         if output and 2 * output[1] == length:
-            return [_Segment(1, length // 2, 1, teacher_length // 2)] * 2
-
-    hidden, teacher_hidden = _HIDDEN.match(name), _HIDDEN.match(teacher_name)
+            halves = zip(_parts(length, length // 2), _parts(teacher_length, teacher_length // 2))
+            return [_Unit(*half) for half in halves]
     if hidden and teacher_hidden and dim == (hidden[2] == 'fc2.weight'):
         active, teacher_active = student.active.get(hidden[1]), teacher.active.get(teacher_hidden[1])
         if active is not None and teacher_active is not None:
-            return [
-                _Segment(1, active, 1, teacher_active, 'activated hidden channels'),
-                _Segment(1, length - active, 1, teacher_length - teacher_active, 'idle hidden channels'),
-            ]
-
-    module, teacher_module = (n.rpartition('.')[0] for n in (name, teacher_name))
-    groups = student.groups.get(module, 1)
+            parts = zip(_parts(length, active), _parts(teacher_length, teacher_active))
+            return [_Unit(*part, f'{kind} hidden channels') for part, kind in zip(parts, ('activated', 'idle'))]
     if dim == 0 and groups > 1 and student.shapes[f'{module}.weight'][1] > 1:
         inputs, teacher_inputs = student.shapes[f'{module}.weight'][1], teacher.shapes[f'{teacher_module}.weight'][1]
         # a state dict: assume as many outputs for each input of a group as in the student
         guess = max(teacher_length * inputs * groups // (length * teacher_inputs), 1)
         teacher_groups = teacher.groups.get(teacher_module, guess)
-        return [_Segment(groups, length // groups, teacher_groups, teacher_length // teacher_groups, 'groups')]
-    return [_Segment(1, length, 1, teacher_length)]
+        width = teacher_length // teacher_groups
+        theirs = torch.arange(teacher_groups * width).reshape(teacher_groups, width)
+        return [_Unit(torch.arange(length).reshape(groups, -1), theirs, 'groups')]
+    return [_Unit(torch.arange(length)[None], torch.arange(teacher_length)[None])]
 
 
-def _attention_axis(
+def _attention_units(
         name: str,
         dim: int,
         teacher_name: str,
         teacher_length: int,
         student: ModelLayout,
         teacher: ModelLayout,
-        heads: str,
-) -> Optional[torch.Tensor]:
-    """Positions along an axis of projections or heads; None for other axes."""
+) -> List[_Unit]:
+    """The heads of each projection along an axis; none for other axes."""
     attention, parts = student.attention_of(name)
     if attention is None:
-        return None
+        return []
     if _BIAS_TABLE.search(name):
         attention = attention._replace(widths=None)
         projections = '' if dim in _position_axes(name, student.shapes[name]) else 'v'  # one number a head
@@ -156,7 +165,7 @@ def _attention_axis(
     length = student.shapes[name][dim]
     ours = attention.positions(projections, length) if projections else None
     if ours is None:
-        return None
+        return []
     larger, larger_parts = teacher.attention_of(teacher_name)
     if larger is None:  # a state dict
         larger = attention.scaled(length, teacher_length)
@@ -167,12 +176,7 @@ def _attention_axis(
     theirs = larger.positions(projections, teacher_length)
     if theirs is None:
         raise Unselectable(f'which is not {larger.heads} heads of equal width')
-    chosen = torch.empty(length, dtype=torch.long)
-    for part, larger_part in zip(ours, theirs):
-        (number, width), (teacher_number, teacher_width) = part.shape, larger_part.shape
-        taken = _Segment(number, width, teacher_number, teacher_width, 'heads').positions(heads)
-        chosen[part.flatten()] = larger_part.flatten()[taken]
-    return chosen
+    return [_Unit(*pair, 'heads') for pair in zip(ours, theirs)]
 
 
 def head_aware_indices(
@@ -217,13 +221,9 @@ def head_aware_indices(
                 raise Unselectable(f'{teacher_length} positions cannot be interpolated to {length}: expected grids')
             indices.append(None)
             continue
-        positions = _attention_axis(name, dim, teacher_name, teacher_length, student, teacher, heads)
-        if positions is None:
-            offset, of_segments = 0, []
-            for segment in _segments(name, dim, teacher_name, teacher_length, student, teacher):
-                of_segments.append(offset + segment.positions(heads))
-                offset += segment.teacher_number * segment.teacher_width
-            positions = torch.cat(of_segments)
+        positions = torch.empty(length, dtype=torch.long)
+        for unit in _units(name, dim, teacher_name, teacher_length, student, teacher):
+            positions[unit.ours.flatten()] = unit.select(heads)
         indices.append(None if torch.equal(positions, torch.arange(teacher_length)) else positions)
     return indices
 

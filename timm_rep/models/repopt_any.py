@@ -8,7 +8,7 @@ import timm
 import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
 
-from timm_rep.convert.record import make_foldable, record_scales
+from timm_rep.convert.record import make_foldable
 from timm_rep.convert.repopt import refuse_branches, set_scales, use_repopt_convs
 from timm_rep.layers import RepOptConv
 from timm_rep.scales import ScalesLike
@@ -43,7 +43,6 @@ def _build(
                 for part in layer:
                     part.reset_parameters()
         set_scales(model, scales, reinit)
-        record_scales(model, structure)
     refuse_branches(model, names)  # first: RepGhostNet's has names of the plain structure too
     make_foldable(model, reparameterized)
     return model

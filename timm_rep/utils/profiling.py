@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from timm_rep.version import __version__
 
+from .modes import keeping_modes
+
 __all__ = [
     'Macs',
     'count_macs',
@@ -78,16 +80,11 @@ def count_macs(
     if inputs is None:
         param = next(model.parameters())
         inputs = torch.empty(1, *(input_size or model_input_size(model)), device=param.device, dtype=param.dtype)
-    modes = {m: m.training for m in model.modules()}
     # the counter asks for the gradient of an input of a layer that is a view of a parameter, such as a class token
     detached = {name: p.detach() for name, p in model.named_parameters()}
-    try:
-        # not every version of torch counts fused attention on every device
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-            torch.func.functional_call(model.eval(), detached, (inputs,))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    # not every version of torch counts fused attention on every device
+    with keeping_modes(model), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        torch.func.functional_call(model.eval(), detached, (inputs,))
     counts = counter.get_flop_counts().get('Global', {})
     attention = sum(n for op, n in counts.items() if 'bmm' in str(op))
     return Macs(projections=(sum(counts.values()) - attention) // 2, attention=attention // 2)
