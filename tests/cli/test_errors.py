@@ -13,7 +13,7 @@ import torch
 from tests.hub.published import REPA, publish
 from timm_rep.cli import main
 from timm_rep.hub import CONFIG_NAME, sha256
-from timm_rep.publish._sidecar import METRICS_NAME
+from timm_rep.publish._metrics import METRICS_NAME
 
 NAME = 'repa_deit_tiny.mine'
 

@@ -15,7 +15,7 @@ from timm_rep.deploy import load_quantized
 from timm_rep.hub import CARD_NAME, WEIGHTS_NAME
 from timm_rep.hub._folder import verify_folder
 from timm_rep.publish._card import card_text
-from timm_rep.publish._sidecar import METRICS_NAME, PREDICTIONS_NAME, read_metrics
+from timm_rep.publish._metrics import METRICS_NAME, PREDICTIONS_NAME, read_metrics
 from timm_rep.utils.profiling import count_macs, count_params
 
 HUB = Path(__file__).parents[2] / 'hub'

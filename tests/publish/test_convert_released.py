@@ -12,7 +12,7 @@ from timm_rep.cli import main
 from timm_rep.hub import SCALES_NAME, WEIGHTS_NAME, sha256
 from timm_rep.hub._folder import verify_folder
 from timm_rep.publish import prepare as hub_publish
-from timm_rep.publish._sidecar import PREDICTIONS_NAME, Accuracy, Metrics
+from timm_rep.publish._metrics import PREDICTIONS_NAME, Accuracy, Metrics
 from timm_rep.publish.prepare import convert_released
 from timm_rep.scales import Scales
 

@@ -1,12 +1,19 @@
 from .annealing import AnnealedActivation, AnnealedNorm, add_annealing_hooks, advance_annealing, check_annealing
 from .csla import ConvBranch, Csla, IdentityBranch
-from .csla_conv import CslaBlock, CslaConv2d, csla_layers
-from .fold import Affine, batch_norm_scale_shift, check_foldable, unfoldable_reason
+from .csla_conv import CslaBlock, CslaConv2d, RepOptConv, RepOptConvDeploy, csla_layers
+from .fold import (
+    Affine,
+    batch_norm_scale_shift,
+    check_foldable,
+    foldable_layers,
+    holds_structure,
+    is_reparameterized,
+    structures_in,
+    unfoldable_reason,
+)
 from .fused_idle import set_fused_idle, use_fused_idle
 from .pooling import WindowAvgPool2d
 from .repa_mlp import ChannelIdle, GatedUnit, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
-from .repopt_conv import RepOptConv, RepOptConvDeploy
-from .structure import foldable_layers, holds_structure, is_reparameterized, structures_in
 
 __all__ = [
     'Affine',

@@ -1,8 +1,9 @@
-"""The layers of a CSLA declaration: the target operator, and the block of its branches.
+"""The layers of a CSLA declaration: the target operator, the block of its branches, and these with a BatchNorm.
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), section 3.
 """
 import math
+from functools import partial
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Union
 
 import torch
@@ -10,9 +11,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .csla import ConvBranch, Csla
+from .fold import Affine, check_foldable
 from .grad_mult import GradMult, get_grad_mult, set_grad_mult
 
-__all__ = ['CslaBlock', 'CslaConv2d', 'csla_layers']
+__all__ = ['CslaBlock', 'CslaConv2d', 'RepOptConv', 'RepOptConvDeploy', 'csla_layers']
 
 # names that torch's wrappers insert into the names of modules
 _WRAPPERS = {'module', '_orig_mod', '_checkpoint_wrapped_module', '_fsdp_wrapped_module'}
@@ -231,6 +233,85 @@ class CslaBlock(nn.Module):
             {name: x.detach().to(dtype or x.dtype) for name, x in group.items()}
             for group in (self.weights, self.scales))
         return self.csla.kernel(weights, scales)
+
+
+_LAYERS: Dict[str, Callable[..., nn.Module]] = {
+    'target': CslaConv2d,
+    'search': partial(CslaBlock, trainable=True),
+    'csla': CslaBlock,
+}
+
+_STRUCTURE_KEYS = {
+    '0.weights.': ('search', 'csla'),
+    '1.running_mean': ('target',),
+    'bias': ('deploy',),
+}
+
+
+class RepOptConv(nn.Sequential):
+    """A CSLA layer and a BatchNorm.
+
+    Input (N, in_channels, H, W), output (N, out_channels, H', W').
+    """
+    structure_keys = _STRUCTURE_KEYS
+
+    def __init__(
+            self,
+            csla: Csla,
+            structure: str = 'target',
+            norm: Optional[nn.modules.batchnorm._BatchNorm] = None,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+    ):
+        """
+        Args:
+            csla: The declaration.
+            structure: 'target', one convolution; 'search', branches with trainable scales; 'csla', with constant ones.
+            norm: BatchNorm of the output; a new BatchNorm2d if None.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__(
+            _LAYERS[structure](csla, **dd),
+            nn.BatchNorm2d(csla.out_channels, **dd) if norm is None else norm,
+        )
+        self.structure = structure
+
+    @torch.jit.ignore
+    @torch.no_grad()
+    def fuse(self) -> 'RepOptConvDeploy':
+        """The deploy structure with the same function as in eval mode, as a new module.
+
+        Raises:
+            ValueError: The BatchNorm has no running statistics, or a layer has hooks or was replaced.
+            OverflowError: A folded weight does not fit the dtype of the model.
+        """
+        check_foldable(self)
+        conv, norm = self
+        if not isinstance(conv, (CslaConv2d, CslaBlock)):
+            raise ValueError(
+                f'Expected a CSLA layer, but got {type(conv).__name__}: merge adapters into the layers that they '
+                'adapt, and quantize after folding.')
+        deploy = RepOptConvDeploy(conv.csla, device='meta')  # its parameters are replaced
+        like = next(p for p in conv.parameters() if p.ndim == 4)
+        kernel = conv.equivalent_kernel(dtype=torch.float64)
+        Affine.from_kernel(kernel).before_norm(norm).write_to(deploy, like=like)
+        return deploy.train(self.training)
+
+
+class RepOptConvDeploy(nn.Conv2d):
+    """The convolution with a bias that a :class:`RepOptConv` folds into."""
+    structure = 'deploy'
+    structure_keys = _STRUCTURE_KEYS
+
+    def __init__(
+            self,
+            csla: Csla,
+            device: Optional[Union[str, torch.device]] = None,
+            dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__(**csla.conv_args, device=device, dtype=dtype)
 
 
 def csla_layers(model: nn.Module) -> Dict[str, nn.Module]:

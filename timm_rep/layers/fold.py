@@ -1,14 +1,27 @@
 """Exact folding of the linear parts of a network: BatchNorm, linear, layer scale, shortcut.
 
 All functions compute in float64 whatever the dtype of the model; values are rounded once, by :meth:`Affine.write_to`.
+
+A foldable layer has the structure 'training' or 'deploy' (RePa), or 'target', 'search', 'csla' or 'deploy' (RepOpt), in
+its attribute ``structure``, and a table ``structure_keys``: keys of its state dict, or beginnings of them that end in a
+dot, with the structures that have such a key.
 """
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import Any, Iterator, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
 from torch.nn.utils import parametrize
 
-__all__ = ['Affine', 'batch_norm_scale_shift', 'check_foldable', 'unfoldable_reason']
+__all__ = [
+    'Affine',
+    'batch_norm_scale_shift',
+    'check_foldable',
+    'foldable_layers',
+    'holds_structure',
+    'is_reparameterized',
+    'structures_in',
+    'unfoldable_reason',
+]
 
 
 def unfoldable_reason(module: nn.Module) -> Optional[str]:
@@ -145,3 +158,29 @@ class Affine(NamedTuple):
             cast = cast.reshape(getattr(linear, name).shape)
             cast = torch.empty_like(like).copy_(cast) if cast.shape == like.shape else cast.contiguous()
             setattr(linear, name, nn.Parameter(cast, requires_grad=like.requires_grad))
+
+
+def foldable_layers(module: nn.Module, prefix: str = '') -> Iterator[Tuple[str, nn.Module]]:
+    """Yield foldable and folded layers by name."""
+    for name, layer in module.named_modules(prefix=prefix):
+        if hasattr(layer, 'structure_keys'):
+            yield name, layer
+
+
+def structures_in(layer: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Tuple[str, ...]:
+    """Structures of a layer that the entries of a state dict under a prefix belong to, none without such entries."""
+    for key, structures in layer.structure_keys.items():
+        key = prefix + key
+        if key in state_dict or (key.endswith('.') and any(name.startswith(key) for name in state_dict)):
+            return structures
+    return ()
+
+
+def holds_structure(model: nn.Module, state_dict: Mapping[str, Any], structure: str) -> bool:
+    """Whether a state dict in the key layout of this package holds a layer of the model in this structure."""
+    return any(structure in structures_in(layer, state_dict, f'{name}.') for name, layer in foldable_layers(model))
+
+
+def is_reparameterized(model: nn.Module) -> bool:
+    """Whether a model has foldable layers and all of them have the deploy structure."""
+    return {layer.structure for _, layer in foldable_layers(model)} == {'deploy'}

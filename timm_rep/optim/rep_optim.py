@@ -381,18 +381,16 @@ class RepAdamW(_RepOptimizer, AdamW):
 
     def _update(self, pieces: _Pieces, state: Dict[str, list], group: Dict[str, Any]) -> None:
         params, grads, grad_mults, start, empty_like, in_order = pieces
+        found_inf = self._scalers['found_inf']
         # torch's arithmetic on parameters of zeros gives the bare update
         updates = [empty_like(param).zero_() for param in params]
         grads = [in_order(match_strides(param, grad)) for param, grad in zip(params, grads)]
         self._adamw(list(map(in_order, updates)), grads, state, {**group, 'weight_decay': 0.})
         for param, update, grad_mult in zip(params, updates, grad_mults):
-            param.mul_(1 - group['lr'] * group['weight_decay'] * self._steps_taken(param.device))
+            # where GradScaler leaves it to a fused kernel to skip a step, its tensor says so
+            taken = 1 if found_inf is None else 1 - found_inf.to(param.device)
+            param.mul_(1 - group['lr'] * group['weight_decay'] * taken)
             grad_mult.add_product(param, update, self._rule, start=start)
-
-    def _steps_taken(self, device: torch.device) -> Any:
-        """1, or 0 as a tensor where GradScaler leaves it to a fused kernel to skip a step."""
-        found_inf = self._scalers['found_inf']
-        return 1 if found_inf is None else 1 - found_inf.to(device)
 
 
 def _is_copy(param: torch.Tensor, weight: torch.Tensor) -> bool:

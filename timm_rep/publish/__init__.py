@@ -1,6 +1,6 @@
 """Model folders made ready for the Hub: weights of a training run, measured figures, card, hashes; and their upload."""
 from ._card import accelerated_card, card_text, figures_table
-from ._sidecar import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
+from ._metrics import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
 from .prepare import convert_released, prepare_folder, write_folded
 from .push import Change, push_folder
 

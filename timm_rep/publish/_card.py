@@ -18,7 +18,7 @@ from timm_rep.hub import (
 )
 from timm_rep.utils.files import parse, read_text
 
-from ._sidecar import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
+from ._metrics import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
 
 __all__ = ['RECIPE_NAME', 'accelerated_card', 'card_text', 'figures_table', 'write_card']
 
