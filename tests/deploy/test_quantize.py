@@ -268,6 +268,30 @@ def test_outputs_of_onnxruntime_are_nested_as_the_models(tmp_path):
         timm_rep.quantize_ptq(Constant().eval(), [x], 'onnxruntime')
 
 
+class Shortcut(nn.Module):
+    """Shortcuts around a linear layer and a convolution, both of little weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 3, 1), nn.Linear(3, 3)
+        for layer in (self.conv, self.fc):
+            layer.weight.data.mul_(1e-3)
+            layer.bias.data.zero_()
+
+    def forward(self, x):
+        x = (x + self.conv(x)).flatten(2).transpose(1, 2)
+        return x + self.fc(x)
+
+
+def test_shortcuts_stay_in_float_in_onnxruntime():
+    """Other readers of the input of a layer are not rounded: the error is less than a step of 8 bits."""
+    pytest.importorskip('onnxruntime')
+    torch.manual_seed(0)
+    quantized = timm_rep.quantize_ptq(Shortcut().eval(), [images(4, 8)], 'onnxruntime')
+    assert sorted(quantized.report.int8_layers) == ['conv', 'fc']
+    assert quantized.report.relative_rms < 1e-4
+
+
 def test_ranges_of_onnxruntime():
     """Lowest and highest value that scale and zero point represent, not the zero point's distance from the highest."""
     onnx, _ = pytest.importorskip('onnx'), pytest.importorskip('onnxruntime')

@@ -12,7 +12,7 @@ from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from .observers import ACTIVATION_OBSERVERS
-from .program import Program, QuantizationSettings, dump_structure, module_name, restore_structure
+from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure
 from .runtimes import load_executorch, lower_to_executorch
 
 __all__ = ['ExecuTorchProgram']
@@ -42,6 +42,7 @@ class ExecuTorchProgram(Program):
             keep_float: Sequence[str] = (),
     ) -> 'ExecuTorchProgram':
         example = (batches[0][:1],)
+        structure = output_structure(model, *example)
         config = get_symmetric_quantization_config(is_per_channel=settings.per_channel)
         activation = replace(
             config.input_activation,
@@ -56,7 +57,6 @@ class ExecuTorchProgram(Program):
         for layer in _LAYERS:
             quantizer.set_operator_type(layer, config)
         with torch.no_grad():
-            structure = dump_structure(model(*example))
             prepared = prepare_pt2e(torch.export.export(model, example).module(), quantizer)
             for image in torch.cat(list(batches)).split(1):
                 prepared(image)

@@ -18,7 +18,7 @@ from nncf.quantization.range_estimator import (
 )
 
 from .formats import export_program, tracing_batch
-from .program import Program, QuantizationSettings, dump_structure, module_name, restore_structure
+from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure
 from .runtimes import compile_openvino, save_openvino, to_openvino
 
 __all__ = ['OpenVinoProgram']
@@ -49,8 +49,7 @@ class OpenVinoProgram(Program):
             settings: QuantizationSettings,
             keep_float: Sequence[str] = (),
     ) -> 'OpenVinoProgram':
-        with torch.no_grad():
-            structure = dump_structure(model(batches[0][:1]))
+        structure = output_structure(model, batches[0])
         program = export_program(model, tracing_batch(batches[0]))
         converted = to_openvino(program, batches[0])
         names = _module_names(program)

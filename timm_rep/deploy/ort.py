@@ -16,7 +16,7 @@ from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType,
 
 from .formats import onnx_runner, tracing_batch, write_onnx
 from .observers import create_observer
-from .program import Program, QuantizationSettings, dump_structure, restore_structure
+from .program import Program, QuantizationSettings, output_structure, restore_structure
 
 __all__ = ['OnnxProgram']
 
@@ -49,8 +49,7 @@ class OnnxProgram(Program):
             settings: QuantizationSettings,
             keep_float: Sequence[str] = (),
     ) -> 'OnnxProgram':
-        with torch.no_grad():
-            structure = dump_structure(model(batches[0][:1]))
+        structure = output_structure(model, batches[0])
         folder = tempfile.TemporaryDirectory()
         path = Path(folder.name) / 'model.onnx'
         write_onnx(model, tracing_batch(batches[0]), path)
@@ -88,6 +87,8 @@ class OnnxProgram(Program):
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
         quantizer.quantize_model()
+        _keep_float_inputs(quantizer.model.model.graph, {node.name for node in layers}, {
+            name for node in (*layers, *activations) for name in node.output})
         if structure:
             onnx.helper.set_model_props(quantizer.model.model, {_STRUCTURE: structure})
         external = (path.parent / f'{path.name}.data').exists()
@@ -147,6 +148,28 @@ def _unshare(graph: onnx.GraphProto) -> None:
                 node.input[i] = graph.initializer[-1].name = f'{name}_{len(graph.initializer)}'
             elif name in initializers:
                 used.add(name)
+
+
+def _keep_float_inputs(graph: onnx.GraphProto, quantized: Set[str], outputs: Set[str]) -> None:
+    """Let all but the quantized nodes read float tensors: ONNX Runtime rounds a quantized input for all its readers.
+
+    A shortcut next to a layer would be rounded in each block. Tensors that the int8 kernels write stay rounded.
+
+    Args:
+        graph: The quantized graph.
+        quantized: Names of the quantized nodes.
+        outputs: Names of tensors that int8 kernels write.
+    """
+    rounded = {node.output[0]: node.input[0] for node in graph.node if node.op_type == 'QuantizeLinear'}
+    originals = {
+        node.output[0]: rounded[node.input[0]] for node in graph.node
+        if node.op_type == 'DequantizeLinear' and node.input[0] in rounded}
+    for node in graph.node:
+        if node.name in quantized or node.op_type in ('QuantizeLinear', 'DequantizeLinear'):
+            continue
+        for i, name in enumerate(node.input):
+            if name in originals and originals[name] not in outputs:
+                node.input[i] = originals[name]
 
 
 def _ranges(

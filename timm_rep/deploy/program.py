@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-__all__ = ['Program', 'QuantizationSettings', 'dump_structure', 'module_name', 'restore_structure']
+__all__ = ['Program', 'QuantizationSettings', 'module_name', 'output_structure', 'restore_structure']
 
 
 class QuantizationSettings(NamedTuple):
@@ -71,12 +71,14 @@ class Program(ABC):
         """
 
 
-def dump_structure(outputs: Any) -> str:
-    """Structure of outputs as JSON for :func:`restore_structure`; '' for a single tensor.
+@torch.no_grad()
+def output_structure(model: nn.Module, images: torch.Tensor) -> str:
+    """Structure of the outputs for the first image, as JSON for :func:`restore_structure`; '' for a single tensor.
 
     Raises:
         TypeError: The outputs are not tensors in lists, tuples and dicts.
     """
+    outputs = model(images[:1])
     leaves, structure = tree_flatten(outputs)
     others = {type(x).__name__ for x in leaves if not isinstance(x, torch.Tensor)}
     if others:
@@ -86,7 +88,7 @@ def dump_structure(outputs: Any) -> str:
 
 
 def restore_structure(outputs: Any, structure: str) -> Any:
-    """Outputs of a runtime, a tensor or a list of tensors, in the structure of :func:`dump_structure`."""
+    """Outputs of a runtime, a tensor or a list of tensors, in the structure of :func:`output_structure`."""
     if not structure:
         return outputs
     return tree_unflatten(outputs if isinstance(outputs, list) else [outputs], treespec_loads(structure))
