@@ -231,6 +231,9 @@ def test_allocation_limits():
     assert allocate([loss, 100 * loss], [macs, macs], 14) == [2, 0]
     with pytest.raises(ValueError, match='least'):
         allocate([loss, loss], [macs, macs], 7.9)
+    # what is left of the budget is used where no multiplier would: the middle is above the line through both ends
+    concave = torch.tensor([0., 1., 1.2], dtype=F64)
+    assert allocate([concave, concave], [macs, macs], 18) == [0, 1]
     # channels that cost nothing idle before others
     assert allocate([0 * loss, loss], [macs, macs], 14) == [2, 0]
 

@@ -15,6 +15,7 @@ from tests.helpers import images, in_processes, relative
 from timm_rep.convert import linearize_ffns
 from timm_rep.convert.calibration import Share, TokenSampler
 from timm_rep.convert.ffn import find_ffns
+from timm_rep.convert.fitting import CalibrationRows, fit_ffn
 from timm_rep.convert.least_squares import LeastSquares
 from timm_rep.convert.residual import probe
 from timm_rep.convert.streaming import ConvertingPass
@@ -307,6 +308,7 @@ def linearize_one(_):
 @pytest.mark.parametrize('x, message', [
     (images(16, 32), 'too few to hold some out'),
     (images(16, 32).bfloat16(), 'too few to hold some out'),
+    (images(12, 32).repeat(3, 1, 1, 1), 'too few to hold some out'),
     (images(24, 32).repeat(3, 1, 1, 1), 'Only 24 of the 72'),
     (images(1, 32) + 1e-3 * images(24, 32), 'same class'),
 ])
@@ -314,7 +316,7 @@ def test_images_that_say_little_about_others(x, message):
     with pytest.warns(UserWarning, match=message) as found:
         report = linearize_ffns(vit(), [x])
     assert found[0].filename == __file__
-    assert (report.ffns[0].held_out is None) == (len(x) == 16)
+    assert (report.ffns[0].held_out is None) == (len(x.unique(dim=0)) < 20)
 
 
 def test_a_fit_that_does_not_hold_for_others():
@@ -331,6 +333,20 @@ def test_an_image_is_held_out_with_its_duplicates():
     reports = [linearize_ffns(randomized(), [batch], tokens_per_image=17) for batch in (x, torch.cat([x, x]))]
     for one, two in zip(*(report.ffns for report in reports)):
         assert two.held_out == pytest.approx(one.held_out, rel=1e-3)
+
+
+def test_the_last_fit_is_to_all_rows():
+    torch.manual_seed(0)
+    ffn = find_ffns(randomized().double())[0][0]
+    u, held_out = torch.randn(300, 24, dtype=torch.float64), torch.arange(300) % 5 == 4
+    y = ffn.module(u).detach()
+    for rows in (CalibrationRows(u, held_out), CalibrationRows(u, torch.zeros_like(held_out))):
+        fitted, _ = fit_ffn(ffn, rows, 48, ridge=1e-12)
+        with torch.no_grad():
+            parts = [fitted.act(fitted.fc_in(u)), torch.ones(300, 1), *([u] if fitted.has_idle else [])]
+            design = torch.cat(parts, 1).double()
+            expected = design @ torch.linalg.lstsq(design, y).solution
+            assert relative(fitted(u), expected) < 1e-6
 
 
 def test_the_form_that_is_better_on_held_out_images():
