@@ -125,7 +125,7 @@ def _relative_rms(x: Any, reference: Any) -> float:
         torch.cat([t.flatten().double() for t in torch.utils._pytree.tree_leaves(y) if isinstance(t, torch.Tensor)])
         for y in (x, reference))
     if x.shape != reference.shape:
-        return float('inf')  # such as auxiliary outputs
+        return float('inf')  # e.g. auxiliary outputs in train mode
     return ((x - reference).norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
 
 

@@ -1,4 +1,4 @@
-"""Numeric self-test of folding."""
+"""Numerical check that folding keeps the outputs of a model."""
 import copy
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Tuple

@@ -1,13 +1,17 @@
 """Figures of the papers: scales, kernels, latency by part, and products of attention weights."""
 import itertools
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
 
 from timm_rep.init import attention_products, attentions
 from timm_rep.scales import Scales
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = [
     'diagonal',
@@ -27,13 +31,13 @@ _COLORS = (
 _SWEPT = 'idle ratio '
 
 
-def _figure(columns: int, rows: int):
+def _figure(columns: int, rows: int) -> 'Figure':
     from matplotlib.figure import Figure
 
     return Figure(figsize=(1.5 + 5.5 * columns, 3.6 * rows), layout='constrained')
 
 
-def tidy(axes, title: str, x: str = '', y: str = '') -> None:
+def tidy(axes: 'Axes', title: str, x: str = '', y: str = '') -> None:
     """Set the title and labels of matplotlib axes and hide the upper and right spines."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x, fontsize=8)
@@ -42,7 +46,7 @@ def tidy(axes, title: str, x: str = '', y: str = '') -> None:
     axes.spines[['top', 'right']].set_visible(False)
 
 
-def plot_scales(scales: Mapping[str, Scales]):
+def plot_scales(scales: Mapping[str, Scales]) -> 'Figure':
     """Draw the mean scales by block, and by epoch of the search if known (RepOptimizers, figures 7 and 6).
 
     One column per set of scales with shared axes, one line per branch, interrupted between stages.
@@ -73,7 +77,7 @@ def plot_scales(scales: Mapping[str, Scales]):
     return figure
 
 
-def _draw_depth(axes, scales: Scales, colors: Mapping[str, str]) -> None:
+def _draw_depth(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> None:
     index = {layer: i + 1 for i, layer in enumerate(scales)}
     for branch, color in colors.items():
         for layers in scales.stages().values():
@@ -83,7 +87,7 @@ def _draw_depth(axes, scales: Scales, colors: Mapping[str, str]) -> None:
                 axes.plot([index[layer] for layer in layers], means, color=color, marker='.')
 
 
-def _draw_course(axes, scales: Scales, colors: Mapping[str, str]) -> Optional[str]:
+def _draw_course(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> Optional[str]:
     """Draw the history of the last layer of the longest stage, and return its name; None without a history."""
     longest = max(scales.stages().values(), key=len)[-1]
     if longest not in scales.history:
@@ -110,11 +114,14 @@ def _is_kernel(value: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 4 and tuple(value.shape[2:]) == (3, 3)
 
 
-def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: Optional[Sequence[str]] = None):
+def plot_kernels(
+        state_dicts: Mapping[str, Mapping[str, torch.Tensor]],
+        layers: Optional[Sequence[str]] = None,
+) -> 'Figure':
     """Draw the distribution of the entries of a 3 x 3 kernel, centre and surroundings (RepOptimizers, figures 3, 5).
 
     One column per checkpoint, on one axis that spans 99.5% of the entries of the widest. The legends show the standard
-    deviations of all entries (table 11), which few outliers may determine.
+    deviations of all entries (table 11), which a few outliers may dominate.
 
     Args:
         state_dicts: State dicts by title.
@@ -148,7 +155,7 @@ def plot_kernels(state_dicts: Mapping[str, Mapping[str, torch.Tensor]], layers: 
     return figure
 
 
-def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
+def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]) -> 'Figure':
     """Draw the latency of the parts of models as stacked bars (RePaFormer, figure 3).
 
     Args:
@@ -174,7 +181,7 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]):
     return figure
 
 
-def plot_accuracy(figures: Mapping[str, Mapping[str, Any]]):
+def plot_accuracy(figures: Mapping[str, Mapping[str, Any]]) -> 'Figure':
     """Draw accuracy against measured throughput of an original model and of models converted from it.
 
     One plot for each batch size. Models of a sweep are a line, labelled by their share of linear hidden channels and
@@ -222,7 +229,7 @@ def diagonal(product: torch.Tensor) -> float:
     return (product[on].mean() / product[~on].std()).item()
 
 
-def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 64):
+def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 64) -> 'Figure':
     """Draw the products of attention weights of models (weight selection, figure 5).
 
     One column per model, ``W_q W_k^T`` (mean over heads) above ``W_v W_proj``. In pretrained models the first often has

@@ -306,7 +306,7 @@ def test_training_images_need_no_labels(data, tmp_path):
     (['--checkpoint', '{tmp}/none.pth'], 'none.pth'),
     (['--images', '3'], 'needs at least'),
     (['--img-size', '48'], 'VisionTransformer does not take images of size (3, 48, 48): Input height (48)'),
-    (['--resume'], '--resume continues a distillation: pass its --distil-epochs'),
+    (['--resume'], '--distil-epochs'),
     (['--mean', '.1', '.2'], 'mean must have 1 or 3 values'),
 ])
 def test_refused_before_anything_is_written(data, tmp_path, capsys, change, message):

@@ -71,7 +71,7 @@ def test_multi_branch_network_of_timm(images, tmp_path):
     (['--epochs', '1', '--warmup-epochs', '1'], 'warmup_epochs must be less'),
     (['--lr', 'nan'], 'lr must be'),
     (['--model-kwargs', 'structure=target'], '--model-kwargs must not have structure'),
-    (['--model-kwargs', 'num_classes=4'], '--num-classes the classes'),
+    (['--model-kwargs', 'num_classes=4'], 'num_classes'),
 ], ids=str)
 def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, message):
     (tmp_path / 'file').write_text('old')

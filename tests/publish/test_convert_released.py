@@ -90,7 +90,7 @@ def test_refusals(released_vgg, released_scales, tmp_path, capsys):
     folder = tmp_path / 'repopt_vgg_a0.in1k'
     (tmp_path / 'bad.pth').write_bytes(b'neither')
     for args, message in [
-        ([path, '--model', 'repopt_vgg_z', '-o', folder], "There is no model 'repopt_vgg_z'"),
+        ([path, '--model', 'repopt_vgg_z', '-o', folder], "'repopt_vgg_z'"),
         (['nowhere', '--model', 'repopt_vgg_a0', '-o', folder], "no file 'nowhere'"),
         ([tmp_path / 'bad.pth', '--model', 'repopt_vgg_a0', '-o', folder], 'Cannot read'),
         ([path, '--model', 'repopt_vgg_a0', '-o', folder], 'does not fit RepOptVgg'),

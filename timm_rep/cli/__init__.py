@@ -3,8 +3,8 @@
 Each command is a module with ``add_parser(commands)``, which adds its arguments and ends with
 ``parser.set_defaults(run=run)``, and ``run(args)``, which calls the public API and returns the exit status, 0 if None.
 ``args`` has three reserved names: ``run``, ``command`` (the command line as text) and ``traceback``. A command may set
-``args.interrupt_hint``, which is printed after an interruption. Errors of users are one line without a traceback, so
-whatever is wrong should be found before models are loaded.
+``args.interrupt_hint``, which is printed after an interruption. Errors of users are printed as one line without
+a traceback, so they should be found before models are loaded.
 """
 import argparse
 import shlex
@@ -39,7 +39,7 @@ __all__ = ['main']
 _COMMANDS = (
     accelerate, card, convert, demo, export, hyper_search, models, plot_attention_weights, plot_scales, profile, push,
     quantize, run, verify, weight_select)
-# printed as one line; others are defects of this package and show their traceback
+# errors of users, printed as one line; all others are defects of this package and show their traceback
 _ERRORS = (OSError, ValueError, RuntimeError, ImportError, OverflowError, SafetensorError, TypeError)
 
 
@@ -69,7 +69,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def _print_error(message: str) -> None:
-    if 'Original Traceback' in message:  # of a data loading process; its last line is the error
+    if 'Original Traceback' in message:  # from a data loading process; the last line is the error
         message = message.strip().splitlines()[-1]
     message = ' '.join(message.split())
     # names of layers and data sets come from files and may hold terminal escapes

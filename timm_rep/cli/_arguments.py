@@ -2,7 +2,7 @@
 import argparse
 import os
 from contextlib import nullcontext
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Mapping, Optional, Sequence
 
 import timm
 import torch
@@ -16,10 +16,13 @@ from timm_rep.utils.data import read_images
 from timm_rep.utils.files import argument_errors, config_errors
 
 __all__ = [
-    'ModelKwargs', 'add_device', 'add_images', 'add_loading', 'add_model', 'add_model_kwargs', 'add_seed',
+    'Commands', 'ModelKwargs', 'add_device', 'add_images', 'add_loading', 'add_model', 'add_model_kwargs', 'add_seed',
     'check_output_file', 'count', 'create_from', 'create_model', 'default_device', 'device', 'folder', 'images_from',
     'load_from', 'names_weights', 'note_random_weights', 'positive_int', 'ratio', 'seed', 'share',
 ]
+
+# what ArgumentParser.add_subparsers() returns, for which argparse has no public name
+Commands = argparse._SubParsersAction
 
 
 def default_device() -> torch.device:
@@ -28,8 +31,8 @@ def default_device() -> torch.device:
 
 
 def _number(kind: type, is_valid: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """Type of an argument, a number that satisfies a condition."""
-    def parse(text: str):
+    """Argument type of numbers that satisfy a condition."""
+    def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
@@ -68,7 +71,13 @@ def device(text: str) -> torch.device:
 class ModelKwargs(ParseKwargs):
     """timm's action for NAME=VALUE pairs, whose values are Python literals; other words are an error."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+            self,
+            parser: argparse.ArgumentParser,
+            namespace: argparse.Namespace,
+            values: Sequence[str],
+            option_string: Optional[str] = None,
+    ) -> None:
         for value in values:
             name, equals, _ = value.partition('=')
             if not equals or not name.isidentifier():
@@ -103,7 +112,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     """Add --train-split, --val-split, --batch-size and --workers, for folders of images."""
     parser.add_argument(
         '--train-split', default='train', metavar='SPLIT',
-        help='folder for calibration and training, without use of labels (%(default)s)')
+        help='folder for calibration and training; labels are not used (%(default)s)')
     parser.add_argument(
         '--val-split', default='val', metavar='SPLIT', help='labelled folder for the accuracy (%(default)s)')
     parser.add_argument('--batch-size', type=positive_int, default=64, metavar='N', help='(%(default)s)')
@@ -129,8 +138,8 @@ def check_output_file(output: str, *suffixes: str) -> None:
     check_writable(folder or '.')
 
 
-def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs) -> nn.Module:
-    """``timm.create_model``, with a ValueError that names --model-kwargs, the folder, or another library's model."""
+def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs: Any) -> nn.Module:
+    """``timm.create_model``, with errors that name the argument at fault."""
     if not is_model(name) and os.path.isdir(name):
         raise ValueError(f'Expected a model, but got the folder {name!r}: to load it, pass local-dir:{name}.')
     errors = argument_errors(f'{name} with --model-kwargs {model_kwargs}') if model_kwargs else nullcontext()
@@ -165,6 +174,6 @@ def note_random_weights(args: argparse.Namespace, model: nn.Module) -> None:
     if args.checkpoint:
         return
     if not names_weights(args.model):
-        print('The weights are random: name trained ones, as in repa_deit_base.in1k, or pass --checkpoint.')
+        print('The weights are random. Name a pretrained model, e.g. repa_deit_base.in1k, or pass --checkpoint.')
     elif args.model_kwargs.get('num_classes') not in (None, 0, model.pretrained_cfg.get('num_classes')):
         print(f'The classifier is random: {args.model} has {model.pretrained_cfg.get("num_classes")} classes.')

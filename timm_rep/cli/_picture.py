@@ -1,13 +1,18 @@
-"""Parts of the commands that draw."""
+"""Shared by the commands that draw."""
+import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from timm_rep.utils.atomic import replacing_files
 
 from ._arguments import check_output_file
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def add_picture(parser, default: str) -> None:
-    """Add --output, a picture with a default name."""
+
+def add_picture(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --output, the file of the picture."""
     parser.add_argument(
         '-o', '--output', default=default, metavar='FILE',
         help='.png, .svg or .pdf file to write (%(default)s in the current directory)')
@@ -28,7 +33,7 @@ def check_picture(output: str, command: str) -> Path:
     return Path(output)
 
 
-def save_picture(figure, path: Path) -> None:
+def save_picture(figure: 'Figure', path: Path) -> None:
     """Write a matplotlib Figure to a file and print its absolute path."""
     with replacing_files(path.parent) as draft:
         figure.savefig(draft / path.name, dpi=150)

@@ -2,10 +2,12 @@
 
 ``torchrun --no-python timm-rep accelerate ...`` converts and distils with several processes.
 """
+import argparse
 import contextlib
 from pathlib import Path
 
 from ._arguments import (
+    Commands,
     add_model_kwargs,
     count,
     create_model,
@@ -20,11 +22,11 @@ from ._arguments import (
 
 # idle ratios of --sweep
 _SWEEP = (0.25, 0.5, 0.75, 0.9, 1.)
-# those that timm knows
+# interpolation modes of timm's transforms
 _INTERPOLATIONS = ('nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos')
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         'accelerate', help='convert the FFNs of a pretrained model from unlabelled images; measure, distil, save')
     parser.add_argument('model', metavar='MODEL', help="timm model; pretrained, unless --checkpoint is given")
@@ -51,16 +53,17 @@ def add_parser(commands) -> None:
     parser.add_argument('--resume', action='store_true', help='continue an interrupted distillation')
     parser.add_argument(
         '--train-split', default='train', metavar='NAME',
-        help='folder for calibration and distillation, without use of labels (%(default)s)')
+        help='folder for calibration and distillation; labels are not used (%(default)s)')
     parser.add_argument(
         '--val-split', default='val', metavar='NAME', help='labelled folder for the accuracy (%(default)s)')
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's)")
     parser.add_argument('--mean', type=float, nargs='+', metavar='X', help="mean of the channels (the model's)")
-    parser.add_argument('--std', type=float, nargs='+', metavar='X', help="deviation of the channels (the model's)")
+    parser.add_argument(
+        '--std', type=float, nargs='+', metavar='X', help="standard deviation of the channels (the model's)")
     parser.add_argument('--interpolation', choices=_INTERPOLATIONS, help="of the images (the model's)")
     parser.add_argument('--crop-pct', type=share, metavar='X', help="share of the image that is kept (the model's)")
     parser.add_argument(
-        '--batch-size', type=positive_int, default=64, metavar='N', help='of each process (%(default)s)')
+        '--batch-size', type=positive_int, default=64, metavar='N', help='images per step and process (%(default)s)')
     parser.add_argument(
         '--workers', type=count, default=0, metavar='N', help='processes that load images (%(default)s)')
     parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
@@ -68,7 +71,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     import torch
     from timm.utils import init_distributed_device, is_primary
 
@@ -82,7 +85,7 @@ def run(args) -> int:
 
     check_distillation(args.distil_epochs, args.lr)
     if args.resume and not args.distil_epochs:
-        raise ValueError('--resume continues a distillation: pass its --distil-epochs.')
+        raise ValueError('--resume continues a distillation: pass --distil-epochs too.')
     if args.sweep:
         check_matplotlib('accelerate --sweep')
     args.device = str(args.device or default_device())

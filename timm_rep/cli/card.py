@@ -1,12 +1,14 @@
 """``timm-rep card``: prepare a folder for publishing: weights, measured figures, model card, hashes."""
+import argparse
+
 from timm_rep.hub import CARD_NAME, split_name
 from timm_rep.publish import prepare_folder
 from timm_rep.utils.atomic import check_writable
 
-from ._arguments import add_device, default_device, positive_int
+from ._arguments import Commands, add_device, default_device, positive_int
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('card', help='prepare a folder for publishing: weights, figures, card, hashes')
     parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_lvvit_s.cifar10')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of a training run (default: keep the weights)')
@@ -28,7 +30,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     split_name(args.folder)
     folder = check_writable(args.folder)
     prepare_folder(

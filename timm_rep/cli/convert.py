@@ -1,8 +1,10 @@
 """``timm-rep convert``: convert a released checkpoint or file of scales into a folder that loads."""
-from ._arguments import add_model_kwargs
+import argparse
+
+from ._arguments import Commands, add_model_kwargs
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         'convert', help='convert a released checkpoint or file of scales into a folder that loads')
     parser.add_argument('file', metavar='FILE', help='released file of weights or scales')
@@ -14,7 +16,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     import timm
 
     from timm_rep.hub import split_name
@@ -22,7 +24,7 @@ def run(args) -> int:
     from timm_rep.utils.atomic import check_writable
 
     if not timm.is_model(args.model):
-        raise ValueError(f'There is no model {args.model!r}.')
+        raise ValueError(f'Unknown model {args.model!r}.')
     split_name(args.output)
     folder = check_writable(args.output)
     written = convert_released(args.file, args.model, folder, args.model_kwargs)

@@ -1,10 +1,12 @@
 """``timm-rep demo``: small models on handwritten digits, trained, folded and converted within minutes."""
+import argparse
+
 from timm_rep.demo import run_demo
 
-from ._arguments import add_device, add_seed, default_device, positive_int
+from ._arguments import Commands, add_device, add_seed, default_device, positive_int
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         'demo', help='train a small RePaFormer and a small RepOpt-VGG on handwritten digits, convert a small ViT')
     parser.add_argument(
@@ -17,7 +19,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     result = run_demo(args.output, device=args.device or default_device(), seed=args.seed, epochs=args.epochs)
     layout = '{:<22}{:>12}{:>14}{:>16}{:>12}'
     print()

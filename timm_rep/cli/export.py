@@ -1,10 +1,12 @@
 """``timm-rep export``: a model as a file or folder for inference."""
+import argparse
+
 from timm_rep.deploy import FORMATS, check_target, export
 
-from ._arguments import add_images, add_model, create_from, images_from, load_from, note_random_weights
+from ._arguments import Commands, add_images, add_model, create_from, images_from, load_from, note_random_weights
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('export', help=f'write a model for inference: {", ".join(FORMATS)}')
     add_model(parser)
     folders = ' or '.join(name for name, format in FORMATS.items() if format.suffix is None)
@@ -21,7 +23,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     check_target(args.output, args.format)
     model = create_from(args)
     load_from(args, model)

@@ -2,6 +2,7 @@
 
 ``torchrun --no-python timm-rep hyper-search ...`` searches with several processes.
 """
+import argparse
 from pathlib import Path
 
 import timm
@@ -10,10 +11,10 @@ from timm.utils import init_distributed_device, is_primary
 
 from timm_rep.search import DeviceLoader, count_classes, create_search_dataset, create_search_loader, hyper_search
 
-from ._arguments import add_model_kwargs, add_seed, check_output_file, count, default_device, positive_int
+from ._arguments import Commands, add_model_kwargs, add_seed, check_output_file, count, default_device, positive_int
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small data set')
     parser.add_argument('model', help='name of a RepOpt model, e.g. repopt_vgg_b1')
     add_model_kwargs(parser, example='base=mobileone_s0 for repopt_any')
@@ -25,7 +26,7 @@ def add_parser(commands) -> None:
     parser.add_argument('--dataset-download', action='store_true', help='download the data set, if timm can')
     parser.add_argument('--train-split', default='train', metavar='SPLIT', help='(%(default)s)')
     parser.add_argument('--val-split', default='validation', metavar='SPLIT', help="'' for none (%(default)s)")
-    parser.add_argument('--num-classes', type=positive_int, help='number of classes, if the data set does not have it')
+    parser.add_argument('--num-classes', type=positive_int, help='number of classes, if the data set does not tell it')
     parser.add_argument('--img-size', type=positive_int, default=32, help='pixels (%(default)s)')
     parser.add_argument('--epochs', type=positive_int, default=240, help='(%(default)s)')
     parser.add_argument('--warmup-epochs', type=count, default=5, help='(%(default)s)')
@@ -48,21 +49,21 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run, interrupt_hint='--resume continues from the last checkpoint, if there is one.')
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     if not timm.is_model(args.model):
         raise ValueError(f'Unknown model {args.model!r}: see timm-rep models "repopt_*".')
     own = {'num_classes', 'structure', 'scales'} & args.model_kwargs.keys()
     if own:
         raise ValueError(
             f'--model-kwargs must not have {", ".join(sorted(own))}: the search sets structure and scales, and '
-            '--num-classes the classes.')
+            '--num-classes sets the number of classes.')
     if not args.data_dir and args.dataset.partition('/')[0] in ('', 'torch'):
-        raise ValueError(f'The data set {args.dataset!r} requires --data-dir, its folder.')
+        raise ValueError(f'The data set {args.dataset!r} requires --data-dir.')
     check_output_file(args.output, '.safetensors')
     args.device = args.device or str(default_device())
     try:
         device = init_distributed_device(args)
-    except (AssertionError, RuntimeError) as e:  # raised by timm for a missing device, by torch for an unknown one
+    except (AssertionError, RuntimeError) as e:  # timm: missing device; torch: unknown device
         raise RuntimeError(f'cannot use the device {args.device!r}: {e}') from e
     if args.dataset_download and args.distributed:
         raise ValueError('--dataset-download requires a single process: download the data set before the search.')
@@ -88,7 +89,7 @@ def run(args) -> None:
     if known and classes and classes < known:
         raise ValueError(f'--num-classes must be >= {known}, the classes of {args.dataset!r}, got {classes}.')
     if not classes:
-        raise ValueError(f'The data set {args.dataset!r} does not have its number of classes: pass --num-classes.')
+        raise ValueError(f'The data set {args.dataset!r} does not tell its number of classes: pass --num-classes.')
     if not len(loaders[0]):
         raise ValueError(f'--batch-size must be <= the number of images of {args.dataset!r}, got {args.batch_size}.')
     scales = hyper_search(

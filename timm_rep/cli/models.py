@@ -1,8 +1,11 @@
 """``timm-rep models``: counted and published parameters and MACs of the papers' models; which timm models convert."""
+import argparse
 import fnmatch
 
 from timm_rep.convert import survey_convertible
 from timm_rep.paper import PAPER_ROWS, count_row
+
+from ._arguments import Commands
 
 _NOTES = """
 MACs per image, counted by torch.utils.flop_counter. 'layers': linear layers and convolutions; 'all': also the matrix
@@ -12,12 +15,13 @@ published value that agrees with neither.
 """
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('models', help='print counted and published parameters and MACs')
     parser.add_argument('filter', nargs='?', default='*', help='pattern of model names, e.g. "repa_deit_*" (all)')
     parser.add_argument(
-        '--convertible', action='store_true', help="instead list timm's architectures that match the pattern, with the "
-        'FFNs that convert_to_repa() and the parallel linear branches that convert_to_repopt() converts')
+        '--convertible', action='store_true',
+        help="list timm's architectures that match the pattern instead: FFNs that convert_to_repa() converts, parallel "
+        'branches that convert_to_repopt() converts')
     parser.set_defaults(run=run)
 
 
@@ -41,7 +45,7 @@ def _run_convertible(pattern: str) -> None:
           'branches that convert_to_repopt() converts.')
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     if args.convertible:
         if args.filter == '*':
             raise ValueError('--convertible requires a filter, because it builds each model: for example "convnext*".')

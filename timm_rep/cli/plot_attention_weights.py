@@ -1,4 +1,5 @@
 """``timm-rep plot-attention-weights``: draw the products of attention weights of several models."""
+import argparse
 from typing import Dict
 
 import timm
@@ -8,10 +9,11 @@ import torch.nn as nn
 from timm_rep.init import open_teacher
 from timm_rep.plotting import plot_attention
 
+from ._arguments import Commands
 from ._picture import add_picture, check_picture, save_picture
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         'plot-attention-weights', help='draw the products of attention weights of several models')
     parser.add_argument(
@@ -22,7 +24,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     output = check_picture(args.output, 'plot-attention-weights')
     models: Dict[str, nn.Module] = {}
     for source in args.models:

@@ -1,4 +1,5 @@
 """``timm-rep plot-scales``: draw scales by block, or the kernels of checkpoints."""
+import argparse
 from pathlib import Path
 from typing import List
 
@@ -6,10 +7,11 @@ from timm_rep.plotting import plot_kernels, plot_scales
 from timm_rep.scales import Scales
 from timm_rep.utils.checkpoints import read_state_dict
 
+from ._arguments import Commands
 from ._picture import add_picture, check_picture, save_picture
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('plot-scales', help='draw scales by block, or the kernels of checkpoints')
     parser.add_argument(
         'sources', nargs='+', metavar='SCALES',
@@ -22,7 +24,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     output = check_picture(args.output, 'plot-scales')
     if args.layer and not args.kernels:
         raise ValueError('--layer requires --kernels.')

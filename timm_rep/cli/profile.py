@@ -1,8 +1,11 @@
 """``timm-rep profile``: latency by part, vanilla, RePa and folded (figure 3 of the RePaFormer paper)."""
+import argparse
 import inspect
+from typing import Any, Dict, Mapping, Tuple
 
 import timm
 import torch
+import torch.nn as nn
 
 from timm_rep.convert import anneal_ffns, convert_to_repa, folded_copy, use_repa_ffns
 from timm_rep.latency import profile_latency
@@ -10,11 +13,11 @@ from timm_rep.paper import VANILLA
 from timm_rep.plotting import plot_latency
 from timm_rep.utils.profiling import model_input_size
 
-from ._arguments import add_device, add_model_kwargs, create_model, default_device, positive_int
+from ._arguments import Commands, add_device, add_model_kwargs, create_model, default_device, positive_int
 from ._picture import add_picture, check_picture, save_picture
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('profile', help='time the parts of a model: vanilla, RePa and folded')
     parser.add_argument(
         'models', nargs='+', metavar='MODEL',
@@ -32,7 +35,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     output = check_picture(args.output, 'profile')
     args.device = args.device or default_device()
     profiles = {}
@@ -50,7 +53,7 @@ def run(args) -> None:
     save_picture(plot_latency(profiles), output)
 
 
-def _build(name: str, args):
+def _build(name: str, args: argparse.Namespace) -> Tuple[nn.Module, nn.Module]:
     """Vanilla timm model and RePa model, both with initial weights."""
     architecture, _, tag = name.partition('.')
     if ':' in name or (tag and architecture in VANILLA):
@@ -81,19 +84,20 @@ def _build(name: str, args):
     return vanilla.to(args.device, dtype).eval(), repa.to(args.device, dtype).eval()
 
 
-def _split(model_kwargs):
-    """Split arguments into common ones and ones that only RePaFormers take."""
+def _split(model_kwargs: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Split arguments into those of all models and those of RePaFormers."""
     args = (name for f in (use_repa_ffns, anneal_ffns) for name in inspect.signature(f).parameters)
     only = {*args, 'base', 'linear_path'}
-    return tuple({k: v for k, v in model_kwargs.items() if (k in only) == own} for own in (False, True))
+    own = {k: v for k, v in model_kwargs.items() if k in only}
+    return {k: v for k, v in model_kwargs.items() if k not in own}, own
 
 
-def _input_size(model, args):
+def _input_size(model: nn.Module, args: argparse.Namespace) -> Tuple[int, ...]:
     channels, *size = model_input_size(model)
     return (channels, *([args.img_size] * 2 if args.img_size else size))
 
 
-def _print(name: str, profile) -> None:
+def _print(name: str, profile: Dict[str, Dict[str, float]]) -> None:
     rows = {**{part: [bar[part] for bar in profile.values()] for part in next(iter(profile.values()))},
             'all': [sum(bar.values()) for bar in profile.values()]}
     print(f'{name:<28}' + ''.join(f'{bar + ", ms":>16}' for bar in profile) + '   vanilla / folded')

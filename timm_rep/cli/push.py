@@ -1,12 +1,15 @@
 """``timm-rep push``: publish a folder on the Hub."""
+import argparse
 import tempfile
 from pathlib import Path
 
 from timm_rep.hub import organization
 from timm_rep.publish import push_folder, write_folded
 
+from ._arguments import Commands
 
-def add_parser(commands) -> None:
+
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('push', help='publish a folder on the Hub, in one commit')
     parser.add_argument('folder', metavar='DIR', help='folder of timm-rep card, e.g. hub/repa_lvvit_s.cifar10')
     parser.add_argument('--org', metavar='NAME', help='user or organization (default: TIMM_REP_ORG, or timm-rep)')
@@ -16,12 +19,12 @@ def add_parser(commands) -> None:
     parser.add_argument('--dry-run', action='store_true', help='only print what would change')
     parser.add_argument(
         '--delete', nargs='+', default=[], metavar='FILE',
-        help='files of weights on the Hub to delete, if they are not in DIR (default: an error)')
+        help='weight files that are on the Hub but not in DIR, to delete there (default: such files are an error)')
     parser.add_argument('--message', metavar='TEXT', help='message of the commit')
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     org = args.org or organization()
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_folded(args.folder, Path(temporary)) if args.folded else Path(args.folder).resolve()

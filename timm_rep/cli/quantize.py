@@ -1,9 +1,12 @@
 """``timm-rep quantize``: an int8 model for inference on the CPU."""
+import argparse
+
 from timm_rep.deploy import BACKENDS, CALIBRATORS, check_quantization, quantize_ptq, quantize_qat
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.data import Images
 
 from ._arguments import (
+    Commands,
     add_loading,
     add_model,
     add_seed,
@@ -15,7 +18,7 @@ from ._arguments import (
 )
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('quantize', help='fold a model, quantize it to int8, measure the accuracy, save')
     add_model(parser)
     parser.add_argument(
@@ -49,7 +52,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     check_quantization(args.backend, args.calibrator, args.percentile)
     if args.qat_epochs and (
             args.backend != 'inductor' or args.per_tensor or args.calibrator != 'minmax' or args.keep_float

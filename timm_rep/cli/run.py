@@ -5,19 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ._arguments import Commands
+
 # its sitecustomize.py imports this package when timm is imported
 _STARTUP = Path(__file__).resolve().parent / 'startup'
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         'run', help="run one of timm's scripts (validate.py, benchmark.py, ...) with this package's models registered")
-    parser.add_argument('script', help='path of the script, e.g. validate.py; also reaches scripts that it starts')
+    parser.add_argument('script', help='path of the script, e.g. validate.py; reaches scripts that it starts, too')
     parser.add_argument('args', nargs=argparse.REMAINDER, help='arguments of the script')
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     if not os.path.isfile(args.script):
         raise FileNotFoundError(f'Expected a script, but {args.script!r} does not exist.')
     command = [sys.executable, args.script, *args.args]

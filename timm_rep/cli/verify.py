@@ -1,14 +1,16 @@
-"""``timm-rep verify``: numeric self-test of folding a model."""
+"""``timm-rep verify``: compare a model with its folded form."""
+import argparse
+
 import torch
 
 from timm_rep._verify import verify
 from timm_rep.convert import convert_to_repa
 from timm_rep.utils.profiling import model_input_size
 
-from ._arguments import ModelKwargs, add_images, add_model, create_from, images_from, load_from
+from ._arguments import Commands, ModelKwargs, add_images, add_model, create_from, images_from, load_from
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('verify', help='compare a model with its folded form on random and real images')
     add_model(parser)
     parser.add_argument(
@@ -22,7 +24,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     torch.manual_seed(0)
     model = create_from(args)
     if args.convert_to_repa is not None:

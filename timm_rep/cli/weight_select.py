@@ -1,4 +1,5 @@
 """``timm-rep weight-select``: write initial weights of a model, selected from a larger model's weights."""
+import argparse
 from pathlib import Path
 
 import timm
@@ -11,10 +12,10 @@ from timm_rep.init.weight_select import ELEMENT_CHOICES
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
 
-from ._arguments import add_model_kwargs, add_seed, check_output_file, create_model, positive_int
+from ._arguments import Commands, add_model_kwargs, add_seed, check_output_file, create_model, positive_int
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         'weight-select', help="write initial weights of a model, selected from a larger model's weights")
     parser.add_argument('--student', required=True, metavar='MODEL', help='name of the model to initialize')
@@ -42,7 +43,7 @@ def add_parser(commands) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     check_output_file(args.output, '.safetensors')
     output = Path(args.output)
     if not timm.is_model(args.student):

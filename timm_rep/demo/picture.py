@@ -1,14 +1,22 @@
 """Picture of the demo's results."""
 from pathlib import Path
+from typing import TYPE_CHECKING, Dict, List
 
 from timm_rep.plotting import tidy
 from timm_rep.utils.atomic import replacing_files
 
+from .repa import RePaResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from . import DemoResult
+
 _COLORS = {'SGD': '#66717e', 'RepSGD': '#2f6fde'}
 
 
-def draw(result, path: Path) -> None:
-    """Draw a DemoResult, one message a panel, into a PNG file."""
+def draw(result: 'DemoResult', path: Path) -> None:
+    """Draw the results into a PNG file, one message per panel."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout='constrained')
@@ -20,7 +28,7 @@ def draw(result, path: Path) -> None:
         figure.savefig(draft / path.name, dpi=110)
 
 
-def _draw_rates(axes, accuracy) -> None:
+def _draw_rates(axes: 'Axes', accuracy: Dict[str, Dict[float, float]]) -> None:
     ranges = []
     for label, found in accuracy.items():
         axes.semilogx(list(found), list(found.values()), marker='o', label=label, color=_COLORS[label])
@@ -32,7 +40,7 @@ def _draw_rates(axes, accuracy) -> None:
     tidy(axes, title, 'learning rate', 'validation accuracy (%)')
 
 
-def _draw_branches(axes, difference) -> None:
+def _draw_branches(axes: 'Axes', difference: Dict[str, List[float]]) -> None:
     for label, values in difference.items():
         # a logarithmic axis cannot show 0
         axes.semilogy(range(1, len(values) + 1), [max(d, 1e-17) for d in values], label=label, color=_COLORS[label])
@@ -46,7 +54,7 @@ def _draw_branches(axes, difference) -> None:
     tidy(axes, title, 'training step', 'relative difference from the multi-branch net')
 
 
-def _draw_speed(axes, result) -> None:
+def _draw_speed(axes: 'Axes', result: RePaResult) -> None:
     rows = result.rows
     for label, row in rows.items():
         before = label in ('plain ViT', 'RePa-DeiT')

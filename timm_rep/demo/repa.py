@@ -75,6 +75,6 @@ def run_repa(
 
 def save_folded(model: nn.Module, folder: Path) -> None:
     """Write model.safetensors and config.json of the folded model to a folder."""
-    # timm < 1.0.31 does not record them
+    # timm records them since 1.0.31
     model_args = dict(_MODEL_ARGS, in_chans=1, reparameterized=True)
     save_folder(model.cpu(), folder, model_args=model_args)

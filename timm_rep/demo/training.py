@@ -1,5 +1,5 @@
 """Data and training of the demo: 1,797 handwritten digits of 8 x 8 pixels from scikit-learn."""
-from typing import Tuple
+from typing import Any, Sequence, Tuple
 
 import timm
 import torch
@@ -21,10 +21,10 @@ _TRAIN_BATCH_SIZE = 32
 class Images(Dataset):
     """Grayscale images and their classes."""
 
-    def __init__(self, images, targets):
+    def __init__(self, images: Sequence[Any], targets: Sequence[int]) -> None:
         self.images = [Image.fromarray(image) for image in images]
         self.targets = targets
-        self.transform = None  # set by timm's create_loader
+        self.transform: Any = None  # set by timm's create_loader
 
     def __len__(self) -> int:
         return len(self.images)
@@ -64,7 +64,7 @@ def create_loader_for(dataset: Images, model: nn.Module, is_training: bool) -> D
     )
 
 
-def create_model(name: str, seed: int, device: torch.device, **kwargs) -> nn.Module:
+def create_model(name: str, seed: int, device: torch.device, **kwargs: Any) -> nn.Module:
     """A timm model for the digits, initialized with a seed."""
     random_seed(seed)
     return timm.create_model(name, pretrained_cfg_overlay=DATA, in_chans=1, **kwargs).to(device)
@@ -76,7 +76,7 @@ def train(
         loader: DataLoader,
         epochs: int,
         device: torch.device,
-        **optimizer_args,
+        **optimizer_args: Any,
 ) -> None:
     """Train a model in place, with a cosine schedule and one warm-up epoch."""
     optimizer = create_optimizer_v2(model, **optimizer_args)

@@ -32,10 +32,10 @@ def extend_timm_wrapper() -> None:
     if cls is None or hasattr(cls.save_pretrained, 'extended'):
         return
     inherited_save, inherited_init = cls.save_pretrained, cls.post_init
-    inherited_adjust = getattr(cls, '_adjust_missing_and_unexpected_keys', None)  # of transformers >= 5
+    inherited_adjust: Any = getattr(cls, '_adjust_missing_and_unexpected_keys', None)  # of transformers >= 5
 
     @functools.wraps(inherited_save)
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.timm_model
         if hasattr(model, 'reparameterize'):  # of this package
             model.state_dict()  # converted models bring their arguments up to date
@@ -44,12 +44,12 @@ def extend_timm_wrapper() -> None:
         return inherited_save(self, *args, **kwargs)
 
     @functools.wraps(inherited_init)
-    def post_init(self):
+    def post_init(self: Any) -> None:
         inherited_init(self)
         if (self.config.model_args or {}).get('scales') == SCALES_IN_FOLDER:
             _attach(self)
 
-    def _adjust_missing_and_unexpected_keys(self, loading_info, *args, **kwargs):
+    def _adjust_missing_and_unexpected_keys(self: Any, loading_info: Any, *args: Any, **kwargs: Any) -> Any:
         result = inherited_adjust(self, loading_info, *args, **kwargs)
         _check_keys(self.timm_model, [
             *getattr(loading_info, 'missing_keys', ()), *getattr(loading_info, 'unexpected_keys', ())])

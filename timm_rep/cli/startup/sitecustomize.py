@@ -7,32 +7,40 @@ import importlib.abc
 import importlib.util
 import os
 import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, Optional, Sequence
 
 
 class _ImportAfterTimm(importlib.abc.MetaPathFinder):
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+            self,
+            name: str,
+            path: Optional[Sequence[str]] = None,
+            target: Optional[ModuleType] = None,
+    ) -> Optional[ModuleSpec]:
         if name != 'timm':
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None:
-            import_timm = spec.loader.exec_module
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            import_timm = loader.exec_module
 
-            def exec_module(module):
+            def exec_module(module: ModuleType) -> None:
                 import_timm(module)
                 import timm_rep  # noqa: F401
 
-            spec.loader.exec_module = exec_module
+            loader.exec_module = exec_module
         return spec
 
 
 folder = os.path.dirname(os.path.abspath(__file__))
 sys.meta_path.insert(0, _ImportAfterTimm())
-sys.path.append(os.path.abspath(os.path.join(folder, *[os.pardir] * 3)))  # of timm_rep, which need not be installed
+sys.path.append(os.path.abspath(os.path.join(folder, *[os.pardir] * 3)))  # has timm_rep, which may not be installed
 
-# Python imports the first sitecustomize only, which would hide one of the system
+# Python imports only the first sitecustomize on the path: run the one that this module hides, if any
 hidden = PathFinder.find_spec('sitecustomize', [path for path in sys.path if os.path.abspath(path) != folder])
 if hidden is not None and hidden.loader is not None:
     hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
