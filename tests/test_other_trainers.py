@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from tests.helpers import ROOT, relative
 from timm_rep.optim import RepSGD
 
-pytestmark = pytest.mark.clients
-
 PAGE = (ROOT / 'docs' / 'how-to' / 'use-other-trainers.md').read_text()
-EXAMPLES = dict(re.findall(r'^## (.+?)\n\n```python\n(.*?)^```$', PAGE, re.DOTALL | re.MULTILINE))
+EXAMPLES = dict(re.findall(r'^## ([^\n]+)\n\n```python\n(.*?)^```$', PAGE, re.DOTALL | re.MULTILINE))
 LIBRARIES = {
     'Hugging Face Trainer': 'transformers', 'accelerate': 'accelerate', 'Lightning': 'lightning', 'fastai': 'fastai'}
 
@@ -51,6 +49,7 @@ def distance(model, other, start):
     return (torch.dist(*vectors[:2]) / torch.dist(*vectors[1:])).item()
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize('name', LIBRARIES)
 def test_example(name, tmp_path, monkeypatch):
     """The model is that of a plain loop with RepSGD, neither of plain SGD nor of clipped gradients, and it folds."""
@@ -92,6 +91,7 @@ vision_learner(DataLoaders([], []), 'repa_deit_tiny', n_out=10, pretrained=False
 }
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize('library', WITHOUT_IMPORT)
 def test_error_without_import(library):
     """The README has the error that each call raises before timm_rep is imported."""
