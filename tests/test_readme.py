@@ -125,6 +125,9 @@ for block in vit.blocks:
     block.mlp = Ffn(24)
 report = timm_rep.convert_to_repa(vit.eval(), idle_ratio=0.5, calibration=[torch.randn(16, 3, 32, 32)])
 assert [ffn.hidden_features for ffn in report.ffns] == [96, 96], report
+blocks = nn.Sequential(Block(24), Block(24))
+assert [ffn.name for ffn in timm_rep.convert_to_repa(blocks).ffns] == ['0.ffn', '1.ffn']
+assert isinstance(blocks[0].ln, nn.Identity)
 cli.models.add_parser, cli.models.run = add_parser, run
 assert cli.main(['count', 'repa_beit_base']) == 0
 '''

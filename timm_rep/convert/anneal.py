@@ -161,6 +161,15 @@ def anneal_ffns(
         TypeError: model is not a module.
         ValueError: The model has no FFN that can be annealed, or is wrapped, compiled or converted; or an argument is
             out of range. The model is unchanged.
+
+    Examples:
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=48, num_heads=3, depth=2)
+        >>> report = anneal_ffns(model, anneal_steps=2)
+        >>> for _ in range(2):  # a training
+        ...     y = model(torch.randn(2, 3, 32, 32))
+        >>> folded = timm.utils.reparameterize_model(model.eval())
+        >>> sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in model.parameters())
+        True
     """
     check_annealing(anneal_steps, anneal_schedule)
     ffns, kept = check_convertible(model)

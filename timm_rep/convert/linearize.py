@@ -107,6 +107,12 @@ def linearize_ffns(
             idle_ratio, ridge or max_images is out of range; macs cannot be reached; there are too few images; or
             features or weights are not finite. The model is unchanged.
         OverflowError: A fitted weight does not fit the dtype of the model, which is unchanged.
+
+    Examples:
+        >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=48, num_heads=3, depth=2).eval()
+        >>> report = linearize_ffns(model, [torch.randn(64, 3, 32, 32)], idle_ratio=[None, 0.75])
+        >>> [ffn.name for ffn in report.ffns]
+        ['blocks.1.mlp']
     """
     ffns, kept = check_convertible(model)
     if any(p.is_meta for p in model.parameters()):

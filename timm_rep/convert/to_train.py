@@ -150,6 +150,12 @@ def use_repa_ffns(
     Raises:
         ValueError: The model has no such FFN, or others too, which are named; or an argument is out of range. The model
             is unchanged.
+
+    Examples:
+        >>> model = timm.create_model('vit_tiny_patch16_224', embed_dim=48, num_heads=3, depth=3)
+        >>> report = use_repa_ffns(model, [0.5, 0.75, 0.9])
+        >>> [ffn.active_features for ffn in report.ffns]    # of 192 hidden channels
+        [96, 48, 20]
     """
     ffns = find_trainable_ffns(model)
     names = [ffn.name for ffn in ffns]

@@ -63,6 +63,11 @@ class IdentityBranch:
 
     Attributes:
         name: Name of the branch and of its parameter.
+
+    Examples:
+        >>> csla = Csla(8, 8, branches=(ConvBranch(3), IdentityBranch()))
+        >>> list(csla.scaled_branches)
+        ['conv3x3']
     """
     name: str = 'identity'
     kernel_size = (1, 1)

@@ -38,6 +38,13 @@ def set_fused_idle(enable: bool = True) -> None:
     Args:
         enable: Fuse where it is faster, or run the layers in sequence. The environment variable TIMM_REP_FUSED_IDLE=0
             sets False at import.
+
+    Examples:
+        >>> before = use_fused_idle()
+        >>> set_fused_idle(False)   # to compare with the layers in sequence
+        >>> use_fused_idle()
+        False
+        >>> set_fused_idle(before)
     """
     global _USE_FUSED_IDLE
     _USE_FUSED_IDLE = enable

@@ -68,6 +68,10 @@ class ChannelIdle(nn.Module):
     """Activation applied to the first channels; the remaining ones are idle and pass through (eq. 3).
 
     Input and output: (..., channels), or with the channels at another ``dim``; any dtype the activation supports.
+
+    Examples:
+        >>> ChannelIdle(4, idle_ratio=0.5, act_layer=nn.ReLU)(torch.tensor([-1., 2., -3., 4.]))
+        tensor([ 0.,  2., -3.,  4.])
     """
     dim: Final[int]
 
@@ -157,6 +161,15 @@ class RePaMlp(nn.Module):
     norm, MLP and layer scale; the block adds the shortcut. Both BatchNorms take their statistics over all tokens of all
     images. Input and output: (..., in_features), channels last; with ``use_conv`` (N, in_features, H, W), in either
     memory format.
+
+    Examples:
+        >>> mlp = RePaMlp(48, hidden_features=192, idle_ratio=0.75).eval()
+        >>> folded = mlp.fuse()
+        >>> folded.fc_in.out_features, folded.fc_idle.out_features
+        (48, 48)
+        >>> x = torch.randn(2, 10, 48)
+        >>> torch.allclose(folded(x), mlp(x), atol=1e-5)
+        True
     """
     structure = 'training'
     structure_keys = _STRUCTURE_KEYS
@@ -310,6 +323,12 @@ class RePaMlpDeploy(nn.Module):
 
     Input: (..., in_features), channels last; with ``use_conv`` (N, in_features, H, W). Output: the same with
     out_features.
+
+    Examples:
+        >>> RePaMlpDeploy(48, idle_ratio=1.)    # linear
+        RePaMlpDeploy(
+          (fc_idle): Linear(in_features=48, out_features=48, bias=True)
+        )
     """
     structure = 'deploy'
     structure_keys = _STRUCTURE_KEYS

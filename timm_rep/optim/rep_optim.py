@@ -299,6 +299,10 @@ class RepAdamW(_RepOptimizer, AdamW):
     multiplier is not part of the state: state dicts can be exchanged with ``torch.optim.AdamW``.
 
     Clipping the gradients breaks the equivalence, as for :class:`RepSGD`.
+
+    Examples:
+        >>> model = timm.create_model('repopt_vgg_a0', depths=(1, 1, 1, 1), widths=(8, 8, 8, 8), stem_width=8)
+        >>> optimizer = RepAdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     """
     _rule = 'absolute'
     _takes_sparse = False
