@@ -17,10 +17,19 @@ _FAST = ('declare-a-block-of-your-own', 'search-for-scales', 'fold-inside-a-dete
 _NUMBER = re.compile(r'\d+(?:\.\d+)?')
 
 
+@pytest.fixture
+def account(hub):
+    hub.tokens.add('hf_secret')
+    hub.organizations.append('my-organization')
+    return 'hf_secret'
+
+
 @pytest.mark.parametrize(
     'page', [pytest.param(page, marks=[] if page in _FAST else pytest.mark.slow) for page in PAGES])
-def test_page(page, eval_example, capsys, monkeypatch, tmp_path):
+def test_page(page, request, eval_example, capsys, monkeypatch, tmp_path):
     """The blocks of a page share one namespace. Numbers may differ by 5%: processors round differently."""
+    if page == 'publish-a-model':
+        monkeypatch.setenv('HF_TOKEN', request.getfixturevalue('account'))
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'hub').symlink_to(ROOT / 'hub')
     (tmp_path / 'examples').symlink_to(ROOT / 'examples')
