@@ -85,7 +85,7 @@ def _build(name: str, args: argparse.Namespace) -> Tuple[nn.Module, nn.Module]:
 
 
 def _split(model_kwargs: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """Split arguments into those of all models and those of RePaFormers."""
+    """Split arguments into common ones and RePaFormers' own."""
     args = (name for f in (use_repa_ffns, anneal_ffns) for name in inspect.signature(f).parameters)
     only = {*args, 'base', 'linear_path'}
     own = {k: v for k, v in model_kwargs.items() if k in only}
