@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.multiprocessing import ProcessRaisedException
 
-from tests.convert.distributed_worker import convert
+from tests.distributed_worker import convert
 from tests.convert.families import build
 from tests.convert.test_linearize import Unchanged, all_hooks, vit
 from tests.helpers import images, in_processes, relative

@@ -14,7 +14,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 from tests.helpers import images, relative
-from timm_rep.layers import RePaMlp, RePaMlpDeploy
+from timm_rep.layers import CslaBlock, CslaConv2d, RePaMlp
 
 
 def train(model, optimizer, x, target, steps):
@@ -37,11 +37,11 @@ def check_reparameterize(model, build, x):
     """
     expected = model(x)
     utility = reparameterize_model(model)
-    assert any(isinstance(m, RePaMlp) for m in model.modules())  # the utility works on a copy
+    assert utility.reparameterized
+    assert not model.reparameterized  # the utility works on a copy
     assert model.train().reparameterize() is model
     assert model.eval().reparameterized
-    assert any(isinstance(m, RePaMlpDeploy) for m in model.modules())
-    assert not any(isinstance(m, RePaMlp) for m in model.modules())
+    assert not any(isinstance(m, (RePaMlp, CslaBlock, CslaConv2d)) for m in model.modules())
     assert relative(model(x), expected) < 1e-5
     assert torch.equal(utility(x), model(x))
     once = copy.deepcopy(model.state_dict())

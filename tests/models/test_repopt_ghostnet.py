@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import timm
@@ -14,7 +15,7 @@ from tests.helpers import images, normal_scales, randomize_, relative
 from tests.models import contract
 from tests.models.contract import Contract
 from tests.reference import grad_mult
-from timm_rep.layers import CslaBlock, CslaConv2d, csla_layers
+from timm_rep.layers import CslaConv2d, csla_layers
 from timm_rep.models import RepOptGhostNet
 from timm_rep.optim import RepAdamW, RepSGD
 from timm_rep.scales import Scales
@@ -93,23 +94,9 @@ def test_target_has_the_multipliers_and_kernels_of_its_scales():
 @pytest.mark.parametrize('kwargs', [
     dict(), dict(structure='search'), dict(structure='csla'), dict(in_chans=1), dict(width=.3, structure='search'),
 ], ids=str)
-@torch.no_grad()
 def test_reparameterize_is_exact(kwargs):
-    model = trained(**kwargs)
     x = images()[:, :kwargs.get('in_chans', 3)]
-    expected = model(x)
-    utility = reparameterize_model(model)
-    assert model.train().reparameterize() is model
-    assert model.eval().reparameterized
-    assert not any(isinstance(m, (CslaBlock, CslaConv2d)) for m in model.modules())
-    assert relative(model(x), expected) < 1e-5
-    assert torch.equal(utility(x), model(x))
-    once = {k: v.clone() for k, v in model.state_dict().items()}
-    model.reparameterize()
-    assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
-    built = tiny(reparameterized=True, **kwargs).eval()
-    built.load_state_dict(once)
-    assert torch.equal(built(x), model(x))
+    contract.check_reparameterize(trained(**kwargs), partial(tiny, **kwargs), x)
 
 
 @torch.no_grad()
