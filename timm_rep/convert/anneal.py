@@ -20,7 +20,7 @@ from timm_rep.layers import (
 
 from ._reparameterize import reparameterize
 from .ffn import Ffn, ratios_of, replace_module
-from .ffn_parts import linear_of
+from .ffn_classes import linear_of
 from .linearize import check_convertible
 from .report import ConversionReport, ConvertedFfn
 from .to_train import affine_names, batch_norm_like, check_batch_norm, find_trainable_ffns, take_layer_scale

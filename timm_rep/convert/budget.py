@@ -2,7 +2,7 @@
 
 FFNs are compared by how much their errors change the outputs of the model, from one backward pass.
 """
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence
 
 import torch
 import torch.nn as nn
@@ -143,7 +143,7 @@ def counts_for_budget(
         ffns: Sequence[Ffn],
         images: CalibrationImages,
         probes: Dict[str, Probe],
-        inputs: Dict[str, Tuple[torch.Tensor, torch.Tensor]],
+        inputs: Dict[str, CalibrationRows],
         ridge: float,
         model_macs: int,
         fraction: float,
@@ -165,7 +165,7 @@ def counts_for_budget(
     metrics = output_metrics(model, ffns, images)
     losses = []
     for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):
-        rows = CalibrationRows(*inputs[ffn.name], metric=metrics[ffn.name])
+        rows = inputs[ffn.name]._replace(metric=metrics[ffn.name])
         with torch.autocast(rows.inputs.device.type, enabled=False):
             problem, _ = least_squares(ffn, rows, ridge)
         loss = problem.elimination(ridge).loss.cpu()

@@ -12,8 +12,7 @@ from timm.models.nextvit import merge_pre_bn
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios
 from timm_rep.utils.modes import keeping_modes
 
-from .ffn_classes import Block, FfnSpec, class_name, ffn_spec, find_blocks
-from .ffn_parts import affine_of, chain, linear_of, unsupported_reason
+from .ffn_classes import Block, FfnSpec, affine_of, class_name, ffn_spec, find_blocks, linear_of
 
 __all__ = [
     'Ffn',
@@ -66,25 +65,28 @@ class Ffn:
         self.hidden_norm = norm if isinstance(norm, nn.LayerNorm) else None
         self.blocks = tuple(blocks)
 
+    def _layers(self, part: str) -> List[nn.Module]:
+        return self._spec.layers(self.module, part)
+
     @property
     def first(self) -> nn.Module:
         """The layer whose input is u."""
-        return chain(self.module, self._spec.first)[0]
+        return self._layers('first')[0]
 
     @property
     def last(self) -> nn.Module:
         """The layer whose input is g."""
-        return chain(self.module, self._spec.last)[0]
+        return self._layers('last')[0]
 
     @property
     def output_layer(self) -> nn.Module:
         """The layer whose output is y."""
-        return chain(self.module, self._spec.last)[-1]
+        return self._layers('last')[-1]
 
     @property
     def drops(self) -> List[nn.Module]:
         """Dropouts after the activation and after the last linear layer."""
-        return chain(self.module, self._spec.drop) or [nn.Identity(), nn.Identity()]
+        return self._layers('drop') or [nn.Identity(), nn.Identity()]
 
     @property
     def act_name(self) -> str:
@@ -107,12 +109,12 @@ class Ffn:
 
     def unsupported_reason(self) -> Optional[str]:
         """Why the module, which may have changed, is not a pointwise FFN; None if it is."""
-        return unsupported_reason(self.module, self._spec)
+        return self._spec.unsupported_reason(self.module)
 
     def unsupported_training_reason(self) -> Optional[str]:
         """Why norm, FFN and layer scale of a block cannot become a RePaMlp; None if they can."""
         spec = self._spec
-        chains = [chain(self.module, names) for names in (spec.first, spec.last)]
+        chains = [self._layers('first'), self._layers('last')]
         plain = all(len(layers) == 1 and type(layers[0]) in (nn.Linear, nn.Conv2d) for layers in chains)
         if not plain or self.gated or any((spec.before, spec.after, spec.absent, spec.attribute, spec.inline)):
             return f'is a {type(self.module).__name__}, which is more than two linear layers and an activation'
@@ -141,15 +143,15 @@ class Ffn:
         tolerance = torch.finfo(like.dtype).eps ** 0.5
         return y.shape == expected.shape and bool((y - expected).abs().max() <= tolerance * expected.abs().max())
 
-    def _affine(self, names: str) -> Affine:
+    def _affine(self, part: str) -> Affine:
         try:
-            return affine_of(chain(self.module, names))
+            return affine_of(self._layers(part))
         except ValueError as e:  # running statistics that are missing or not finite
             raise ValueError(f'{self.name}: {e}') from e
 
     def fc_in(self, channels: torch.Tensor) -> Affine:
         """The map of u to the given hidden channels before the activation; of a gated unit gates, then values."""
-        maps = [self._affine(names) for names in (self._spec.first, self._spec.value) if names]
+        maps = [self._affine(part) for part in ('first', 'value') if getattr(self._spec, part)]
         if self._spec.packed:
             half = self.hidden_features
             maps = [maps[0].outputs(0, half), maps[0].outputs(half)]
@@ -159,7 +161,7 @@ class Ffn:
 
     def fc_out(self) -> Affine:
         """The map of the hidden features to the output."""
-        return self._affine(self._spec.last)
+        return self._affine('last')
 
     def unit(self, act: nn.Module) -> nn.Module:
         """The map of gates and values, or of the output of the first layer, to hidden features."""
@@ -240,8 +242,7 @@ class Ffn:
         if self._spec.inline:
             return self._block_with(deploy)
         if self._spec.before or self._spec.after:
-            deploy = nn.Sequential(
-                *chain(self.module, self._spec.before), deploy, *chain(self.module, self._spec.after))
+            deploy = nn.Sequential(*self._layers('before'), deploy, *self._layers('after'))
         return deploy.train(self.module.training)
 
     def _block_with(self, deploy: nn.Module) -> nn.Module:
@@ -276,7 +277,7 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
             continue  # converted already
         if spec.attribute:
             module, name = module.get_submodule(spec.attribute), f'{name}.{spec.attribute}'
-        reason = unsupported_reason(module, spec)
+        reason = spec.unsupported_reason(module)
         if reason:
             others[name] = reason
             continue

@@ -61,11 +61,6 @@ class LinearSum:
         return getattr(drop_path, 'drop_prob', 0.)
 
     @property
-    def has_identity(self) -> bool:
-        """Whether a branch is the identity, with or without a BatchNorm."""
-        return len(self.convs) < len(self.terms)
-
-    @property
     def branches(self) -> Tuple[Union[ConvBranch, IdentityBranch], ...]:
         """One branch for each convolution, numbered if several have one kernel size, and one for all identities."""
         sizes = [conv.kernel_size for conv in self.convs]
@@ -73,7 +68,7 @@ class LinearSum:
         for i, size in enumerate(sizes):
             name = '' if sizes.count(size) == 1 else f'conv{size[0]}x{size[1]}_{sizes[:i].count(size)}'
             branches.append(ConvBranch(size, name))
-        if self.has_identity:
+        if len(sizes) < len(self.terms):
             branches.append(IdentityBranch())
         return tuple(branches)
 

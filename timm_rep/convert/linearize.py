@@ -21,7 +21,7 @@ from ._reparameterize import check_unconverted
 from .budget import counts_for_budget
 from .calibration import HELD_OUT, MIN_HELD_OUT, CalibrationImages, TokenSampler
 from .ffn import Ffn, check_untied, find_ffns, ratios_of
-from .fitting import CalibrationRows, fit_ffn
+from .fitting import fit_ffn
 from .report import ConversionReport
 from .residual import Probe, probe
 from .streaming import ConvertingPass, record_original
@@ -36,9 +36,8 @@ _TOKENS, _ROWS_PER_COLUMN, _RECOMMENDED_ROWS = 16, 4, 16
 def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
     """The pointwise FFNs of a model, and the names of other FFNs with the reason why they cannot be converted.
 
-    Raises:
-        TypeError: model is not a module.
-        ValueError: The model has no pointwise FFN, one with a tied parameter, or is wrapped, compiled or converted.
+    Raises ValueError if the model has no pointwise FFN or one with a tied parameter, or is wrapped, compiled or
+    converted.
     """
     check_unconverted(model)
     ffns, others = find_ffns(model)
@@ -151,15 +150,13 @@ def linearize_ffns(
         converted = []
         with ConvertingPass(model, ffns, images.shares, sampler) as converting:
             for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
-                rows, held_out, stream = converting.arrive_at(ffn)
-                residual, wanted, scale = probes[ffn.name].residual, None, None
+                rows, stream = converting.arrive_at(ffn)
+                residual, total = probes[ffn.name].residual, totals.get(ffn.name)
                 if residual is not None:
-                    scale = residual.scale.to(rows.device)
-                    wanted = (totals[ffn.name] - stream.to(totals[ffn.name])) / scale.to(totals[ffn.name])
-                with torch.autocast(rows.device.type, enabled=False):
-                    matrices, found = fit_ffn(
-                        ffn, CalibrationRows(rows, held_out, wanted, scale), counts[ffn.name], ridge,
-                        probes[ffn.name].tokens)
+                    wanted = (total - stream.to(total)) / residual.scale.to(total)
+                    rows = rows._replace(wanted=wanted, metric=residual.scale.to(total.device))
+                with torch.autocast(rows.inputs.device.type, enabled=False):
+                    matrices, found = fit_ffn(ffn, rows, counts[ffn.name], ridge, probes[ffn.name].tokens)
                 converting.convert(ffn, matrices)
                 converted.append(found)
         saved = sum(ffn.macs[0] - ffn.macs[1] for ffn in converted)

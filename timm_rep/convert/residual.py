@@ -1,4 +1,5 @@
 """How the outputs of FFNs enter the residual stream, found numerically, since each architecture has its own blocks."""
+import contextlib
 from collections import deque
 from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Set
 
@@ -159,18 +160,16 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
         before = [a for a in recent if a.tokens == n and a.rows.shape == y.shape]
         pending.append(_Pending(ffn.name, n, y, before, time + _AFTER))
 
-    hooks = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for ffn in ffns:
-            hooks.append(ffn.first.register_forward_pre_hook(lambda _, args, ffn=ffn: see_input(ffn, args[0])))
+            hooks.enter_context(
+                ffn.first.register_forward_pre_hook(lambda _, args, ffn=ffn: see_input(ffn, args[0])))
         for module in model.modules():
-            hooks.append(module.register_forward_pre_hook(lambda m, args: see(m, True, args)))
-            hooks.append(module.register_forward_hook(lambda m, args, out: see(m, False, out)))
+            hooks.enter_context(module.register_forward_pre_hook(lambda m, args: see(m, True, args)))
+            hooks.enter_context(module.register_forward_hook(lambda m, args, out: see(m, False, out)))
         for ffn in ffns:  # after the hooks that see its inputs
-            hooks.append(ffn.last.register_forward_pre_hook(lambda _, args, ffn=ffn: see_features(ffn, args[0])))
+            hooks.enter_context(
+                ffn.last.register_forward_pre_hook(lambda _, args, ffn=ffn: see_features(ffn, args[0])))
         model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return {
         name: Probe(tokens[name], n, prefix[name], found.get(name) if n == 1 else None) for name, n in calls.items()}

@@ -11,12 +11,10 @@ from timm_rep.layers import Affine
 
 from .calibration import Share, TokenSampler, is_padded, watch_masks
 from .ffn import Ffn, replace_module
+from .fitting import CalibrationRows
 from .residual import Residual, first_tensor, tokens_of
 
 __all__ = ['ConvertingPass', 'record_original']
-
-Inputs = Tuple[torch.Tensor, torch.Tensor]  # of an FFN: rows (rows, in), and whether each is of a held-out image
-
 
 def _hook_stream(
         residual: Residual,
@@ -32,15 +30,14 @@ def _hook_stream(
     return module.register_forward_hook(lambda _, args, output: see(output))
 
 
-def _inputs(ffn: Ffn, u: torch.Tensor, sampler: TokenSampler, share: Share) -> Inputs:
-    """What an FFN sees of the sampled tokens in one call."""
+def _sampled(ffn: Ffn, u: torch.Tensor, sampler: TokenSampler, share: Share) -> CalibrationRows:
+    """The sampled rows of the input of one call."""
     u = tokens_of(u, ffn.use_conv)
-    return sampler.take(ffn.name, share, u), sampler.held_out(ffn.name, share, len(u))
+    return CalibrationRows(sampler.take(ffn.name, share, u), sampler.held_out(ffn.name, share, len(u)).to(u.device))
 
 
-def _concatenated(parts: Sequence[Inputs]) -> Inputs:
-    rows, held_out = map(torch.cat, zip(*parts))
-    return rows, held_out.to(rows.device)
+def _concatenated(parts: Sequence[CalibrationRows]) -> CalibrationRows:
+    return CalibrationRows(torch.cat([part.inputs for part in parts]), torch.cat([part.held_out for part in parts]))
 
 
 @torch.no_grad()
@@ -50,7 +47,7 @@ def record_original(
         shares: Sequence[Share],
         sampler: TokenSampler,
         with_inputs: bool = False,
-) -> Tuple[Dict[str, torch.Tensor], Dict[str, Inputs], torch.Tensor]:
+) -> Tuple[Dict[str, torch.Tensor], Dict[str, CalibrationRows], torch.Tensor]:
     """Run the images through the original model, and record the sampled tokens in the order of the images.
 
     Returns:
@@ -58,9 +55,9 @@ def record_original(
         each FFN, if asked for; and the predicted classes, (images,), empty if the model does not return logits.
     """
     totals: Dict[str, List[torch.Tensor]] = {}
-    inputs: Dict[str, List[Inputs]] = {}
+    inputs: Dict[str, List[CalibrationRows]] = {}
     streams: Dict[str, torch.Tensor] = {}
-    predicted, hooks = [], []
+    predicted = []
     share: Share
     like = next(model.parameters())
 
@@ -71,7 +68,7 @@ def record_original(
         totals.setdefault(ffn.name, []).append(streams.pop(ffn.name).to(scale) + scale * y)
 
     def see_input(ffn: Ffn, u: torch.Tensor) -> None:
-        inputs.setdefault(ffn.name, []).append(_inputs(ffn, u, sampler, share))
+        inputs.setdefault(ffn.name, []).append(_sampled(ffn, u, sampler, share))
 
     def see_stream(name: str, stream: torch.Tensor) -> None:
         streams[name] = sampler.take(name, share, stream)
@@ -80,28 +77,25 @@ def record_original(
         if attended is not None:
             sampler.attended[ffn.name, share.batch] = attended
 
-    try:
-        if any(is_padded(share.x) for share in shares):
-            hooks.extend(watch_masks(model, ffns, see_mask))
+    with contextlib.ExitStack() as hooks:
+        for hook in watch_masks(model, ffns, see_mask) if any(is_padded(share.x) for share in shares) else ():
+            hooks.enter_context(hook)
         for ffn in ffns:
             residual = sampler.probes[ffn.name].residual
             if residual is not None:
                 scale = residual.scale.to(like.device, torch.promote_types(like.dtype, torch.float32))
                 second = Affine(*(x.to(scale) for x in ffn.fc_out()))
-                hooks.append(_hook_stream(residual, residual.module, partial(see_stream, ffn.name)))
-                hooks.append(ffn.last.register_forward_pre_hook(
+                hooks.enter_context(_hook_stream(residual, residual.module, partial(see_stream, ffn.name)))
+                hooks.enter_context(ffn.last.register_forward_pre_hook(
                     lambda _, args, ffn=ffn, second=second, scale=scale:
                     see_features(ffn, second, scale, args[0])))
             if with_inputs:
-                hooks.append(ffn.first.register_forward_pre_hook(
+                hooks.enter_context(ffn.first.register_forward_pre_hook(
                     lambda _, args, ffn=ffn: see_input(ffn, args[0])))
         for share in shares:
             output = model(share.x)
             if isinstance(output, torch.Tensor) and output.ndim == 2 and output.shape[1] > 1:
                 predicted.append(output.argmax(1))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return (
         {name: torch.cat(parts) for name, parts in totals.items()},
         {name: _concatenated(parts) for name, parts in inputs.items()},
@@ -149,7 +143,7 @@ class _Runner(threading.Thread):
     def __init__(self, run: Callable[[], Any], name: str):
         super().__init__(name=name, daemon=True)
         self.run_model = run
-        self.inputs: Dict[str, List[Inputs]] = {}
+        self.inputs: Dict[str, List[CalibrationRows]] = {}
         self.streams: Dict[str, torch.Tensor] = {}
         self.waits_at: Optional[_Station] = None
         self.finished, self.cancelled = False, False
@@ -206,7 +200,7 @@ class ConvertingPass:
 
         with ConvertingPass(model, ffns, shares, sampler) as converting:
             for ffn in ffns:  # in the order of execution
-                rows, held_out, stream = converting.arrive_at(ffn)
+                rows, stream = converting.arrive_at(ffn)
                 converting.convert(ffn, new_map)
     """
 
@@ -225,7 +219,7 @@ class ConvertingPass:
         self._shares = dict(zip(self._runners, shares))
         self._stations: Dict[str, _Station] = {}
         self._placed: Dict[str, nn.Module] = {}
-        self._hooks: List[torch.utils.hooks.RemovableHandle] = []
+        self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> 'ConvertingPass':
         try:
@@ -245,7 +239,7 @@ class ConvertingPass:
             residual = self.sampler.probes[ffn.name].residual
             if residual is not None:
                 module = placed.get(residual.module, residual.module)
-                self._hooks.append(_hook_stream(residual, module, partial(self._see_stream, ffn.name)))
+                self._hooks.enter_context(_hook_stream(residual, module, partial(self._see_stream, ffn.name)))
 
     def _put(self, ffn: Ffn, new: nn.Module) -> None:
         replace_module(self.model, self._placed.get(ffn.name, ffn.module), new)
@@ -254,8 +248,7 @@ class ConvertingPass:
     def __exit__(self, error: Optional[type] = None, *_: Any) -> None:
         for runner in self._runners:
             runner.cancel()
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
         for ffn in self.ffns:
             if ffn.name in self._placed:
                 self._put(ffn, ffn.module if error else ffn.around(self._stations[ffn.name].converted))
@@ -272,25 +265,24 @@ class ConvertingPass:
     def _arrive(self, station: _Station, u: torch.Tensor) -> None:
         runner, name = cast(_Runner, threading.current_thread()), station.ffn.name
         seen = runner.inputs.setdefault(name, [])
-        seen.append(_inputs(station.ffn, u, self.sampler, self._shares[runner]))
+        seen.append(_sampled(station.ffn, u, self.sampler, self._shares[runner]))
         # of an FFN that is called several times in a pass, the calls before the last are the original's
         if len(seen) == self.sampler.probes[name].calls:
             runner.wait(station)
 
-    def arrive_at(self, ffn: Ffn) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
+    def arrive_at(self, ffn: Ffn) -> Tuple[CalibrationRows, Optional[torch.Tensor]]:
         """Run all batches up to an FFN.
 
         Returns:
-            For the sampled tokens, in the order of the batches: the input of the FFN, (rows, in); whether each row is
-            of a held-out image; the residual stream that the output is added to, (rows, out), None if it is not known.
+            For the sampled tokens, in the order of the batches: the inputs of the FFN, and the residual stream that the
+            output is added to, (rows, out), None if it is not known.
         """
         for runner in self._runners:
             while not runner.finished and (runner.waits_at is None or runner.waits_at.converted is not None):
                 runner.proceed()
-        inputs = [x for runner in self._runners for x in runner.inputs.pop(ffn.name, [])]
+        rows = _concatenated([x for runner in self._runners for x in runner.inputs.pop(ffn.name, [])])
         streams = [runner.streams.pop(ffn.name) for runner in self._runners if ffn.name in runner.streams]
-        rows, held_out = _concatenated(inputs)
-        return rows, held_out, torch.cat(streams) if streams else None
+        return rows, torch.cat(streams) if streams else None
 
     def convert(self, ffn: Ffn, converted: nn.Module) -> None:
         """Let all batches go on with another map of u to y."""

@@ -173,8 +173,7 @@ def _first_places(model: nn.Module) -> Dict[str, str]:
 def check_saveable(model: nn.Module) -> None:
     """Check, before any long work, that :func:`save_folder` can describe a model: ``create_model`` builds it again.
 
-    Raises:
-        ValueError: An argument is not a JSON value, or the model was changed after its creation.
+    Raises ValueError if an argument is not a JSON value, or the model was changed after its creation.
     """
     with tempfile.TemporaryDirectory() as folder:
         _write_config(Path(folder), _config(model, Path(folder)))

@@ -34,7 +34,6 @@ from ._repository import (
     SCALES_NAME,
     WEIGHTS_NAME,
     ModelRepository,
-    check_sha256,
     read_folder,
     read_repository,
 )
@@ -349,7 +348,7 @@ def find_weights(
     name, reasons = f'{variant}.{tag}', []
     owner, _, revision = (repo_id or '').partition('@')
     if owner == RELEASED_REPO_ID:
-        return _find_released(variant, idle_ratio, file, revision, cache_dir), None
+        return fetch_released(variant, idle_ratio, file, revision or None, cache_dir), None
 
     folder = local_folder()
     if repo_id is None and folder is not None:
@@ -373,7 +372,7 @@ def find_weights(
         where = f"the authors' release, {RELEASED_REPO_ID}"
         try:
             if reachable:  # a short failure of the Hub must not lead to other weights than usual
-                return _find_released(variant, idle_ratio, None, None, cache_dir), None
+                return fetch_released(variant, idle_ratio, cache_dir=cache_dir), None
             reasons.append(f'{where}: not tried')
         except OSError as e:
             reasons.append(f'{where}: {" ".join(str(e).split())}')
@@ -383,16 +382,6 @@ def find_weights(
         *(f'{i}. {reason}' for i, reason in enumerate(reasons, 1)),
         *([f'Other weights of {variant}: {", ".join(published)}.'] if published else []),
     ]))
-
-
-def _find_released(
-        variant: str, idle_ratio: float, file: Optional[str], revision: Optional[str], cache_dir: Any,
-) -> str:
-    path = fetch_released(variant, idle_ratio, file, revision or None, cache_dir)
-    digest = Path(os.path.realpath(path)).name  # the Hub's cache names large files by their sha256
-    if len(digest) == 64:
-        check_sha256(path, digest, RELEASED_REPO_ID)
-    return path
 
 
 def _is_absent(e: OSError) -> bool:

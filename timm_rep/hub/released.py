@@ -12,6 +12,8 @@ from timm_rep.layers import holds_structure, is_reparameterized
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
 from timm_rep.utils.network import hub_download, hub_errors, is_hub_reachable
 
+from ._repository import check_sha256
+
 __all__ = [
     'DEFAULT_IDLE_RATIO',
     'RELEASED_REPO_ID',
@@ -91,7 +93,7 @@ def fetch_released(
         revision: Optional[str] = None,
         cache_dir: Optional[Union[str, os.PathLike]] = None,
 ) -> str:
-    """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary.
+    """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary, and checked.
 
     If the Hub cannot be reached, the file of the revision as it was last seen is used.
 
@@ -99,7 +101,22 @@ def fetch_released(
         FileNotFoundError: There is no such file.
         ValueError: Several files match, or the file's name has another idle ratio.
         OSError: The Hub cannot be reached, or failed, and the file is not in its cache.
+        RuntimeError: The file is damaged.
     """
+    path = _fetch(variant, idle_ratio, filename, revision, cache_dir)
+    digest = Path(os.path.realpath(path)).name  # the Hub's cache names large files by their sha256
+    if len(digest) == 64:
+        check_sha256(path, digest, RELEASED_REPO_ID)
+    return path
+
+
+def _fetch(
+        variant: str,
+        idle_ratio: float,
+        filename: Optional[str],
+        revision: Optional[str],
+        cache_dir: Optional[Union[str, os.PathLike]],
+) -> str:
     try:
         with hub_errors():
             if not is_hub_reachable():

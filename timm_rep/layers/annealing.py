@@ -19,11 +19,7 @@ _SCHEDULES = ('linear', 'cosine')
 
 
 def check_annealing(anneal_steps: int, anneal_schedule: str) -> None:
-    """Check the arguments of an annealing.
-
-    Raises:
-        ValueError: anneal_steps is not an integer >= 2, or the schedule is unknown.
-    """
+    """Raise ValueError unless anneal_steps is an integer >= 2 and the schedule is known."""
     if isinstance(anneal_steps, bool) or not isinstance(anneal_steps, int) or anneal_steps < 2:
         raise ValueError(f'anneal_steps must be an integer >= 2, got {anneal_steps!r}.')
     if anneal_schedule not in _SCHEDULES:

@@ -52,11 +52,7 @@ class _RepOptimizer(_Base):
     found_inf: torch.Tensor  # set by GradScaler
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Add a parameter group.
-
-        Raises:
-            ValueError: An option is not supported.
-        """
+        """Add a parameter group; ValueError for an option that is not supported."""
         for name, required in ('differentiable', False), ('decoupled_weight_decay', True):
             if param_group.get(name, required) != required:
                 raise ValueError(f'{name} must be {required} for {type(self).__name__}, got {not required}.')
