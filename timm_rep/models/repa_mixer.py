@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
-from timm.models.mlp_mixer import MixerBlock, MlpMixer
+from timm.models.mlp_mixer import MixerBlock, MlpMixer, _cfg
 
 from timm_rep.convert import register_block
 from timm_rep.hub import build_model, register_released_keys
@@ -82,19 +82,9 @@ def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs: Any) ->
     )
 
 
-def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
-    return {
-        'url': url,
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
-        'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
-        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'stem.proj', 'classifier': 'head',
-        'license': 'apache-2.0',
-        **kwargs
-    }
-
-
-default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+default_cfgs = generate_default_cfgs({
+    f'{variant}.untrained': _cfg(crop_pct=.9, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+    for variant in model_cfgs})
 
 
 @register_model

@@ -6,10 +6,9 @@ from typing import Any, Dict, List, Optional, Sequence, Type, Union
 
 import torch
 import torch.nn as nn
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import GroupNorm1
 from timm.models import generate_default_cfgs, register_model
-from timm.models.metaformer import MetaFormer, Pooling
+from timm.models.metaformer import MetaFormer, Pooling, _cfg
 
 from timm_rep.hub import build_model, register_released_keys
 from timm_rep.layers import WindowAvgPool2d
@@ -112,22 +111,10 @@ def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs: An
     )
 
 
-def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
-    return {
-        'url': url,
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
-        'crop_pct': .9, 'interpolation': 'bicubic',
-        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'stem.conv', 'classifier': 'head.fc',
-        'license': 'apache-2.0',
-        **kwargs
-    }
-
-
 default_cfgs = generate_default_cfgs({
-    'repa_poolformer_s12.untrained': _cfg(),
-    'repa_poolformer_s24.untrained': _cfg(),
-    'repa_poolformer_s36.untrained': _cfg(),
+    'repa_poolformer_s12.untrained': _cfg(crop_pct=.9),
+    'repa_poolformer_s24.untrained': _cfg(crop_pct=.9),
+    'repa_poolformer_s36.untrained': _cfg(crop_pct=.9),
     'repa_poolformer_m36.untrained': _cfg(crop_pct=.95),
     'repa_poolformer_m48.untrained': _cfg(crop_pct=.95),
 })

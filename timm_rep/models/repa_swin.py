@@ -4,9 +4,8 @@
 """
 from typing import Any, Dict
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
-from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
+from timm.models.swin_transformer import SwinTransformer, _cfg, checkpoint_filter_fn
 
 from timm_rep.hub import build_model, register_released_keys
 
@@ -46,23 +45,11 @@ def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs: Any) -> 
     )
 
 
-def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
-    return {
-        'url': url,
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
-        'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
-        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'patch_embed.proj', 'classifier': 'head.fc',
-        'license': 'apache-2.0',
-        **kwargs
-    }
-
-
 default_cfgs = generate_default_cfgs({
     # the authors', https://huggingface.co/Ackesnal/RePaViT
-    'repa_swin_tiny.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_tiny.in1k'),
-    'repa_swin_small.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_small.in1k'),
-    'repa_swin_base.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_base.in1k'),
+    'repa_swin_tiny.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_tiny.in1k', license='apache-2.0'),
+    'repa_swin_small.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_small.in1k', license='apache-2.0'),
+    'repa_swin_base.in1k': _cfg(hf_hub_id='timm-rep/repa_swin_base.in1k', license='apache-2.0'),
 })
 
 

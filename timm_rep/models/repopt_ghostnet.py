@@ -5,9 +5,8 @@
 from typing import Any, Dict, Optional, Sequence, Union
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
-from timm.models.repghost import RepGhostNet
+from timm.models.repghost import RepGhostNet, _cfg
 
 from timm_rep.convert.repopt import set_scales
 from timm_rep.hub import build_model, register_released_keys
@@ -123,19 +122,7 @@ def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs: An
     )
 
 
-def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
-    return {
-        'url': url,
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
-        'crop_pct': .875, 'interpolation': 'bicubic',
-        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'conv_stem', 'classifier': 'classifier',
-        'license': 'apache-2.0',
-        **kwargs
-    }
-
-
-default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg() for variant in model_cfgs})
+default_cfgs = generate_default_cfgs({f'{variant}.untrained': _cfg(license='apache-2.0') for variant in model_cfgs})
 
 
 @register_model

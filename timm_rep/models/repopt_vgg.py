@@ -8,9 +8,8 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, named_apply, register_model
-from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _init_weights, get_layer_fns
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, _cfg, _init_weights, get_layer_fns
 
 from timm_rep.convert.repopt import set_scales
 from timm_rep.hub import build_model, register_released_keys
@@ -251,25 +250,13 @@ def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs: Any) ->
     )
 
 
-def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
-    return {
-        'url': url,
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
-        'crop_pct': .875, 'interpolation': 'bilinear',
-        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'stem.conv.0', 'classifier': 'head.fc',
-        'license': 'apache-2.0',
-        **kwargs
-    }
-
-
 default_cfgs = generate_default_cfgs({
     'repopt_vgg_a0.cifar10': _cfg(
-        hf_hub_id='timm-rep/repopt_vgg_a0.cifar10',
+        hf_hub_id='timm-rep/repopt_vgg_a0.cifar10', first_conv='stem.conv.0',
         num_classes=10, input_size=(3, 32, 32), pool_size=(2, 2), crop_pct=1.,
         mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
     # last, with '*', to be the default
-    **{f'{variant}.untrained*': _cfg() for variant in model_cfgs if '.' not in variant},
+    **{f'{variant}.untrained*': _cfg(first_conv='stem.conv.0') for variant in model_cfgs if '.' not in variant},
 })
 
 

@@ -2,28 +2,18 @@
 
 `Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823
 """
-from typing import Any, Dict
+from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MlpMixer
+from timm.models.mlp_mixer import _cfg as mixer_cfg
 from timm.models.swin_transformer import SwinTransformer
-
-
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return {
-        'url': '',
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
-        'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
-        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'license': 'apache-2.0',
-        **kwargs
-    }
-
+from timm.models.swin_transformer import _cfg as swin_cfg
 
 default_cfgs = generate_default_cfgs({
-    'mixer_t32.untrained': _cfg(first_conv='stem.proj', classifier='head'),
-    'swin_femto.untrained': _cfg(first_conv='patch_embed.proj', classifier='head.fc', pool_size=(7, 7)),
+    'mixer_t32.untrained': mixer_cfg(crop_pct=.9, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD),
+    'swin_femto.untrained': swin_cfg(license='apache-2.0'),
 })
 
 
