@@ -122,6 +122,8 @@ def test_folders(conversion, fold, tmp_path):
         assert config['model_args']['scales'] == scales
         attached = [layer.grad_mult for layer in csla_layers(loaded).values()]
         assert all((m is None) == (scales is False) for m in attached)
+    elif repopt:
+        assert 'scales' not in config['model_args']
     elif conversion == 'from scratch' and fold == 'unfolded':
         mlps = [m for m in loaded.modules() if isinstance(m, RePaMlp)]
         assert [m.act.active_channels for m in mlps] == [m.mlp.act.active_channels for m in model.blocks]
