@@ -57,8 +57,19 @@ def test_a_missing_file_is_named(tmp_path):
 def test_a_checkpoint_of_another_model(tmp_path):
     """The file and the keys are named."""
     torch.save({'0.weights': torch.zeros(2, 2)}, tmp_path / 'c.pth')
-    with pytest.raises(RuntimeError, match=r'(?s)c\.pth.*0\.weight".*0\.weights'):
+    with pytest.raises(RuntimeError, match=r'c\.pth.* 1 \(0\.weight\).* 1 \(0\.weights\)'):
         load_checkpoint(nn.Sequential(nn.Linear(2, 2, bias=False)), tmp_path / 'c.pth')
+
+
+def test_a_checkpoint_of_a_deeper_model(tmp_path):
+    """Of many keys, the first are named; those of another shape too."""
+    deep, wide = (nn.Sequential(*[nn.Linear(2, n)] * 50) for n in (2, 3))
+    torch.save(deep.state_dict(), tmp_path / 'c.pth')
+    with pytest.raises(RuntimeError, match=r' 98 \(1\.weight, 1\.bias, 2\.weight, \.\.\.\)') as e:
+        load_checkpoint(deep[:1], tmp_path / 'c.pth')
+    assert len(str(e.value)) < 300 + len(str(tmp_path))
+    with pytest.raises(RuntimeError, match=r' 100 \(0\.weight, 0\.bias, 1\.weight, \.\.\.\)'):
+        load_checkpoint(wide, tmp_path / 'c.pth')
 
 
 @pytest.mark.parametrize('make', [lambda p: p.mkdir(), lambda p: p.symlink_to(p), lambda p: os.mkfifo(p)])

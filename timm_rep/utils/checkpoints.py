@@ -65,7 +65,23 @@ def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike], use_ema: bo
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as e:
-        raise RuntimeError(f'{os.fspath(path)!r} does not fit the model: {e}') from e
+        differences = _differences(model.state_dict(), state_dict)
+        raise RuntimeError(
+            f'{os.fspath(path)!r} does not fit the model: {differences or e}. Create the model with the arguments that '
+            'it was trained with.') from e
+
+
+def _differences(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str:
+    """Numbers and first names of the tensors by which two state dicts differ."""
+    common = [name for name in expected if name in found]
+    kinds = {
+        'missing': [name for name in expected if name not in found],
+        'unexpected': [name for name in found if name not in expected],
+        'of another shape': [name for name in common if expected[name].shape != found[name].shape],
+    }
+    return '; '.join(
+        f'{kind}: {len(names)} ({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})'
+        for kind, names in kinds.items() if names)
 
 
 def has_moving_average(path: Union[str, os.PathLike]) -> bool:
