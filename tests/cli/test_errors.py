@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_model(folder, capsys):
     assert main(['card', str(folder), '--checkpoint', 'other.pth']) == 1
     error = capsys.readouterr().err
     assert error.startswith("timm-rep: 'other.pth' does not fit the model")
-    assert 'Missing key(s)' in error
+    assert '(blocks.1.' in error
 
 
 @pytest.mark.parametrize('recipe,parts', [
@@ -132,7 +132,6 @@ def test_a_checkpoint_of_another_model(folder, capsys):
     (b'root:x:0:0:root:/root:/bin/bash', []),
     (b'\xff\xfe', ['UTF-8']),
     (b'[' * 3_000, ['is not valid YAML']),
-    (b'{"model": "repa_deit_tiny", "password": "x"}', ['password']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": [1]}', ['model_kwargs', '[1]']),
     (b'{"model": "repa_deit_tiny", "num_classes": "many"}', ['num_classes', "'many'"]),
     (b'{"model": "repa_deit_tiny", "img_size": [32, 32]}', ['img_size', '[32, 32]']),
