@@ -1,4 +1,5 @@
-"""timm's own onnx_export.py --reparam and onnx_validate.py, unmodified, on models of this package."""
+"""timm's own onnx_export.py --reparam, onnx_validate.py and bulk_runner.py, unmodified, on models of this package."""
+import csv
 import importlib.util
 import os
 import re
@@ -20,8 +21,6 @@ _PACKAGES = ('onnx', 'onnxscript', 'onnxruntime')
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not _CHECKOUT, reason='TIMM_CHECKOUT is not set to a checkout of timm'),
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, _PACKAGES)), reason=f'needs {", ".join(_PACKAGES)}: the extra deploy'),
 ]
 
 
@@ -30,6 +29,8 @@ def timm_script(name, *args):
     return run([sys.executable, '-m', 'timm_rep.cli', 'run', Path(_CHECKOUT) / name, *args], cwd=_CHECKOUT)
 
 
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, _PACKAGES)), reason=f'needs {", ".join(_PACKAGES)}: the extra deploy')
 @pytest.mark.parametrize('name', ['repa_lvvit_s.cifar10', 'repopt_vgg_a0.cifar10'])
 def test_onnx_scripts(name, images, tmp_path):
     path = tmp_path / 'model.onnx'
@@ -53,3 +54,16 @@ def test_onnx_scripts(name, images, tmp_path):
     found = re.search(r' \* Prec@1 ([\d.]+) .* Prec@5 ([\d.]+) ', out).groups()
     assert [float(x) for x in found] == pytest.approx(expected, abs=1e-2)
     assert expected[1] > 0
+
+
+def test_bulk_runner(tmp_path):
+    """It starts benchmark.py in a process for each model, where models of this package are registered too."""
+    results = tmp_path / 'results.csv'
+    out = timm_script(
+        'bulk_runner.py', '--model-list', 'repa_deit_t*', '--results-file', results, Path(_CHECKOUT) / 'benchmark.py',
+        '--device', 'cpu', '--bench', 'infer', '-b', 1, '--num-warm-iter', 1, '--num-bench-iter', 5)
+    assert 'had errors' not in out
+    with open(results) as file:
+        row, = csv.DictReader(file)
+    assert row['model'] == 'repa_deit_tiny'
+    assert float(row['infer_samples_per_sec']) > 0

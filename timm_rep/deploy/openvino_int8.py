@@ -24,7 +24,8 @@ from .runtimes import compile_openvino, save_openvino, to_openvino
 __all__ = ['OpenVinoProgram']
 
 # elementwise products and sums, LayerNorms (MVN) and means, whose inputs hold the shortcuts: their rounding errors
-# accumulate from block to block
+# accumulate from block to block; not GroupNormalization, for which OpenVINO 2026.4 then computes the same outputs for
+# all images
 _FLOAT_TYPES = ['Add', 'Multiply', 'Subtract', 'Divide', 'MVN', 'AvgPool', 'ReduceMean']
 _STRUCTURE = 'timm_rep_outputs'  # key for the structure of several outputs
 _NAMES = 'timm_rep_layers'  # key for the names of modules, by name of the operation
