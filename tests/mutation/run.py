@@ -164,18 +164,16 @@ def merge(
         rows: Rows of this run.
         mutants: The whole list.
     """
-    results = {(row['file'], row['what']): row for row in earlier}
+    results = {row['what']: row for row in earlier}  # files move
     for row in rows:
-        key = row['file'], row['what']
-        old = results.get(key, row)
+        old = results.get(row['what'], row)
         survived = 'survived' in (old.get('first'), old['outcome'])
-        results[key] = {**row, 'first': 'survived'} if survived and row['outcome'] != 'survived' else row
-    keys = [(mutant.file, mutant.what) for mutant in mutants]
-    merged = [results[key] for key in keys if key in results]
+        results[row['what']] = {**row, 'first': 'survived'} if survived and row['outcome'] != 'survived' else row
+    merged = [{**results[mutant.what], 'file': mutant.file} for mutant in mutants if mutant.what in results]
     return dict(
         caught=sum(row['outcome'] != 'survived' for row in merged),
         caught_at_first=sum(row.get('first', row['outcome']) != 'survived' for row in merged),
-        mutants=merged, not_run=[f'{file}: {what}' for file, what in keys if (file, what) not in results])
+        mutants=merged, not_run=[str(mutant) for mutant in mutants if mutant.what not in results])
 
 
 def main() -> int:
@@ -190,8 +188,8 @@ def main() -> int:
     mutants, every = read_mutants(args.only, args.mutants), read_mutants(path=args.mutants)
     earlier = json.loads(args.output.read_text(encoding='utf-8')) if args.output and args.output.exists() else {}
     if args.rest:
-        done = {(row['file'], row['what']) for row in earlier.get('mutants', [])}
-        mutants = [mutant for mutant in mutants if (mutant.file, mutant.what) not in done]
+        done = {row['what'] for row in earlier.get('mutants', [])}
+        mutants = [mutant for mutant in mutants if mutant.what not in done]
     if args.list or not mutants:
         print(*mutants, sep='\n')
         return 0
