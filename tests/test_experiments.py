@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -627,6 +628,25 @@ def test_committed_rows(load_script, monkeypatch):
             assert len(finished) == len(content['rows'])
             workspace.images = {'train': 50000, 'val': 10000}
             module.check_results(one, workspace)
+
+
+def test_comparison_of_searches(load_script, monkeypatch):
+    """The correlation is that of the relative changes from the initial scales, over all channels of all layers."""
+    train = load_script('experiments/train')
+    search = dict(train.SEARCH, model='repopt_vgg_a0', model_args=dict(
+        depths=[1, 2, 1, 1], widths=[8, 8, 16, 16], stem_width=8))
+    start = Scales.initial(train.build(search, 'init'))
+    changes, found = {}, {}
+    for seed in 1, 2:
+        changed = {layer: {branch: scale * (1 + 0.1 * torch.randn_like(scale)) for branch, scale in branches.items()}
+                   for layer, branches in start.items()}
+        found[seed] = Scales(changed)
+        changes[seed] = np.concatenate([
+            changed[layer][branch] / start[layer][branch] - 1 for layer in start for branch in start[layer]])
+    monkeypatch.setattr(train, 'searched', lambda settings, workspace: found[settings['seed']])
+    row = train.compare({'scales': {**search, 'seed': 1}, 'other': {**search, 'seed': 2}, 'seed': 0}, None)
+    assert row['moved %'] == pytest.approx(100 * np.abs(changes[1]).mean(), abs=0.01)
+    assert row['correlation'] == pytest.approx(np.corrcoef(changes[1], changes[2])[0, 1], abs=1e-3)
 
 
 def _add_rows(report, results, first):

@@ -6,7 +6,8 @@
 
 WEIGHTS is a state dict of timm's vit_small_patch14_dinov2. ``finetune`` makes a classifier for 56 x 56 pixels.
 ``compare`` writes a row for each method, idle ratio and sample of calibration images to scripts/results, optionally
-after a distillation from the original; without ``--classifier`` of the features at 112 x 112 pixels and a linear probe.
+after a distillation from the original; without ``--classifier`` of the features at 112 pixels: with a linear probe
+and, where WEIGHTS holds ``decoder.*``, with the maps that the decoder makes of the patch tokens.
 Run them again after a stop: a training continues after its last quarter of an epoch, finished rows are skipped.
 """
 import argparse
@@ -14,6 +15,7 @@ import copy
 import itertools
 import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Callable, List, Optional, Sequence, Tuple
 
@@ -39,10 +41,12 @@ from timm_rep.utils.profiling import count_macs
 from timm_rep.utils.training import evaluate, fit
 
 _PARTS = 4  # checkpoints in an epoch
+_EVERY = 5  # of the validation batches, maps are made of one
 _WHAT = """
     A pretrained ViT-S/14 on CIFAR-10 with cheaper FFNs. seed: sample of calibration images; agreement: with the
-    predictions of the original; error: of the outputs, relative to their deviation over the images; macs: share of the
-    original's; minutes: CPU time of the conversion."""
+    predictions of the original; error: of the outputs, relative to their deviation over the images; correlation: of the
+    decoder's maps with the original's, mean over images; macs: share of the original's; minutes: CPU time of the
+    conversion."""
 _LINEAR_PATH = 0.125  # multiply-accumulates of the linear path, as a share of an FFN's of ratio 4
 
 
@@ -54,6 +58,30 @@ def create(weights: str, img_size: int, num_classes: int) -> nn.Module:
     if wrong.unexpected_keys or any(not key.startswith('head.') for key in wrong.missing_keys):
         raise ValueError(f'{weights} is not a state dict of vit_small_patch14_dinov2: {wrong}')
     return model
+
+
+def create_decoder(weights: str) -> Optional[nn.Module]:
+    """The decoder that makes maps (N, 1, 8H, 8W) of patch tokens (N, C, H, W), if the file has one."""
+    state = {k[len('decoder.'):]: v for k, v in load_file(weights).items() if k.startswith('decoder.')}
+    if not state:
+        return None
+    layers = []
+    for i in itertools.takewhile(lambda i: f'upconv{i}.weight' in state, itertools.count(1)):
+        in_chs, out_chs = state[f'upconv{i}.weight'].shape[:2]
+        layers += [
+            (f'upconv{i}', nn.ConvTranspose2d(in_chs, out_chs, 4, stride=2, padding=1)),
+            (f'bn{i}', nn.BatchNorm2d(out_chs)), (f'relu{i}', nn.ReLU())]
+    decoder = nn.Sequential(OrderedDict([*layers, ('final_conv', nn.Conv2d(out_chs, 1, 1)), ('sigmoid', nn.Sigmoid())]))
+    decoder.load_state_dict({**{k: v for k, v in decoder.state_dict().items() if 'num_batches' in k}, **state})
+    return decoder.eval()
+
+
+@torch.inference_mode()
+def maps(model: nn.Module, decoder: nn.Module, batches: Sequence[Tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Centered maps of unit norm, one row an image."""
+    tokens = [model.forward_features(images)[:, model.num_prefix_tokens:].mT for images, _ in batches]
+    found = torch.cat([decoder(x.unflatten(2, model.patch_embed.grid_size)).flatten(1) for x in tokens])
+    return F.normalize(found - found.mean(1, keepdim=True))
 
 
 def read(args: argparse.Namespace, split: str, img_size: int) -> DeviceLoader:
@@ -156,12 +184,16 @@ def compare(args: argparse.Namespace) -> None:
 
     if args.classifier:
         model.load_state_dict(torch.load(args.classifier, weights_only=True)['model'])
-        head = nn.Identity()
+        head, decoder = nn.Identity(), None
     else:
+        decoder = create_decoder(args.weights)
         batches = sample(5000, 1234)
         head = fit_probe(outputs(model, batches), torch.cat([labels for _, labels in batches]))
     original = outputs(model, val_batches)
     predicted = head(original).argmax(1)
+    if decoder is not None:
+        map_batches = val_batches[::_EVERY]
+        original_maps = maps(model, decoder, map_batches)
     macs = count_macs(model, (3, img_size, img_size)).total
     print(f'original: {percentage(predicted == targets)}%, {macs / 1e6:.0f} M MACs', flush=True)
     section, device = f'real-vit-{"classifier" if args.classifier else "probe"}', torch.device('cpu')
@@ -192,6 +224,8 @@ def compare(args: argparse.Namespace) -> None:
             agreement=percentage(now == predicted), error=round(error.item(), 4),
             macs=round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), minutes=round(minutes, 2))
         row['top-1 change'] = round(row['top-1'] - row['original'], 2)
+        if decoder is not None:
+            row['correlation'] = round((maps(smaller, decoder, map_batches) * original_maps).sum(1).mean().item(), 4)
         results.report(section, _WHAT, [row], device, settings, list(key))
 
 

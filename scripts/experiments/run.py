@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import List, Tuple
+from typing import Any, List, Mapping, Tuple
 
 import timm
 import torch
@@ -152,7 +152,7 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
     workspace = Workspace(
         args.output, args.data_dir, device, args.val_split, args.weights_dir, time.monotonic() + 60 * args.minutes,
         wait=False)
-    trainings = [row.settings.get('trained') or row.settings for row in rows]
+    trainings = [row.settings if 'model' in row.settings else _first_training(row.settings) for row in rows]
     unknown = [settings['model'] for settings in trainings if not timm.is_model(settings['model'])]
     if unknown:
         raise ValueError(f'model must be a model of timm, got {unknown[0]!r}.')
@@ -174,6 +174,11 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
     check_writable(args.output)
     check_writable(results.result_file(experiment.name, device).parent)
     return experiment, rows, workspace
+
+
+def _first_training(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The training or search that a quantization or a comparison begins with."""
+    return next(value for value in settings.values() if isinstance(value, Mapping) and 'model' in value)
 
 
 def chosen(experiment: Experiment, rows, seeds) -> List[Row]:

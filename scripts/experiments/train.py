@@ -20,7 +20,7 @@ from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.profiling import count_macs, count_params
 from timm_rep.utils.training import evaluate, fit
 
-__all__ = ['DEFAULTS', 'PRETRAINED', 'SEARCH', 'build', 'searched', 'train', 'trained']
+__all__ = ['COMPARISON', 'DEFAULTS', 'PRETRAINED', 'SEARCH', 'build', 'compare', 'searched', 'train', 'trained']
 
 _DATA = dict(
     data='folders',         # or 'digits'
@@ -34,6 +34,8 @@ _DATA = dict(
 SEARCH = dict(
     _DATA, model=None, model_args={}, epochs=8, warmup_epochs=1, batch_size=128, lr=0.1, weight_decay=4e-5,
     smoothing=0.1, amp=False, channels_last=False, seed=0)
+# settings of a comparison of two searches and their defaults
+COMPARISON = dict(scales=None, other=None, seed=0)
 # settings of weights from elsewhere and their defaults; ``file`` is in the folder of pretrained weights
 PRETRAINED = dict(model=None, model_args={}, file=None)
 # settings of a training and their defaults
@@ -228,3 +230,17 @@ def train(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any]:
         if not form or list(sizes.values()) != [row['params (M)'], row['MACs (M)']]:
             row.update(sizes)
     return {**row, 'curve': result.curve}
+
+
+def compare(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any]:
+    """Row of two searches of a network: mean relative change of the scales of the first in percent, and its correlation
+    with that of the second over all channels.
+    """
+    start = Scales.initial(build(settings['scales'], 'init'))
+    changes = torch.stack([
+        torch.cat([(scales[layer][branch] / start[layer][branch] - 1).flatten()
+                   for layer in start for branch in start[layer]])
+        for scales in (searched(settings[key], workspace) for key in ('scales', 'other'))])
+    return {
+        'moved %': round(100 * changes[0].abs().mean().item(), 2),
+        'correlation': round(torch.corrcoef(changes)[0, 1].item(), 3)}
