@@ -26,7 +26,8 @@ A row may describe a single cell by ``{HEADING: {...}}``, give its text by ``{HE
 ``{HEADING: null}``.
 
 scripts/results/pictures.yaml declares the pictures by their path: ``title``, ``x`` and ``y`` (labels), ``log`` (of x),
-``limits`` (of y), and ``series``: by label and x, the figure as for a cell, or only the row (``where: {row: ...}``).
+``limits`` (of y), and ``series``: by label and x, the figure as for a cell, or only the row (``where: {row: ...}``); or
+by label a list of points, each a pair of figures, x and y.
 """
 import argparse
 import functools
@@ -137,7 +138,9 @@ def draw(name: str, declared: Mapping[str, Any]):
     axes = figure.subplots()
     for (label, series), marker in zip(declared['series'].items(), itertools.cycle('osD^v')):
         points = []
-        for x, cell in series.items():
+        for x, cell in series.items() if isinstance(series, Mapping) else series:
+            if isinstance(x, Mapping):
+                x = statistics.fmean(_figures(x, x.get('where', {}), name))
             cell = _merged(declared, cell if isinstance(cell, Mapping) else {'where': {'row': cell}})
             figures = _figures(cell, cell['where'], name)
             points.append((x, statistics.fmean(figures), statistics.stdev(figures) if len(figures) > 1 else 0.))

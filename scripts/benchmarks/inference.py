@@ -26,7 +26,8 @@ from .repa_train import vanilla_ffn
 from .timing import milliseconds, speedup, timing_columns
 
 __all__ = [
-    'converted_infer', 'deploy_ffn', 'fold_precision', 'import_time', 'parts', 'poolformer', 'prepbn', 'repa_infer']
+    'converted_infer', 'deploy_ffn', 'fold_precision', 'import_time', 'in_mode', 'parts', 'poolformer', 'prepbn',
+    'repa_infer']
 
 
 def import_time(args):
@@ -137,7 +138,7 @@ def deploy_ffn(args):
         }
 
 
-def _in_mode(models: Dict[str, nn.Module], mode: str) -> Dict[str, Callable]:
+def in_mode(models: Dict[str, nn.Module], mode: str) -> Dict[str, Callable]:
     """Models in eager mode, compiled, or in ONNX Runtime on the CPU."""
     if mode == 'eager':
         return models
@@ -172,7 +173,7 @@ def repa_infer(args):
         models = {k: m.to(args.device, args.dtype) for k, m in models.items()}
         x = torch.randn(args.batch_size, 3, 224, 224, device=args.device, dtype=args.dtype)
         for row in rows:
-            times = time_passes(_in_mode(models, row['mode'].partition(',')[0]), x, rounds=args.rounds, warmup=2)
+            times = time_passes(in_mode(models, row['mode'].partition(',')[0]), x, rounds=args.rounds, warmup=2)
             yield {
                 **row,
                 **{k: round(v, 2) for k, v in throughput(len(x), times).items()},
@@ -184,13 +185,7 @@ def repa_infer(args):
 
 
 def _converted(name: str) -> Dict[str, Any]:
-    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is the model of ``accelerate.yaml``, and
-    'vit_small_cifar10' the classifier of ``real_vit.py``.
-    """
-    if name == 'vit_small_cifar10':
-        return dict(
-            model_name='vit_small_patch14_dinov2', img_size=56, num_classes=10,
-            pretrained_cfg_overlay=dict(input_size=(3, 56, 56)))
+    """Arguments of create_model for a model to convert; 'fasternet_cifar10' is the model of ``accelerate.yaml``."""
     if name != 'fasternet_cifar10':
         return dict(model_name=name)
     experiment = yaml.safe_load((Path(__file__).parents[1] / 'experiments' / 'accelerate.yaml').read_text())
@@ -207,8 +202,8 @@ def converted_infer(args):
     timm's model divided by the converted model's.
     """
     names = args.models or [
-        'fasternet_cifar10', 'vit_small_cifar10', 'deit3_base_patch16_224', 'swin_tiny_patch4_window7_224',
-        'convnext_tiny', 'eva02_small_patch14_224']
+        'fasternet_cifar10', 'deit3_base_patch16_224', 'swin_tiny_patch4_window7_224', 'convnext_tiny',
+        'eva02_small_patch14_224']
     for row in args.pending(
             model=names, images=[args.batch_size] if args.batch_size else (1, 8), mode=args.modes):
         kwargs = _converted(row['model'])
@@ -220,7 +215,7 @@ def converted_infer(args):
         macs = {form: count_macs(model, size).total for form, model in models.items()}
         models = {form: model.eval().to(args.device, args.dtype) for form, model in models.items()}
         x = torch.randn(row['images'], *size, device=args.device, dtype=args.dtype)
-        times = time_passes(_in_mode(models, row['mode']), x, rounds=args.rounds)
+        times = time_passes(in_mode(models, row['mode']), x, rounds=args.rounds)
         yield {
             **row,
             'timm (img/s)': round(throughput(row['images'], times)['timm'], 2),

@@ -3,11 +3,13 @@
 
     python scripts/experiments/real_vit.py finetune WEIGHTS.safetensors --data-dir CIFAR10 -o classifier.pth
     python scripts/experiments/real_vit.py compare WEIGHTS.safetensors --data-dir CIFAR10 --classifier classifier.pth
+    python scripts/experiments/real_vit.py speed WEIGHTS.safetensors --data-dir CIFAR10 --img-size 224
 
 WEIGHTS is a state dict of timm's vit_small_patch14_dinov2. ``finetune`` makes a classifier for 56 x 56 pixels.
 ``compare`` writes a row for each method, idle ratio and sample of calibration images to scripts/results, optionally
 after a distillation from the original; without ``--classifier`` of the features at 112 pixels: with a linear probe
 and, where WEIGHTS holds ``decoder.*``, with the maps that the decoder makes of the patch tokens.
+``speed`` measures the network, converted and pruned, on this machine.
 Run them again after a stop: a training continues after its last quarter of an epoch, finished rows are skipped.
 """
 import argparse
@@ -31,13 +33,15 @@ from timm.utils import random_seed
 from torch.utils.data import RandomSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.inference import in_mode
+from benchmarks.timing import speedup, timing_columns
 from experiments import report as results
 from experiments.pruning import METHODS
 
 import timm_rep
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
-from timm_rep.utils.profiling import count_macs
+from timm_rep.utils.profiling import count_macs, time_passes
 from timm_rep.utils.training import evaluate, fit
 
 _PARTS = 4  # checkpoints in an epoch
@@ -47,6 +51,10 @@ _WHAT = """
     predictions of the original; error: of the outputs, relative to their deviation over the images; correlation: of the
     decoder's maps with the original's, mean over images; macs: share of the original's; minutes: CPU time of the
     conversion."""
+_SPEED = """
+    Speedup over a pretrained ViT-S/14 by idle ratio, as converted from images, and pruned to the same
+    multiply-accumulates. images: batch size; mode: eager, compile, or onnx for ONNX Runtime; two matrices: number of
+    FFNs, of twelve, that the conversion left without a linear path."""
 _LINEAR_PATH = 0.125  # multiply-accumulates of the linear path, as a share of an FFN's of ratio 4
 
 
@@ -170,6 +178,12 @@ def chosen(loader: DeviceLoader, indices: List[int]) -> List[Tuple[torch.Tensor,
     return list(part)
 
 
+def sample(train: DeviceLoader, count: int, seed: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of random training images."""
+    order = torch.randperm(len(train.targets), generator=torch.Generator().manual_seed(seed))
+    return chosen(train, order[:count].tolist())
+
+
 def compare(args: argparse.Namespace) -> None:
     img_size = 56 if args.classifier else 112
     model = create(args.weights, img_size, 10 if args.classifier else 0).eval()
@@ -178,16 +192,12 @@ def compare(args: argparse.Namespace) -> None:
     val_batches = chosen(val, [i * n // args.val_images for i in range(args.val_images)])
     targets = torch.cat([labels for _, labels in val_batches])
 
-    def sample(count: int, seed: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        order = torch.randperm(len(train.targets), generator=torch.Generator().manual_seed(seed))
-        return chosen(train, order[:count].tolist())
-
     if args.classifier:
         model.load_state_dict(torch.load(args.classifier, weights_only=True)['model'])
         head, decoder = nn.Identity(), None
     else:
         decoder = create_decoder(args.weights)
-        batches = sample(5000, 1234)
+        batches = sample(train, 5000, 1234)
         head = fit_probe(outputs(model, batches), torch.cat([labels for _, labels in batches]))
     original = outputs(model, val_batches)
     predicted = head(original).argmax(1)
@@ -206,7 +216,7 @@ def compare(args: argparse.Namespace) -> None:
         if any(key.items() <= row.items() for row in done):
             continue
         smaller, begun = copy.deepcopy(model), time.process_time()
-        calibration = [images for images, _ in sample(args.images, seed)]
+        calibration = [images for images, _ in sample(train, args.images, seed)]
         if method == 'timm-rep':
             timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration)
         else:
@@ -229,10 +239,35 @@ def compare(args: argparse.Namespace) -> None:
         results.report(section, _WHAT, [row], device, settings, list(key))
 
 
+def speed(args: argparse.Namespace) -> None:
+    model = create(args.weights, args.img_size, 0).eval()
+    train = read(args, 'train', args.img_size)
+    calibration = [images for images, _ in sample(train, args.images, args.samples[0])]
+    models, without_path = {'original': model}, {}
+    for ratio in args.idle_ratios:
+        converted, pruned = copy.deepcopy(model), copy.deepcopy(model)
+        report = timm_rep.convert_to_repa(converted, idle_ratio=ratio, calibration=calibration)
+        without_path[str(ratio)] = sum(not ffn.linear_path for ffn in report.ffns)
+        METHODS['refitted pruning'](pruned, calibration, 1 - ratio + _LINEAR_PATH)
+        models.update({f'timm-rep {ratio}': converted.reparameterize(), f'pruned {ratio}': pruned})
+    size = (3, args.img_size, args.img_size)
+    for module in models.values():
+        module.pretrained_cfg['input_size'] = size  # of an export
+    device, settings = torch.device('cpu'), dict(calibration_images=args.images, threads=torch.get_num_threads())
+    for mode, images in itertools.product(args.modes, args.batch_sizes):
+        times = time_passes(in_mode(models, mode), torch.randn(images, *size), rounds=args.rounds)
+        speedups = {
+            method: {str(ratio): speedup(times[f'{method} {ratio}'], times['original']) for ratio in args.idle_ratios}
+            for method in ('timm-rep', 'pruned')}
+        row = dict(img_size=args.img_size, mode=mode, images=images, **speedups, **timing_columns(times))
+        row['two matrices'] = without_path
+        results.report('real-vit-speed', _SPEED, [row], device, settings, ['img_size', 'mode', 'images'])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest='command', required=True, metavar='finetune | compare')
-    for name, run in ('finetune', finetune), ('compare', compare):
+    commands = parser.add_subparsers(dest='command', required=True, metavar='finetune | compare | speed')
+    for name, run in ('finetune', finetune), ('compare', compare), ('speed', speed):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
         command.add_argument('weights', metavar='WEIGHTS')
@@ -242,12 +277,18 @@ def main() -> None:
             command.add_argument('-o', '--output', type=Path, required=True, metavar='FILE')
             command.add_argument('--epochs', type=int, default=3, help='(%(default)s)')
             command.add_argument('--lr', type=float, default=5e-4, help='(%(default)s)')
+            continue
+        command.add_argument('--idle-ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.0])
+        command.add_argument('--samples', nargs='+', type=int, default=[10, 11, 12], help='seeds (%(default)s)')
+        command.add_argument('--images', type=int, default=1024, help='of calibration (%(default)s)')
+        if run is speed:
+            command.add_argument('--img-size', type=int, default=56, help='(%(default)s)')
+            command.add_argument('--modes', nargs='+', default=['eager', 'compile', 'onnx'], help='(%(default)s)')
+            command.add_argument('--batch-sizes', nargs='+', type=int, default=[1, 16], help='(%(default)s)')
+            command.add_argument('--rounds', type=int, default=15, help='(%(default)s)')
         else:
             command.add_argument('--classifier', metavar='FILE', help='of finetune (a linear probe)')
             command.add_argument('--methods', nargs='+', default=['timm-rep', *METHODS], help='(all)')
-            command.add_argument('--idle-ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.0])
-            command.add_argument('--samples', nargs='+', type=int, default=[10, 11, 12], help='seeds (%(default)s)')
-            command.add_argument('--images', type=int, default=1024, help='of calibration (%(default)s)')
             command.add_argument('--val-images', type=int, default=2500, help='(%(default)s)')
             command.add_argument('--distil-epochs', type=int, default=0, help='(%(default)s)')
             command.add_argument('--lr', type=float, default=1e-4, help='of the distillation (%(default)s)')
