@@ -132,6 +132,7 @@ def test_a_checkpoint_of_another_model(folder, capsys):
     (b'root:x:0:0:root:/root:/bin/bash', []),
     (b'\xff\xfe', ['UTF-8']),
     (b'[' * 3_000, ['is not valid YAML']),
+    (b'{"model": "repa_deit_tiny", "password": "x"}', ['password']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": [1]}', ['model_kwargs', '[1]']),
     (b'{"model": "repa_deit_tiny", "num_classes": "many"}', ['num_classes', "'many'"]),
     (b'{"model": "repa_deit_tiny", "img_size": [32, 32]}', ['img_size', '[32, 32]']),

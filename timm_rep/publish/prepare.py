@@ -52,6 +52,27 @@ _RECIPE = {
     'num_classes': Optional[int], 'img_size': Optional[int], 'in_chans': Optional[int], 'global_pool': Optional[str],
     'model_kwargs': Optional[Dict[str, Any]],
 }
+# arguments of timm's train.py; another file, which may hold secrets, must not be published by mistake
+_TRAIN_ARGS = set('''
+    aa amp amp_dtype amp_impl attn_pool aug_repeats aug_splits batch_size bce_loss bce_pos_weight bce_sum
+    bce_target_thresh bn_eps bn_momentum channels_last checkpoint_hist class_map clip_grad clip_mode color_jitter
+    color_jitter_prob cooldown_epochs crop_mode crop_pct cutmix cutmix_minmax data data_dir dataset dataset_download
+    dataset_trust_remote_code decay_epochs decay_milestones decay_rate device device_modules dist_bn distill_alpha
+    drop drop_block drop_connect drop_path epoch_repeats epochs eval_metric experiment fast_norm fuser
+    gaussian_blur_prob global_pool gp grad_accum_steps grad_checkpointing grayscale_prob head_init_bias
+    head_init_scale hflip img_size in_chans initial_checkpoint input_img_mode input_key input_size interpolation
+    jsd_loss kd_loss_type kd_model_name kd_temperature layer_decay layer_decay_min_scale layer_decay_no_opt_scale
+    local_rank log_interval log_wandb lr lr_base lr_base_scale lr_base_size lr_cycle_decay lr_cycle_limit
+    lr_cycle_mul lr_k_decay lr_noise lr_noise_pct lr_noise_std mean min_lr mixup mixup_mode mixup_off_epoch
+    mixup_prob mixup_switch_prob model model_dtype model_ema model_ema_decay model_ema_force_cpu model_ema_warmup
+    model_kwargs momentum no_aug no_ddp_bb no_prefetcher no_resume_opt num_classes opt opt_betas opt_eps opt_kwargs
+    output patience_epochs pin_mem pretrained pretrained_path ratio recount recovery_interval remode reprob resplit
+    resume save_images scale sched sched_on_updates seed simsiam smoothing split_bn std sync_bn synchronize_step
+    target_key torchcompile torchcompile_mode torchscript train_crop_mode train_interpolation train_num_samples
+    train_split tta use_multi_epochs_loader val_interval val_num_samples val_split validation_batch_size vflip
+    wandb_project wandb_resume_id wandb_tags warmup_epochs warmup_lr warmup_prefix wd_exclude weight_decay
+    worker_seeding workers
+'''.split())
 
 
 def prepare_folder(
@@ -145,6 +166,9 @@ def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
         raise RuntimeError(f'{source} is not valid YAML: {" ".join(str(e).split())}') from e
     if not isinstance(settings, dict) or settings.get('model') != variant:
         raise ValueError(f'Expected a recipe of {variant}, but got {source}.')
+    unknown = [str(name) for name in settings if name not in _TRAIN_ARGS]
+    if unknown:
+        raise ValueError(f'{source} must have arguments of train.py only, got {", ".join(unknown[:5])}.')
     for name, kind in _RECIPE.items():
         parse(kind, settings.get(name), f'{source}: {name}')
     check_preprocessing(settings, source)
