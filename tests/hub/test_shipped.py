@@ -20,7 +20,7 @@ from timm_rep.utils.profiling import count_macs, count_params
 
 HUB = Path(__file__).parents[2] / 'hub'
 FOLDERS = sorted(path.parent.name for path in HUB.glob(f'*/{WEIGHTS_NAME}'))
-MEGABYTES = 15
+MEGABYTES = 3
 
 # CIFAR-10 as folders of images in a tar file, if it is here
 _IMAGES = Path(os.environ.get(
