@@ -138,6 +138,8 @@ def accelerate(
         report = convert_to_repa(
             converted, calibration=loader, max_images=calibration_images, progress=not rank, **kwargs)
         converted.pretrained_cfg.update({name: images.config[name] for name in PREPROCESSING})
+        if not converted.pretrained_cfg.get('label_names'):
+            converted.pretrained_cfg['label_names'] = list(images.classes)
         if not any(p.requires_grad for p in converted.parameters()):  # frozen for inference
             converted.requires_grad_()
         return converted, report

@@ -67,6 +67,7 @@ def test_a_folder_to_load(data, tmp_path, capsys):
     assert model.pretrained_cfg['architecture'] == 'repa_any'
     assert model.pretrained_cfg['mean'] == (.4, .5, .6)
     assert model.pretrained_cfg['input_size'] == (3, 32, 32)
+    assert json.loads((output / 'config.json').read_text())['label_names'] == ['0', '1', '2']
     # it is what the conversion by hand gives
     expected, images = original(data), Images(original(data), str(data), mean=(.4, .5, .6))
     report = timm_rep.convert_to_repa(expected, idle_ratio=.6, calibration=images.calibration(512))

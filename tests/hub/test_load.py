@@ -13,9 +13,10 @@ from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file, save_file
 from timm.data import resolve_data_config
 
+import timm_rep
 from tests.helpers import relative
 from tests.hub.published import REPA, REPOPT, publish, same, trained, write_folder
-from timm_rep.hub import read_repository, sha256
+from timm_rep.hub import read_repository, save_folder, sha256
 from timm_rep.hub._folder import write_hashes
 from timm_rep.layers import csla_layers
 from timm_rep.models import RePaVisionTransformer
@@ -553,3 +554,15 @@ def test_the_caller_says_where(hub, folder, published, tmp_path):
         **REPA[1])
     assert same(model, published)
     assert not hub.requests
+
+
+@pytest.mark.parametrize('num_classes,expected', [(None, ['a', 'b', 'c']), (2, None)])
+def test_label_names_stay(tmp_path, num_classes, expected):
+    """They go from folder to folder with the model, unless it has another number of classes."""
+    args = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
+    model = timm.create_model('vit_tiny_patch16_224', num_classes=3, **args)
+    save_folder(model, tmp_path / 'a', model_args=args, label_names=['a', 'b', 'c'])
+    model = timm.create_model(
+        f'local-dir:{tmp_path / "a"}', pretrained=True, **({} if num_classes is None else {'num_classes': num_classes}))
+    timm_rep.export(model, tmp_path / 'b')
+    assert json.loads((tmp_path / 'b' / 'config.json').read_text()).get('label_names') == expected

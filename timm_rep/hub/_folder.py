@@ -67,7 +67,7 @@ def save_folder(
         folder: Folder, created if it does not exist.
         model_args: Arguments of ``create_model`` that determine the structure. Default: those that timm recorded.
         scales: Scales of the model's GradMults, to train it further. Default: no scales.
-        label_names: Names of the classes, by index.
+        label_names: Names of the classes, by index. Default: those of the model's pretrained_cfg, if it has any.
         tag: Tag of the weights, as in MODEL.TAG.
         half: Write parameters as float16; the statistics of a BatchNorm stay float32.
         extra: Called with the temporary folder before its files replace earlier ones, to write further files.
@@ -132,6 +132,10 @@ def _config(
         except (TypeError, ValueError) as e:
             raise ValueError(
                 f'The model argument {name} must be a JSON value to be written to config.json, got {value!r}.') from e
+    if label_names is None:
+        label_names = model.pretrained_cfg.get('label_names') or ()
+        if len(label_names) != model.num_classes:  # created with another num_classes
+            label_names = None
     labels = {'label_names': list(label_names)} if label_names else None
     save_config_for_hf(model, os.fspath(folder / CONFIG_NAME), model_args=args, model_config=labels)
     config = read_config(folder / CONFIG_NAME)

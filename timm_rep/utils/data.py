@@ -256,7 +256,11 @@ class Loader(Protocol):
 
 
 class Images:
-    """Folders of images for a model: for calibration and distillation, and for measuring the accuracy."""
+    """Folders of images for a model: for calibration and distillation, and for measuring the accuracy.
+
+    Attributes:
+        classes: Names of the classes, by index.
+    """
 
     def __init__(
             self,
@@ -305,6 +309,7 @@ class Images:
                 f'Expected the classes of {train_split!r} in {val_split!r}, but only one of them has '
                 f'{", ".join(others[:5])}: the labels would be others. Name the folders alike, or put the images of '
                 f'{train_split!r} in one folder without classes.')
+        self.classes: Sequence[str] = val.classes
 
     def _folder(self, split: str) -> ImageFolder:
         return ImageFolder(self.root, split, self.config['input_size'][0])
