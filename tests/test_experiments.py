@@ -164,7 +164,8 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     assert "x.yaml: keys must be among what, claim, procedure" in message({'row': {}})
     assert "row 'a': keys must be among data, " in message({'rows': {'a': {'opd': 'sgd'}}})
     assert "row 'a' lacks 'model'" in message({'settings': {}})
-    assert "procedure must be one of train, accelerate, quantize, got 'trains'" in message({'procedure': 'trains'})
+    assert "procedure must be one of train, accelerate, compare, quantize, got 'trains'" in message(
+        {'procedure': 'trains'})
     other = {'trainings': {'vit': {'procedure': 'quantize'}}, 'rows': {'a': {'teacher': 'vit'}}}
     assert "training 'vit': procedure must be 'train', 'search'" in message(other)
     other['trainings'] = {'deit': {}}

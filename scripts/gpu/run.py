@@ -105,7 +105,7 @@ JOBS: Dict[str, Job] = {
         'repopt_vgg_a1': (), 'repopt_vgg_b0': (), 'repopt_ghostnet_050': ('--weight-decay', '1e-5')}.items()},
     **{name: experiment(name) for name in (
         'repoptimizers', 'depth', 'repa', 'weight-selection', 'accelerate', 'multi-branch', 'quantization',
-        'packaged-scales')},
+        'packaged-scales', 'searches')},
 }
 
 
