@@ -83,7 +83,7 @@ def accelerate(
         macs: Optional[float] = None,
         calibration_images: int = 512,
         distil_epochs: int = 0,
-        lr: float = 1e-4,
+        lr: float = 1e-5,
         sweep: Sequence[float] = (),
         checkpoint: Optional[Union[str, os.PathLike]] = None,
         resume: bool = False,

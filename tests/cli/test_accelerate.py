@@ -476,7 +476,7 @@ def test_damaged_states(data, tmp_path, change):
     teacher = original(data)
     images, state = Images(teacher, str(data), batch_size=24), tmp_path / STATE
     student = original(data)
-    distil(student, teacher, images, epochs=1, checkpoint=state)
+    distil(student, teacher, images, epochs=1, lr=1e-4, checkpoint=state)
     content = torch.load(state, weights_only=True)
     if change.startswith('no '):
         content.pop(change[3:])
@@ -488,13 +488,13 @@ def test_damaged_states(data, tmp_path, change):
         content = 3
     torch.save(content, state)
     with pytest.raises(ValueError, match=STATE):
-        distil(original(data), teacher, images, epochs=1, checkpoint=state, resume=True)
+        distil(original(data), teacher, images, epochs=1, lr=1e-4, checkpoint=state, resume=True)
 
 
 def test_resuming_with_other_calibration_images(data, tmp_path, monkeypatch):
     model = original(data)
     images, state = Images(model, str(data), batch_size=24), str(tmp_path / STATE)
-    run = dict(distil_epochs=1, checkpoint=state, resume=True)
+    run = dict(distil_epochs=1, lr=1e-4, checkpoint=state, resume=True)
     accelerate(model, images, calibration_images=24, **run)
     with pytest.raises(ValueError, match='calibration_images is 24 there and 32 here'):
         accelerate(model, images, calibration_images=32, **run)

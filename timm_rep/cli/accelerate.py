@@ -49,7 +49,7 @@ def add_parser(commands: Commands) -> None:
         '--images', type=positive_int, default=512, metavar='N', help='calibration images (default: %(default)s)')
     parser.add_argument(
         '--distil-epochs', type=count, default=0, metavar='N', help='epochs of distillation from MODEL (default: none)')
-    parser.add_argument('--lr', type=float, default=1e-4, help='learning rate of the distillation (%(default)s)')
+    parser.add_argument('--lr', type=float, default=1e-5, help='learning rate of the distillation (%(default)s)')
     parser.add_argument('--resume', action='store_true', help='continue an interrupted distillation')
     parser.add_argument(
         '--train-split', default='train', metavar='NAME',

@@ -151,7 +151,7 @@ def distil(
         teacher: nn.Module,
         images: Images,
         epochs: int,
-        lr: float = 1e-4,
+        lr: float,
         weight_decay: float = 1e-4,
         checkpoint: Optional[Path] = None,
         resume: bool = False,
