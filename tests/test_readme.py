@@ -352,7 +352,26 @@ def test_pictures_of_results(monkeypatch):
         axes, = module.draw(name, declared).axes
         assert axes.get_legend_handles_labels()[1] == list(declared['series'])
         for container, series in zip(axes.containers, declared['series'].values(), strict=True):
-            assert container.lines[0].get_xdata().tolist() == list(series)
+            drawn = container.lines[0].get_xdata().tolist()
+            assert len(drawn) == len(series)
+            if isinstance(series, dict):
+                assert drawn == list(series)
+
+
+def test_points_of_two_figures(monkeypatch, tmp_path):
+    """Of a series as a list, x is a figure of a file too."""
+    pytest.importorskip('matplotlib')
+    module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
+    monkeypatch.setattr(module, 'RESULTS', tmp_path)
+    (tmp_path / 'speed.json').write_text(json.dumps({'rows': [{'form': 'a', 'speedup': {'1': 1.5, '2': 2.5}}]}))
+    (tmp_path / 'loss.json').write_text(json.dumps({'rows': [
+        {'ratio': ratio, 'seed': seed, 'loss': ratio + seed} for ratio in (1, 2) for seed in (0, 2)]}))
+    points = [
+        [{'file': 'speed', 'where': {'form': 'a'}, 'get': ['speedup', str(ratio)]}, {'where': {'ratio': ratio}}]
+        for ratio in (1, 2)]
+    axes, = module.draw('p', dict(title='', x='', y='', file='loss', get='loss', series={'a': points})).axes
+    line = axes.containers[0].lines[0]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1.5, 2.5], [2., 3.])
 
 
 def test_every_table_is_in_a_document():
