@@ -566,3 +566,12 @@ def test_label_names_stay(tmp_path, num_classes, expected):
         f'local-dir:{tmp_path / "a"}', pretrained=True, **({} if num_classes is None else {'num_classes': num_classes}))
     timm_rep.export(model, tmp_path / 'b')
     assert json.loads((tmp_path / 'b' / 'config.json').read_text()).get('label_names') == expected
+
+
+def test_names_by_number_are_not_taken_for_names(tmp_path):
+    """timm's label_names may be a dict, whose keys are no names."""
+    args = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
+    model = timm.create_model('vit_tiny_patch16_224', num_classes=2, **args)
+    model.pretrained_cfg['label_names'] = {'0': 'a', '1': 'b'}
+    save_folder(model, tmp_path / 'a', model_args=args)
+    assert 'label_names' not in json.loads((tmp_path / 'a' / 'config.json').read_text())

@@ -133,9 +133,10 @@ def _config(
             raise ValueError(
                 f'The model argument {name} must be a JSON value to be written to config.json, got {value!r}.') from e
     if label_names is None:
-        label_names = model.pretrained_cfg.get('label_names') or ()
-        if len(label_names) != model.num_classes:  # created with another num_classes
-            label_names = None
+        recorded = model.pretrained_cfg.get('label_names')
+        # timm also takes names by number, with gaps; the model may have been created with another num_classes
+        if isinstance(recorded, (list, tuple)) and len(recorded) == model.num_classes:
+            label_names = recorded
     labels = {'label_names': list(label_names)} if label_names else None
     save_config_for_hf(model, os.fspath(folder / CONFIG_NAME), model_args=args, model_config=labels)
     config = read_config(folder / CONFIG_NAME)

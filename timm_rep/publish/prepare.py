@@ -131,8 +131,7 @@ def prepare_folder(
             model, config = load_folder(draft), read_folder(draft).config
             _set_pool_size(model)
             write_model(
-                model, draft, model_args=config.get('model_args'), scales=_scales(model), tag=tag, half=True,
-                label_names=config.get('label_names'))
+                model, draft, model_args=config.get('model_args'), scales=_scales(model), tag=tag, half=True)
         model, weights, metrics = load_folder(draft), sha256(draft / WEIGHTS_NAME), read_metrics(draft)
         if dataset is not None:
             metrics = replace(metrics, dataset=dataset)
@@ -346,7 +345,7 @@ def write_folded(folder: PathLike, parent: PathLike) -> Path:
     target = Path(parent).resolve() / f'{folder.name}_folded'
     with replacing_files(target, copy=True) as draft:
         args = {name: value for name, value in repo.model_args.items() if name != 'scales'}
-        write_model(model, draft, model_args=args, label_names=repo.config.get('label_names'), tag=f'{tag}_folded')
+        write_model(model, draft, model_args=args, tag=f'{tag}_folded')
         metrics, weights = read_metrics(folder), sha256(draft / WEIGHTS_NAME)
         if metrics.accuracy is not None:
             of = f'{folder.name}, which computes the same'
