@@ -9,8 +9,8 @@ WEIGHTS is a state dict of timm's vit_small_patch14_dinov2. ``finetune`` makes a
 ``compare`` writes a row for each method, idle ratio and sample of calibration images to scripts/results, optionally
 after a distillation from the original; without ``--classifier`` of the features at 112 pixels: with a linear probe
 and, where WEIGHTS holds ``decoder.*``, with the maps that the decoder makes of the patch tokens.
+Run these two again after a stop: a training continues after its last quarter of an epoch, finished rows are skipped.
 ``speed`` measures the network, converted and pruned, on this machine.
-Run them again after a stop: a training continues after its last quarter of an epoch, finished rows are skipped.
 """
 import argparse
 import copy
