@@ -5,8 +5,6 @@ from typing import Any, Callable, Dict, List
 import torch
 import torch.nn as nn
 
-__all__ = ['find_causes']
-
 # larger differences of statistics come from other data or other weights, not from sampling a few images
 _MEAN_SHIFT = 3.  # in standard deviations, root mean square over the channels
 _STD_RATIO = 4.

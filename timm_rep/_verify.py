@@ -12,8 +12,6 @@ from timm_rep.utils.profiling import model_input_size
 
 from ._causes import find_causes
 
-__all__ = ['Difference', 'Verification', 'check_finite', 'check_images', 'check_tolerance', 'compare', 'verify']
-
 # largest folded error that passes, in multiples of the rounding error of the unfolded model
 _FACTOR = 16
 # largest batch of images in memory with the outputs of a layer

@@ -15,12 +15,6 @@ from timm_rep.utils.checkpoints import load_checkpoint
 from timm_rep.utils.data import read_images
 from timm_rep.utils.files import argument_errors, config_errors
 
-__all__ = [
-    'Commands', 'ModelKwargs', 'add_device', 'add_images', 'add_loading', 'add_model', 'add_model_kwargs', 'add_seed',
-    'check_output_file', 'count', 'create_from', 'create_model', 'default_device', 'device', 'folder', 'images_from',
-    'load_from', 'names_weights', 'note_random_weights', 'positive_int', 'ratio', 'seed', 'share',
-]
-
 # what ArgumentParser.add_subparsers() returns, for which argparse has no public name
 Commands = argparse._SubParsersAction
 

@@ -13,8 +13,6 @@ try:
 except ImportError:  # timm < 1.0.31
     from timm.utils import reparameterize_model
 
-__all__ = ['ReparameterizeMixin', 'check_loaded_structure', 'check_unconverted', 'folded_copy', 'reparameterize']
-
 
 def check_unconverted(model: nn.Module) -> None:
     """Raise unless a model is an unwrapped, unconverted timm model, no part of which is compiled."""

@@ -25,9 +25,6 @@ from .linearize import check_convertible
 from .report import ConversionReport, ConvertedFfn
 from .to_train import affine_names, batch_norm_like, check_batch_norm, find_trainable_ffns, take_layer_scale
 
-__all__ = ['AnnealedFfn', 'anneal_ffns']
-
-
 _STRUCTURE_KEYS = {'ffn.': ('annealing',), 'fc_in.weight': ('deploy',), 'fc_idle.weight': ('deploy',)}
 
 

@@ -15,8 +15,6 @@ from .fitting import CalibrationRows, least_squares, matrix_entries, sum_over_pr
 from .least_squares import wide
 from .residual import Probe, image_count, tokens_of
 
-__all__ = ['allocate', 'counts_for_budget', 'logits_of', 'output_metrics']
-
 _IMAGES, _CHUNK = 128, 16  # images in all, and in one backward pass
 
 

@@ -15,18 +15,6 @@ from timm_rep.utils.data import world_size_and_rank
 from .ffn import Ffn
 from .residual import Probe, image_count
 
-__all__ = [
-    'HELD_OUT',
-    'MIN_HELD_OUT',
-    'CalibrationImages',
-    'Share',
-    'TokenSampler',
-    'attended_tokens',
-    'is_padded',
-    'take',
-    'watch_masks',
-]
-
 # one of this many images is held out, if there are so many to compare losses on
 HELD_OUT, MIN_HELD_OUT = 5, 4
 _MAX_BATCHES = 64  # that wait in the model at the same time, each in a thread

@@ -14,15 +14,6 @@ from timm_rep.utils.modes import keeping_modes
 
 from .ffn_classes import Block, FfnSpec, affine_of, class_name, ffn_spec, find_blocks, linear_of
 
-__all__ = [
-    'Ffn',
-    'check_untied',
-    'find_ffns',
-    'plain_ratio',
-    'ratios_of',
-    'replace_module',
-]
-
 # MLPs of timm that are not block FFNs: position biases, squeeze and excitation, pooling and classifier heads; and MLPs
 # over tokens, which RePaFormer leaves alone
 _OTHER_ROLES = re.compile(

@@ -10,18 +10,6 @@ import torch.nn as nn
 
 from timm_rep.layers import Affine, unfoldable_reason
 
-__all__ = [
-    'Block',
-    'FfnSpec',
-    'affine_of',
-    'class_name',
-    'ffn_spec',
-    'find_blocks',
-    'linear_of',
-    'register_block',
-    'register_ffn',
-]
-
 
 class FfnSpec(NamedTuple):
     """Attribute names of the parts of an FFN class, see :func:`register_ffn`."""

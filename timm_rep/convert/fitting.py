@@ -13,8 +13,6 @@ from .ffn import Ffn
 from .least_squares import LeastSquares, Moments
 from .report import ConvertedFfn
 
-__all__ = ['CalibrationRows', 'fit_ffn', 'least_squares', 'matrix_entries']
-
 # damping of the correction of the residual stream; infinite for none
 CORRECTION_RIDGES = (0.01, 0.03, 0.1, 0.3, 1., 3., 10., math.inf)
 _BLOCK = 4096  # rows whose features are computed at once

@@ -13,9 +13,6 @@ import torch
 
 from timm_rep.layers import Affine
 
-__all__ = ['Elimination', 'Fit', 'LeastSquares', 'Moments', 'eliminate', 'wide']
-
-
 _STRIPS = 4  # of a symmetric product, half of which is computed
 
 

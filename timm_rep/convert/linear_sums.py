@@ -12,8 +12,6 @@ import torch.nn.functional as F
 
 from timm_rep.layers import Affine, ConvBranch, Csla, IdentityBranch, unfoldable_reason
 
-__all__ = ['LinearSum', 'Term', 'find_linear_sums']
-
 
 class Term(NamedTuple):
     """A linear branch ``gain * norm(conv(x))``.

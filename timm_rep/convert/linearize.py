@@ -26,8 +26,6 @@ from .report import ConversionReport
 from .residual import Probe, probe
 from .streaming import ConvertingPass, record_original
 
-__all__ = ['check_convertible', 'linearize_ffns']
-
 # Tokens of each image that are used at least, and rows for each column of the moments. Neighbouring tokens repeat each
 # other, so that few tokens of many images say more than all tokens of a few.
 _TOKENS, _ROWS_PER_COLUMN, _RECOMMENDED_ROWS = 16, 4, 16

@@ -16,18 +16,6 @@ from timm_rep.scales._transformers import extend_timm_wrapper
 
 from ._reparameterize import check_loaded_structure, reparameterize
 
-__all__ = [
-    'FACTORY_ARGS',
-    'WEIGHT_SOURCE',
-    'describe_input',
-    'input_layers',
-    'is_folded',
-    'is_timm_model',
-    'make_foldable',
-    'record_conversion',
-    'recorded_base',
-]
-
 # arguments of create_model that its constructors do not take; some name files
 FACTORY_ARGS = {
     *inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters,

@@ -15,8 +15,6 @@ from .record import make_foldable, record_conversion
 from .report import ConversionReport
 from .to_train import use_repa_ffns
 
-__all__ = ['convert_to_repa']
-
 # arguments of the three conversions that convert_to_repa() passes on, by how one chooses the conversion
 _OWN_ARGS = ('model', 'idle_ratio', 'loader', 'anneal_steps', 'reparameterized')
 _ARGS = {

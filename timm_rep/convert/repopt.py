@@ -18,15 +18,6 @@ from ._reparameterize import check_unconverted, reparameterize
 from .linear_sums import LinearSum, find_linear_sums
 from .record import make_foldable, record_conversion
 
-__all__ = [
-    'ConvertedSum',
-    'RepOptReport',
-    'convert_to_repopt',
-    'refuse_branches',
-    'set_scales',
-    'use_repopt_convs',
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedSum:

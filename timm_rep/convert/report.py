@@ -2,8 +2,6 @@
 import dataclasses
 from typing import Any, Dict, List, Optional, Tuple
 
-__all__ = ['ConversionReport', 'ConvertedFfn']
-
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedFfn:

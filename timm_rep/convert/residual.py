@@ -9,8 +9,6 @@ import torch.nn as nn
 from .ffn import Ffn
 from .least_squares import wide
 
-__all__ = ['Probe', 'Residual', 'first_tensor', 'image_count', 'probe', 'tokens_of']
-
 # rows of an activation that are compared, and activations before and after an FFN that are looked at
 _ROWS, _BEFORE, _AFTER = 128, 128, 64
 

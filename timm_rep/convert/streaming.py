@@ -14,7 +14,6 @@ from .ffn import Ffn, replace_module
 from .fitting import CalibrationRows
 from .residual import Residual, first_tensor, tokens_of
 
-__all__ = ['ConvertingPass', 'record_original']
 
 def _hook_stream(
         residual: Residual,

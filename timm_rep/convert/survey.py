@@ -12,8 +12,6 @@ from .ffn import find_ffns
 from .linear_sums import find_linear_sums
 from .repopt import use_repopt_convs
 
-__all__ = ['Convertibility', 'survey_convertible']
-
 
 class Convertibility(NamedTuple):
     """What can be converted in a timm model.

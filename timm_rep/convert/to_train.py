@@ -14,15 +14,6 @@ from .ffn import Ffn, check_untied, find_ffns, ratios_of
 from .ffn_classes import find_blocks
 from .report import ConversionReport, ConvertedFfn
 
-__all__ = [
-    'affine_names',
-    'batch_norm_like',
-    'check_batch_norm',
-    'find_trainable_ffns',
-    'take_layer_scale',
-    'use_repa_ffns',
-]
-
 
 def find_trainable_ffns(model: nn.Module) -> List[Ffn]:
     """The FFNs of a model; a ValueError unless each can become a RePaMlp with norm and layer scale of its block."""

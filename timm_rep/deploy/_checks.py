@@ -9,8 +9,6 @@ from timm_rep.utils.training import evaluate
 
 from ._export import check_model
 
-__all__ = ['check_float_model', 'check_keep_float', 'float_accuracy', 'read_images']
-
 
 def check_float_model(model: nn.Module) -> None:
     """Raise TypeError or ValueError unless a model is in float32, in eval mode and on the CPU."""

@@ -19,8 +19,6 @@ from timm_rep.utils.profiling import device_name, model_input_size
 
 from .formats import FORMATS, Format, check_format, package_versions
 
-__all__ = ['VERIFICATION_NAME', 'Exported', 'check_model', 'check_target', 'export']
-
 # name of the JSON file with the measured differences; for a single file, after its name and a dot
 VERIFICATION_NAME = 'verify.json'
 

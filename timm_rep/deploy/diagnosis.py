@@ -11,8 +11,6 @@ from timm_rep.utils.training import evaluate
 from .observers import create_observer
 from .program import QuantizationSettings
 
-__all__ = ['RoundedModel', 'fewest_to_keep', 'layer_errors', 'simulation_passes']
-
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
 
 

@@ -8,8 +8,6 @@ import torch.nn as nn
 
 from .formats import export_program, tracing_batch
 
-__all__ = ['equalize_ranges']
-
 _aten = torch.ops.aten
 _CONVS = (_aten.conv2d.default, _aten.conv2d.padding)
 _RELUS = (_aten.relu.default, _aten.relu_.default)

@@ -15,8 +15,6 @@ from .observers import ACTIVATION_OBSERVERS
 from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure
 from .runtimes import load_executorch, lower_to_executorch
 
-__all__ = ['ExecuTorchProgram']
-
 # shortcuts stay in float, since their rounding errors accumulate from block to block
 _LAYERS = (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)
 

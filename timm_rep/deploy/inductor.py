@@ -27,8 +27,6 @@ from .formats import export_program, save_program, tracing_batch
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
 from .program import Program, QuantizationSettings, module_name
 
-__all__ = ['InductorProgram', 'finish_training', 'prepare_training']
-
 aten = torch.ops.aten
 # layers with int8 kernels in inductor
 _LAYERS = (aten.conv1d.default, aten.conv2d.default, aten.linear.default)

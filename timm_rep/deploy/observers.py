@@ -5,11 +5,6 @@ import torch
 import torch.nn as nn
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 
-__all__ = [
-    'ACTIVATION_OBSERVERS', 'EntropyObserver', 'PerTensorWeightObserver', 'PercentileObserver', 'create_observer',
-    'entropy_range',
-]
-
 _LEVELS = 256  # 8 bits
 _CANDIDATES = 128  # ranges tried by entropy_range
 

@@ -21,8 +21,6 @@ from .formats import export_program, tracing_batch
 from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure
 from .runtimes import compile_openvino, save_openvino, to_openvino
 
-__all__ = ['OpenVinoProgram']
-
 # elementwise products and sums, LayerNorms (MVN) and means, whose inputs hold the shortcuts: their rounding errors
 # accumulate from block to block; not GroupNormalization, for which OpenVINO 2026.4 then computes the same outputs for
 # all images

@@ -18,8 +18,6 @@ from .formats import onnx_runner, tracing_batch, write_onnx
 from .observers import create_observer
 from .program import Program, QuantizationSettings, output_structure, restore_structure
 
-__all__ = ['OnnxProgram']
-
 # operators with int8 kernels, and activations that are absorbed into the quantization of a convolution's output
 _OPERATORS = ('Conv', 'Gemm', 'MatMul')
 _ACTIVATIONS = ('Relu', 'Clip')

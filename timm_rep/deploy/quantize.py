@@ -29,8 +29,6 @@ from .formats import BACKENDS, check_packages, package_versions
 from .program import Program, QuantizationSettings
 from .report import REPORT_NAME, Accuracy, QuantizationReport, read_report
 
-__all__ = ['Quantized', 'check_quantization', 'load_quantized', 'quantize_ptq', 'quantize_qat']
-
 
 class Quantized(nn.Module):
     """A model with int8 weights and activations, for inference on the CPU.

@@ -7,8 +7,6 @@ from timm_rep.utils.files import Sidecar
 
 from .formats import BACKENDS
 
-__all__ = ['CALIBRATORS', 'REPORT_NAME', 'Accuracy', 'QuantizationReport', 'quantized_files', 'read_report']
-
 REPORT_NAME = 'quantization.json'
 CALIBRATORS = tuple(dict.fromkeys(name for backend in BACKENDS.values() for name in backend.calibrators))
 

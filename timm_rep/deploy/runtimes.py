@@ -4,10 +4,6 @@ from typing import Any, Callable, Tuple
 
 import torch
 
-__all__ = [
-    'Runner', 'compile_openvino', 'load_executorch', 'lower_to_executorch', 'save_openvino', 'to_openvino',
-]
-
 Runner = Callable[[torch.Tensor], Any]
 
 

@@ -1,4 +1,6 @@
 """Model folders, local or on the Hub: writing, reading and checking them; and models built from published weights."""
+from timm_rep.scales._transformers import SCALES_NAME
+
 from ._folder import (
     check_saveable,
     check_timm_model,
@@ -13,7 +15,6 @@ from ._folder import (
 from ._repository import (
     CARD_NAME,
     CONFIG_NAME,
-    SCALES_NAME,
     WEIGHTS_NAME,
     ModelRepository,
     PathLike,

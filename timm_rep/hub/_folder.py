@@ -14,26 +14,13 @@ from torch.utils import _pytree as pytree
 
 from timm_rep.convert.record import is_folded, is_timm_model
 from timm_rep.scales import Scales
+from timm_rep.scales._transformers import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
 from timm_rep.utils.files import read_config
 from timm_rep.utils.profiling import model_input_size
 
-from ._repository import (
-    CONFIG_NAME,
-    SCALES_IN_FOLDER,
-    SCALES_NAME,
-    WEIGHTS_NAME,
-    ModelRepository,
-    PathLike,
-    read_folder,
-    sha256,
-)
-
-__all__ = [
-    'check_saveable', 'check_timm_model', 'load_folder', 'published_files', 'save_folder', 'split_name',
-    'verify_folder', 'write_hashes', 'write_model',
-]
+from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, PathLike, read_folder, sha256
 
 
 def split_name(folder: PathLike) -> Tuple[str, str]:

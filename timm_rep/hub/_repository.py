@@ -4,16 +4,10 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Union
 
-from timm_rep.scales._transformers import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.data import check_preprocessing
 from timm_rep.utils.files import read_config
 from timm_rep.utils.network import hub_download
-
-__all__ = [
-    'CARD_NAME', 'CONFIG_NAME', 'SCALES_IN_FOLDER', 'SCALES_NAME', 'WEIGHTS_NAME', 'ModelRepository', 'check_sha256',
-    'read_folder', 'read_repository', 'sha256',
-]
 
 PathLike = Union[str, os.PathLike]
 

@@ -23,23 +23,13 @@ from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, re
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, input_layers
 from timm_rep.init import weight_select_init
 from timm_rep.scales import recorded_scales
-from timm_rep.scales._transformers import extend_timm_wrapper
+from timm_rep.scales._transformers import SCALES_IN_FOLDER, SCALES_NAME, extend_timm_wrapper
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.checkpoints import read_state_dict
 from timm_rep.utils.files import argument_errors
 
-from ._repository import (
-    CONFIG_NAME,
-    SCALES_IN_FOLDER,
-    SCALES_NAME,
-    WEIGHTS_NAME,
-    ModelRepository,
-    read_folder,
-    read_repository,
-)
+from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder, read_repository
 from .released import DEFAULT_IDLE_RATIO, RELEASED_REPO_ID, fetch_released, has_release, rename_released
-
-__all__ = ['Weights', 'build_model', 'find_weights', 'local_folder', 'organization']
 
 FilterFn = Callable[[Dict[str, torch.Tensor], nn.Module], Dict[str, torch.Tensor]]
 

@@ -14,17 +14,6 @@ from timm_rep.utils.network import hub_download, hub_errors, is_hub_reachable
 
 from ._repository import check_sha256
 
-__all__ = [
-    'DEFAULT_IDLE_RATIO',
-    'RELEASED_REPO_ID',
-    'fetch_released',
-    'has_release',
-    'load_released',
-    'match_released',
-    'register_released_keys',
-    'rename_released',
-]
-
 RELEASED_REPO_ID = 'Ackesnal/RePaViT'
 DEFAULT_IDLE_RATIO = 0.75
 

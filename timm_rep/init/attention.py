@@ -4,8 +4,6 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 import torch
 import torch.nn as nn
 
-__all__ = ['AttentionLayout', 'fused_projections']
-
 # layers and parameters of an attention, and the projections along their first axis
 _PROJECTIONS = {
     'qkv': 'qkv', 'in_proj_weight': 'qkv', 'in_proj_bias': 'qkv', 'kv': 'kv', 'qk': 'qk',

@@ -10,8 +10,6 @@ import torch.nn as nn
 from timm_rep.utils.data import batch_images, batches_of
 from timm_rep.utils.modes import keeping_modes
 
-__all__ = ['calibrate_batchnorm']
-
 
 @torch.no_grad()
 def calibrate_batchnorm(

@@ -7,8 +7,6 @@ from typing import List, Optional, Sequence, Tuple
 
 import torch
 
-__all__ = ['ELEMENT_SELECTIONS', 'Indices', 'evenly_spaced', 'index_axes', 'select_elements']
-
 ELEMENT_SELECTIONS = ('uniform', 'consecutive', 'random', 'random_inconsistent', 'l1', 'magnitude')
 
 # positions along each axis, None for an axis that is kept whole

@@ -11,8 +11,6 @@ from .attention import AttentionLayout, fused_projections
 from .elements import Indices, evenly_spaced
 from .matching import Shape
 
-__all__ = ['HEADS', 'ModelLayout', 'Unselectable', 'head_aware_indices', 'interpolate_positions']
-
 HEADS = ('whole', 'within')
 
 _BIAS_TABLE = re.compile(r'(^|\.)relative_position_bias_table$')

@@ -11,11 +11,6 @@ import torch.nn as nn
 
 from .elements import evenly_spaced
 
-__all__ = [
-    'COMPONENTS', 'LAYER_SELECTIONS', 'Shape', 'absent_in_plain', 'classifier_names', 'component_of', 'map_names',
-    'match_outer_ones', 'matches', 'select_blocks', 'without_ones',
-]
-
 LAYER_SELECTIONS = ('first', 'uniform', 'mid', 'last')
 
 # the components of the paper's table 10, the head, and the rest: convolutions, downsampling, layer scales

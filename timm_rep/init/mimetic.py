@@ -10,8 +10,6 @@ from timm.layers import build_sincos2d_pos_embed
 
 from .attention import AttentionLayout
 
-__all__ = ['attention_products', 'attentions', 'mimetic_init_']
-
 
 def attentions(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
     """Names and modules of the attentions of a timm model with a ``qkv``, the queries of all heads first.

@@ -17,8 +17,6 @@ from timm_rep.utils.network import hub_errors
 
 from .matching import Shape
 
-__all__ = ['Teacher', 'TeacherSource', 'open_teacher']
-
 TeacherSource = Union[str, os.PathLike, nn.Module, Mapping[str, torch.Tensor]]
 
 

@@ -25,8 +25,6 @@ from .matching import (
 )
 from .teachers import TeacherSource, open_teacher
 
-__all__ = ['ELEMENT_CHOICES', 'SelectionReport', 'TensorSelection', 'weight_select_init']
-
 # most tensors that a message about a teacher names
 _NAMED = 20
 

@@ -13,8 +13,6 @@ import torch.nn as nn
 
 from .fold import Affine, batch_norm_scale_shift
 
-__all__ = ['AnnealedActivation', 'AnnealedNorm', 'add_annealing_hooks', 'advance_annealing', 'check_annealing']
-
 _SCHEDULES = ('linear', 'cosine')
 
 

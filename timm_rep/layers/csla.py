@@ -13,8 +13,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-__all__ = ['ConvBranch', 'Csla', 'IdentityBranch']
-
 
 def _pair(x: Union[int, Tuple[int, int]], name: str) -> Tuple[int, int]:
     """(height, width) of an argument that is one positive int or two of them; raises ValueError for anything else."""

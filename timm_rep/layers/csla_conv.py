@@ -14,8 +14,6 @@ from .csla import ConvBranch, Csla
 from .fold import Affine, check_foldable
 from .grad_mult import GradMult, get_grad_mult, set_grad_mult
 
-__all__ = ['CslaBlock', 'CslaConv2d', 'RepOptConv', 'RepOptConvDeploy', 'csla_layers']
-
 # names that torch's wrappers insert into the names of modules
 _WRAPPERS = {'module', '_orig_mod', '_checkpoint_wrapped_module', '_fsdp_wrapped_module'}
 

@@ -12,17 +12,6 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import parametrize
 
-__all__ = [
-    'Affine',
-    'batch_norm_scale_shift',
-    'check_foldable',
-    'foldable_layers',
-    'holds_structure',
-    'is_reparameterized',
-    'structures_in',
-    'unfoldable_reason',
-]
-
 
 def unfoldable_reason(module: nn.Module) -> Optional[str]:
     """Reason why a module cannot be folded, or None."""

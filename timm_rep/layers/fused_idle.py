@@ -18,8 +18,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ['fused_idle_ffn', 'fused_idle_is_faster', 'set_fused_idle', 'sync_group', 'use_fused_idle']
-
 # fixed cost of building the matrix, in multiplications, measured on a CPU of two cores from 192 to 768 channels
 # (scripts/bench.py ffn-train)
 _OVERHEAD = 2e8

@@ -10,8 +10,6 @@ import torch.nn as nn
 
 from .csla import Csla
 
-__all__ = ['GradMult', 'MultipliedLayers', 'get_grad_mult', 'set_grad_mult', 'to_local']
-
 _ATTRIBUTE = 'grad_mult'
 
 # kernel size, multiplier of each output channel (out_channels, 1, 1, 1), whether only the diagonal is reached

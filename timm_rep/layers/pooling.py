@@ -4,8 +4,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.jit import Final
 
-__all__ = ['WindowAvgPool2d']
-
 
 def _is_eager_on_cpu(x: torch.Tensor) -> bool:
     """Whether x is processed in eager mode on a CPU in float32 or float64: not traced, compiled or exported.

@@ -16,8 +16,6 @@ from torch.jit import Final
 from .fold import Affine, check_foldable, unfoldable_reason
 from .fused_idle import fused_idle_ffn, fused_idle_is_faster, sync_group, use_fused_idle
 
-__all__ = ['ChannelIdle', 'GatedUnit', 'RePaMlp', 'RePaMlpDeploy', 'active_channels', 'idle_ratios']
-
 
 def active_channels(channels: int, idle_ratio: float) -> int:
     """Number of activated channels: ``ceil(channels * (1 - idle_ratio))``. They come first.

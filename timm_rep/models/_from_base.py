@@ -13,9 +13,6 @@ from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input,
 from timm_rep.hub import build_model
 from timm_rep.layers import AnnealedActivation, add_annealing_hooks
 
-__all__ = ['base_cfg', 'create_from_base']
-
-
 # fields of a pretrained_cfg: what its weights are
 _DESCRIPTION = ('license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
 

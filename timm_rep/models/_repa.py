@@ -3,8 +3,6 @@ from typing import Any, Dict
 
 from timm_rep.convert import ReparameterizeMixin, use_repa_ffns
 
-__all__ = ['RePaMixin', 'features_of_stages']
-
 
 class RePaMixin(ReparameterizeMixin):
     """First base of a RePa model, before timm's model, whose FFNs it replaces by RePa FFNs."""

@@ -5,9 +5,6 @@ from typing import Any, Dict, Mapping, Optional
 from timm_rep.convert import ReparameterizeMixin
 from timm_rep.scales import RELEASED, RELEASED_PREFIX, Scales, ScalesLike, packaged_scales, recorded_scales
 
-__all__ = ['RepOptMixin', 'check_structure', 'choose_scales']
-
-
 _logger = logging.getLogger(__name__)
 
 

@@ -3,8 +3,6 @@ from typing import Any, Dict, Iterator
 
 import torch
 
-__all__ = ['Scratch', 'flat', 'in_chunks', 'is_dense', 'match_strides', 'row_chunks', 'use_fused']
-
 _CHUNK_BYTES = 4 << 20
 
 

@@ -13,8 +13,6 @@ from timm_rep.layers.grad_mult import get_grad_mult, set_grad_mult, to_local
 
 from ._chunks import Scratch, flat, in_chunks, match_strides, row_chunks, use_fused
 
-__all__ = ['RepAdamW', 'RepSGD']
-
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]]]
 # parameters that are updated alike, with the lists of their state by the names of torch's arguments, and their group
 States = Iterator[Tuple[List[torch.Tensor], Dict[str, list], Dict[str, Any]]]

@@ -20,8 +20,6 @@ from timm_rep.utils.files import parse, read_text
 
 from ._metrics import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
 
-__all__ = ['RECIPE_NAME', 'accelerated_card', 'card_text', 'figures_table', 'write_card']
-
 RECIPE_NAME = 'train.yaml'
 
 _REPA = '''@inproceedings{xu2025repavit,

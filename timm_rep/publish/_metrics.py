@@ -22,11 +22,6 @@ from timm_rep.utils.profiling import (
 )
 from timm_rep.utils.training import evaluate
 
-__all__ = [
-    'METRICS_NAME', 'PREDICTIONS_NAME', 'REPORT_NAME', 'AccelerationReport', 'Accuracy', 'Cited', 'Cost', 'Form',
-    'Metrics', 'Prediction', 'measure_accuracy', 'measure_cost', 'read_metrics', 'write_predictions',
-]
-
 METRICS_NAME = 'metrics.json'
 PREDICTIONS_NAME = 'predictions.csv'
 REPORT_NAME = 'report.json'

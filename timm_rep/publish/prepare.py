@@ -45,8 +45,6 @@ from ._metrics import (
     write_predictions,
 )
 
-__all__ = ['convert_released', 'prepare_folder', 'write_folded']
-
 # settings of a recipe with which the model is created
 _RECIPE = {
     'num_classes': Optional[int], 'img_size': Optional[int], 'in_chans': Optional[int], 'global_pool': Optional[str],

@@ -10,8 +10,6 @@ from huggingface_hub.utils.sha import git_hash
 from timm_rep.hub import CONFIG_NAME, PathLike, organization, sha256, verify_folder
 from timm_rep.utils.network import hub_errors
 
-__all__ = ['Change', 'push_folder']
-
 _WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.pt2', '.onnx', '.data')
 
 

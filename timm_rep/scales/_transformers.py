@@ -11,8 +11,6 @@ from timm_rep.utils.network import hub_download
 
 from .attach import attach_grad_mults
 
-__all__ = ['SCALES_IN_FOLDER', 'SCALES_NAME', 'extend_timm_wrapper']
-
 SCALES_NAME = 'scales.safetensors'
 # model_args['scales'] of a folder with scales. Libraries that create the model from model_args alone get one without
 # scales, which RepSGD refuses; if the argument was left out, it would train with other scales

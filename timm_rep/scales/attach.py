@@ -13,8 +13,6 @@ from .packaged import packaged_scales
 from .released import RELEASED_PREFIX
 from .scales import Scales
 
-__all__ = ['ScalesLike', 'attach_grad_mults', 'recorded_scales', 'resolve_scales']
-
 ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike, Literal[False]]
 
 

@@ -16,8 +16,6 @@ from timm_rep.utils.files import parse_json
 from .packaged import locate_packaged, packaged_scales
 from .released import RELEASED_PREFIX, locate_released
 
-__all__ = ['ORDER', 'Layers', 'locate', 'read', 'write']
-
 Layers = Mapping[str, Mapping[str, torch.Tensor]]
 
 # metadata key of the branches of each layer from input to output, as JSON, since safetensors sorts its tensors

@@ -6,8 +6,6 @@ from huggingface_hub import constants
 from timm.models._hub import check_cached_file, get_cache_dir
 from torch.hub import download_url_to_file
 
-__all__ = ['RELEASED', 'RELEASED_PREFIX', 'ReleasedFile', 'locate_released']
-
 RELEASED_PREFIX = 'released:'  # of a source of scales, followed by the name of a model
 
 RELEASE_URL = 'https://github.com/DingXiaoH/RepOptimizers/raw/main/'

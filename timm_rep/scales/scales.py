@@ -15,9 +15,6 @@ from timm_rep.utils.files import parse_json
 
 from .files import ORDER, locate, read, write
 
-__all__ = ['BranchComparison', 'Scales', 'stage_of']
-
-
 _HISTORY = 'history'  # metadata key of the history, as JSON
 
 

@@ -25,8 +25,6 @@ from timm_rep.utils.data import Loader, batches_of, labelled_images, world_size_
 from timm_rep.utils.training import evaluate, fit
 from timm_rep.version import __version__
 
-__all__ = ['hyper_search', 'parameter_groups']
-
 _History = Dict[str, Dict[str, List[float]]]
 
 

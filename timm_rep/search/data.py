@@ -8,8 +8,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from timm_rep.utils.data import open_dataset
 
-__all__ = ['DeviceLoader', 'count_classes', 'create_search_dataset', 'create_search_loader']
-
 # pixels of black padding before a random crop, as in the authors' code
 _BORDER = 4
 

@@ -13,8 +13,6 @@ from typing import Iterator, List, Union
 
 from filelock import FileLock, Timeout
 
-__all__ = ['check_writable', 'locking_folder', 'recover', 'replacing_files']
-
 _DRAFT = '.writing'
 _PENDING = '.written'
 _REMOVED = '.removed.json'

@@ -13,17 +13,6 @@ from timm.models import clean_state_dict, load_state_dict
 
 from .atomic import replacing_files
 
-__all__ = [
-    'has_moving_average',
-    'load_checkpoint',
-    'read_state_dict',
-    'read_training_state',
-    'state_dict_of',
-    'write_checkpoint',
-    'write_safetensors',
-    'write_training_state',
-]
-
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:

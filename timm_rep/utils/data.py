@@ -12,11 +12,6 @@ from torch.utils.data import Dataset
 from .files import parse
 from .profiling import model_input_size
 
-__all__ = [
-    'PREPROCESSING', 'ImageFolder', 'Images', 'batch_images', 'batches_of', 'check_preprocessing', 'image_config',
-    'labelled_images', 'load_images', 'open_dataset', 'read_images', 'take_images', 'world_size_and_rank',
-]
-
 # fields of a pretrained_cfg, and of a recipe for train.py, that describe how images are preprocessed
 PREPROCESSING = {
     'input_size': Tuple[int, int, int],

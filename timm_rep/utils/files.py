@@ -25,10 +25,6 @@ from typing import (
     get_type_hints,
 )
 
-__all__ = [
-    'Sidecar', 'argument_errors', 'config_errors', 'parse', 'parse_json', 'read_config', 'read_json', 'read_text',
-]
-
 SidecarType = TypeVar('SidecarType', bound='Sidecar')
 
 

@@ -4,8 +4,6 @@ from typing import Iterator
 
 import torch.nn as nn
 
-__all__ = ['keeping_modes']
-
 
 @contextlib.contextmanager
 def keeping_modes(model: nn.Module) -> Iterator[None]:

@@ -10,8 +10,6 @@ from urllib.request import getproxies
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-__all__ = ['hub_download', 'hub_errors', 'is_hub_reachable']
-
 # base error of the client's HTTP library (requests, then httpx); a failed connection raises it, not OSError
 _HTTP_ERROR = HfHubHTTPError.__bases__[0]
 _TIMEOUT = 1.5  # seconds

@@ -20,8 +20,6 @@ from tqdm import tqdm
 from .checkpoints import read_training_state, write_training_state
 from .data import PREPROCESSING, Images, Loader, batches_of, labelled_images, world_size_and_rank
 
-__all__ = ['check_distillation', 'distil', 'evaluate', 'fit']
-
 
 def fit(
         model: nn.Module,
