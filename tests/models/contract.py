@@ -1,7 +1,8 @@
-"""What any timm model can do, in every structure: tests that each family's own inherit."""
+"""What any timm model can do, in every structure: tests that the tests of each family inherit."""
 import copy
 import io
 import pickle
+from types import MappingProxyType
 
 import pytest
 import timm
@@ -12,6 +13,7 @@ from safetensors.torch import load, save
 from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from tests.helpers import images, relative
 from timm_rep.layers import CslaBlock, CslaConv2d, RePaMlp
@@ -81,24 +83,14 @@ def check_cfg_names(names):
         assert (other.first_conv, other.classifier) == (cfg['first_conv'], cfg['classifier'])
 
 
-def check_batch_norms(build):
-    """bn_momentum and bn_eps reach every BatchNorm."""
-    norms = [m for m in build(bn_momentum=.05, bn_eps=1e-3).modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    assert norms
-    assert all((norm.momentum, norm.eps) == (.05, 1e-3) for norm in norms)
-
-
-def check_arguments(model, x, shape):
-    """Outputs of this shape, and gradients of everything."""
-    y = model(x)
-    assert y.shape == shape
-    y.square().sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 class Contract:
-    """A subclass is parametrized with ``kind`` and says how to build a tiny model of it, for images of ``size``."""
+    """A subclass says how to build a tiny model of each ``kind``, for images of ``size``, and what it returns."""
+    kinds = ()
     size = 64
+    taps = ()  # shapes of the features of forward_intermediates(), (2, channels, height, width)
+    feature_args = MappingProxyType({})  # arguments for features_only
+    features = ()  # (channels, reduction of the size, shape) of each feature
+    arguments = ()  # (arguments of the model, shape of its outputs)
     block = None  # name of one that is checkpointed
     layers = None  # groups of parameters from input to output, for layer decay
     scriptable = ()  # the kinds that torch.jit.script takes; tracing takes all
@@ -114,6 +106,13 @@ class Contract:
         """A model with the weights of no initialization, in eval mode."""
         raise NotImplementedError
 
+    @classmethod
+    def pytest_generate_tests(cls, metafunc):
+        if 'kind' in metafunc.fixturenames:
+            metafunc.parametrize('kind', cls.kinds)
+        if 'kwargs' in metafunc.fixturenames:
+            metafunc.parametrize('kwargs,shape', cls.arguments, ids=str)
+
     @pytest.fixture
     def model(self, kind):
         return self.trained(kind)
@@ -127,6 +126,28 @@ class Contract:
         features = model.forward_features(x)
         assert torch.equal(model.forward_head(features), model(x))
         assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size)
+
+    @torch.no_grad()
+    def test_forward_intermediates(self, model):
+        final, taps = model.forward_intermediates(self.images())
+        assert torch.equal(final, model.forward_features(self.images()))
+        assert [tuple(t.shape) for t in taps] == [*self.taps]
+
+    @torch.no_grad()
+    def test_features_only(self, kind):
+        net = self.build(kind, features_only=True, **self.feature_args).eval()
+        features = net(self.images())
+        shapes = [tuple(f.shape) for f in features]
+        assert [*zip(net.feature_info.channels(), net.feature_info.reduction(), shapes)] == [*self.features]
+        for a, b in zip(reparameterize_model(net)(self.images()), features):
+            assert relative(a, b) < 1e-5
+
+    def test_arguments(self, kind, kwargs, shape):
+        model = self.build(kind, **kwargs)
+        y = model(self.images()[:, :kwargs.get('in_chans', 3)])
+        assert y.shape == shape
+        y.square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
     def test_classifier(self, model):
         model.reset_classifier(7)
@@ -224,3 +245,57 @@ class Contract:
     @pytest.mark.slow
     def test_compile(self, model):
         check_compile(model, self.images())
+
+
+class RePaContract(Contract):
+    """A subclass has the functions ``tiny`` and ``trained_form``, which build the model in the training structure."""
+    kinds = scriptable = ('training', 'deploy')
+    variants = ()  # names of the models of the family, which have one layout
+    learning_rate = 3e-3
+    training = MappingProxyType({})  # arguments of the model that is trained
+
+    @classmethod
+    def build(cls, kind, **kwargs):
+        return cls.tiny(reparameterized=kind == 'deploy', **kwargs)
+
+    @classmethod
+    def trained(cls, kind):
+        return cls.trained_form().reparameterize() if kind == 'deploy' else cls.trained_form()
+
+    def test_names_of_the_config(self):
+        check_cfg_names(self.variants)
+
+    def test_batch_norms(self):
+        """bn_momentum and bn_eps reach every BatchNorm of an FFN."""
+        ffns = [m for m in self.tiny(bn_momentum=.05, bn_eps=1e-3).modules() if isinstance(m, RePaMlp)]
+        norms = [m for ffn in ffns for m in ffn.modules() if isinstance(m, _BatchNorm)]
+        assert len(norms) == 2 * len(ffns) > 0
+        assert all((norm.momentum, norm.eps) == (.05, 1e-3) for norm in norms)
+
+    def test_the_other_structure_is_refused(self):
+        with pytest.raises(RuntimeError, match='deploy structure'):
+            self.tiny().load_state_dict(self.tiny(reparameterized=True).state_dict(), strict=False)
+
+    def test_training_moves_the_statistics_and_lowers_the_loss(self):
+        model = self.tiny(drop_path_rate=.1, **self.training).train()
+        optimizer = create_optimizer_v2(model, opt='adamw', lr=self.learning_rate, weight_decay=.05)
+        x, target = self.images(10), torch.arange(10) % 5
+        losses = train(model, optimizer, x, target, steps=25)
+        assert losses[-1] < .5 * losses[0]
+        assert all(m.num_batches_tracked == 25 for m in model.modules() if isinstance(m, _BatchNorm))
+        expected = model.eval()(x)
+        assert relative(model.reparameterize()(x), expected) < 1e-5
+
+
+class RepOptContract(Contract):
+    """As :class:`RePaContract`; a kind is a structure."""
+    kinds = ('target', 'search', pytest.param('csla', marks=pytest.mark.slow), 'deploy')
+    scriptable = ('target', 'deploy')  # a block's branches are a loop over its declaration, which only tracing unrolls
+
+    @classmethod
+    def build(cls, kind, **kwargs):
+        return cls.tiny(**(dict(reparameterized=True) if kind == 'deploy' else dict(structure=kind)), **kwargs)
+
+    @classmethod
+    def trained(cls, kind):
+        return cls.trained_form().reparameterize() if kind == 'deploy' else cls.trained_form(structure=kind)

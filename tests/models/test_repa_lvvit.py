@@ -7,32 +7,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.layers import DropPath
 from timm.optim import create_optimizer_v2
-from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import randomize_, relative, wild_
+from tests import helpers
+from tests.helpers import images, randomize_, relative
 from tests.models import contract
-from tests.models.contract import Contract
+from tests.models.contract import RePaContract
 from tests.reference import ffn
-
-TINY = dict(img_size=64, embed_dim=48, depth=3, num_heads=3, num_classes=5)
 
 
 def tiny(name='repa_lvvit_s', **kwargs):
-    torch.manual_seed(0)
-    return timm.create_model(name, **{**TINY, **kwargs})
+    return helpers.tiny(name, **kwargs)
 
 
-@torch.no_grad()
 def trained(name='repa_lvvit_s', **kwargs):
-    model = randomize_(tiny(name, **kwargs))
-    for i, block in enumerate(model.blocks):
-        if name.startswith('repa'):
-            wild_(block.mlp, i, log_var=(-1, 1))
-    return model.eval()
-
-
-images = contract.images
+    return randomize_(tiny(name, **kwargs))
 
 
 def test_registered():
@@ -127,13 +116,11 @@ def test_recorded_outputs(recorded):
     weights = {k.removeprefix('weights.'): v for k, v in tensors.items() if k.startswith('weights.')}
     assert timm_rep.load_released(model, weights) is model
     assert relative(model.eval()(tensors['input']), tensors['output']) < 1e-5
-    with pytest.raises(TypeError, match=r'RePaLvVit has no released layout; there is one for .*LvVit'):
+    with pytest.raises(TypeError, match=r'\bLvVit\b.*got RePaLvVit'):
         timm_rep.load_released(tiny(), weights)
 
 
 def test_refusals():
-    with pytest.raises(RuntimeError, match='deploy structure'):
-        tiny().load_state_dict(tiny(reparameterized=True).state_dict(), strict=False)
     for name in ('lvvit_s', 'repa_lvvit_s'):
         with pytest.raises(ValueError, match=r'skip_lam must be positive, got 0'):
             tiny(name, skip_lam=0)
@@ -143,32 +130,41 @@ def test_refusals():
     tiny().set_input_size(patch_size=16)
 
 
-@pytest.mark.parametrize('name', ['repa_lvvit_s', pytest.param('lvvit_s', marks=pytest.mark.slow)])
-def test_training_lowers_the_loss(name):
-    model = tiny(name, drop_path_rate=.1).train()
+@pytest.mark.slow
+def test_training_lowers_the_loss_of_the_vanilla_backbone():
+    model = tiny('lvvit_s', drop_path_rate=.1).train()
     optimizer = create_optimizer_v2(model, opt='adamw', lr=2e-3, weight_decay=.05)
     x, target = images(10), torch.arange(10) % 5
     losses = contract.train(model, optimizer, x, target, steps=25)
     assert losses[-1] < .5 * losses[0]
 
 
-@pytest.mark.parametrize('kind', ['vanilla', 'training', 'deploy'])
-class TestContract(Contract):
+class TestContract(RePaContract):
     """What timm's Vision Transformer can do, plain and in both structures."""
+    variants = ('lvvit_m', 'lvvit_s', 'repa_lvvit_m', 'repa_lvvit_s')
+    tiny, trained_form = map(staticmethod, (tiny, trained))
+    kinds = scriptable = ('vanilla', 'training', 'deploy')
+    learning_rate = 2e-3
     block = 'blocks.1'
     layers = 1 + 3 + 1  # stem, blocks, heads
-    scriptable = ('vanilla', 'training', 'deploy')
     timms = 'deit_tiny_patch16_224'
+    taps = ((2, 48, 4, 4),) * 3
+    features = ((48, 16, (2, 48, 4, 4)),) * 3
+    arguments = (
+        (dict(num_classes=0), (2, 48)),
+        (dict(num_classes=0, global_pool=''), (2, 17, 48)),
+        (dict(global_pool='', return_dense=False), (2, 17, 5)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(drop_rate=.1, proj_drop_rate=.1, attn_drop_rate=.1, drop_path_rate=.2), (2, 5)),
+    )
 
-    @staticmethod
-    def build(kind, **kwargs):
-        return tiny('lvvit_s', **kwargs) if kind == 'vanilla' else tiny(reparameterized=kind == 'deploy', **kwargs)
+    @classmethod
+    def build(cls, kind, **kwargs):
+        return tiny('lvvit_s', **kwargs) if kind == 'vanilla' else super().build(kind, **kwargs)
 
-    @staticmethod
-    def trained(kind):
-        if kind == 'vanilla':
-            return trained('lvvit_s')
-        return trained().reparameterize() if kind == 'deploy' else trained()
+    @classmethod
+    def trained(cls, kind):
+        return trained('lvvit_s') if kind == 'vanilla' else super().trained(kind)
 
     def test_meta(self, kind, model):
         meta = self.build(kind, device='meta')
@@ -176,22 +172,6 @@ class TestContract(Contract):
         meta.load_state_dict(model.state_dict(), assign=True)
         assert torch.equal(meta.eval()(self.images()), model(self.images()))
         assert meta(torch.empty(2, 3, 64, 64)).shape == (2, 5)
-
-    @torch.no_grad()
-    def test_forward_intermediates(self, model):
-        final, taps = model.forward_intermediates(images())
-        assert torch.equal(final, model.forward_features(images()))
-        assert [tuple(t.shape) for t in taps] == [(2, 48, 4, 4)] * 3
-
-    @torch.no_grad()
-    def test_features_only(self, kind):
-        args = {} if kind == 'vanilla' else dict(reparameterized=kind == 'deploy')
-        name = 'lvvit_s' if kind == 'vanilla' else 'repa_lvvit_s'
-        net = timm.create_model(name, features_only=True, **args, **TINY).eval()
-        features = net(images())
-        assert [tuple(f.shape) for f in features] == [(2, 48, 4, 4)] * 3
-        for a, b in zip(reparameterize_model(net)(images()), features):
-            assert relative(a, b) < 1e-5
 
     @torch.no_grad()
     def test_image_sizes(self, model, kind):
@@ -208,17 +188,3 @@ class TestContract(Contract):
         model.reset_classifier(0)
         assert isinstance(model.aux_head, nn.Identity)
         assert model(images()).shape == (2, 48)
-
-    @pytest.mark.parametrize('kwargs,shape', [
-        (dict(num_classes=0), (2, 48)),
-        (dict(num_classes=0, global_pool=''), (2, 17, 48)),
-        (dict(global_pool='', return_dense=False), (2, 17, 5)),
-        (dict(in_chans=1), (2, 5)),
-        (dict(drop_rate=.1, proj_drop_rate=.1, attn_drop_rate=.1, drop_path_rate=.2), (2, 5)),
-    ], ids=str)
-    def test_arguments(self, kind, kwargs, shape):
-        contract.check_arguments(self.build(kind, **kwargs), images()[:, :kwargs.get('in_chans', 3)], shape)
-
-
-def test_names_of_the_config():
-    contract.check_cfg_names(timm.list_models(module='repa_lvvit'))

@@ -6,36 +6,26 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from timm.layers import DropPath
-from timm.optim import create_optimizer_v2
-from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import relative, wild_
+from tests import helpers
+from tests.helpers import images, randomize_, relative
 from tests.models import contract
-from tests.models.contract import Contract
+from tests.models.contract import RePaContract
 from tests.reference import ffn
 
 VARIANTS = [f'repa_mixer_{size}' for size in ('b16', 'b32', 'l16', 'l32', 's16', 's32')]
-TINY = dict(img_size=64, num_blocks=3, embed_dim=24, num_classes=5)
-
-
-def tiny(**kwargs):
-    torch.manual_seed(0)
-    return timm.create_model('repa_mixer_b16', **{**TINY, **kwargs})
+tiny = partial(helpers.tiny, 'repa_mixer_b16')
 
 
 @torch.no_grad()
 def trained(**kwargs):
-    model = tiny(**kwargs)
-    for i, block in enumerate(model.blocks):
-        wild_(block.mlp_channels, i, log_var=(-1, 1))
+    model = randomize_(tiny(**kwargs))
+    for block in model.blocks:
         for parameter in block.norm1.parameters():
             parameter.normal_()
     model.head.weight.normal_()  # timm's Mixer has it start at 0
-    return model.eval()
-
-
-images = contract.images
+    return model
 
 
 def test_registered():
@@ -69,10 +59,6 @@ def test_block_is_token_mlp_and_ffn():
     y = (x + y.transpose(1, 2)).flatten(0, 1)
     expected = y + ffn(y, block.mlp_channels.state_dict(), F.gelu, active=24)
     assert relative(block(x).flatten(0, 1), expected) < 1e-11
-
-
-def test_batch_norms():
-    contract.check_batch_norms(tiny)
 
 
 def test_initialization_and_drop_path_are_timms():
@@ -110,62 +96,24 @@ def test_recorded_outputs(recorded):
 
 
 def test_refusals():
-    with pytest.raises(RuntimeError, match='deploy structure'):
-        tiny().load_state_dict(tiny(reparameterized=True).state_dict(), strict=False)
     with pytest.raises(ValueError, match=r'blocks\.0\.mlp_channels is a Identity'):
         tiny(mlp_layer=nn.Identity)
     with pytest.raises(TypeError, match='block_layer'):
         tiny(block_layer=nn.Identity)
 
 
-def test_training_lowers_the_loss():
-    model = tiny(drop_path_rate=.1).train()
-    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
-    x, target = images(10), torch.arange(10) % 5
-    losses = contract.train(model, optimizer, x, target, steps=25)
-    assert losses[-1] < .5 * losses[0]
-
-
-@pytest.mark.parametrize('kind', ['training', 'deploy'])
-class TestContract(Contract):
+class TestContract(RePaContract):
     """What timm's Mixer can do, in both structures."""
+    variants = VARIANTS
+    tiny, trained_form = map(staticmethod, (tiny, trained))
     block = 'blocks.1'
     layers = 1 + 3 + 1  # stem, blocks, head
-    scriptable = ('training', 'deploy')
-
-    @staticmethod
-    def build(kind, **kwargs):
-        return tiny(reparameterized=kind == 'deploy', **kwargs)
-
-    @staticmethod
-    def trained(kind):
-        return trained().reparameterize() if kind == 'deploy' else trained()
-
-    @torch.no_grad()
-    def test_forward_intermediates(self, model):
-        final, taps = model.forward_intermediates(images())
-        assert torch.equal(final, model.forward_features(images()))
-        assert [tuple(t.shape) for t in taps] == [(2, 24, 4, 4)] * 3
-
-    @torch.no_grad()
-    def test_features_only(self, kind):
-        net = timm.create_model(
-            'repa_mixer_b16', features_only=True, reparameterized=kind == 'deploy', **TINY).eval()
-        features = net(images())
-        assert [tuple(f.shape) for f in features] == [(2, 24, 4, 4)] * 3
-        for a, b in zip(reparameterize_model(net)(images()), features):
-            assert relative(a, b) < 1e-5
-
-    @pytest.mark.parametrize('kwargs,shape', [
+    taps = ((2, 24, 4, 4),) * 3
+    features = ((24, 16, (2, 24, 4, 4)),) * 3
+    arguments = (
         (dict(num_classes=0), (2, 24)),
         (dict(num_classes=0, global_pool=''), (2, 16, 24)),
         (dict(in_chans=1), (2, 5)),
         (dict(mlp_ratio=2.), (2, 5)),
         (dict(drop_rate=.1, proj_drop_rate=.1, drop_path_rate=.2), (2, 5)),
-    ], ids=str)
-    def test_arguments(self, kind, kwargs, shape):
-        contract.check_arguments(self.build(kind, **kwargs), images()[:, :kwargs.get('in_chans', 3)], shape)
-
-
-def test_names_of_the_config():
-    contract.check_cfg_names(list(VARIANTS))
+    )

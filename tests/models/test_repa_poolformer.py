@@ -1,4 +1,5 @@
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import timm
@@ -7,21 +8,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.layers import DropPath
 from timm.optim import create_optimizer_v2
-from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import relative, wild_
+from tests import helpers
+from tests.helpers import images, randomize_, relative
 from tests.models import contract
-from tests.models.contract import Contract
+from tests.models.contract import RePaContract
 from tests.reference import ffn, pooling
 
 VARIANTS = [f'repa_poolformer_{size}' for size in ('m36', 'm48', 's12', 's24', 's36')]
-TINY = dict(depths=(1, 2, 1), dims=(16, 24, 32), num_classes=5)
-
-
-def tiny(**kwargs):
-    torch.manual_seed(0)
-    return timm.create_model('repa_poolformer_s12', **{**TINY, **kwargs})
+tiny = partial(helpers.tiny, 'repa_poolformer_s12')
 
 
 def blocks(model):
@@ -30,15 +26,11 @@ def blocks(model):
 
 @torch.no_grad()
 def trained(**kwargs):
-    model = tiny(**kwargs)
-    for i, block in enumerate(blocks(model)):
-        wild_(block.mlp, i, log_var=(-1, 1))
+    model = randomize_(tiny(**kwargs))
+    for block in blocks(model):
         for parameter in (*block.norm1.parameters(), *block.layer_scale1.parameters()):
             parameter.normal_()
-    return model.eval()
-
-
-images = contract.images
+    return model
 
 
 def test_registered():
@@ -81,10 +73,6 @@ def test_block_is_pooling_and_ffn(pool_size):
     y = y.permute(0, 2, 3, 1).reshape(-1, 24)
     expected = y + ffn(y, weights, F.gelu, active=24)
     assert relative(block(x).permute(0, 2, 3, 1).reshape(-1, 24), expected) < 1e-10
-
-
-def test_batch_norms():
-    contract.check_batch_norms(tiny)
 
 
 def test_initialization_and_drop_path_are_timms():
@@ -134,34 +122,25 @@ def test_recorded_outputs(recorded):
 
 
 def test_refusals():
-    with pytest.raises(RuntimeError, match='deploy structure'):
-        tiny().load_state_dict(tiny(reparameterized=True).state_dict(), strict=False)
     for kwargs in (dict(), dict(reparameterized=True)):
         with pytest.raises(ValueError, match='odd'):
             tiny(pool_size=4, **kwargs)
 
 
-def test_training_lowers_the_loss():
-    model = tiny(drop_path_rate=.1, layer_scale_init_values=.1).train()
-    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
-    x, target = images(10), torch.arange(10) % 5
-    losses = contract.train(model, optimizer, x, target, steps=25)
-    assert losses[-1] < .5 * losses[0]
-
-
-@pytest.mark.parametrize('kind', ['training', 'deploy'])
-class TestContract(Contract):
+class TestContract(RePaContract):
     """What timm's PoolFormer can do, in both structures."""
+    variants = VARIANTS
+    tiny, trained_form = map(staticmethod, (tiny, trained))
+    training = MappingProxyType(dict(layer_scale_init_values=.1))
     block = 'stages.1.blocks.1'
-    scriptable = ('training', 'deploy')
-
-    @classmethod
-    def build(cls, kind, **kwargs):
-        return tiny(reparameterized='deploy' in kind, **kwargs)
-
-    @classmethod
-    def trained(cls, kind):
-        return trained().reparameterize() if kind == 'deploy' else trained()
+    taps = ((2, 16, 16, 16), (2, 24, 8, 8), (2, 32, 4, 4))
+    features = ((16, 4, (2, 16, 16, 16)), (24, 8, (2, 24, 8, 8)), (32, 16, (2, 32, 4, 4)))
+    arguments = (
+        (dict(num_classes=0), (2, 32)),
+        (dict(num_classes=0, global_pool=''), (2, 32, 4, 4)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(drop_rate=.1, proj_drop_rate=.1, drop_path_rate=.2), (2, 5)),
+    )
 
     def test_parameter_groups(self, model):
         """timm's MetaFormer has no groups of parameters to set rates for by layer."""
@@ -169,34 +148,5 @@ class TestContract(Contract):
         assert sum(len(g['params']) for g in optimizer.param_groups) == len(list(model.parameters()))
 
     @torch.no_grad()
-    def test_forward_intermediates(self, model):
-        final, taps = model.forward_intermediates(images())
-        assert torch.equal(final, model.forward_features(images()))
-        assert [tuple(t.shape) for t in taps] == [(2, 16, 16, 16), (2, 24, 8, 8), (2, 32, 4, 4)]
-
-    @torch.no_grad()
-    def test_features_only(self, kind):
-        net = timm.create_model(
-            'repa_poolformer_s12', features_only=True, reparameterized='deploy' in kind, **TINY).eval()
-        assert (net.feature_info.channels(), net.feature_info.reduction()) == ([16, 24, 32], [4, 8, 16])
-        features = net(images())
-        assert [tuple(f.shape) for f in features] == [(2, 16, 16, 16), (2, 24, 8, 8), (2, 32, 4, 4)]
-        for a, b in zip(reparameterize_model(net)(images()), features):
-            assert relative(a, b) < 1e-5
-
-    @torch.no_grad()
     def test_image_sizes(self, model):
         assert model(torch.randn(1, 3, 50, 84)).shape == (1, 5)
-
-    @pytest.mark.parametrize('kwargs,shape', [
-        (dict(num_classes=0), (2, 32)),
-        (dict(num_classes=0, global_pool=''), (2, 32, 4, 4)),
-        (dict(in_chans=1), (2, 5)),
-        (dict(drop_rate=.1, proj_drop_rate=.1, drop_path_rate=.2), (2, 5)),
-    ], ids=str)
-    def test_arguments(self, kind, kwargs, shape):
-        contract.check_arguments(self.build(kind, **kwargs), images()[:, :kwargs.get('in_chans', 3)], shape)
-
-
-def test_names_of_the_config():
-    contract.check_cfg_names(list(VARIANTS))

@@ -6,23 +6,17 @@ import torch
 import torch.nn.functional as F
 from timm.layers import DropPath
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
-from timm.optim import create_optimizer_v2
-from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import relative, wild_
+from tests import helpers
+from tests.helpers import TINY, randomize_, relative
 from tests.models import contract
-from tests.models.contract import Contract
+from tests.models.contract import RePaContract
 from tests.reference import ffn
 
 VARIANTS = ['repa_swin_base', 'repa_swin_small', 'repa_swin_tiny']
-# two stages of two blocks, the second of each stage shifted where the map is larger than the window
-TINY = dict(img_size=56, embed_dim=24, depths=(2, 2), num_heads=(2, 4), num_classes=5, drop_path_rate=0.)
-
-
-def tiny(**kwargs):
-    torch.manual_seed(0)
-    return timm.create_model('repa_swin_tiny', **{**TINY, **kwargs})
+tiny = partial(helpers.tiny, 'repa_swin_tiny')
+images = partial(helpers.images, size=56)
 
 
 def blocks(model):
@@ -30,19 +24,11 @@ def blocks(model):
 
 
 def trained(**kwargs):
-    model = tiny(**kwargs)
-    for i, block in enumerate(blocks(model)):
-        wild_(block.mlp, i, log_var=(-1, 1))
-    return model.eval()
-
-
-def images(n=2, size=56, **kwargs):
-    return contract.images(n, size, **kwargs)
+    return randomize_(tiny(**kwargs))
 
 
 def test_registered():
     assert timm.list_models(module='repa_swin') == VARIANTS
-
 
 
 def test_fused_attention():
@@ -86,14 +72,10 @@ def test_block_is_attention_and_ffn():
     assert relative(block(x), expected) < 1e-5
 
 
-def test_batch_norms():
-    contract.check_batch_norms(tiny)
-
-
 def test_initialization_and_drop_path_are_timms():
     model = tiny(embed_dim=96, drop_path_rate=.3, proj_drop_rate=.1)
     torch.manual_seed(0)
-    vanilla = SwinTransformer(**dict(TINY, embed_dim=96, drop_path_rate=.3))
+    vanilla = SwinTransformer(**{**TINY['repa_swin'], 'embed_dim': 96, 'drop_path_rate': .3})
     for ours, theirs in zip(blocks(model), blocks(vanilla)):
         for fc in (ours.mlp.fc1, ours.mlp.fc2):
             assert abs(fc.weight.std().item() - .02) < .001
@@ -103,9 +85,7 @@ def test_initialization_and_drop_path_are_timms():
             assert ours.drop_path2.drop_prob == theirs.drop_path2.drop_prob
         assert ours.mlp.drop1.p == .1
         assert type(ours) is SwinTransformerBlock
-    torch.manual_seed(0)
-    skipped = timm.create_model('repa_swin_tiny', weight_init='skip', **TINY)
-    assert blocks(skipped)[0].mlp.fc1.bias.abs().max() > 0
+    assert blocks(tiny(weight_init='skip'))[0].mlp.fc1.bias.abs().max() > 0
 
 
 @pytest.mark.parametrize('kwargs', [
@@ -132,37 +112,25 @@ def test_recorded_outputs(recorded):
         timm_rep.load_released(deeper, weights)
 
 
-def test_other_structure_is_refused():
-    with pytest.raises(RuntimeError, match='deploy structure'):
-        tiny().load_state_dict(tiny(reparameterized=True).state_dict(), strict=False)
-
-
-def test_training_lowers_the_loss():
-    model = tiny(drop_path_rate=.1).train()
-    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
-    x, target = images(10), torch.arange(10) % 5
-    losses = contract.train(model, optimizer, x, target, steps=25)
-    assert losses[-1] < .5 * losses[0]
-
-
-@pytest.mark.parametrize('kind', ['training', 'deploy'])
-class TestContract(Contract):
+class TestContract(RePaContract):
     """What timm's Swin can do, in both structures."""
+    variants = VARIANTS
+    tiny, trained_form = map(staticmethod, (tiny, trained))
     size = 56
     block = 'layers.1.blocks.1'
     layers = 1 + 2 * 2 + 1  # stem, blocks, head
-    scriptable = ('training', 'deploy')
-
-    @staticmethod
-    def build(kind, **kwargs):
-        return tiny(reparameterized=kind == 'deploy', **kwargs)
-
-    @staticmethod
-    def trained(kind):
-        return trained().reparameterize() if kind == 'deploy' else trained()
+    taps = ((2, 24, 14, 14), (2, 48, 7, 7))
+    features = ((24, 4, (2, 14, 14, 24)), (48, 8, (2, 7, 7, 48)))
+    arguments = (
+        (dict(num_classes=0), (2, 48)),
+        (dict(num_classes=0, global_pool=''), (2, 7, 7, 48)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(mlp_ratio=2.), (2, 5)),
+        (dict(drop_rate=.1, proj_drop_rate=.1, attn_drop_rate=.1, drop_path_rate=.2), (2, 5)),
+    )
 
     def test_meta(self, kind, model):
-        """As timm's: what is in no state dict, the indices and masks of the windows, is made anew."""
+        """As timm's: what is in no state dict, the indices and masks of the windows, is made again."""
         meta = self.build(kind, device='meta')
         assert all(t.is_meta for t in meta.state_dict().values())
         empty = self.build(kind, device='meta').reparameterize()
@@ -175,37 +143,8 @@ class TestContract(Contract):
         assert torch.equal(meta.eval()(images()), model(images()))
 
     @torch.no_grad()
-    def test_forward_intermediates(self, model):
-        final, taps = model.forward_intermediates(images())
-        assert torch.equal(final, model.forward_features(images()))
-        assert [tuple(t.shape) for t in taps] == [(2, 24, 14, 14), (2, 48, 7, 7)]
-
-    @torch.no_grad()
-    def test_features_only(self, kind):
-        net = timm.create_model('repa_swin_tiny', features_only=True, reparameterized=kind == 'deploy', **TINY).eval()
-        assert (net.feature_info.channels(), net.feature_info.reduction()) == ([24, 48], [4, 8])
-        features = net(images())
-        assert [tuple(f.shape) for f in features] == [(2, 14, 14, 24), (2, 7, 7, 48)]
-        for a, b in zip(reparameterize_model(net)(images()), features):
-            assert relative(a, b) < 1e-5
-
-    @torch.no_grad()
     def test_image_sizes(self, model, kind):
         model.set_input_size(img_size=(112, 84), window_size=(7, 7))
         assert model(torch.randn(1, 3, 112, 84)).shape == (1, 5)
         dynamic = tiny(strict_img_size=False, reparameterized=kind == 'deploy').eval()
         assert dynamic(images(size=112)).shape == (2, 5)
-
-    @pytest.mark.parametrize('kwargs,shape', [
-        (dict(num_classes=0), (2, 48)),
-        (dict(num_classes=0, global_pool=''), (2, 7, 7, 48)),
-        (dict(in_chans=1), (2, 5)),
-        (dict(mlp_ratio=2.), (2, 5)),
-        (dict(drop_rate=.1, proj_drop_rate=.1, attn_drop_rate=.1, drop_path_rate=.2), (2, 5)),
-    ], ids=str)
-    def test_arguments(self, kind, kwargs, shape):
-        contract.check_arguments(self.build(kind, **kwargs), images()[:, :kwargs.get('in_chans', 3)], shape)
-
-
-def test_names_of_the_config():
-    contract.check_cfg_names(list(VARIANTS))

@@ -1,5 +1,7 @@
 import copy
 import math
+from functools import partial
+from types import MappingProxyType
 
 import pytest
 import timm
@@ -8,13 +10,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load, save
 from timm.models._manipulate import group_parameters
-from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep  # noqa: F401
-from tests.helpers import relative, wild_
+from tests import helpers
+from tests.helpers import randomize_, relative
 from tests.models import contract
-from tests.models.contract import Contract
+from tests.models.contract import RePaContract
 from tests.reference import ffn
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
 
@@ -22,24 +24,16 @@ VARIANTS = [
     'repa_deit_tiny', 'repa_deit_small', 'repa_deit_base',
     'repa_vit_small', 'repa_vit_base', 'repa_vit_large', 'repa_vit_huge',
 ]
-TINY = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
+TINY = {**helpers.TINY['repa_deit'], 'depth': 3}
+images = partial(helpers.images, size=32)
 
 
 def tiny(**kwargs):
-    torch.manual_seed(0)
-    return timm.create_model('repa_deit_tiny', **{**TINY, **kwargs})
+    return helpers.tiny('repa_deit_tiny', **{'depth': 3, **kwargs})
 
 
 def trained(**kwargs):
-    """A tiny model with the statistics and norm weights of no initialization, in eval mode."""
-    model = tiny(**kwargs)
-    for i, block in enumerate(model.blocks):
-        wild_(block.mlp, i, log_var=(-1, 1))
-    return model.eval()
-
-
-def images(n=2, size=32, **kwargs):
-    return contract.images(n, size, **kwargs)
+    return randomize_(tiny(**kwargs))
 
 
 def test_registered():
@@ -89,11 +83,9 @@ def test_reparameterize_is_exact(kwargs):
 @torch.no_grad()
 def test_reparameterize_full_size(name):
     torch.manual_seed(0)
-    model = timm.create_model(name)
-    for i, block in enumerate(model.blocks):
-        wild_(block.mlp, i, log_var=(-1, 1))
-    x = images(1, 224)
-    expected = model.eval()(x)
+    model = randomize_(timm.create_model(name))
+    x = images(1, size=224)
+    expected = model(x)
     assert relative(model.reparameterize()(x), expected) < 1e-5
 
 
@@ -218,22 +210,27 @@ def test_config_of_a_folded_model_rebuilds_it(tmp_path, folded_by):
     assert torch.equal(again(images()), model(images()))
 
 
-@pytest.mark.parametrize('kind', ['training', 'deploy'])
-class TestContract(Contract):
+class TestContract(RePaContract):
     """What any timm ViT can do, in both structures."""
+    variants = VARIANTS
+    tiny, trained_form = map(staticmethod, (tiny, trained))
+    training = MappingProxyType(dict(global_pool='avg'))
     size = 32
     block = 'blocks.1'
     layers = 2 + 3  # stem, blocks, head and final norm
-    scriptable = ('training', 'deploy')
     timms = 'deit_tiny_patch16_224'
-
-    @staticmethod
-    def build(kind, **kwargs):
-        return tiny(reparameterized=kind == 'deploy', **kwargs)
-
-    @staticmethod
-    def trained(kind):
-        return trained().reparameterize() if kind == 'deploy' else trained()
+    taps = ((2, 24, 4, 4),) * 3
+    feature_args = MappingProxyType(dict(out_indices=(0, 2)))
+    features = ((24, 8, (2, 24, 4, 4)),) * 2
+    arguments = (
+        (dict(num_classes=0), (2, 24)),
+        (dict(num_classes=0, global_pool=''), (2, 17, 24)),
+        (dict(global_pool='avg'), (2, 5)),
+        (dict(in_chans=1), (2, 5)),
+        (dict(embed_dim=12, depth=2, mlp_ratio=1.5), (2, 5)),
+        (dict(drop_path_rate=.3, proj_drop_rate=.1, drop_rate=.1, patch_drop_rate=.2), (2, 5)),
+        (dict(fix_init=True, weight_init='jax'), (2, 5)),
+    )
 
     @torch.no_grad()
     def test_feature_shapes(self, model):
@@ -241,10 +238,9 @@ class TestContract(Contract):
 
     @torch.no_grad()
     def test_forward_intermediates(self, model):
+        super().test_forward_intermediates(model)
         x = images()
         final, taps = model.forward_intermediates(x)
-        assert torch.equal(final, model.forward_features(x))
-        assert [tuple(t.shape) for t in taps] == [(2, 24, 4, 4)] * 3
         last, prefix = model.forward_intermediates(
             x, [2], return_prefix_tokens=True, norm=True, output_fmt='NLC', intermediates_only=True)[0]
         assert torch.equal(torch.cat([prefix, last], 1), final)
@@ -260,40 +256,12 @@ class TestContract(Contract):
         assert len(model.blocks) == 2
         assert torch.equal(model.forward_intermediates(x, [1], intermediates_only=True)[0], taps[1])
 
-    @torch.no_grad()
-    def test_features_only(self, kind):
-        net = timm.create_model(
-            'repa_deit_tiny', features_only=True, out_indices=(0, 2), reparameterized=kind == 'deploy', **TINY)
-        assert net.feature_info.channels() == [24, 24]
-        assert net.feature_info.reduction() == [8, 8]
-        assert [tuple(f.shape) for f in net.eval()(images())] == [(2, 24, 4, 4)] * 2
-        folded = reparameterize_model(net)
-        for a, b in zip(folded(images()), net(images())):
-            assert relative(a, b) < 1e-5
-
     def test_attention_mask(self, model):
         mask = torch.ones(17, 17, dtype=torch.bool).tril()
         with torch.no_grad():
             causal = model(images(), is_causal=True)
             assert torch.allclose(model(images(), attn_mask=mask), causal, atol=1e-6)
             assert relative(model(images()), causal) > 1e-3
-
-    @pytest.mark.parametrize('kwargs,shape', [
-        (dict(num_classes=0), (2, 24)),
-        (dict(num_classes=0, global_pool=''), (2, 17, 24)),
-        (dict(global_pool='avg'), (2, 5)),
-        (dict(in_chans=1), (2, 5)),
-        (dict(embed_dim=12, depth=2, mlp_ratio=1.5), (2, 5)),
-        (dict(drop_path_rate=.3, proj_drop_rate=.1, drop_rate=.1, patch_drop_rate=.2), (2, 5)),
-        (dict(fix_init=True, weight_init='jax'), (2, 5)),
-    ], ids=str)
-    def test_arguments(self, kind, kwargs, shape):
-        model = self.build(kind, **kwargs)
-        x = images()[:, :kwargs.get('in_chans', 3)]
-        y = model(x)
-        assert y.shape == shape
-        y.sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
 
     def test_image_sizes(self, model, kind):
         with torch.no_grad():
@@ -330,17 +298,6 @@ class TestContract(Contract):
     def test_compile_inductor(self, model):
         with torch.no_grad():
             assert torch.allclose(torch.compile(model)(images()), model(images()), atol=1e-5)
-
-
-def test_training_moves_the_statistics_and_lowers_the_loss():
-    model = tiny(global_pool='avg').train()
-    optimizer = create_optimizer_v2(model, opt='adamw', lr=3e-3, weight_decay=.05)
-    x, target = images(16), torch.arange(16) % 5
-    losses = contract.train(model, optimizer, x, target, steps=25)
-    assert losses[-1] < 0.5 * losses[0]
-    assert model.blocks[0].mlp.norm2.num_batches_tracked == 25
-    expected = model.eval()(x)
-    assert relative(model.reparameterize()(x), expected) < 1e-5
 
 
 def test_refusals():

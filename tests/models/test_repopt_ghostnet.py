@@ -1,36 +1,27 @@
 import math
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import timm
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from timm.models.repghost import RepGhostNet
 from timm.optim import create_optimizer_v2
-from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import images, normal_scales, randomize_, relative
+from tests import helpers
+from tests.helpers import TINY, images, normal_scales, randomize_, relative
 from tests.models import contract
-from tests.models.contract import Contract
+from tests.models.contract import RepOptContract
 from tests.reference import grad_mult
 from timm_rep.layers import CslaConv2d, csla_layers
-from timm_rep.models import RepOptGhostNet
 from timm_rep.optim import RepAdamW, RepSGD
 from timm_rep.scales import Scales
 
 WIDTHS = ['050', '058', '080', '100', '111', '130', '150', '200']
-# four blocks: without and with stride and SE, two with a shortcut of their own
-TINY = dict(
-    cfgs=(((3, 8, 16, 0, 1),), ((5, 24, 24, .25, 2),), ((3, 20, 24, .25, 1), (3, 28, 24, 0, 1))),
-    width=1., num_classes=5, drop_rate=0.)
 STRUCTURES = ['target', 'search', 'csla']
-
-
-def tiny(**kwargs):
-    torch.manual_seed(0)
-    return timm.create_model('repopt_ghostnet_050', **{**TINY, **kwargs})
+tiny = partial(helpers.tiny, 'repopt_ghostnet_050')
 
 
 def trained(**kwargs):
@@ -57,7 +48,7 @@ def test_architecture_is_that_of_timms_repghostnet(width):
 
 
 def test_scales_before_the_search():
-    """Appendix B, counted over modules: two a block, anew where the shortcut is no identity."""
+    """Appendix B, counted over modules: two a block, from 1 again where the shortcut is no identity."""
     model = timm.create_model('repopt_ghostnet_050', structure='search', device='meta')
     layers = csla_layers(model)
     assert len(layers) == 32
@@ -103,7 +94,7 @@ def test_reparameterize_is_exact(kwargs):
 def test_folded_weights_are_timms():
     """A folded model's checkpoint is one of timm's folded RepGhostNet."""
     model = trained().reparameterize()
-    timms = RepGhostNet(**TINY).eval()
+    timms = RepGhostNet(**TINY['repopt_ghostnet']).eval()
     timms.convert_to_deploy()
     timms.load_state_dict(model.state_dict())
     assert relative(timms(images()), model(images())) < 1e-6
@@ -159,7 +150,7 @@ def test_search_finds_scales_that_a_model_takes():
     data = torch.utils.data.TensorDataset(images(32, 32), torch.arange(32) % 5)
     scales = timm_rep.hyper_search(
         'repopt_ghostnet_050', torch.utils.data.DataLoader(data, batch_size=16, shuffle=True), epochs=2,
-        warmup_epochs=0, progress=False, **TINY)
+        warmup_epochs=0, progress=False, **TINY['repopt_ghostnet'])
     assert scales['blocks.1.0.ghost1.cheap_operation.0']['identity'].std() > 0
     model = tiny(scales=scales)
     assert timm_rep.attach_grad_mults(model, scales) is model
@@ -193,51 +184,19 @@ def test_training_lowers_the_loss(opt):
     assert losses[-1] < .5 * losses[0]
 
 
-@pytest.mark.parametrize('kind', ['target', 'search', pytest.param('csla', marks=pytest.mark.slow), 'deploy'])
-class TestContract(Contract):
+class TestContract(RepOptContract):
+    tiny, trained_form = map(staticmethod, (tiny, trained))
     block = 'blocks.2.1'
     layers = 1 + 4 + 1 + 1  # stem, blocks, last convolutions, classifier
-    scriptable = ('target', 'deploy')
-
-    @classmethod
-    def build(cls, kind, **kwargs):
-        return tiny(**(dict(reparameterized=True) if kind == 'deploy' else dict(structure=kind)), **kwargs)
-
-    @staticmethod
-    def trained(kind):
-        return trained().reparameterize() if kind == 'deploy' else trained(structure=kind)
-
-    @torch.no_grad()
-    def test_forward_intermediates(self, model):
-        final, taps = model.forward_intermediates(images())
-        assert torch.equal(final, model.forward_features(images()))
-        assert [tuple(t.shape[1:]) for t in taps] == [(16, 32, 32), (24, 16, 16)]
-
-    @torch.no_grad()
-    def test_features_only(self, kind):
-        net = timm.create_model(
-            'repopt_ghostnet_050', features_only=True, out_indices=(0, 1), **TINY,
-            **(dict(reparameterized=True) if kind == 'deploy' else dict(structure=kind))).eval()
-        assert net.feature_info.channels() == [16, 24]
-        for a, b in zip(reparameterize_model(net)(images()), net(images())):
-            assert relative(a, b) < 1e-5
-
-    @pytest.mark.parametrize('kwargs,shape', [
+    taps = ((2, 16, 32, 32), (2, 24, 16, 16))
+    feature_args = MappingProxyType(dict(out_indices=(0, 1)))
+    features = ((16, 2, (2, 16, 32, 32)), (24, 4, (2, 24, 16, 16)))
+    arguments = (
         (dict(num_classes=0), (2, 1280)),
         (dict(in_chans=1), (2, 5)),
         (dict(drop_rate=.1, width=.5), (2, 5)),
-    ], ids=str)
-    def test_arguments(self, kind, kwargs, shape):
-        model = self.build(kind, **kwargs)
-        y = model(images()[:, :kwargs.get('in_chans', 3)])
-        assert y.shape == shape
-        y.sum().backward()
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    )
 
 
-@torch.no_grad()
-def test_first_conv_and_classifier_are_where_the_config_says():
-    model = timm.create_model('repopt_ghostnet_050', device='meta')
-    assert isinstance(model.get_submodule(model.default_cfg['first_conv']), nn.Conv2d)
-    assert model.get_submodule(model.default_cfg['classifier']) is model.get_classifier()
-    assert isinstance(model, RepOptGhostNet)
+def test_names_of_the_config():
+    contract.check_cfg_names(timm.list_models(module='repopt_ghostnet'))
