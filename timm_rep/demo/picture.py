@@ -16,16 +16,16 @@ _COLORS = {'SGD': '#66717e', 'RepSGD': '#2f6fde'}
 
 
 def draw(result: 'DemoResult', path: Path) -> None:
-    """Draw the results into a PNG file, one message per panel."""
+    """Draw the results into a PNG file, one message per panel, to be read at a width of 700 pixels."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 5), layout='constrained')
-    rates, branches, speed = figure.subplots(1, 3, width_ratios=(4, 5, 4))
-    _draw_rates(rates, result.repopt.accuracy)
-    _draw_branches(branches, result.repopt.csla_difference)
-    _draw_speed(speed, result.repa)
+    figure = Figure(figsize=(7, 6.5), layout='constrained')
+    axes = figure.subplot_mosaic([['rates', 'speed'], ['branches', 'branches']], height_ratios=(6, 5))
+    _draw_rates(axes['rates'], result.repopt.accuracy)
+    _draw_branches(axes['branches'], result.repopt.csla_difference)
+    _draw_speed(axes['speed'], result.repa)
     with replacing_files(path.parent) as draft:
-        figure.savefig(draft / path.name, dpi=110)
+        figure.savefig(draft / path.name, dpi=200)
 
 
 def _draw_rates(axes: 'Axes', accuracy: Dict[str, Dict[float, float]]) -> None:
@@ -36,7 +36,7 @@ def _draw_rates(axes: 'Axes', accuracy: Dict[str, Dict[float, float]]) -> None:
     axes.set_xticks(list(found), [f'{lr:g}' for lr in found])
     axes.minorticks_off()
     axes.legend(frameon=False)
-    title = 'One plain net of 28 convolutions at four learning rates:\n' + ', '.join(ranges)
+    title = 'Plain net of 28 convolutions,\nfour learning rates:\n' + ', '.join(ranges)
     tidy(axes, title, 'learning rate', 'validation accuracy (%)')
 
 
@@ -49,9 +49,9 @@ def _draw_branches(axes: 'Axes', difference: Dict[str, List[float]]) -> None:
             color=_COLORS[label])
     axes.set_ylim(1e-17, 10)
     largest = max(difference['RepSGD'])
-    title = ('One convolution a layer trains as three parallel branches do:\n'
-             f'with RepSGD the outputs differ by {largest:.0e} at most, in float64')
-    tidy(axes, title, 'training step', 'relative difference from the multi-branch net')
+    title = ('With RepSGD, one convolution a layer trains as three parallel branches do:\n'
+             f'the outputs differ by {largest:.0e} at most, in float64')
+    tidy(axes, title, 'training step', 'relative difference\nfrom the multi-branch net')
 
 
 def _draw_speed(axes: 'Axes', result: RePaResult) -> None:
@@ -62,15 +62,15 @@ def _draw_speed(axes: 'Axes', result: RePaResult) -> None:
             row['throughput'], row['accuracy'], marker='o', markersize=8, linestyle='none',
             color=_COLORS['SGD' if before else 'RepSGD'])
         axes.annotate(
-            label.replace(', ', ',\n'), (row['throughput'], row['accuracy']), xytext=(0, 9), textcoords='offset points',
-            ha='center', fontsize=8)
+            label.replace(', ', ',\n'), (row['throughput'], row['accuracy']), xytext=(0, 8), textcoords='offset points',
+            ha='center', fontsize=9)
     for pair in (('plain ViT', 'plain ViT, converted'), ('RePa-DeiT', 'RePa-DeiT, folded')):
         start, end = ((rows[label]['throughput'], rows[label]['accuracy']) for label in pair)
         axes.annotate('', end, start, arrowprops=dict(arrowstyle='->', color='#9aa5b1', shrinkA=6, shrinkB=6))
-    axes.margins(0.25, 0.35)
+    axes.margins(0.3, 0.35)
     folded, converted = (
         rows[after]['throughput'] / rows[before]['throughput']
         for before, after in (('RePa-DeiT', 'RePa-DeiT, folded'), ('plain ViT', 'plain ViT, converted')))
-    title = (f'Folding: {folded:.1f} times as fast, outputs equal to {result.logits_difference:.0e};\n'
-             f'converting: {converted:.1f} times, {result.agreement:.0f}% equal predictions')
+    title = (f'Folding: {folded:.1f} times as fast,\nequal outputs ({result.logits_difference:.0e});\n'
+             f'converting: {converted:.1f} times, {result.agreement:.0f}% equal')
     tidy(axes, title, 'images per second', 'validation accuracy (%)')
