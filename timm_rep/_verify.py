@@ -33,11 +33,7 @@ class Difference:
 
 
 def compare(expected: Any, outputs: Any, images: int) -> Difference:
-    """Compare the outputs of two models, tensors or nestings of tensors in the same order, for a number of images.
-
-    Raises:
-        ValueError: The numbers of values differ.
-    """
+    """Compare the outputs of two models, tensors or nestings of tensors in the same order, for a number of images."""
     expected, outputs = _flat(expected), _flat(outputs)
     if expected.shape != outputs.shape:
         raise ValueError(f'Expected outputs of {len(expected)} values, but got {len(outputs)}.')

@@ -117,7 +117,7 @@ def accelerate(
     if len({*labels}) < len(labels) or not all(0 <= ratio <= 1 for ratio in sweep):
         raise ValueError(f'sweep must be different numbers from 0 to 1, got {list(sweep)}.')
     if resume and checkpoint is None:
-        raise ValueError('resume=True needs the checkpoint to resume from.')
+        raise ValueError('checkpoint must be given with resume=True, got None.')
     check_distillation(distil_epochs, lr)
     checkpoint = None if checkpoint is None else Path(checkpoint)
     original = copy.deepcopy(model).eval().to(images.device)
@@ -218,6 +218,6 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
 
     save_folder(copy.deepcopy(result.model).cpu(), folder, extra=write_documents)
     if not swept:
-        (folder / _PICTURE).unlink(missing_ok=True)  # of earlier figures
+        (folder / _PICTURE).unlink(missing_ok=True)  # it may show earlier figures
     if 'distilled' in result.figures:
         (folder / STATE).unlink(missing_ok=True)

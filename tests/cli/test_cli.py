@@ -189,7 +189,7 @@ def test_a_model_without_a_released_layout(tmp_path, capsys):
     torch.save({'fc.weight': torch.zeros(2, 2)}, tmp_path / 'c.pth')
     assert main(['convert', str(tmp_path / 'c.pth'), '--model', 'resnet18', '-o', str(tmp_path / 'resnet18.in1k')]) == 1
     error = capsys.readouterr().err
-    assert error.startswith('timm-rep: ResNet has no released layout')
+    assert error.startswith('timm-rep: model must be')
     assert error.count('\n') == 1
 
 

@@ -57,7 +57,7 @@ def test_wrong_use(images, tmp_path, capsys, monkeypatch):
 
     assert 'leave out --backend' in refused('--qat-epochs', '2', '--backend', 'onnxruntime')
     assert 'percentile must be' in refused('--percentile', '3')
-    assert "there is no folder for the split 'test'" in refused('--val-split', 'test')
+    assert "the split 'test'" in refused('--val-split', 'test')
     assert not (tmp_path / 'out').exists()
     (tmp_path / 'file').write_text('')
     assert 'cannot write to the output folder' in refused(output=tmp_path / 'file')

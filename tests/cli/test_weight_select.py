@@ -66,8 +66,8 @@ def test_chain(teacher, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('args,message', [
     (['-o', 'x.pth'], "--output must be a .safetensors file, got 'x.pth'"),
-    (['-o', 'x.safetensors', '--student', 'vit_tinny'], "Unknown model 'vit_tinny'"),
-    (['-o', 'x.safetensors', '--teacher', 'nothing'], "The teacher 'nothing' is neither a file nor a timm model"),
+    (['-o', 'x.safetensors', '--student', 'vit_tinny'], "'vit_tinny'"),
+    (['-o', 'x.safetensors', '--teacher', 'nothing'], "teacher must be a file or a timm model, got 'nothing'"),
     (['-o', 'x.safetensors', '--student', 'vit_base_patch16_224'], 'smaller'),
     (['-o', 'x.safetensors', '--num-classes', '7', '--model-kwargs', 'num_classes=7'], '--model-kwargs num_classes'),
     (['-o', 'x.safetensors', '--model-kwargs', 'bogus=1'], "with --model-kwargs {'bogus': 1} cannot be used"),

@@ -237,7 +237,7 @@ def test_pretrained_weights_are_those_of_the_base(tmp_path, monkeypatch):
         VIT, pretrained=True, num_classes=1000, pretrained_cfg_overlay=dict(file=str(tmp_path / 'base.pth'))).eval()
     x = images(2, 32)
     assert torch.equal(model(x), original(x))
-    advice = r'no weights of repa_any(.|\n)*convert_to_repa\(timm.*calibration=loader\)'
+    advice = r'weights of repa_any(.|\n)*convert_to_repa\(timm.*calibration=loader\)'
     with pytest.raises(RuntimeError, match=advice):  # an annealing has to be trained
         annealed(VIT, pretrained=True, num_classes=1000, reparameterized=True)
     save_model(model, tmp_path / 'folder')

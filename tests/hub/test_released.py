@@ -123,7 +123,7 @@ def test_model_on_meta():
 def test_refusals(tmp_path):
     with pytest.raises(RuntimeError, match=r'deploy structure.*reparameterize'):
         timm_rep.load_released(tiny(reparameterized=True), released(tiny()))
-    with pytest.raises(TypeError, match=r'ResNet has no released layout.*RePaVisionTransformer'):
+    with pytest.raises(TypeError, match=r'^model must .*RePaVisionTransformer.*ResNet'):
         timm_rep.load_released(timm.create_model('resnet18'), {})
     with pytest.raises(FileNotFoundError, match='nowhere'):
         timm_rep.load_released(tiny(), tmp_path / 'nowhere.pth')

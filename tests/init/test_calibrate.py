@@ -81,14 +81,14 @@ def test_a_plain_model_becomes_a_repaformer():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match='VisionTransformer has no BatchNorm'):
+    with pytest.raises(ValueError, match=r'BatchNorm.*VisionTransformer'):
         timm_rep.calibrate_batchnorm(timm.create_model('deit_tiny_patch16_224', **TINY), batches())
     model = timm.create_model('repa_deit_tiny', **TINY)
     model(torch.randn(2, 3, 32, 32))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match='no images; nothing was changed'):
+    with pytest.raises(ValueError, match=r'loader.*nothing was changed'):
         timm_rep.calibrate_batchnorm(model, [])
-    with pytest.raises(ValueError, match='no images; nothing was changed'):
+    with pytest.raises(ValueError, match=r'loader.*nothing was changed'):
         timm_rep.calibrate_batchnorm(model, [batches()[0][:0]])
     with pytest.raises(ValueError, match=r"identity_norms.*\*\.norm3"):
         timm_rep.calibrate_batchnorm(model, batches(), identity_norms=['*.norm3', '*.norm2'])

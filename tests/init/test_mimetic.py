@@ -77,13 +77,13 @@ def test_only_attention_and_positions():
     assert timm_rep.mimetic_init_(vit(dtype=torch.bfloat16)).blocks[0].attn.qkv.weight.dtype == torch.bfloat16
     swin = timm.create_model('swin_tiny_patch4_window7_224', embed_dim=24, depths=(1, 1), num_heads=(2, 2))
     assert timm_rep.mimetic_init_(swin).layers[1].blocks[0].attn.qkv.weight.isfinite().all()
-    with pytest.raises(ValueError, match='ResNet has no attention with a qkv'):
+    with pytest.raises(ValueError, match=r'qkv.*ResNet'):
         timm_rep.mimetic_init_(timm.create_model('resnet18'))
 
 
 def test_other_attentions_are_left_alone():
     """Those of TinyViT, head by head, and GCViT's without queries."""
-    with pytest.raises(ValueError, match='TinyVit has no attention'):
+    with pytest.raises(ValueError, match=r'qkv.*TinyVit'):
         timm_rep.mimetic_init_(timm.create_model('tiny_vit_5m_224', num_classes=0))
     model = timm.create_model('gcvit_xxtiny', num_classes=0)
     names = [name for name, _ in attentions(model)]

@@ -238,7 +238,7 @@ def test_refusals():
         ConvBranch(2)
     with pytest.raises(ValueError, match='distinct names'):
         Csla(4, 4, (C3, C3))
-    with pytest.raises(ValueError, match='at least one branch'):
+    with pytest.raises(ValueError, match='branches must'):
         Csla(4, 4, ())
     with pytest.raises(ValueError, match='groups=3'):
         Csla(4, 4, (C3,), groups=3)
@@ -252,7 +252,7 @@ def test_refusals():
                     branch(3, name=name) if branch is ConvBranch else branch(name=name)
     for kwargs, match in [
         (dict(stride=0), 'stride must'), (dict(dilation=(1, 2, 3)), 'dilation must'), (dict(groups=0), 'groups must'),
-        (dict(in_channels=0), 'in_channels must'), (dict(branches=(3, 1)), r'A branch must be a ConvBranch.*\[3, 1\]'),
+        (dict(in_channels=0), 'in_channels must'), (dict(branches=(3, 1)), r'branches must be ConvBranch.*\[3, 1\]'),
     ]:
         with pytest.raises(ValueError, match=match):
             Csla(**{**dict(in_channels=4, out_channels=4, branches=(C3,)), **kwargs})
@@ -266,7 +266,7 @@ def test_refusals():
         GradMult(csla, {'conv3x3': torch.full((8,), 300.), 'conv1x1': torch.zeros(8)}).dense('squared', torch.float16)
     with pytest.raises(ValueError, match="'conv1x1'"):
         GradMult(csla, {'conv3x3': torch.ones(8)})
-    with pytest.raises(ValueError, match=r'\(7,\).*8 output channels'):
+    with pytest.raises(ValueError, match=r'\(8,\).*\(7,\)'):
         CslaBlock(csla, {'conv3x3': torch.ones(7), 'conv1x1': torch.ones(8)})
     with pytest.raises(ValueError, match=r'\(8, 8, 1, 1\).*\(8, 8, 3, 3\)'):
         set_grad_mult(torch.zeros(8, 8, 1, 1), GradMult(csla, random_scales(csla)))

@@ -91,7 +91,7 @@ def test_refusals(released_vgg, released_scales, tmp_path, capsys):
     (tmp_path / 'bad.pth').write_bytes(b'neither')
     for args, message in [
         ([path, '--model', 'repopt_vgg_z', '-o', folder], "'repopt_vgg_z'"),
-        (['nowhere', '--model', 'repopt_vgg_a0', '-o', folder], "no file 'nowhere'"),
+        (['nowhere', '--model', 'repopt_vgg_a0', '-o', folder], "'nowhere' does not exist"),
         ([tmp_path / 'bad.pth', '--model', 'repopt_vgg_a0', '-o', folder], 'Cannot read'),
         ([path, '--model', 'repopt_vgg_a0', '-o', folder], 'does not fit RepOptVgg'),
         ([path, '--model', 'repopt_vgg_a0', '-o', tmp_path / 'somewhere', *arguments(REPOPT[1])], 'MODEL.TAG'),

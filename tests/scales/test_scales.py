@@ -3,6 +3,7 @@ import json
 import math
 import os
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -72,7 +73,7 @@ def test_save_refuses_what_load_cannot_read(tmp_path):
         with pytest.raises(ValueError, match=rf'\.safetensors, got .*{name}'):
             scales.save(tmp_path / name)
     for key, value, message in [
-        ('layers', 'x', "'layers' is reserved"), ('history', 'x', "'history' is reserved"),
+        ('layers', 'x', "metadata .*'layers'"), ('history', 'x', "metadata .*'history'"),
         ('epochs', 3, "strings by name, got 'epochs': 3"), (3, 'x', "strings by name, got 3: 'x'"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -94,7 +95,7 @@ def test_false_is_no_scales_on_the_command_line():
     model = tiny(**parser.parse_args(['--model-kwargs', 'scales=False']).model_kwargs)
     assert all(get_grad_mult(p) is None for p in model.parameters())
     assert timm_rep.scales.resolve_scales(model, False) is timm_rep.scales.resolve_scales(model, None) is None
-    with pytest.raises(FileNotFoundError, match=r"No scales at 'none'.*False for no scales"):
+    with pytest.raises(FileNotFoundError, match=r"^scales .*False.*'none'"):
         tiny(scales='none')
 
 
@@ -245,7 +246,7 @@ def test_refusals(tmp_path, monkeypatch):
     (tmp_path / 'runs' / 'folder').mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for name in ('nowhere.safetensors', 'owner/name.safetensors', 'plain-word', tmp_path / 'nowhere', 'runs/folder'):
-        with pytest.raises(FileNotFoundError, match=r"expected a .safetensors file, a Hub repository"):
+        with pytest.raises(FileNotFoundError, match=rf"^scales must be .*'{name}' does not exist"):
             Scales.load(name)
     with pytest.raises(ValueError, match="structure='search' or 'csla'"):
         Scales.from_model(tiny())
@@ -264,8 +265,8 @@ def test_attach_checks_everything_before_it_changes_anything():
     del scales['stages.0.0.conv.0']
     with pytest.raises(ValueError, match='do not fit') as e:
         timm_rep.attach_grad_mults(model, scales)
-    assert "stages.3.0.conv.0: The scale of the branch 'conv1x1' has the shape (31,)" in str(e.value)
-    assert "stages.0.0.conv.0: No scale for the branch 'conv3x3'" in str(e.value)
+    assert re.search(r"stages\.3\.0\.conv\.0: .*'conv1x1'.*\(31,\)", str(e.value))
+    assert re.search(r"stages\.0\.0\.conv\.0: .*'conv3x3'", str(e.value))
     assert all(layer.grad_mult is before[n] for n, layer in csla_layers(model).items())
 
 
@@ -432,7 +433,7 @@ def test_from_the_hub(hub, tmp_path, monkeypatch):
     assert Scales.load('owner/other@v1.0') == some_scales()
     # the same file once, from the cache after
     assert hub.bytes_served('owner/name', 'scales.safetensors') == (tmp_path / 's.safetensors').stat().st_size
-    with pytest.raises(FileNotFoundError, match="No scales at 'owner/nothing'"):
+    with pytest.raises(FileNotFoundError, match="'owner/nothing'"):
         Scales.load('owner/nothing')
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
     assert Scales.load('owner/name') == some_scales()

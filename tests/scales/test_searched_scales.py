@@ -106,7 +106,7 @@ def test_models_without_searched_scales_say_so(caplog):
         model = create(name)
     assert [message for message in caplog.messages if name in message and 'init' in message]
     assert multipliers(model) == multipliers(create(name, scales='init'))
-    message = f"No scales at '{name}'.*packaged scales .{', '.join(packaged_scales())}"
+    message = f"{', '.join(packaged_scales())}.*'{name}'"
     for load in (Scales.load, lambda scales: create(name, scales=scales)):
         with pytest.raises(FileNotFoundError, match=message):
             load(name)

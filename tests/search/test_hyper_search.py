@@ -176,7 +176,7 @@ def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path):
     assert path.read_bytes() == before
     assert search(seed=2, overwrite=True, **args) == search(seed=2, epochs=1, warmup_epochs=0)
     assert torch.load(path, weights_only=True)['settings']['seed'] == 2
-    with pytest.raises(IsADirectoryError, match='is a folder, expected a file'):
+    with pytest.raises(IsADirectoryError, match='checkpoint must be a file'):
         search(checkpoint=tmp_path)
 
 
@@ -195,12 +195,12 @@ def test_refused_before_anything_is_trained(tmp_path):
             dict(epochs=True), dict(warmup_epochs=-1), dict(resume=True), dict(amp_dtype=torch.float16),
             dict(amp_dtype=torch.int8), dict(amp_dtype='bfloat16'))),
         (dict(metadata={'classes': 3}), "metadata.*'classes': 3"),
-        (dict(metadata={'history': 'x'}), "'history' is reserved"),
+        (dict(metadata={'history': 'x'}), "metadata .*'history'"),
     ]:
         with pytest.raises(ValueError, match=message):
             timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **{**TINY, **kwargs})
     searched = timm.create_model('repopt_vgg_a0', structure='search', **TINY)
-    with pytest.raises(TypeError, match='learning_rate: arguments of create_model are for the name of a model'):
+    with pytest.raises(TypeError, match='learning_rate'):
         timm_rep.hyper_search(searched, KilledLoader(0), learning_rate=.1)
     with pytest.raises(TypeError, match='train_loader'):
         timm_rep.hyper_search('repopt_vgg_a0', (batch for batch in loader()), **TINY)

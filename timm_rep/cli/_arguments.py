@@ -15,7 +15,7 @@ from timm_rep.utils.checkpoints import load_checkpoint
 from timm_rep.utils.data import read_images
 from timm_rep.utils.files import argument_errors, config_errors
 
-# what ArgumentParser.add_subparsers() returns, for which argparse has no public name
+# result of ArgumentParser.add_subparsers(); argparse has no public name for its type
 Commands = argparse._SubParsersAction
 
 
@@ -109,7 +109,8 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         help='folder for calibration and training; labels are not used (%(default)s)')
     parser.add_argument(
         '--val-split', default='val', metavar='SPLIT', help='labelled folder for the accuracy (%(default)s)')
-    parser.add_argument('--batch-size', type=positive_int, default=64, metavar='N', help='(%(default)s)')
+    parser.add_argument(
+        '--batch-size', type=positive_int, default=64, metavar='N', help='images per step and process (%(default)s)')
     parser.add_argument(
         '--workers', type=count, default=0, metavar='N', help='processes that load images (%(default)s)')
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from ._arguments import (
     Commands,
+    add_device,
+    add_loading,
     add_model_kwargs,
+    add_seed,
     count,
     create_model,
     default_device,
-    device,
     folder,
     positive_int,
     ratio,
-    seed,
     share,
 )
 
@@ -51,23 +52,15 @@ def add_parser(commands: Commands) -> None:
         '--distil-epochs', type=count, default=0, metavar='N', help='epochs of distillation from MODEL (default: none)')
     parser.add_argument('--lr', type=float, default=1e-5, help='learning rate of the distillation (%(default)s)')
     parser.add_argument('--resume', action='store_true', help='continue an interrupted distillation')
-    parser.add_argument(
-        '--train-split', default='train', metavar='NAME',
-        help='folder for calibration and distillation; labels are not used (%(default)s)')
-    parser.add_argument(
-        '--val-split', default='val', metavar='NAME', help='labelled folder for the accuracy (%(default)s)')
+    add_loading(parser)
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's)")
     parser.add_argument('--mean', type=float, nargs='+', metavar='X', help="mean of the channels (the model's)")
     parser.add_argument(
         '--std', type=float, nargs='+', metavar='X', help="standard deviation of the channels (the model's)")
     parser.add_argument('--interpolation', choices=_INTERPOLATIONS, help="of the images (the model's)")
     parser.add_argument('--crop-pct', type=share, metavar='X', help="share of the image that is kept (the model's)")
-    parser.add_argument(
-        '--batch-size', type=positive_int, default=64, metavar='N', help='images per step and process (%(default)s)')
-    parser.add_argument(
-        '--workers', type=count, default=0, metavar='N', help='processes that load images (%(default)s)')
-    parser.add_argument('--seed', type=seed, default=0, help='(%(default)s)')
-    parser.add_argument('--device', type=device, help='(the GPU if there is one, otherwise the CPU)')
+    add_seed(parser)
+    add_device(parser)
     parser.set_defaults(run=run)
 
 
@@ -85,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_distillation(args.distil_epochs, args.lr)
     if args.resume and not args.distil_epochs:
-        raise ValueError('--resume continues a distillation: pass --distil-epochs too.')
+        raise ValueError('--resume requires --distil-epochs: pass the value of the interrupted distillation.')
     if args.sweep:
         check_matplotlib('accelerate --sweep')
     args.device = str(args.device or default_device())

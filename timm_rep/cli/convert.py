@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from timm_rep.utils.atomic import check_writable
 
     if not timm.is_model(args.model):
-        raise ValueError(f'Unknown model {args.model!r}.')
+        raise ValueError(f'Expected the name of a timm model, but got {args.model!r}: see timm.list_models().')
     split_name(args.output)
     folder = check_writable(args.output)
     written = convert_released(args.file, args.model, folder, args.model_kwargs)

@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if not timm.is_model(args.model):
-        raise ValueError(f'Unknown model {args.model!r}: see timm-rep models "repopt_*".')
+        raise ValueError(f'Expected a RepOpt model, but got {args.model!r}: see timm-rep models "repopt_*".')
     own = {'num_classes', 'structure', 'scales'} & args.model_kwargs.keys()
     if own:
         raise ValueError(

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
 def _model(source: str) -> nn.Module:
     name, _, checkpoint = source.partition('=')
     if not timm.is_model(name):
-        raise ValueError(f'Unknown model {name!r}.')
+        raise ValueError(f'Expected the name of a timm model, but got {name!r}: see timm.list_models().')
     torch.manual_seed(0)
     if not checkpoint:
         return timm.create_model(name, pretrained='.' in name)
@@ -46,6 +46,6 @@ def _model(source: str) -> nn.Module:
     attention = {k: v for k, v in model.state_dict().items() if '.attn' in k}
     missing = [k for k, v in attention.items() if teacher.shapes.get(k) != tuple(v.shape)]
     if missing:
-        raise ValueError(f'{checkpoint!r} is not a checkpoint of {name}: it has no {missing[0]} of the same shape.')
+        raise ValueError(f'Expected a checkpoint of {name}, but {checkpoint!r} has no {missing[0]} of the same shape.')
     model.load_state_dict({k: teacher.read(k) for k in attention}, strict=False)
     return model

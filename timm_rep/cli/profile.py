@@ -61,7 +61,7 @@ def _build(name: str, args: argparse.Namespace) -> Tuple[nn.Module, nn.Module]:
             f'Expected an architecture such as repa_deit_tiny, but got {name!r}: times do not depend on weights, '
             "leave out the tag. For a converted model, pass 'repa_any' and --model-kwargs base=NAME.")
     if not timm.is_model(name):
-        raise ValueError(f'Unknown model {name!r}.')
+        raise ValueError(f'Expected the name of a timm model, but got {name!r}: see timm.list_models().')
     both, own = _split(args.model_kwargs)
     base = own.pop('base', None)
     if (name == 'repa_any') != (base is not None):

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     check_output_file(args.output, '.safetensors')
     output = Path(args.output)
     if not timm.is_model(args.student):
-        raise ValueError(f'Unknown model {args.student!r}.')
+        raise ValueError(f'Expected the name of a timm model, but got {args.student!r}: see timm.list_models().')
     classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
     if classes and 'num_classes' in args.model_kwargs:
         raise ValueError('Expected the number of classes once, but got --num-classes and --model-kwargs num_classes.')

@@ -20,7 +20,7 @@ from timm_rep.layers import (
 
 from ._reparameterize import reparameterize
 from .ffn import Ffn, ratios_of, replace_module
-from .ffn_classes import linear_of
+from .ffn_classes import find_linear
 from .linearize import check_convertible
 from .report import ConversionReport, ConvertedFfn
 from .to_train import affine_names, batch_norm_like, check_batch_norm, find_trainable_ffns, take_layer_scale
@@ -69,7 +69,7 @@ class AnnealedFfn(nn.Module):
             anneal_schedule,
             gates=ffn.gated,
             dim=1 if ffn.use_conv else -1,
-            device=linear_of(ffn.first).weight.device,
+            device=find_linear(ffn.first).weight.device,
         ))
         self.train(ffn.module.training)
 
@@ -82,7 +82,7 @@ class AnnealedFfn(nn.Module):
         if self.training and not self.act.has_ended:
             with torch.no_grad():
                 # weight of a channel's error in the output
-                self.act.importance.copy_(linear_of(self.pointwise.last).weight.flatten(1).square().sum(0))
+                self.act.importance.copy_(find_linear(self.pointwise.last).weight.flatten(1).square().sum(0))
         return self.ls(self.ffn(self.norm(x)))
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class AnnealedFfn(nn.Module):
         reason = ffn.unsupported_reason()
         if reason:
             raise ValueError(f'The FFN {reason}.')
-        first, out = linear_of(ffn.first).weight, ffn.fc_out()
+        first, out = find_linear(ffn.first).weight, ffn.fc_out()
         if isinstance(self.ls, (LayerScale, LayerScale2d)):
             out = out.scale_outputs(self.ls.gamma)
         active, idle = ((annealed.idle == i).nonzero().squeeze(1) for i in (False, True))
@@ -107,7 +107,7 @@ class AnnealedFfn(nn.Module):
         slope, intercept = (v[idle].to(out.weight) for v in annealed.linear_fit())
         if deploy.has_idle:
             inner = self._after_norm(ffn.fc_in(idle))
-            # of a gated unit the values, since its gates became constants
+            # only the values of a gated unit, since its gates became constants
             inner = Affine(*(v[-len(idle):] for v in inner))
             scale, shift = (intercept, 0 * intercept) if ffn.gated else (slope, intercept)
             inner = inner.scale_outputs(scale)
@@ -162,7 +162,7 @@ def anneal_ffns(
     Examples:
         >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=48, num_heads=3, depth=2)
         >>> report = anneal_ffns(model, anneal_steps=2)
-        >>> for _ in range(2):  # a training
+        >>> for _ in range(2):  # training
         ...     y = model(torch.randn(2, 3, 32, 32))
         >>> folded = timm.utils.reparameterize_model(model.eval())
         >>> sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in model.parameters())
@@ -211,7 +211,7 @@ def _anneal_with_norms(
         block, = ffn.blocks
         norm = getattr(block.module, block.norm)
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
-            bn = batch_norm_like(norm, linear_of(ffn.first), bn_momentum, bn_eps)
+            bn = batch_norm_like(norm, find_linear(ffn.first), bn_momentum, bn_eps)
             norm = AnnealedNorm(norm, bn, anneal_steps, anneal_schedule, ffn.use_conv)
         ls = take_layer_scale(block.module, block.ls, ffn.use_conv)
         setattr(block.module, block.norm, nn.Identity())

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from .calibration import CalibrationImages, take
 from .ffn import Ffn
 from .fitting import CalibrationRows, least_squares, matrix_entries, sum_over_processes
-from .least_squares import wide
+from .least_squares import to_float64
 from .residual import Probe, image_count, tokens_of
 
 _IMAGES, _CHUNK = 128, 16  # images in all, and in one backward pass
@@ -42,15 +42,15 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     ys: Dict[str, List[torch.Tensor]] = {}
 
     def see_output(ffn: Ffn, y: torch.Tensor) -> torch.Tensor:
-        y = y if y.requires_grad else y.detach().requires_grad_()  # of a frozen model
+        y = y if y.requires_grad else y.detach().requires_grad_()  # the model is frozen
         ys.setdefault(ffn.name, []).append(y)
         return y
 
     device = next(model.parameters()).device
-    information = {ffn.name: wide(torch.zeros(ffn.out_features, ffn.out_features, device=device)) for ffn in ffns}
+    information = {ffn.name: to_float64(torch.zeros(ffn.out_features, ffn.out_features, device=device)) for ffn in ffns}
     hooks = [
         ffn.output_layer.register_forward_hook(lambda _, args, y, ffn=ffn: see_output(ffn, y)) for ffn in ffns]
-    of_each_batch, count = -(-_IMAGES // images.batches), wide(torch.zeros((), device=device))
+    of_each_batch, count = -(-_IMAGES // images.batches), to_float64(torch.zeros((), device=device))
     try:
         for share in images.shares:
             x = take(share.x, slice(len(range(of_each_batch)[share.part])))
@@ -74,7 +74,7 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
                     if grad is not None:
                         ffn = next(ffn for ffn in ffns if ffn.name == name)
                         g = tokens_of(grad, ffn.use_conv)
-                        information[name] += wide(g.T @ g)
+                        information[name] += to_float64(g.T @ g)
     finally:
         for hook in hooks:
             hook.remove()
@@ -113,8 +113,9 @@ def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budge
 
     if not all(loss.isfinite().all() for loss in losses):
         raise ValueError('losses must be finite.')
-    if budget < sum(m.min().item() for m in macs):
-        raise ValueError('The budget is less than the least multiply-accumulates of the FFNs.')
+    least = sum(m.min().item() for m in macs)
+    if budget < least:
+        raise ValueError(f'budget must be at least {least}, the least multiply-accumulates of the FFNs, got {budget}.')
     low, high = 0., torch.finfo(torch.float64).tiny ** .5
     if total(choose(low)) <= budget:
         return choose(low)

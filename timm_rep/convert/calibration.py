@@ -17,7 +17,8 @@ from .residual import Probe, image_count
 
 # one of this many images is held out, if there are so many to compare losses on
 HELD_OUT, MIN_HELD_OUT = 5, 4
-_MAX_BATCHES = 64  # that wait in the model at the same time, each in a thread
+# largest number of batches that wait in the model at the same time, each in a thread
+_MAX_BATCHES = 64
 
 
 def take(images: Any, part: slice, **kwargs: Any) -> Any:

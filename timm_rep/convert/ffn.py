@@ -12,7 +12,7 @@ from timm.models.nextvit import merge_pre_bn
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios
 from timm_rep.utils.modes import keeping_modes
 
-from .ffn_classes import Block, FfnSpec, affine_of, class_name, ffn_spec, find_blocks, linear_of
+from .ffn_classes import Block, FfnSpec, affine_of, class_name, ffn_spec, find_blocks, find_linear
 
 # MLPs of timm that are not block FFNs: position biases, squeeze and excitation, pooling and classifier heads; and MLPs
 # over tokens, which RePaFormer leaves alone
@@ -48,7 +48,7 @@ class Ffn:
     def __init__(self, name: str, module: nn.Module, spec: FfnSpec, cls: str, blocks: Sequence[Block] = ()):
         self.name, self.module, self._spec = name, module, spec
         self.class_name = cls.rpartition('.')[2]
-        first, last = linear_of(self.first), linear_of(self.last)
+        first, last = find_linear(self.first), find_linear(self.last)
         self.use_conv = isinstance(first, nn.Conv2d)
         self.in_features = first.weight.shape[1]
         self.out_features, self.hidden_features = last.weight.shape[:2]
@@ -120,7 +120,7 @@ class Ffn:
 
         True where it cannot be tried: on the meta device, for a block with own layers, or for other shapes of input.
         """
-        like = linear_of(self.first).weight
+        like = find_linear(self.first).weight
         if like.is_meta or self._spec.inline:
             return True
         copied = self.around(self.exact())
@@ -188,7 +188,7 @@ class Ffn:
             linear_path: Whether the idle channels become a matrix, or are dropped.
             dd: Device and dtype of the new parameters (default: of the FFN).
         """
-        like = linear_of(self.first).weight
+        like = find_linear(self.first).weight
         return RePaMlpDeploy(
             self.in_features,
             self.hidden_features if linear_path else active_features,
@@ -211,9 +211,9 @@ class Ffn:
         Without a linear map of two matrices; without ``fc_out`` only the hidden features can be computed.
         """
         new = self.matrices(len(active), self.act(active), linear is not None, device='meta')
-        like = linear_of(self.last).weight
+        like = find_linear(self.last).weight
         if new.has_active:
-            self.fc_in(active).write_to(new.fc_in, like=linear_of(self.first).weight)
+            self.fc_in(active).write_to(new.fc_in, like=find_linear(self.first).weight)
             if fc_out is not None:
                 fc_out.write_to(new.fc_out, like=like)
         if linear is not None:
@@ -300,7 +300,7 @@ def check_untied(model: nn.Module, ffns: Sequence[Ffn]) -> None:
 
 def plain_ratio(idle_ratio: Any) -> Union[float, List[Optional[float]]]:
     """An idle ratio, or one per FFN, as Python numbers, which config.json can hold; other values are a ValueError."""
-    given = idle_ratio.tolist() if hasattr(idle_ratio, 'tolist') else idle_ratio  # of torch and NumPy
+    given = idle_ratio.tolist() if hasattr(idle_ratio, 'tolist') else idle_ratio  # torch, NumPy
     try:
         if isinstance(given, Real):
             given = float(given)

@@ -48,7 +48,7 @@ class FfnSpec(NamedTuple):
                     return reason
         if any(p.numel() > 1 for p in act.parameters()):
             return 'has an activation with parameters for every channel'
-        use_conv = isinstance(linear_of(parts['first'][0]), nn.Conv2d)
+        use_conv = isinstance(find_linear(parts['first'][0]), nn.Conv2d)
         # LayerNorm2d is a LayerNorm
         if norm is not None and not isinstance(norm, nn.Identity if use_conv else (nn.Identity, nn.LayerNorm)):
             return f'has a {type(norm).__name__} before its last linear layer'
@@ -60,7 +60,7 @@ class FfnSpec(NamedTuple):
         return unfoldable_reason(module)
 
 
-def linear_of(layer: nn.Module) -> nn.Module:
+def find_linear(layer: nn.Module) -> nn.Module:
     """The linear layer in a composite."""
     return next(m for m in layer.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
 
@@ -125,7 +125,8 @@ def _registered_name(cls: Union[Type[nn.Module], str]) -> str:
         raise TypeError(f'cls must be a class of modules or its qualified name, got {cls!r}.')
     defining = _defining_class(cls)
     if defining is not cls:
-        raise ValueError(f'{cls.__qualname__} inherits its forward(): register {defining.__qualname__} instead.')
+        raise ValueError(
+            f'cls must define its own forward(), got {cls.__qualname__}: register {defining.__qualname__} instead.')
     return class_name(cls)
 
 

@@ -147,7 +147,7 @@ def fit_ffn(
         active = fitted.best_channels(count, ridge, linear_path) if kept is None else torch.arange(count).to(kept)
         fits += fitted.solve(active, ridge, linear_path, ridges)
         losses += compared.losses(fits[-len(ridges):])
-    best = min(range(len(fits)), key=losses.__getitem__)  # of equal ones the first, two matrices
+    best = min(range(len(fits)), key=losses.__getitem__)  # the first of equal ones, two matrices
     fit, held_out_loss, other_loss = fits[best], None, None
     if has_held_out:
         others = [loss for loss, other in zip(losses, fits) if other.linear_path != fit.linear_path]

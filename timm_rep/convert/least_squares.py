@@ -13,10 +13,10 @@ import torch
 
 from timm_rep.layers import Affine
 
-_STRIPS = 4  # of a symmetric product, half of which is computed
+_STRIPS = 4  # strips in which the upper half of a symmetric product is computed
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def to_float64(x: torch.Tensor) -> torch.Tensor:
     """A tensor in float64, on the CPU if its device has none."""
     return (x.cpu() if x.device.type == 'mps' else x).to(torch.float64)  # mps has no float64
 
@@ -32,7 +32,7 @@ class Moments:
         Args:
             shift: Row near the mean, so that squares do not cancel, of shape (columns,).
         """
-        self.shift = wide(shift)
+        self.shift = to_float64(shift)
         self.count = self.shift.new_zeros(())
         self.total = torch.zeros_like(self.shift)
         self.square = self.shift.new_zeros(len(shift), len(shift))
@@ -41,12 +41,12 @@ class Moments:
         """Add rows, of shape (rows, columns)."""
         rows = rows - self.shift.to(rows)
         self.count += len(rows)
-        self.total += wide(rows.sum(0))
+        self.total += to_float64(rows.sum(0))
         # the upper triangle, in strips
         for strip in torch.arange(rows.shape[1]).tensor_split(_STRIPS):
             if len(strip):
                 start, stop = int(strip[0]), int(strip[-1]) + 1
-                self.square[start:stop, start:] += wide(rows[:, start:stop].T @ rows[:, start:])
+                self.square[start:stop, start:] += to_float64(rows[:, start:stop].T @ rows[:, start:])
 
     def sums(self) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The sums; those over other rows, with the same shift, may be added to them in place."""

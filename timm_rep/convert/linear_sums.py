@@ -258,7 +258,7 @@ def find_linear_sums(model: nn.Module) -> Tuple[List[LinearSum], Dict[str, str]]
     """
     sums: List[LinearSum] = []
     others: Dict[str, str] = {}
-    parts: Set[nn.Module] = set()  # of the sums found so far
+    parts: Set[nn.Module] = set()  # modules of the sums found so far
     for name, module in model.named_modules():
         cls = type(module)
         read = _READERS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))

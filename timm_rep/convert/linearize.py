@@ -127,7 +127,7 @@ def linearize_ffns(
     ratios = dict(zip(names, ratios_of(names, 0.75 if idle_ratio is None else idle_ratio)))
     ffns = [ffn for ffn in ffns if ratios[ffn.name] is not None]
     if not ffns:
-        raise ValueError('idle_ratio is None for all FFNs: nothing is to be converted.')
+        raise ValueError('idle_ratio must be a number for at least one FFN, got None for all of them.')
     kept = {**kept, **{name: 'has no idle ratio' for name, ratio in ratios.items() if ratio is None}}
     counts = {ffn.name: active_channels(ffn.hidden_features, ratios[ffn.name]) for ffn in ffns}
     images = CalibrationImages(take_images(loader, max_images, naflex=True), next(model.parameters()))

@@ -148,7 +148,7 @@ def _check_branches(
 def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
     try:
         kernel = linear_sum.kernel(csla)
-    except ValueError as e:  # of a BatchNorm
+    except ValueError as e:  # from a BatchNorm
         raise ValueError(f'{linear_sum.name}: {e}') from e
     if not all(x.is_meta or x.isfinite().all() for x in kernel):
         raise ValueError(f'{linear_sum.name} has weights that are not finite: load others.')
@@ -237,7 +237,7 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
 
     Raises:
         TypeError: model is not a module.
-        FileNotFoundError: There is no such file of scales.
+        FileNotFoundError: The file of scales does not exist.
         ValueError: The model has no such sum, or one with stochastic depth over its branches, or is wrapped, compiled
             or converted; or the scales do not fit. The model is unchanged.
     """

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from .ffn import Ffn
-from .least_squares import wide
+from .least_squares import to_float64
 
 # rows of an activation that are compared, and activations before and after an FFN that are looked at
 _ROWS, _BEFORE, _AFTER = 128, 128, 64
@@ -128,7 +128,7 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
                 continue
             rows = tokens_of(x, channels_first)
             n = len(rows)
-            rows = wide(rows[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
+            rows = to_float64(rows[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
             activation = _Activation(module, is_input, channels_first, n, rows)
             for p in list(pending):
                 if n != p.tokens or rows.shape != p.y.shape:
@@ -152,7 +152,7 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
     def see_features(ffn: Ffn, x: torch.Tensor) -> None:
         g = tokens_of(x, ffn.use_conv)
         n = len(g)
-        g = wide(g[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
+        g = to_float64(g[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
         second = ffn.fc_out()
         y = g @ second.weight.T + second.bias
         before = [a for a in recent if a.tokens == n and a.rows.shape == y.shape]

@@ -122,7 +122,7 @@ class _Station(nn.Module):
 
     def __init__(self, ffn: Ffn, arrive: Callable[['_Station', torch.Tensor], None]):
         super().__init__()
-        self.ffn, self.arrive = ffn, arrive  # which returns when the batch may go on
+        self.ffn, self.arrive = ffn, arrive  # arrive() returns when the batch may go on
         self.converted: Optional[nn.Module] = None
 
     @cached_property
@@ -265,7 +265,7 @@ class ConvertingPass:
         runner, name = cast(_Runner, threading.current_thread()), station.ffn.name
         seen = runner.inputs.setdefault(name, [])
         seen.append(_sampled(station.ffn, u, self.sampler, self._shares[runner]))
-        # of an FFN that is called several times in a pass, the calls before the last are the original's
+        # an FFN that is called several times in a pass is the original's in all calls but the last
         if len(seen) == self.sampler.probes[name].calls:
             runner.wait(station)
 

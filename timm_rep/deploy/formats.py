@@ -202,7 +202,7 @@ def _load_folder(folder: Path) -> Runner:
         raise ValueError(
             'timm.create_model builds another structure from config.json. It rebuilds timm models whose arguments timm '
             'recorded (timm >= 1.0.31) and what timm_rep.convert_to_repa and convert_to_repopt make of them, but not '
-            'blocks that timm folds itself, such as those of MobileOne and RepVGG: export with reparameterize=False '
+            'blocks that timm folds itself, for example in MobileOne and RepVGG: export with reparameterize=False '
             '(--no-reparam), convert the model first, or choose another format') from e
 
 
@@ -246,7 +246,7 @@ def check_format(format: str) -> Format:
 
     Raises:
         ModuleNotFoundError: A package is not installed.
-        RuntimeError: torch is too old, or there is no C++ compiler.
+        RuntimeError: torch is too old, or a C++ compiler is missing.
         ValueError: The format is unknown.
     """
     if not isinstance(format, str) or format not in FORMATS:

@@ -30,7 +30,7 @@ class OnnxProgram(Program):
     """An ONNX file in QDQ format, run with torch's number of threads."""
 
     def __init__(self, folder: tempfile.TemporaryDirectory):
-        self.folder = folder  # of model.onnx, removed with the program
+        self.folder = folder  # holds model.onnx, removed with the program
         self.path = Path(folder.name) / 'model.onnx'
         self._run = onnx_runner(self.path)
         properties = {x.key: x.value for x in onnx.load(self.path, load_external_data=False).metadata_props}

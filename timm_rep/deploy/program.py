@@ -73,11 +73,7 @@ class Program(ABC):
 
 @torch.no_grad()
 def output_structure(model: nn.Module, images: torch.Tensor) -> str:
-    """Structure of the outputs for the first image, as JSON for :func:`restore_structure`; '' for a single tensor.
-
-    Raises:
-        TypeError: The outputs are not tensors in lists, tuples and dicts.
-    """
+    """Structure of the outputs for the first image, as JSON for :func:`restore_structure`; '' for a single tensor."""
     outputs = model(images[:1])
     leaves, structure = tree_flatten(outputs)
     others = {type(x).__name__ for x in leaves if not isinstance(x, torch.Tensor)}

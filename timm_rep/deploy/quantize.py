@@ -268,7 +268,7 @@ def quantize_qat(
         checkpoint = Path(checkpoint)
         check_writable(checkpoint.parent)
     elif resume:
-        raise ValueError('resume=True requires checkpoint, the file to continue from.')
+        raise ValueError('checkpoint must be given with resume=True, got None.')
     from .inductor import finish_training, prepare_training
 
     batches = read_images(images.calibration(max_images), max_images)

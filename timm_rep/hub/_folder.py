@@ -29,7 +29,7 @@ def split_name(folder: PathLike) -> Tuple[str, str]:
     if not tag or not timm.is_model(variant):
         raise ValueError(
             f'The name of a published folder must be MODEL.TAG, as in repa_lvvit_s.cifar10, got {str(folder)!r}'
-            + (f': there is no model {variant!r}.' if tag else '.'))
+            + (f': timm has no model {variant!r}.' if tag else '.'))
     return variant, tag
 
 
@@ -54,7 +54,7 @@ def save_folder(
         folder: Folder, created if it does not exist.
         model_args: Arguments of ``create_model`` that determine the structure. Default: those that timm recorded.
         scales: Scales of the model's GradMults, to train it further. Default: no scales.
-        label_names: Names of the classes, by index. Default: those of the model's pretrained_cfg, if it has any.
+        label_names: Names of the classes, by index. Default: from the model's pretrained_cfg, if it has any.
         tag: Tag of the weights, as in MODEL.TAG.
         half: Write parameters as float16; the statistics of a BatchNorm stay float32.
         extra: Called with the temporary folder before its files replace earlier ones, to write further files.
@@ -86,7 +86,7 @@ def write_model(
     tensors = dict(model.state_dict())
     if half:
         tensors.update(_halved(model))
-    write_safetensors(tensors, folder / WEIGHTS_NAME, metadata={'format': 'pt'})  # which transformers asks for
+    write_safetensors(tensors, folder / WEIGHTS_NAME, metadata={'format': 'pt'})  # transformers asks for it
     hashes = {WEIGHTS_NAME: sha256(folder / WEIGHTS_NAME)}
     if scales is not None:
         scales.save(folder / SCALES_NAME)
@@ -195,11 +195,12 @@ def load_folder(folder: PathLike, **kwargs: Any) -> nn.Module:
         kwargs: Further arguments of ``timm.create_model``.
 
     Raises:
-        FileNotFoundError, RuntimeError: There is no config.json or no file of weights, or one cannot be read.
+        FileNotFoundError, RuntimeError: config.json or the file of weights is missing, or cannot be read.
     """
     architecture = read_folder(folder).config['architecture']  # timm's errors do not name the file
     if not timm.is_model(architecture):
-        raise RuntimeError(f'{str(Path(folder) / CONFIG_NAME)!r}: there is no model {architecture!r}.')
+        raise RuntimeError(
+            f'{str(Path(folder) / CONFIG_NAME)!r}: timm has no model {architecture!r}. Import the package that has it.')
     return timm.create_model(f'local-dir:{os.fspath(folder)}', pretrained=True, **kwargs).eval()
 
 
@@ -221,7 +222,7 @@ def write_hashes(folder: PathLike) -> None:
     """Write the sha256 of every file of the folder, except hidden ones, into its config.json.
 
     Raises:
-        FileNotFoundError, RuntimeError: There is no config.json, or it cannot be read.
+        FileNotFoundError, RuntimeError: config.json is missing, or cannot be read.
         ValueError: The folder has subfolders, or links to files elsewhere.
     """
     repo = read_folder(folder)
@@ -247,7 +248,7 @@ def verify_folder(folder: PathLike) -> ModelRepository:
     """Check that a folder is complete and unchanged since ``timm-rep card`` wrote it.
 
     Raises:
-        FileNotFoundError: There is no config.json or no file of weights, or a file that config.json names is missing.
+        FileNotFoundError: config.json, the file of weights, or a file that config.json names is missing.
         RuntimeError: A file differs from its hash in config.json, or has none there.
         ValueError: The folder is not named after its model, or has subfolders or links to files elsewhere.
     """

@@ -69,7 +69,7 @@ class ModelRepository(NamedTuple):
         """Path of a file, downloaded if necessary, and checked if config.json has its hash.
 
         Raises:
-            OSError: There is no such file, or the Hub cannot be reached or failed.
+            OSError: The file does not exist, or the Hub cannot be reached or failed.
             RuntimeError: The file is not the published one.
         """
         path = self.folder / name
@@ -87,13 +87,13 @@ def read_folder(folder: PathLike) -> ModelRepository:
     """Read the config.json of a local folder, after the end of an interrupted write.
 
     Raises:
-        FileNotFoundError: There is none.
-        RuntimeError: It cannot be read.
+        FileNotFoundError: The folder has no config.json.
+        RuntimeError: The config.json cannot be read.
     """
     path = Path(folder) / CONFIG_NAME
     recover(path.parent)
     if not path.is_file():
-        raise FileNotFoundError(f'no {CONFIG_NAME} in {os.fspath(folder)!r}')
+        raise FileNotFoundError(f'{os.fspath(folder)!r} has no {CONFIG_NAME}')
     return ModelRepository(path.parent, _read_config(path))
 
 
@@ -105,7 +105,7 @@ def read_repository(repo_id: str, cache_dir: Optional[PathLike] = None) -> Model
         cache_dir: Folder of the Hub's cache; None for the default one.
 
     Raises:
-        OSError: There is no such repository, revision or file, or the Hub cannot be reached or failed.
+        OSError: The repository, revision or file does not exist, or the Hub cannot be reached or failed.
         RuntimeError: The config.json cannot be read.
     """
     name, _, revision = repo_id.partition('@')

@@ -72,14 +72,14 @@ def build_model(
     Raises:
         ValueError: As :func:`timm_rep.weight_select_init`; the weights have another idle ratio; several files of the
             authors' release match; or the published arguments, with the given ones, cannot be used.
-        RuntimeError: There are no weights, they are damaged, belong to another model, or do not fit.
+        RuntimeError: The weights are not found, are damaged, belong to another model, or do not fit.
         TypeError: A given argument is unknown.
     """
     kwargs = {**model_cfgs[variant], **_resolve(cls, variant, pretrained, model_cfgs, kwargs)}
     if complete is not None:
         kwargs = complete(kwargs)
     weights, weight_select = kwargs.pop('weights', None), kwargs.pop('weight_select', None)
-    if 'out_indices' in kwargs:  # which timm's classes do not take without features_only
+    if 'out_indices' in kwargs:  # without features_only, timm's classes do not take it
         kwargs['feature_cfg'] = dict(kwargs.get('feature_cfg') or {}, out_indices=kwargs.pop('out_indices'))
     if weights is None or weights.path is None:
         build = cls if weights is None else functools.partial(_create, cls, weights)
@@ -94,7 +94,7 @@ def build_model(
         model = build_model_with_cfg(load, variant, pretrained=False, pretrained_cfg=cfg, **kwargs)
     if weight_select is not None:
         weight_select_init(model, weight_select)
-    if weights is not None and not isinstance(model, nn.ModuleDict):  # of features_only timm records no arguments
+    if weights is not None and not isinstance(model, nn.ModuleDict):  # timm records none with features_only
         model._model_args = {**weights.model_args, **getattr(model, '_model_args', {})}
     return model
 
@@ -212,7 +212,7 @@ def _resolve(
     else:
         tag = _DEFAULT_TAG if tag in (None, 'untrained') else tag
         repo_id = cfg.get('hf_hub_id')
-        if repo_id == f'{_ORGANIZATION}/{variant}.{tag}':  # of the registered cfg, as timm's scripts pass it
+        if repo_id == f'{_ORGANIZATION}/{variant}.{tag}':  # the registered cfg, as timm's scripts pass it
             repo_id = None
         repo_id, file = overlay.get('hf_hub_id') or repo_id, overlay.get('hf_hub_filename')
         if file and not repo_id and has_release(variant):
@@ -331,8 +331,8 @@ def find_weights(
         Path of the checked file, and the published model, None for the authors' release.
 
     Raises:
-        RuntimeError: There are no weights, or the Hub cannot be reached; the message has every place and its reason. Or
-            the file is damaged.
+        RuntimeError: The weights are not found, or the Hub cannot be reached; the message has every place and its
+            reason. Or the file is damaged.
         ValueError: Several files of the release match.
     """
     name, reasons = f'{variant}.{tag}', []
@@ -368,14 +368,14 @@ def find_weights(
             reasons.append(f'{where}: {" ".join(str(e).split())}')
     published = [other for other in timm.list_pretrained(f'{variant}.*') if other != name]
     raise RuntimeError('\n  '.join([
-        f'There are no weights of {name}:',
+        f'Cannot find weights of {name}:',
         *(f'{i}. {reason}' for i, reason in enumerate(reasons, 1)),
         *([f'Other weights of {variant}: {", ".join(published)}.'] if published else []),
     ]))
 
 
 def _is_absent(e: OSError) -> bool:
-    """Whether the error says that the Hub answered and there is no such thing."""
+    """Whether the Hub answered that a file, revision or repository does not exist."""
     if isinstance(e, LocalEntryNotFoundError):
         return constants.HF_HUB_OFFLINE
     return isinstance(e, (FileNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError))

@@ -85,12 +85,6 @@ def fetch_released(
     """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary, and checked.
 
     If the Hub cannot be reached, the file of the revision as it was last seen is used.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: Several files match, or the file's name has another idle ratio.
-        OSError: The Hub cannot be reached, or failed, and the file is not in its cache.
-        RuntimeError: The file is damaged.
     """
     path = _fetch(variant, idle_ratio, filename, revision, cache_dir)
     digest = Path(os.path.realpath(path)).name  # the Hub's cache names large files by their sha256
@@ -158,18 +152,18 @@ def rename_released(
     keys = _RELEASED_KEYS.get(type(model))
     if keys is None:
         raise TypeError(
-            f'{type(model).__name__} has no released layout; there is one for '
-            f'{", ".join(k.__name__ for k in _RELEASED_KEYS)}.')
+            f'model must be a {", ".join(k.__name__ for k in _RELEASED_KEYS)}, whose layouts were released, got '
+            f'{type(model).__name__}: load checkpoints of other models with their load_state_dict().')
     if is_reparameterized(model):
         raise RuntimeError(
-            'Released checkpoints hold the training structure, the model has the deploy structure: load into a model '
-            'created without reparameterized=True, then call its reparameterize().')
+            'Expected a model in the training structure of released checkpoints, but it has the deploy structure: load '
+            'into a model created without reparameterized=True, then call its reparameterize().')
     if isinstance(path_or_state_dict, Mapping):
         checkpoint, state_dict = 'The checkpoint', state_dict_of(path_or_state_dict)
     else:
         path = os.fspath(path_or_state_dict)
         if not os.path.isfile(path):
-            raise FileNotFoundError(f'No released checkpoint at {path!r}.')
+            raise FileNotFoundError(f'Expected a released checkpoint, but {path!r} does not exist.')
         checkpoint, state_dict = f'The checkpoint {path!r}', read_state_dict(path, use_ema=False)
     released = {name: value for name, value in state_dict.items() if not _RELEASED_BUFFERS.search(name)}
     if holds_structure(model, released, 'deploy'):
@@ -213,7 +207,7 @@ def load_released(
     ``blocks.i.mlp.norm1/fc1/norm2/fc2``), RePa-Swin (``layers.i.blocks.j.mlp.norm1``, ``layers.i.downsample``,
     ``head``), RePa-PoolFormer (``network.i.j.mlp.norm1``, ``layer_scale_1``, ``mlp.ls``), RePa-MLPMixer
     (``blocks.i.mlp_tokens.norm``, ``blocks.i.mlp_channels.norm1``) and LV-ViT (``patch_embed.conv1``, ``aux_head``),
-    and those of RepOpt-VGG (``stage0.conv``, ``stage1.0.conv``, ``linear``) and RepOpt-GhostNet
+    and of RepOpt-VGG (``stage0.conv``, ``stage1.0.conv``, ``linear``) and RepOpt-GhostNet
     (``blocks.0.0.ghost1.final_bn``) of the target, Hyper-Search and CSLA structures. From the
     file of a training run it takes the weights that the authors evaluate, not their moving average.
 
@@ -225,8 +219,8 @@ def load_released(
         The model.
 
     Raises:
-        FileNotFoundError: There is no file at the path.
-        TypeError: There is no released layout for this class of model, or the checkpoint holds no state dict.
+        FileNotFoundError: The file does not exist.
+        TypeError: This class of model has no released layout, or the checkpoint holds no state dict.
         RuntimeError: The file cannot be read, or the checkpoint does not fit: every missing, unexpected and misshapen
             key is named, by its released name, and nothing is loaded.
     """

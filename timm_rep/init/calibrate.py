@@ -48,7 +48,7 @@ def calibrate_batchnorm(
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
     }
     if not norms:
-        raise ValueError(f'{type(model).__name__} has no BatchNorm with running statistics.')
+        raise ValueError(f'model must have a BatchNorm with running statistics, got {type(model).__name__} without.')
     patterns = [identity_norms] if isinstance(identity_norms, str) else identity_norms
     identities = [norm for name, norm in norms.items() if any(fnmatch.fnmatch(name, p) for p in patterns)]
     unknown = [p for p in patterns if not fnmatch.filter(norms, p)]
@@ -74,7 +74,7 @@ def calibrate_batchnorm(
             model(images.to(device=like.device, dtype=like.dtype))
             count += 1
         if count == 0:
-            raise ValueError('The loader has no images; nothing was changed.')
+            raise ValueError('Expected a loader with images, but got none; nothing was changed.')
         for name, norm in norms.items():
             if not (norm.running_mean.isfinite().all() and norm.running_var.isfinite().all()):
                 raise ValueError(

@@ -70,7 +70,7 @@ def mimetic_init_(
     """
     found = dict(attentions(model))
     if not found:
-        raise ValueError(f'{type(model).__name__} has no attention with a qkv.')
+        raise ValueError(f'model must have an attention with a qkv, got {type(model).__name__} without.')
     for attention in found.values():
         heads, channels = attention.num_heads, attention.qkv.in_features
         width = attention.qkv.out_features // 3 // heads

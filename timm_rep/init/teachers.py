@@ -120,9 +120,10 @@ def open_teacher(source: TeacherSource) -> Teacher:
         with config_errors(path):
             return open_teacher(timm.create_model(path, pretrained=True))
     if os.path.isdir(path):
-        raise ValueError(f'The teacher {path!r} is a folder: use local-dir:{path} for the model in it.')
+        raise ValueError(
+            f'teacher must be a file or a timm model, got the folder {path!r}: pass local-dir:{path} for its model.')
     if not timm.is_model(path):
-        raise FileNotFoundError(f'The teacher {path!r} is neither a file nor a timm model.')
+        raise FileNotFoundError(f'teacher must be a file or a timm model, got {path!r}.')
     if not timm.get_pretrained_cfg(path).has_weights:
         raise ValueError(
             f'timm has no pretrained weights for {path!r}: name one of its tags, timm.list_pretrained({path!r}), or '

@@ -146,7 +146,7 @@ def weight_select_init(
     include, exclude = ([x] if isinstance(x, str) else x for x in (include, exclude))
     _check_arguments(element_selection, layer_selection, heads, [*(include or ()), *(exclude or ())])
     if 'head' in (include or ()) and not include_head:
-        raise ValueError("include has the component 'head', which needs include_head=True.")
+        raise ValueError("include_head must be True with the component 'head' in include, got False.")
     chain = list(teacher) if isinstance(teacher, (list, tuple)) else [teacher]
     if not chain:
         raise ValueError('teacher must name at least one model, got an empty list.')

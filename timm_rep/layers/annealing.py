@@ -215,7 +215,7 @@ class AnnealedActivation(_Annealed):
         self.register_buffer('idle', torch.arange(channels, device=device) >= active_channels)
         # averages of h, act(h), both variances, the covariance, and of 1, by which the others are divided
         self.register_buffer('moments', torch.zeros(6, channels, device=device))
-        self.register_buffer('pending', torch.zeros(6, channels, device=device))  # of the last batch of all processes
+        self.register_buffer('pending', torch.zeros(6, channels, device=device))  # the last batch of all processes
         self.register_buffer('importance', torch.ones(channels, device=device))
         # moments of the last batch of this process, in the last row its number of tokens
         self.batch: Optional[torch.Tensor] = None

@@ -49,7 +49,7 @@ class ConvBranch:
         kernel_size = _pair(self.kernel_size, 'kernel_size')
         if any(k % 2 == 0 for k in kernel_size):
             raise ValueError(
-                f'The kernels of a CSLA block share their centre, so their sizes must be odd, got {kernel_size}.')
+                f'kernel_size must be odd, since the kernels of a CSLA block share their centre, got {kernel_size}.')
         object.__setattr__(self, 'kernel_size', kernel_size)
         object.__setattr__(self, 'name', self.name or f'conv{kernel_size[0]}x{kernel_size[1]}')
         _check_name(self.name)
@@ -107,10 +107,10 @@ class Csla:
                 raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}.')
         others = [b for b in self.branches if not isinstance(b, (ConvBranch, IdentityBranch))]
         if others:
-            raise ValueError(f'A branch must be a ConvBranch(kernel_size) or an IdentityBranch(), got {others}.')
+            raise ValueError(f'branches must be ConvBranch(kernel_size) or IdentityBranch(), got {others}.')
         names = [branch.name for branch in self.branches]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f'A CSLA block needs at least one branch and distinct names of its branches, got {names}.')
+            raise ValueError(f'branches must be at least one, with distinct names, got {names}.')
         if self.in_channels % self.groups or self.out_channels % self.groups:
             raise ValueError(
                 f'groups={self.groups} must divide in_channels={self.in_channels} and '
@@ -171,11 +171,11 @@ class Csla:
         for name in self.scaled_branches:
             if name not in scales:
                 raise ValueError(
-                    f'No scale for the branch {name!r}: the block needs scales for {list(self.scaled_branches)}.')
+                    f'Expected scales for {list(self.scaled_branches)}, but got none for the branch {name!r}.')
             if tuple(scales[name].shape) != (self.out_channels,):
                 raise ValueError(
-                    f'The scale of the branch {name!r} has the shape {tuple(scales[name].shape)}, expected one number '
-                    f'for each of the {self.out_channels} output channels.')
+                    f'The scale of the branch {name!r} must have the shape ({self.out_channels},), a number for each '
+                    f'output channel, got {tuple(scales[name].shape)}.')
         return {name: scales[name].detach() for name in self.scaled_branches}
 
     def initial_scales(

@@ -144,7 +144,7 @@ _KNOWN_LAYERS = (
 
 def _is_unmodified(layer: nn.Module) -> bool:
     """Whether a layer is of a known type, with no hooks registered and its forward() not replaced (by an adapter)."""
-    hooked = layer._backward_hooks or layer._backward_pre_hooks  # which do not change the function
+    hooked = layer._backward_hooks or layer._backward_pre_hooks  # not among the hooks that unfoldable_reason looks at
     return type(layer) in _KNOWN_LAYERS and not hooked and not unfoldable_reason(layer)
 
 

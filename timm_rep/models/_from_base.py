@@ -111,7 +111,7 @@ def create_from_base(
         base, weights = args['base'], args.get('weights')
         trained = weights.model_args.get('base', base) if weights else base
         if weights and trained != base:
-            raise ValueError(f'{weights.source} has a {variant} of base={trained!r}, got base={base!r}.')
+            raise ValueError(f'base must be {trained!r} with the weights of {weights.source}, got {base!r}.')
         _check_base(base, model_cfgs[variant]['base'])
         cfg = args.get('pretrained_cfg')
         if f'{variant}.{cfg}' in model_cfgs:

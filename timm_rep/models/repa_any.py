@@ -54,10 +54,10 @@ def _build(
     elif norm == 'keep':
         use_linearized_ffns(model, idle_ratio, linear_path)
     else:
-        use_repa_ffns(  # which refuses None
+        use_repa_ffns(  # it refuses None
             model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)  # type: ignore[arg-type]
     if reparameterized:
-        reparameterize(model)  # what else timm folds
+        reparameterize(model)  # also what timm folds
     make_foldable(model, reparameterized)
     return model
 
@@ -73,7 +73,7 @@ def use_linearized_ffns(
     """
     ffns, _ = find_ffns(model)
     if not ffns:
-        raise ValueError(f'{type(model).__name__} has no pointwise FFN that can be converted.')
+        raise ValueError(f'base must have a pointwise FFN that can be converted, got a {type(model).__name__}.')
     paths = [linear_path] * len(ffns) if isinstance(linear_path, bool) else linear_path
     if not isinstance(paths, (list, tuple)) or len(paths) != len(ffns) or not all(isinstance(p, bool) for p in paths):
         raise ValueError(

@@ -58,7 +58,7 @@ def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs: Any) ->
     # branches that are trained or have constant scales are newly initialized
     start_from_base = dict(reinit=False) if kwargs.get('structure', 'target') == 'target' else None
     if pretrained and start_from_base and kwargs.get('reinit') and not kwargs.get('pretrained_cfg'):
-        raise ValueError('reinit=True would discard the weights of pretrained=True: leave one of them out.')
+        raise ValueError('reinit must be False with pretrained=True, whose weights it would discard, got True.')
     return create_from_base(
         _build, variant, model_cfgs, pretrained, start_from_base,
         "structure='target' starts from the weights of the base.", **kwargs)

@@ -124,7 +124,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
             strides: Strides of the stem and of each stage (table 6).
             reparameterized: Build the deploy structure, for checkpoints of a folded model.
             output_stride: 8, 16 or 32; strides beyond it become dilation.
-            drop_path_rate: Must be 0, since there are no shortcuts.
+            drop_path_rate: Must be 0, since RepOpt-VGG has no shortcuts.
             act_layer: Activation.
             attn_layer: Attention after the activation of every block, for example 'se'.
             attn_kwargs: Arguments of the attention.

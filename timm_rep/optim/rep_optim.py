@@ -385,7 +385,7 @@ class RepAdamW(_RepOptimizer, AdamW):
         grads = [in_order(match_strides(param, grad)) for param, grad in zip(params, grads)]
         self._adamw(list(map(in_order, updates)), grads, state, {**group, 'weight_decay': 0.})
         for param, update, grad_mult in zip(params, updates, grad_mults):
-            # where GradScaler leaves it to a fused kernel to skip a step, its tensor says so
+            # with GradScaler, a fused kernel skips a step by itself, and found_inf says whether it did
             taken = 1 if found_inf is None else 1 - found_inf.to(param.device)
             param.mul_(1 - group['lr'] * group['weight_decay'] * taken)
             grad_mult.add_product(param, update, self._rule, start=start)

@@ -71,7 +71,7 @@ def card_text(folder: PathLike) -> str:
     """Model card for the Hub, with the measured and cited figures of metrics.json.
 
     Raises:
-        FileNotFoundError, RuntimeError: There is no config.json, or a file cannot be read or lacks a field.
+        FileNotFoundError, RuntimeError: config.json is missing, or a file cannot be read or lacks a field.
         ValueError: The folder is not named after a model.
     """
     folder = Path(folder)

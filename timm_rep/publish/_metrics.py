@@ -164,7 +164,9 @@ def measure_accuracy(
     dataset = ImageFolder(data_dir, split, config['input_size'][0])
     classes = len(dataset.classes)
     if classes != model.num_classes:
-        raise ValueError(f'{data_dir!r} has {classes} classes in {split!r}, the model has {model.num_classes}.')
+        raise ValueError(
+            f'Expected images of {model.num_classes} classes, as the model has, but {data_dir!r} has {classes} in '
+            f'{split!r}.')
     recorded = tuple(model.pretrained_cfg['input_size'])
     if recorded != config['input_size']:
         raise ValueError(

@@ -107,7 +107,7 @@ def prepare_folder(
         measure: Measure size and speed even if they are known.
 
     Raises:
-        FileNotFoundError: There are no weights, no recipe, or no such checkpoint.
+        FileNotFoundError: Weights, recipe or checkpoint do not exist.
         RuntimeError: The checkpoint does not fit the recipe, or a file cannot be read.
         ValueError: The folder is not named after a model; the recipe is not one of this model, or is elsewhere; the
             images have other classes or cannot be decoded; the checkpoint has no moving average; or recipe or use_ema
@@ -116,7 +116,7 @@ def prepare_folder(
     folder, device = Path(folder).resolve(), torch.device(device)
     _, tag = split_name(folder)
     if checkpoint is None and (use_ema or recipe is not None):
-        raise ValueError(f'{"use_ema" if use_ema else "recipe"} needs a checkpoint.')
+        raise ValueError(f'checkpoint must be given with {"use_ema" if use_ema else "recipe"}, got None.')
     if folder.is_dir():
         published_files(folder)  # refuses links and subfolders
     with replacing_files(folder, copy=True) as draft:
@@ -124,7 +124,7 @@ def prepare_folder(
             _write_trained(draft, folder, Path(checkpoint), recipe, data_dir, split, half, use_ema)
         for name in CONFIG_NAME, WEIGHTS_NAME:
             if not (draft / name).is_file():
-                raise FileNotFoundError(f'There is no {name} in {str(folder)!r}: give a checkpoint.')
+                raise FileNotFoundError(f'{str(folder)!r} has no {name}: pass a checkpoint.')
         if checkpoint is None and half:
             model, config = load_folder(draft), read_folder(draft).config
             _set_pool_size(model)
@@ -155,11 +155,12 @@ def _write_documents(folder: Path, metrics: Metrics) -> None:
 
 def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f'There is no recipe at {str(path)!r}: pass the train.py --config of the training run.')
+        raise FileNotFoundError(
+            f'Expected a recipe, but {str(path)!r} does not exist: pass the train.py --config of the training run.')
     source = repr(str(path))
     try:
         settings = yaml.safe_load(read_text(path))
-    except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: of a date
+    except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: an impossible date
         raise RuntimeError(f'{source} is not valid YAML: {" ".join(str(e).split())}') from e
     if not isinstance(settings, dict) or settings.get('model') != variant:
         raise ValueError(f'Expected a recipe of {variant}, but got {source}.')
@@ -184,7 +185,7 @@ def _write_trained(
 ) -> None:
     """Write the model of a checkpoint, in place of the weights that were there and the files made from them."""
     if not checkpoint.is_file():
-        raise FileNotFoundError(f'There is no checkpoint {str(checkpoint)!r}.')
+        raise FileNotFoundError(f'Expected a checkpoint, but {str(checkpoint)!r} does not exist.')
     variant, tag = split_name(folder)
     recipe, own = Path(recipe) if recipe is not None else folder / RECIPE_NAME, folder / RECIPE_NAME
     settings = _read_recipe(recipe, variant)
@@ -197,7 +198,9 @@ def _write_trained(
         classes = _label_names(folder)
     model = _create_trained(settings, recipe, f'{variant}.{tag}')
     if classes is not None and len(classes) != model.num_classes:
-        raise ValueError(f'The images have {len(classes)} classes, the model of the recipe has {model.num_classes}.')
+        raise ValueError(
+            f'Expected images of {model.num_classes} classes, for the model of the recipe, but got {len(classes)}: set '
+            'its num_classes.')
     if use_ema and not has_moving_average(checkpoint):
         raise ValueError(
             f'{str(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
@@ -215,7 +218,7 @@ def _model_args(settings: Dict[str, Any]) -> Dict[str, Any]:
     args = dict(settings.get('model_kwargs') or {})
     args.update({name: settings[name] for name in ('in_chans', 'global_pool') if settings.get(name) is not None})
     size = settings.get('img_size')
-    base = args.get('base')  # of a converted timm model, whose own config belongs to the default base
+    base = args.get('base')  # a converted model: the config of repa_any belongs to the default base
     cfg = timm.get_pretrained_cfg(base if is_timm_model(base) else settings['model'])
     if size is not None and cfg.fixed_input_size:
         args.setdefault('img_size', size)
@@ -276,12 +279,12 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
         Path of the file of weights or scales.
 
     Raises:
-        FileNotFoundError, RuntimeError, ValueError: There is no such file, it cannot be read, or does not fit the
+        FileNotFoundError, RuntimeError, ValueError: The file does not exist, cannot be read, or does not fit the
             model; or the folder is not named after the model. Nothing is written.
     """
     path, folder = os.fspath(path), Path(folder).resolve()
     if not os.path.isfile(path):
-        raise FileNotFoundError(f'There is no file {path!r}.')
+        raise FileNotFoundError(f'Expected a released file, but {path!r} does not exist.')
     if split_name(folder)[0] != model_name:
         raise ValueError(f'The name of the folder must be {model_name}.TAG, got {str(folder)!r}.')
     plain_args = {**model_args, 'scales': None} if 'scales' in model_args else dict(model_args)
@@ -331,14 +334,14 @@ def write_folded(folder: PathLike, parent: PathLike) -> Path:
         The folder that was written.
 
     Raises:
-        FileNotFoundError, RuntimeError: There is no published model, or a file is damaged.
+        FileNotFoundError, RuntimeError: A file is missing or damaged.
         ValueError: It is folded already, or the folder is not named after a model.
     """
     folder = Path(folder).resolve()
     _, tag = split_name(folder)
     repo = read_folder(folder)
     if repo.model_args.get('reparameterized'):
-        raise ValueError(f'{str(folder)!r} is folded already.')
+        raise ValueError(f'Expected an unfolded model, but {str(folder)!r} is folded already.')
     model = load_folder(folder, reparameterized=True)
     target = Path(parent).resolve() / f'{folder.name}_folded'
     with replacing_files(target, copy=True) as draft:

@@ -32,7 +32,7 @@ def push_folder(
 ) -> List[Change]:
     """Make the repository ``<org>/<name of the folder>`` on the Hub equal to the folder, in one commit.
 
-    Unchanged files are not sent again; if none has changed there is no commit. A commit by someone else in the meantime
+    Unchanged files are not sent again; without changes nothing is committed. A commit by someone else in the meantime
     is not overwritten: the push fails. Files of weights are deleted only if they are named.
 
     Args:

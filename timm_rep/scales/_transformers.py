@@ -30,12 +30,12 @@ def extend_timm_wrapper() -> None:
     if cls is None or hasattr(cls.save_pretrained, 'extended'):
         return
     inherited_save, inherited_init = cls.save_pretrained, cls.post_init
-    inherited_adjust: Any = getattr(cls, '_adjust_missing_and_unexpected_keys', None)  # of transformers >= 5
+    inherited_adjust: Any = getattr(cls, '_adjust_missing_and_unexpected_keys', None)  # transformers >= 5
 
     @functools.wraps(inherited_save)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.timm_model
-        if hasattr(model, 'reparameterize'):  # of this package
+        if hasattr(model, 'reparameterize'):  # a model of this package
             model.state_dict()  # converted models bring their arguments up to date
             self.config.architecture = model.pretrained_cfg['architecture']
             self.config.model_args = {k: v for k, v in model._model_args.items() if k != 'num_classes'}

@@ -47,14 +47,14 @@ def locate(source: Union[str, os.PathLike]) -> str:
     hub_id = _HUB_ID.fullmatch(source)
     if not hub_id or os.path.exists(source) or source.endswith(('.safetensors', *_PICKLED)):
         raise FileNotFoundError(
-            f"No scales at {source!r}: expected a .safetensors file, a Hub repository (owner/name), 'ones', 'init', "
-            f"False for no scales, or a model with packaged scales ({', '.join(packaged_scales())}).")
+            f"scales must be a file, a Hub repository (owner/name), 'ones', 'init', False for no scales, or a model "
+            f"with packaged scales ({', '.join(packaged_scales())}), but {source!r} does not exist.")
     try:
         return hf_hub_download(hub_id['repo'], _HUB_FILE, revision=hub_id['revision'])
     except (OSError, ValueError) as e:
         raise FileNotFoundError(
-            f'No scales at {source!r}: there is no such local file, and no {_HUB_FILE} in a Hub repository of that '
-            f'name, or the Hub cannot be reached: {e}') from e
+            f'Expected a file of scales, or a Hub repository with a {_HUB_FILE}, but {source!r} is neither, or the Hub '
+            f'cannot be reached: {e}') from e
 
 
 def read(path: str) -> Tuple[Layers, Mapping[str, str]]:

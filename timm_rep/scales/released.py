@@ -6,7 +6,7 @@ from huggingface_hub import constants
 from timm.models._hub import check_cached_file, get_cache_dir
 from torch.hub import download_url_to_file
 
-RELEASED_PREFIX = 'released:'  # of a source of scales, followed by the name of a model
+RELEASED_PREFIX = 'released:'  # begins a source of scales, the name of a model follows
 
 RELEASE_URL = 'https://github.com/DingXiaoH/RepOptimizers/raw/main/'
 

@@ -181,7 +181,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             Correlation, means and relative change of the common layers, by branch.
 
         Raises:
-            ValueError: There are no common layers.
+            ValueError: The two have no common layers.
         """
         if not self.keys() & other.keys():
             raise ValueError(f'{self!r} and {other!r} have no layers in common: they belong to different models.')
@@ -248,9 +248,9 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
     """Raise ValueError for metadata that cannot be saved."""
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise ValueError(f'The metadata of scales must be strings by name, got {key!r}: {value!r:.100}.')
+            raise ValueError(f'metadata must be strings by name, got {key!r}: {value!r:.100}.')
         if key in (_HISTORY, ORDER):
-            raise ValueError(f'The metadata key {key!r} is reserved for the file format: choose another name.')
+            raise ValueError(f'metadata must not have the key {key!r}, which the file uses: choose another name.')
 
 
 def _constant(layer: str, branch: str, scale: torch.Tensor) -> torch.Tensor:

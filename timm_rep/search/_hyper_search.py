@@ -125,7 +125,7 @@ def hyper_search(
     metadata = dict(metadata or {})
     check_metadata(metadata)  # before the search rather than after it
     if resume and checkpoint is None:
-        raise ValueError('resume=True needs the checkpoint of the search to continue: pass its path as checkpoint.')
+        raise ValueError('checkpoint must be given with resume=True, got None.')
     if checkpoint is not None:
         checkpoint = _check_checkpoint(Path(checkpoint), resume, overwrite)
     _check_loaders(train_loader, val_loader)
@@ -226,14 +226,14 @@ def _check_loaders(train_loader: Iterable, val_loader: Optional[Iterable]) -> No
             raise TypeError(f'{name} must define `__len__`, such as a DataLoader or a list, got {loader!r:.100}.')
         if not len(loader):
             raise ValueError(f'{name} must have at least one batch, got none.')
-    if val_loader is not None:  # which would fail after the last epoch
+    if val_loader is not None:  # it is read after the last epoch only
         labelled_images(next(batches_of(val_loader)))
 
 
 def _check_checkpoint(path: Path, resume: bool, overwrite: bool) -> Path:
     check_writable(path.parent)
     if path.is_dir():
-        raise IsADirectoryError(f'The checkpoint {str(path)!r} is a folder, expected a file.')
+        raise IsADirectoryError(f'checkpoint must be a file, got the folder {str(path)!r}.')
     if path.exists() and not (resume or overwrite):
         raise FileExistsError(
             f'The checkpoint {str(path)!r} of an earlier search exists: resume=True (--resume) continues it, '
@@ -251,7 +251,7 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
                 f"model must name a RepOpt model, built with structure='search' and {model_args}, got {name!r}: {e}"
             ) from e
     elif model_args:
-        raise TypeError(f'{", ".join(model_args)}: arguments of create_model are for the name of a model.')
+        raise TypeError(f'model must be a name to take arguments of create_model, got a {name} and {model_args}.')
     layers = [layer for layer in model.modules() if isinstance(layer, CslaBlock) and layer.structure == 'search']
     if not layers:
         raise ValueError(f"{name} has no scales to search: create it with structure='search'.")

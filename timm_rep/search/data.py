@@ -54,7 +54,7 @@ def create_search_dataset(
         raise ValueError(
             f'Cannot open the split {split!r} of the data set {name!r} in {root!r}: {type(e).__name__}: {e}') from e
     if image.shape[0] != 3:
-        raise ValueError(f'The images of {name!r} in {root!r} have {image.shape[0]} channels, expected 3.')
+        raise ValueError(f'Expected images of 3 channels, but {name!r} in {root!r} has images of {image.shape[0]}.')
     return dataset
 
 

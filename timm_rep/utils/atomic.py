@@ -61,7 +61,7 @@ def replacing_files(folder: Union[str, os.PathLike], copy: bool = False) -> Iter
     folder = Path(folder)
     with _removing_if_raised(folder), _locked(folder, '.writing.lock'):
         _finish(folder)
-        shutil.rmtree(folder / _DRAFT, ignore_errors=True)  # of a killed process, since this one has the lock
+        shutil.rmtree(folder / _DRAFT, ignore_errors=True)  # left by a killed process, since this one has the lock
         draft = folder / _DRAFT / (folder.resolve().name if copy else '')
         draft.mkdir(parents=True)
         try:
@@ -79,7 +79,8 @@ def replacing_files(folder: Union[str, os.PathLike], copy: bool = False) -> Iter
             for path in written:
                 target = folder / path.name
                 if target.exists() and target.is_dir() != path.is_dir():
-                    raise FileExistsError(f'{str(target)!r} is a {"folder" if target.is_dir() else "file"}: remove it.')
+                    kind = 'folder' if target.is_dir() else 'file'
+                    raise FileExistsError(f'{str(target)!r} must not be a {kind}: remove it.')
             _set_modes(draft)
             removed = sorted(before - {path.name for path in written})
             if removed:

@@ -17,8 +17,8 @@ from .atomic import replacing_files
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
     if not os.path.isfile(path):
-        kind = 'it is not a regular file' if os.path.lexists(path) else 'there is no such file'
-        raise FileNotFoundError(f'No checkpoint at {path!r}: {kind}.')
+        kind = 'is not a regular file' if os.path.lexists(path) else 'does not exist'
+        raise FileNotFoundError(f'Expected a checkpoint, but {path!r} {kind}.')
     try:
         yield
     except Exception as e:  # torch and safetensors raise many types for damaged files

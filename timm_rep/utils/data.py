@@ -48,12 +48,12 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
             f"The name of a data set must have a prefix, as in 'torch/cifar10' or 'hfds/owner/name', got {name!r}: for "
             "folders of images it is ''.")
     if not name and not os.path.exists(root or ''):
-        raise FileNotFoundError(f'there is no folder {root!r}, expected images in {root}/{split}/CLASS/IMAGE')
+        raise FileNotFoundError(f'Expected images in {root}/{split}/CLASS/IMAGE, but {root!r} does not exist.')
     dataset = create_dataset(name, root=root, split=split, **kwargs)
     reader = getattr(dataset, 'reader', None)
     if isinstance(reader, ReaderImageFolder) and root is not None and os.path.samefile(reader.root, root):
         raise FileNotFoundError(
-            f'there is no folder for the split {split!r} in {root!r}, expected {root}/{split}/CLASS/IMAGE')
+            f'Expected images in {root}/{split}/CLASS/IMAGE, but {root!r} has no folder for the split {split!r}.')
     return dataset
 
 
@@ -125,8 +125,8 @@ def image_config(
     channels = input_size[0]
     if channels not in _MODES:
         raise ValueError(
-            f'{type(model).__name__} takes images of {channels} channels, but image files are read as RGB (3 channels) '
-            'or grey (1 channel). Pass tensors of your own to the function of timm_rep.')
+            f'Expected a model of RGB (3 channels) or grey images (1 channel), as files are read, but '
+            f'{type(model).__name__} takes {channels} channels: pass tensors of your own to the function of timm_rep.')
     given: Dict[str, Any] = {'mean': mean, 'std': std, 'interpolation': interpolation, 'crop_pct': crop_pct}
     given = {name: value for name, value in given.items() if value is not None}
     given['input_size'] = input_size if img_size is None else (channels, img_size, img_size)
@@ -238,7 +238,8 @@ def take_images(loader: Iterable[Any], max_images: int, naflex: bool = False) ->
         if max_images <= 0:
             break
     if not batches:
-        raise ValueError('The calibration loader has no images: pass some hundred of the training set.')
+        raise ValueError(
+            'Expected a calibration loader with images, but got none: pass some hundred of the training set.')
     return batches
 
 
@@ -296,14 +297,14 @@ class Images:
         if len(val.classes) != model.num_classes or val.classes == ['']:
             found = 'no folders of classes' if val.classes == [''] else f'{len(val.classes)} classes'
             raise ValueError(
-                f'{root!r} has {found} in {val_split!r}, the model has {model.num_classes} classes: the accuracy is '
-                f'measured on images with the labels of the model, {val_split}/CLASS/IMAGE.')
+                f'Expected images of the {model.num_classes} classes of the model in {val_split}/CLASS/IMAGE, for the '
+                f'accuracy, but {root!r} has {found} in {val_split!r}.')
         if train.classes not in ([''], val.classes):
             others = sorted(set(train.classes) ^ set(val.classes))
             raise ValueError(
-                f'Expected the classes of {train_split!r} in {val_split!r}, but only one of them has '
-                f'{", ".join(others[:5])}: the labels would be others. Name the folders alike, or put the images of '
-                f'{train_split!r} in one folder without classes.')
+                f'Expected the same classes in {train_split!r} and {val_split!r}, but only one of them has '
+                f'{", ".join(others[:5])}: name the folders alike, or put the images of {train_split!r} in one folder '
+                'without classes.')
         self.classes: Sequence[str] = val.classes
 
     def _folder(self, split: str) -> ImageFolder:

@@ -80,7 +80,7 @@ def parse(kind: Any, value: Any, source: str) -> Any:
                 field.name: parse(hints[field.name], values[field.name], f'{source}: {field.name}')
                 for field in fields if field.name in values
             })
-        except ValueError as e:  # of __post_init__
+        except ValueError as e:  # from __post_init__
             raise RuntimeError(f'{source}: {e}') from e
     if origin is Union:
         if value is None and type(None) in args:

@@ -54,7 +54,7 @@ def count_params(model: nn.Module) -> int:
 def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
     """Input size (channels, height, width) that a model was built for, or else the size in its pretrained_cfg."""
     channels, *size = model.pretrained_cfg['input_size']
-    model = getattr(model, 'model', model)  # of FeatureGetterNet
+    model = getattr(model, 'model', model)  # FeatureGetterNet has one
     embeds = (getattr(model, name, None) for name in ('patch_embed', 'stem'))  # the latter in a mixer
     size = next(filter(None, (getattr(embed, 'img_size', None) for embed in embeds)), size)
     return (getattr(model, 'in_chans', channels), *size)

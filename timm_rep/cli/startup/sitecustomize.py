@@ -38,7 +38,7 @@ class _ImportAfterTimm(importlib.abc.MetaPathFinder):
 
 folder = os.path.dirname(os.path.abspath(__file__))
 sys.meta_path.insert(0, _ImportAfterTimm())
-sys.path.append(os.path.abspath(os.path.join(folder, *[os.pardir] * 3)))  # has timm_rep, which may not be installed
+sys.path.append(os.path.abspath(os.path.join(folder, *[os.pardir] * 3)))  # timm_rep may not be installed
 
 # Python imports only the first sitecustomize on the path: run the one that this module hides, if any
 hidden = PathFinder.find_spec('sitecustomize', [path for path in sys.path if os.path.abspath(path) != folder])
