@@ -1,10 +1,12 @@
 """Padding that FFNs see: NaFlexViT takes patches of images of several sizes, filled up to one number."""
+import copy
+
 import pytest
 import timm
 import torch
 
 from tests.helpers import images, relative
-from timm_rep.convert import anneal_ffns, linearize_ffns
+from timm_rep.convert import anneal_ffns, linearize_ffns, use_repa_ffns
 from timm_rep.convert._reparameterize import folded_copy
 from timm_rep.convert.calibration import Share, TokenSampler, attended_tokens, watch_masks
 from timm_rep.convert.ffn import find_ffns
@@ -168,6 +170,37 @@ def test_padding_does_not_change_an_annealing(class_token, key_only, norm):
     model({name: x[:15, :3] for name, x in batch.items()})
     expected = model.eval()(batch)
     assert relative(folded_copy(model)(batch), expected) < 1e-5
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(pos_embed='none', rope_type='axial')], ids=['plain', 'rotary'])
+@pytest.mark.parametrize('class_token, key_only', [(True, False), (False, True)])
+def test_padding_does_not_change_a_training(class_token, key_only, kwargs):
+    """Whichever method of the model is called."""
+    batch, models = calibration(3, 9, 5), []
+    longer = garbage({name: torch.cat([x, torch.zeros_like(x[:, :3])], 1) for name, x in batch.items()})
+    for call in (
+            lambda model: model(batch),
+            lambda model: model(garbage(batch)),
+            lambda model: model.forward_head(**model.forward_features(**longer)),
+    ):
+        models.append(naflex(class_token, use_key_only_attn_mask=key_only, init_values=.5, **kwargs).double())
+        use_repa_ffns(models[-1], .7)
+        models[-1].train()
+        for _ in range(3):
+            call(models[-1]).square().sum().backward()
+    for model in models[1:]:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, models[0].state_dict()[name], rtol=1e-6, atol=1e-9)
+        for p, expected in zip(model.parameters(), models[0].parameters()):
+            torch.testing.assert_close(p.grad, expected.grad, rtol=1e-6, atol=1e-9)
+    # copies, images without padding, and folded models
+    model = copy.deepcopy(models[0])
+    model(batch)
+    assert not torch.equal(model.blocks[0].mlp.norm1.running_mean, models[0].blocks[0].mlp.norm1.running_mean)
+    model({name: x[:15, :3] for name, x in batch.items()})
+    model(torch.randn(2, 3, 32, 32, dtype=torch.float64))
+    expected = model.eval()(batch)
+    assert relative(model.reparameterize()(batch), expected) < 1e-5
 
 
 def test_annealing_with_padding_that_cannot_be_told_is_refused():

@@ -1,5 +1,7 @@
 """convert_to_repa: three ways to convert, and which argument belongs to which."""
+import copy
 import json
+import pickle
 
 import pytest
 import timm
@@ -9,9 +11,10 @@ from timm.models import nextvit
 
 import timm_rep
 from tests.convert.families import VIT
-from tests.helpers import images
-from timm_rep.convert import ConversionReport
+from tests.helpers import images, relative
+from timm_rep.convert import ConversionReport, anneal_ffns, linearize_ffns, use_repa_ffns
 from timm_rep.convert.ffn import find_ffns, replace_module
+from timm_rep.layers import is_reparameterized
 
 WAYS = {'to train': {}, 'from data': dict(calibration=[images(64, 32)]), 'annealed': dict(anneal_steps=3)}
 
@@ -32,6 +35,21 @@ def test_every_way_converts_in_place_and_returns_a_report(way):
     assert json.loads(json.dumps(report.as_dict()))['ffns'][1]['name'] == 'blocks.1.mlp'
     assert all(ffn.name in str(report) for ffn in report.ffns)
     assert hasattr(model, 'reparameterize')
+
+
+@pytest.mark.parametrize('convert', [
+    use_repa_ffns, lambda model: linearize_ffns(model, [images(64, 32)]), lambda model: anneal_ffns(model, 2)])
+def test_each_function_adds_reparameterize(convert):
+    """Also of copies."""
+    model, x = vit(), images(4, 32)
+    convert(model)
+    for _ in range(2):
+        model.train()(x)
+    expected = model.eval()(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        assert other.reparameterize() is other
+        assert relative(other(x), expected) < 1e-5
+        assert is_reparameterized(other)
 
 
 @pytest.mark.parametrize('way', ['from data', 'annealed'])

@@ -1,5 +1,6 @@
 """Fold a model into its deploy structure, and refuse checkpoints of another structure."""
 import copy
+from functools import partial
 from typing import Any, Dict, Mapping, Set, Tuple
 
 import torch
@@ -62,6 +63,12 @@ def reparameterize(model: nn.Module) -> nn.Module:
     for parent, name, layer in fused:
         setattr(parent, name, layer)
     return reparameterize_model(model, inplace=True)
+
+
+def add_reparameterize(model: nn.Module) -> None:
+    """Add the method ``reparameterize()`` to a model, unless its class has it."""
+    if not hasattr(model, 'reparameterize'):
+        model.reparameterize = partial(reparameterize, model)  # a partial is copied and pickled with the model
 
 
 def _hooked(model: nn.Module) -> Set[str]:

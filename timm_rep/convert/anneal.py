@@ -18,7 +18,7 @@ from timm_rep.layers import (
     check_annealing,
 )
 
-from ._reparameterize import reparameterize
+from ._reparameterize import add_reparameterize, reparameterize
 from .ffn import Ffn, ratios_of, replace_module
 from .ffn_classes import find_linear
 from .linearize import check_convertible
@@ -164,8 +164,9 @@ def anneal_ffns(
         >>> report = anneal_ffns(model, anneal_steps=2)
         >>> for _ in range(2):  # training
         ...     y = model(torch.randn(2, 3, 32, 32))
-        >>> folded = timm.utils.reparameterize_model(model.eval())
-        >>> sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in model.parameters())
+        >>> before = sum(p.numel() for p in model.parameters())
+        >>> folded = model.eval().reparameterize()
+        >>> sum(p.numel() for p in folded.parameters()) < before
         True
     """
     check_annealing(anneal_steps, anneal_schedule)
@@ -187,6 +188,7 @@ def anneal_ffns(
     else:
         raise ValueError(f"norm must be 'keep' or 'batch', got {norm!r}.")
     add_annealing_hooks(model)
+    add_reparameterize(model)
     plain_names = {name: plain.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
     model.register_load_state_dict_pre_hook(partial(
         _take_plain_weights, {name: old for name, old in plain_names.items() if name != old}))

@@ -17,7 +17,7 @@ from timm_rep.utils.data import take_images
 from timm_rep.utils.modes import keeping_modes
 from timm_rep.utils.profiling import count_macs
 
-from ._reparameterize import check_unconverted
+from ._reparameterize import add_reparameterize, check_unconverted
 from .budget import counts_for_budget
 from .calibration import HELD_OUT, MIN_HELD_OUT, CalibrationImages, TokenSampler
 from .ffn import Ffn, check_untied, find_ffns, ratios_of
@@ -163,6 +163,7 @@ def linearize_ffns(
         report = ConversionReport(converted, kept, images.count, (before, before - saved), recommended)
     for ffn in ffns:
         model.get_submodule(ffn.name).train(ffn.module.training)
+    add_reparameterize(model)
     if images.rank == 0:
         _warn(model, images, predicted, report)
     return report

@@ -2,14 +2,18 @@
 
 `RePaFormer: Ferocious and Scalable Acceleration of MetaFormers via Structural Reparameterization`, equation 3.
 """
-from typing import Any, Dict, List, Optional, Sequence, Union
+from functools import partial
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d
 from timm.models.metaformer import Scale
+from timm.models.naflexvit import NaFlexVit
 
 from timm_rep.layers import RePaMlp, active_channels
 
+from ._reparameterize import add_reparameterize
+from .calibration import attended_tokens
 from .ffn import Ffn, check_untied, find_ffns, ratios_of
 from .ffn_classes import find_blocks
 from .report import ConversionReport, ConvertedFfn
@@ -111,6 +115,13 @@ def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: Optional[float], bn_eps:
     return repa.train(ffn.module.training)
 
 
+def _tell_padding(name: str, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Tell the RePaMlp of a block which tokens are padding; a forward pre-hook of the block."""
+    mlp = getattr(block, name)
+    if isinstance(mlp, RePaMlp) and mlp.training:
+        mlp.valid = attended_tokens(kwargs.get('attn_mask'))
+
+
 def use_repa_ffns(
         model: nn.Module,
         idle_ratio: Union[float, Sequence[float]] = 0.75,
@@ -124,7 +135,8 @@ def use_repa_ffns(
     In each block a RePaMlp takes the place of the FFN and includes its norm and layer scale, whose places hold
     identities; shortcut, stochastic depth, and a layer scale that is a parameter of the block (BEiT, CaiT, ConvNeXt,
     EVA) stay in the block. Linear layers, dropouts, activation, and scale and shift of the norm are kept. Idle channels
-    and batch statistics change the function, so the model has to be trained.
+    and batch statistics change the function, so the model has to be trained. Padded patches of a NaFlexViT are not in
+    the batch statistics.
 
     Args:
         model: Model whose FFNs are all two linear layers with an activation, such as ``timm.layers.Mlp``.
@@ -156,6 +168,7 @@ def use_repa_ffns(
         raise ValueError(
             f'idle_ratio must be a number for each FFN of a model to train, got None for {names[ratios.index(None)]}.')
     check_batch_norm(bn_momentum, bn_eps)
+    is_naflex = any(isinstance(m, NaFlexVit) for m in model.modules())
     converted = []
     for ffn, ratio in zip(ffns, numbers):
         block, = ffn.blocks
@@ -165,7 +178,10 @@ def use_repa_ffns(
             mlp = ffn.replacement(active, ffn.module.get_submodule(ffn.act_name))
         else:
             mlp = _repa_mlp(ffn, ratio, bn_momentum, bn_eps)
+            if is_naflex:
+                block.module.register_forward_pre_hook(partial(_tell_padding, block.mlp), with_kwargs=True)
         setattr(block.module, block.mlp, mlp)
         setattr(block.module, block.norm, nn.Identity())
         converted.append(ConvertedFfn(ffn.name, ffn.hidden_features, active))
+    add_reparameterize(model)
     return ConversionReport(converted, {})

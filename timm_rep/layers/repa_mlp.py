@@ -212,6 +212,7 @@ class RePaMlp(nn.Module):
         ls_layer = LayerScale2d if use_conv else LayerScale
         self.idle_ratio = idle_ratio
         self.use_conv = use_conv
+        self.valid: Optional[torch.Tensor] = None  # of the next forward pass, tokens (N, tokens) that are not padding
         self.norm1 = norm_layer(in_features, **dd)
         self.fc1 = linear_layer(in_features, hidden_features, bias=bias, **dd)
         self.act = ChannelIdle(hidden_features, idle_ratio, act_layer, dim=1 if use_conv else -1)
@@ -226,6 +227,8 @@ class RePaMlp(nn.Module):
                 'pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of them.')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.jit.is_scripting() and self.valid is not None:
+            return self._forward_valid(x, self.valid)
         if not torch.jit.is_scripting() and not torch.jit.is_tracing() and self._can_fuse_idle(x):
             y = self._forward_fused(x)
         else:
@@ -265,6 +268,13 @@ class RePaMlp(nn.Module):
                 and norm.training and norm.affine and norm.track_running_stats for norm in norms)
             and not (isinstance(self.drop1, nn.Dropout) and self.drop1.p and self.drop1.training)
         )
+
+    @torch.jit.unused
+    def _forward_valid(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """The outputs of the tokens that are not padding, zeros for the others."""
+        self.valid = None
+        y = self.forward(x[valid])
+        return x.new_zeros(x.shape, dtype=y.dtype).masked_scatter(valid[..., None], y)
 
     @torch.jit.unused
     def _forward_fused(self, x: torch.Tensor) -> torch.Tensor:
