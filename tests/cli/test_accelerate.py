@@ -520,6 +520,26 @@ def test_a_folded_model_with_outputs_that_are_not_finite(data):
         _check_folded(model, broken, [torch.zeros(2, 3, 32, 32)])
 
 
+class Rounding(torch.nn.Module):
+    """Rounds its outputs, as a GPU does by TF32, unless it is moved to the CPU."""
+
+    def cpu(self):
+        self.on_cpu = True
+        return super().cpu()
+
+    def forward(self, x):
+        y = x.mean((2, 3))
+        return y if hasattr(self, 'on_cpu') else (256 * y).round() / 256
+
+
+def test_models_are_compared_without_tf32():
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert relative(Rounding()(x), Rounding().cpu()(x)) > 1e-3
+    unfolded, folded = Rounding(), torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    _check_folded(unfolded, folded, [x])
+    assert not hasattr(unfolded, 'on_cpu')  # copies are
+
+
 class FixedImages:
     """The images of this process: one of each pair, in two batches an epoch."""
 

@@ -21,10 +21,11 @@ from timm_rep.scales import Scales
 def wrapper(monkeypatch):
     """A class like transformers' wrapper, under the name of its module."""
     class Base(nn.Module):
-        def __init__(self, folder):
+        def __init__(self, folder, repository=None, commit=None):
             super().__init__()
             config = json.loads((folder / 'config.json').read_text())
-            self.config = types.SimpleNamespace(_name_or_path=str(folder), **config)
+            self.config = types.SimpleNamespace(
+                _name_or_path=repository or str(folder), _commit_hash=commit, **config)
             # a TypeError if num_classes is in model_args too
             self.timm_model = timm.create_model(
                 config['architecture'], pretrained=False, num_classes=config['num_classes'], **config['model_args'])
@@ -33,22 +34,28 @@ def wrapper(monkeypatch):
         def post_init(self):
             pass
 
+        def _adjust_missing_and_unexpected_keys(self, loading_info):
+            pass
+
         def save_pretrained(self, folder):
             folder.mkdir()
-            config = {k: v for k, v in vars(self.config).items() if k != '_name_or_path'}
+            config = {k: v for k, v in vars(self.config).items() if not k.startswith('_')}
             (folder / 'config.json').write_text(json.dumps({**config, 'transformers_version': '5.0'}))
             save_file(self.timm_model.state_dict(), folder / 'model.safetensors')
 
     class TimmWrapperPreTrainedModel(Base):
         @classmethod
-        def from_pretrained(cls, folder):
+        def from_pretrained(cls, folder, **kwargs):
             """As transformers, which neither calls load_state_dict() nor refuses other keys."""
-            model = cls(folder)
-            own = model.timm_model.state_dict()
+            model = cls(folder, **kwargs)
+            own, found = model.timm_model.state_dict(), load_file(folder / 'model.safetensors')
             with torch.no_grad():
-                for name, value in load_file(folder / 'model.safetensors').items():
-                    if name in own:
-                        own[name].copy_(value)
+                for name in own.keys() & found.keys():
+                    own[name].copy_(found[name])
+            missing, unexpected = (
+                {f'timm_model.{name}' for name in names} for names in (own.keys() - found, found.keys() - own))
+            model._adjust_missing_and_unexpected_keys(
+                types.SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected))
             return model.eval()
 
     name = 'transformers.models.timm_wrapper.modeling_timm_wrapper'
@@ -74,6 +81,26 @@ def test_saved_as_it_is(wrapper, tmp_path, kind, change):
     for found in again, timm.create_model(f'local-dir:{tmp_path / "saved"}', pretrained=True).eval():
         assert relative(found(x), model.timm_model(x)) < 1e-6
         assert found.reparameterized == model.timm_model.reparameterized
+
+
+@pytest.mark.parametrize('folded', [True, False])
+@pytest.mark.parametrize('kind', [REPA, REPOPT])
+def test_a_config_of_another_structure(wrapper, tmp_path, kind, folded):
+    """Folded weights whose config.json does not say so, and the reverse, are refused; another classifier is not."""
+    publish(tmp_path / f'{kind[0]}.mine', kind)
+    model = wrapper.from_pretrained(tmp_path / f'{kind[0]}.mine')
+    if folded:
+        model.timm_model.reparameterize()
+    model.save_pretrained(tmp_path / 'saved')
+    path = tmp_path / 'saved' / 'model.safetensors'
+    save_file({k: v for k, v in load_file(path).items() if not k.startswith('head.')}, path)
+    wrapper.from_pretrained(tmp_path / 'saved')
+    path = tmp_path / 'saved' / 'config.json'
+    config = json.loads(path.read_text())
+    config['model_args']['reparameterized'] = not folded
+    path.write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match='reparameterized=True'):
+        wrapper.from_pretrained(tmp_path / 'saved')
 
 
 @torch.no_grad()
@@ -114,6 +141,22 @@ def test_scales_of_the_folder(wrapper, tmp_path):
     saved = timm.create_model(f'local-dir:{tmp_path / "saved"}', pretrained=True)
     with pytest.raises(ValueError, match='GradMult'):
         RepSGD(saved.parameters(), lr=.1)
+
+
+def test_scales_of_a_repository(wrapper, hub, tmp_path):
+    """Those of the commit that the model is of."""
+    folder, repository = tmp_path / 'repopt_vgg_a0.mine', 'we/repopt_vgg_a0.mine'
+    _, files = publish(folder, REPOPT)
+    commit = hub.add(repository, files)
+    expected = Scales.load(folder / 'scales.safetensors')
+    Scales.ones(trained(*REPOPT)).save(tmp_path / 'ones.safetensors')
+    hub.add(repository, {'scales.safetensors': (tmp_path / 'ones.safetensors').read_bytes()})
+    (folder / 'scales.safetensors').unlink()
+    model = wrapper.from_pretrained(folder, repository=repository, commit=commit)
+    expected = timm.create_model(REPOPT[0], **REPOPT[1], scales=expected)
+    for name, layer in csla_layers(expected).items():
+        found = csla_layers(model.timm_model)[name].grad_mult
+        assert torch.equal(found.dense('squared'), layer.grad_mult.dense('squared'))
 
 
 def test_given_scales_come_before_those_of_the_folder(tmp_path, monkeypatch):
