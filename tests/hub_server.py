@@ -62,6 +62,7 @@ class _Fault:
     status: Optional[int] = None
     headers: Optional[Dict[str, str]] = None
     cut: Optional[int] = None
+    content: Any = None
 
 
 class _File:
@@ -252,9 +253,10 @@ class HubServer:
             times: int = 1,
             method: Optional[str] = None,
             headers: Optional[Dict[str, str]] = None,
+            content: Any = None,
     ) -> None:
-        """Answer requests with a status, e.g. with headers={'X-Error-Code': 'EntryNotFound'}."""
-        self._faults.append(_Fault(pattern, times, method, status=status, headers=headers))
+        """Answer requests with a status and JSON, e.g. with headers={'X-Error-Code': 'EntryNotFound'}."""
+        self._faults.append(_Fault(pattern, times, method, status=status, headers=headers, content=content))
 
     def cut(self, pattern: str, after: int, times: int = 1) -> None:
         """Close the connection after so many bytes of the body that GET announced."""
@@ -359,7 +361,8 @@ class HubServer:
             if fault:
                 fault.times -= 1
             if fault and fault.status:
-                answer = _json({'error': 'a fault on demand'}, fault.status, fault.headers)
+                content = {'error': 'a fault on demand'} if fault.content is None else fault.content
+                answer = _json(content, fault.status, fault.headers)
             else:
                 try:
                     answer = self._route(request)

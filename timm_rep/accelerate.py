@@ -173,16 +173,12 @@ def check_output(folder: Union[str, os.PathLike]) -> Path:
     """Check that :func:`write_model` replaces no files of others in a folder; finishes an interrupted write.
 
     Raises:
-        FileExistsError: The folder holds a file that would be replaced, and neither report.json nor the state of a
-            distillation.
-        ValueError: The name is empty, or the root of the file system.
+        FileExistsError: The folder holds a file that would be replaced, and no report.json.
     """
     path = Path(folder)
-    if not os.fspath(folder) or path.resolve() == path.resolve().parent:
-        raise ValueError(f'The output folder must have a name, got {os.fspath(folder)!r}.')
     recover(path)
     found = [name for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME, _PICTURE) if (path / name).exists()]
-    if found and not any((path / name).is_file() for name in (REPORT_NAME, STATE)):
+    if found and not (path / REPORT_NAME).is_file():
         raise FileExistsError(f'The folder {str(path)!r} holds {found[0]}, which would be replaced: name a new one.')
     return path
 

@@ -17,7 +17,7 @@ from timm.models import save_for_hf
 
 import timm_rep
 from tests.helpers import in_processes, relative, same_weights, torchrun
-from timm_rep.accelerate import STATE, _check_folded, accelerate, measure, write_model
+from timm_rep.accelerate import STATE, _check_folded, accelerate, check_output, measure, write_model
 from timm_rep.cli import main
 from timm_rep.utils.atomic import locking_folder
 from timm_rep.utils.data import Images
@@ -619,10 +619,18 @@ def test_one_run_at_a_time(data, tmp_path, capsys):
     assert not list((tmp_path / 'out').iterdir())
 
 
-@pytest.mark.parametrize('output', ['', '/'])
-def test_output_folders_without_a_name(data, capsys, output):
-    assert main(command(data, output)) == 1
-    assert 'output folder' in capsys.readouterr().err
+def test_an_interrupted_write_is_finished_first(tmp_path):
+    """With its report.json, the other files are no one else's."""
+    (tmp_path / 'README.md').write_text('moved')
+    with pytest.raises(FileExistsError, match=r'README\.md'):
+        check_output(tmp_path)
+    (tmp_path / '.written').mkdir()
+    (tmp_path / '.written' / 'report.json').write_text('not moved yet')
+    assert check_output(tmp_path) == tmp_path
+    assert {path.name for path in tmp_path.iterdir()} == {'README.md', 'report.json'}
+    (tmp_path / 'report.json').rename(tmp_path / STATE)  # of a distillation that is to replace a README.md
+    with pytest.raises(FileExistsError, match=r'README\.md'):
+        check_output(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs a process that can be killed')

@@ -163,6 +163,19 @@ def test_arguments_are_checked_where_they_enter(capsys, argv, status, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize('path', ['', '/'])
+@pytest.mark.parametrize('argv', [
+    ['accelerate', 'vit_tiny_patch16_224', '--data-dir', '.'], ['convert', 'c.pth', '--model', 'repa_deit_tiny'],
+    ['demo'], ['export', 'repa_deit_tiny'], ['quantize', 'repopt_vgg_a0', '--data-dir', '.'],
+], ids=lambda argv: argv[0])
+def test_outputs_without_a_name(capsys, argv, path):
+    """They would be written to the current folder, or the root."""
+    with pytest.raises(SystemExit) as e:
+        main([*argv, '-o', path])
+    assert e.value.code == 2
+    assert f'got {path!r}' in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_folder_is_no_name_of_a_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'fast').mkdir()

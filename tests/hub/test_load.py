@@ -345,6 +345,24 @@ def test_integer_weights_are_refused(folder):
         timm.create_model(NAME, pretrained=True)
 
 
+@pytest.mark.parametrize('has_hashes', [True, False])
+@pytest.mark.parametrize('make', [
+    lambda path: path.mkdir(), lambda path: path.symlink_to(path), lambda path: os.mkfifo(path)])
+def test_weights_that_are_not_a_regular_file(folder, monkeypatch, make, has_hashes):
+    """Reading a FIFO would never end."""
+    publish(folder / NAME)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    (folder / NAME / 'model.safetensors').unlink()
+    make(folder / NAME / 'model.safetensors')
+    if not has_hashes:
+        config = json.loads((folder / NAME / 'config.json').read_text())
+        del config['sha256']
+        (folder / NAME / 'config.json').write_text(json.dumps(config))
+    for name in NAME, f'local-dir:{folder / NAME}':
+        with pytest.raises((FileNotFoundError, RuntimeError), match=r'model\.safetensors.* is not a regular file'):
+            timm.create_model(name, pretrained=True)
+
+
 def test_a_tag_is_the_same_network_in_a_checkout(monkeypatch):
     """Only TIMM_REP_HUB names a folder."""
     monkeypatch.delenv('TIMM_REP_HUB', raising=False)

@@ -124,6 +124,14 @@ def test_no_connection(account, folder, capsys):
     assert 'The Hub cannot be reached' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('content', [[], {}, 'x', 3], ids=str)
+def test_an_unexpected_answer(account, folder, capsys, content):
+    publish(folder)
+    account.fail('/api/models/', status=200, content=content)
+    assert main(['push', str(folder)]) == 1
+    assert 'The Hub gave an unexpected answer' in capsys.readouterr().err
+
+
 def test_folded(account, folder, capsys):
     publish(folder)
     assert main(['push', str(folder), '--folded']) == 0

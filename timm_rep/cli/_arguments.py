@@ -52,6 +52,13 @@ def folder(text: str) -> str:
     return text
 
 
+def output(text: str) -> str:
+    """Path of a file or folder to write, which is not the current folder for want of a name, nor the root."""
+    if not text or os.path.dirname(os.path.abspath(text)) == os.path.abspath(text):
+        raise argparse.ArgumentTypeError(f'expected a path with a name, got {text!r}')
+    return text
+
+
 def device(text: str) -> torch.device:
     """Device that tensors can be created on."""
     try:

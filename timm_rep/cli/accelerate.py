@@ -16,6 +16,7 @@ from ._arguments import (
     create_model,
     default_device,
     folder,
+    output,
     positive_int,
     ratio,
     share,
@@ -34,7 +35,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         '--data-dir', type=folder, required=True, metavar='DIR',
         help='folder of images: DIR/train/IMAGE, or in folders by class, and DIR/val/CLASS/IMAGE for the accuracy')
-    parser.add_argument('-o', '--output', required=True, metavar='DIR', help='folder to write')
+    parser.add_argument('-o', '--output', type=output, required=True, metavar='DIR', help='folder to write')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of the model (default: pretrained weights)')
     add_model_kwargs(parser, example='num_classes=10 img_size=32')
     size = parser.add_mutually_exclusive_group()

@@ -1,7 +1,7 @@
 """``timm-rep convert``: convert a released checkpoint or file of scales into a folder that loads."""
 import argparse
 
-from ._arguments import Commands, add_model_kwargs
+from ._arguments import Commands, add_model_kwargs, output
 
 
 def add_parser(commands: Commands) -> None:
@@ -10,7 +10,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument('file', metavar='FILE', help='released file of weights or scales')
     parser.add_argument('--model', required=True, metavar='MODEL', help='name of its model, e.g. repopt_vgg_b1')
     parser.add_argument(
-        '-o', '--output', required=True, metavar='DIR',
+        '-o', '--output', type=output, required=True, metavar='DIR',
         help='folder to write, named MODEL.TAG, e.g. repopt_vgg_b1.in1k')
     add_model_kwargs(parser, example='idle_ratio=0.5')
     parser.set_defaults(run=run)

@@ -3,14 +3,14 @@ import argparse
 
 from timm_rep.demo import run_demo
 
-from ._arguments import Commands, add_device, add_seed, default_device, positive_int
+from ._arguments import Commands, add_device, add_seed, default_device, output, positive_int
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         'demo', help='train a small RePaFormer and a small RepOpt-VGG on handwritten digits, convert a small ViT')
     parser.add_argument(
-        '-o', '--output', default='timm-rep-demo', metavar='DIR', help='folder to write (%(default)s)')
+        '-o', '--output', type=output, default='timm-rep-demo', metavar='DIR', help='folder to write (%(default)s)')
     add_device(parser)
     add_seed(parser)
     parser.add_argument(

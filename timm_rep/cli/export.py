@@ -3,7 +3,16 @@ import argparse
 
 from timm_rep.deploy import FORMATS, check_target, export
 
-from ._arguments import Commands, add_images, add_model, create_from, images_from, load_from, note_random_weights
+from ._arguments import (
+    Commands,
+    add_images,
+    add_model,
+    create_from,
+    images_from,
+    load_from,
+    note_random_weights,
+    output,
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -11,7 +20,8 @@ def add_parser(commands: Commands) -> None:
     add_model(parser)
     folders = ' or '.join(name for name, format in FORMATS.items() if format.suffix is None)
     parser.add_argument(
-        '-o', '--output', required=True, metavar='PATH', help=f'file to write; with {folders}, a new folder')
+        '-o', '--output', type=output, required=True, metavar='PATH',
+        help=f'file to write; with {folders}, a new folder')
     parser.add_argument(
         '--format', choices=FORMATS, default='safetensors',
         help='; '.join(f'{name}: {format.description}' for name, format in FORMATS.items()) + ' (%(default)s)')

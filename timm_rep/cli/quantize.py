@@ -14,6 +14,7 @@ from ._arguments import (
     folder,
     load_from,
     note_random_weights,
+    output,
     positive_int,
 )
 
@@ -24,7 +25,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         '--data-dir', type=folder, required=True, metavar='DIR',
         help='folder of images: DIR/train/CLASS/IMAGE, DIR/val/CLASS/IMAGE')
-    parser.add_argument('-o', '--output', required=True, metavar='DIR', help='folder to write')
+    parser.add_argument('-o', '--output', type=output, required=True, metavar='DIR', help='folder to write')
     parser.add_argument('--backend', choices=BACKENDS, default='inductor', help='(%(default)s)')
     parser.add_argument('--per-tensor', action='store_true', help='one scale per weight, instead of one per channel')
     parser.add_argument(

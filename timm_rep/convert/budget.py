@@ -116,11 +116,13 @@ def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budge
     least = sum(m.min().item() for m in macs)
     if budget < least:
         raise ValueError(f'budget must be at least {least}, the least multiply-accumulates of the FFNs, got {budget}.')
+    largest = max(loss.max().item() for loss in losses)
+    losses = [loss / (largest or 1.) for loss in losses]  # so that the multiplier stays in the range of float64
     low, high = 0., torch.finfo(torch.float64).tiny ** .5
     if total(choose(low)) <= budget:
         return choose(low)
     # far above this the losses do not matter
-    while total(choose(high)) > budget and high < 1e300:
+    while total(choose(high)) > budget:
         low, high = high, 10 * high
     for _ in range(60):
         middle = (low + high) / 2

@@ -106,8 +106,6 @@ def _config(
     """timm's config.json of a model, completed; it is written to the folder on the way."""
     check_timm_model(model)
     args = {**getattr(model, '_model_args', {}), **(model_args or {})}
-    # num_classes is at the top level, and create_model() in transformers gets it twice if it is in model_args too
-    args.pop('num_classes', None)
     if has_scales:
         args['scales'] = SCALES_IN_FOLDER
     if is_folded(model) and not is_timm_model(model.pretrained_cfg['architecture']):
@@ -131,6 +129,7 @@ def _config(
     if tag is not None:
         config['pretrained_cfg']['tag'] = tag
     config['model_args'] = {**config.get('model_args', {}), **args}
+    # it is at the top level, and create_model() in transformers gets it twice if it is in model_args too
     config['model_args'].pop('num_classes', None)
     return config
 
