@@ -454,9 +454,11 @@ def test_statistics_of_all_processes(tmp_path, cases):
                 torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('norm', [1., 30., 1000.])
-def test_variances_that_are_small_differences(always, norm):
-    """Channels that are almost the same, and weights that see what is left of them."""
+def test_variances_that_are_small_differences(always, monkeypatch, norm, compiled):
+    """Channels that are almost the same, and weights that see what is left of them; also where no graph can check."""
+    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: compiled)
     g = torch.Generator().manual_seed(0)
     x = torch.randn(2000, 1, generator=g) + 1e-4 * torch.randn(2000, 24, generator=g)
     model = ffn(dtype=torch.float32)

@@ -71,7 +71,7 @@ def _full_precision(device: torch.device) -> ContextManager[Any]:
 
 
 class _Gram(torch.autograd.Function):
-    """``x^T x`` of x (tokens, channels), accumulated in at least float32.
+    """``x^T x`` of x (tokens, channels), in at least float32, in a compiled graph float64: see :func:`_is_precise`.
 
     A function of its own, since its gradient ``x (g + g^T)`` takes one product where autograd would take two.
     """
@@ -79,7 +79,9 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
         with _full_precision(x.device):
-            if x.dtype in (torch.float16, torch.bfloat16):
+            if torch.compiler.is_compiling():
+                x = x.double()
+            elif x.dtype in (torch.float16, torch.bfloat16):
                 x = x.float()
             return x.t() @ x
 
@@ -188,20 +190,21 @@ def fused_idle_ffn(
         u = u.to(torch.get_autocast_dtype(x.device.type))  # cast once, not in each linear layer
     gram = _Gram.apply(u)
     # 0 up to rounding, which is not small for inputs with a mean much larger than their deviation
-    mean = _all_reduce(u.sum(0, dtype=gram.dtype), group) / count
+    mean, dtype = _all_reduce(u.sum(0, dtype=gram.dtype), group) / count, count.dtype
     w1, w2 = fc1.weight.flatten(1), fc2.weight.flatten(1)
     with _full_precision(x.device):
         covariance = _all_reduce(gram, group) / count - torch.outer(mean, mean)
-        b1 = torch.mv(w1.to(covariance.dtype), norm1.bias.to(covariance.dtype))
+        mean = mean.to(dtype)
+        b1 = torch.mv(w1.to(dtype), norm1.bias.to(dtype))
         b1 = b1 if fc1.bias is None else b1 + fc1.bias
-        w1 = w1.to(covariance.dtype) * norm1.weight
+        w1 = w1.to(dtype) * norm1.weight
         idle = w1[active:]
-        var = ((idle @ covariance) * idle).sum(1).clamp(min=0.)
+        var = ((idle.to(covariance.dtype) @ covariance) * idle).sum(1).clamp(min=0.).to(dtype)
         precise = _is_precise(var + norm2.eps, idle, covariance)
         if precise:
             scaled = w2[:, active:] * (norm2.weight[active:] * (var + norm2.eps).rsqrt())
             matrix = scaled @ idle
-            bias = torch.mv(w2[:, active:].to(covariance.dtype), norm2.bias[active:].to(covariance.dtype))
+            bias = torch.mv(w2[:, active:].to(dtype), norm2.bias[active:].to(dtype))
             bias = bias - torch.mv(matrix, mean)
             bias = (bias if fc2.bias is None else bias + fc2.bias).to(w2.dtype)
             matrix = matrix.to(w2.dtype)
@@ -220,7 +223,8 @@ def fused_idle_ffn(
 def _is_precise(var: torch.Tensor, idle: torch.Tensor, covariance: torch.Tensor) -> bool:
     """Whether the variances keep at least three digits after rounding; small differences of large sums lose them.
 
-    Always True when compiled, since a graph cannot depend on the result, and on the 'meta' device.
+    Always True when compiled, since a graph cannot depend on the result: the sums are in float64 there. And on the
+    'meta' device.
     """
     if torch.compiler.is_compiling() or var.is_meta:
         return True

@@ -262,6 +262,8 @@ class RePaMlp(nn.Module):
             fused_idle_is_faster(tokens, channels, hidden - active)
             # TF32 would round the variances of idle channels
             and not (x.is_cuda and torch.get_float32_matmul_precision() != 'highest')
+            # compiled, the matrix needs float64, which other devices are slow at or lack
+            and (x.device.type in ('cpu', 'meta') or not torch.compiler.is_compiling())
             and group == sync_group(self.norm2)
             and all(
                 isinstance(norm, nn.modules.batchnorm._BatchNorm)
