@@ -17,7 +17,8 @@ from timm.utils import reparameterize_model
 import timm_rep
 from tests.convert.families import VIT, build
 from tests.helpers import images, needs_recorded_args, needs_torch_2_6, relative, same_weights, save_model
-from timm_rep.convert import linearize_ffns
+from timm_rep.convert import budget, linearize_ffns
+from timm_rep.convert.budget import allocate
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.least_squares import LeastSquares, Moments
 from timm_rep.convert.linearize import check_convertible
@@ -523,6 +524,22 @@ def test_a_budget_goes_where_the_outputs_need_it(weak):
     model.blocks[weak].ls2.gamma.data.mul_(.01)
     ratios = [ffn.idle_ratio for ffn in linearize_ffns(model, [images(16, 32)], macs=.7).ffns]
     assert ratios[weak] > ratios[1 - weak] + .2
+
+
+def test_budget_with_two_matrices(monkeypatch):
+    """As many channels as cost what a linear path would are idle without a loss: 12, of 24 x 24."""
+    curves = []
+    monkeypatch.setattr(budget, 'allocate', lambda losses, *args: curves.extend(losses) or allocate(losses, *args))
+    model = vit()
+    for block in model.blocks:
+        block.mlp.act = Square()
+        nn.init.zeros_(block.mlp.fc1.bias)
+    linearize_ffns(model, [images(16, 32)], macs=.8, ridge=1e-9)
+    assert len(curves) == 2
+    for loss in curves:
+        assert (loss[:13] == loss[0]).all()
+        assert (loss[13:].diff() > 0).all()
+        assert loss[13] > loss[0]
 
 
 def test_budget_of_a_model_with_one_output():

@@ -336,12 +336,13 @@ def test_a_write_that_was_killed_is_finished(folder, images):
     assert same(timm.create_model(f'local-dir:{folder / NAME}', pretrained=True), model)
 
 
-def test_integer_weights_are_refused(folder):
+@pytest.mark.parametrize('dtype', [torch.int64, torch.bool])
+def test_integer_weights_are_refused(folder, dtype):
     publish(folder / NAME)
     tensors = load_file(folder / NAME / 'model.safetensors')
-    save_file({**tensors, 'norm.weight': torch.ones(24, dtype=torch.int64)}, folder / NAME / 'model.safetensors')
+    save_file({**tensors, 'norm.weight': torch.ones(24, dtype=dtype)}, folder / NAME / 'model.safetensors')
     write_hashes(folder / NAME)
-    with pytest.raises(RuntimeError, match=r'norm\.weight is torch\.int64'):
+    with pytest.raises(RuntimeError, match=rf'norm\.weight is {dtype}'):
         timm.create_model(NAME, pretrained=True)
 
 

@@ -29,6 +29,7 @@ def write(folder, copy=False, kill_in=None):
         if copy:
             (draft / 'b').unlink()
         if kill_in == 'body':
+            (draft / 'leftover').write_text('half')
             os.kill(os.getpid(), signal.SIGKILL)
 
 

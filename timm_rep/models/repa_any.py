@@ -39,9 +39,6 @@ def _build(
         raise ValueError(f"norm must be 'keep' or 'batch', got {norm!r}.")
     if not isinstance(reparameterized, bool):
         raise ValueError(f'reparameterized must be True or False, got {reparameterized!r}.')
-    paths = [linear_path] if isinstance(linear_path, bool) else linear_path
-    if not isinstance(paths, (list, tuple)) or not all(isinstance(path, bool) for path in paths):
-        raise ValueError(f'linear_path must be True or False, or one of them for each FFN, got {linear_path!r}.')
     if linear_path is not True and (norm == 'batch' or anneal_steps):
         raise ValueError(f"linear_path must be True with norm='batch' or anneal_steps, got {linear_path!r}.")
     if (norm == 'keep' or anneal_steps) and idle_schedule != 'constant':
