@@ -18,6 +18,7 @@ DEFAULTS = dict(
     backend='inductor',     # None for the model in float32 and statistics of its kernels
     per_channel=True,       # scales of the weights by output channel, otherwise one per layer
     calibrator='minmax',
+    equalize=False,         # ranges of consecutive layers, before quantization after training
     qat_epochs=0,           # quantization-aware training
     lr=1e-4,                # learning rate of quantization-aware training
     images=512,             # to calibrate on
@@ -71,7 +72,8 @@ def quantize(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any
     else:
         calibration = [(x.contiguous(), y) for x, y in images.calibration(settings['images'])]
         quantized = quantize_ptq(
-            model, calibration, settings['backend'], settings['per_channel'], settings['calibrator'])
+            model, calibration, settings['backend'], settings['per_channel'], settings['calibrator'],
+            equalize=settings['equalize'])
     after = evaluate(quantized, images.validation(), cpu)[1]
     return {
         'top-1': round(after, 2), 'change': round(after - before, 2),
