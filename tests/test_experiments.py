@@ -164,7 +164,7 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     assert "x.yaml: keys must be among what, claim, procedure" in message({'row': {}})
     assert "row 'a': keys must be among data, " in message({'rows': {'a': {'opd': 'sgd'}}})
     assert "row 'a' lacks 'model'" in message({'settings': {}})
-    assert "procedure must be one of train, accelerate, compare, quantize, got 'trains'" in message(
+    assert "procedure must be one of train, accelerate, compare, linear-path, quantize, got 'trains'" in message(
         {'procedure': 'trains'})
     other = {'trainings': {'vit': {'procedure': 'quantize'}}, 'rows': {'a': {'teacher': 'vit'}}}
     assert "training 'vit': procedure must be 'train', 'search'" in message(other)
@@ -455,6 +455,23 @@ def test_quantization(start):
     added = found[1]['std of the branches added']
     assert found[1]['std of the BatchNorm folded'] != added
     assert added['surrounding'] == found[1]['std of the BatchNorm folded']['surrounding']
+
+
+def test_forms_of_the_ffns(load_script, monkeypatch, start):
+    """A row has a conversion to the better forms, to two matrices, and to three."""
+    module, forms = load_script('experiments/convert'), []
+    linearize_ffns = module.linearize_ffns
+
+    def spied(*args, **kwargs):
+        report = linearize_ffns(*args, **kwargs)
+        forms.append([ffn.linear_path for ffn in report.ffns])
+        return report
+
+    monkeypatch.setattr(module, 'linearize_ffns', spied)
+    _, (row,) = start('linear-path', '--seeds', 0, '--rows', 'vit, 0.75', settings=['images=8', 'warmup_epochs=0'])
+    assert row['FFNs'] == 4
+    assert row['with a linear path'] == sum(forms[0])
+    assert forms[1:] == [[False] * 4, [True] * 4]
 
 
 def test_strides_and_other_data(start):

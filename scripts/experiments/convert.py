@@ -1,4 +1,5 @@
-"""Procedure ``accelerate``: convert the FFNs of a trained model, optionally distil it.
+"""Procedures ``accelerate``: convert the FFNs of a trained model, optionally distil it; and ``linear-path``: convert
+them with and without a linear path.
 
 ``accelerate.yaml`` describes the methods. ``budget, RULE`` chooses an idle ratio for each FFN to minimize the sum over
 the FFNs of the lost variance (``absolute``), of its share of the output's variance (``relative``), or of the divergence
@@ -6,6 +7,7 @@ of the logits that the lost part of their outputs causes (``divergence``, the ru
 """
 import contextlib
 import copy
+import math
 from functools import partial
 from typing import Any, Dict, Mapping
 from unittest import mock
@@ -20,11 +22,12 @@ from experiments.workspace import Images, Workspace
 import timm_rep
 from timm_rep.convert import linearize, linearize_ffns
 from timm_rep.convert.ffn import find_ffns, replace_module
+from timm_rep.convert.least_squares import LeastSquares
 from timm_rep.layers import Affine, active_channels
 from timm_rep.utils.profiling import count_macs, time_passes
 from timm_rep.utils.training import distil, evaluate
 
-__all__ = ['COLUMNS', 'DEFAULTS', 'accelerate']
+__all__ = ['COLUMNS', 'DEFAULTS', 'FORMS', 'accelerate', 'linear_path']
 
 DEFAULTS = dict(
     method='closed form',
@@ -37,6 +40,8 @@ DEFAULTS = dict(
     teacher=None,           # the model to compare with, if it is another one
     seed=0,                 # chooses the calibration images
 )
+# settings of a conversion with and without a linear path
+FORMS = dict(trained=None, idle_ratio=0.75, images=512, seed=0)
 # settings that identify a row
 COLUMNS = ('method', 'idle_ratio', 'distil_epochs', 'distil_lr')
 
@@ -174,3 +179,29 @@ def accelerate(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, A
         'MACs': round(count_macs(converted, size).total / count_macs(model, size).total, 3),
         'speedup': speedup(times['converted'], times['original']),
         'top-1 change': round(top1 - original, 2), 'original': round(original, 2)}
+
+
+def linear_path(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any]:
+    """Row of three conversions at the same MACs: each FFN in the form that is better on held-out images, all in two
+    matrices, and all in three; change of the accuracy, and number of FFNs of the first that have a linear path.
+    """
+    base, ratio = settings['trained'], settings['idle_ratio']
+    model = trained(base, workspace).model.to(memory_format=torch.contiguous_format)
+    images = Images(workspace, {**base, 'seed': settings['seed']}, workspace.device)
+    calibration = images.calibration(settings['images'])
+    original = evaluate(model, images.validation(), workspace.device)[1]
+    losses, row = LeastSquares.losses, {}
+    for form, refused in ('better', None), ('two matrices', True), ('three matrices', False):
+        def allowed(problem, fits, refused=refused):
+            return [
+                math.inf if fit.linear_path is refused else loss for fit, loss in zip(fits, losses(problem, fits))]
+
+        converted = copy.deepcopy(model)
+        with mock.patch.object(LeastSquares, 'losses', allowed):
+            report = linearize_ffns(converted, calibration, ratio)
+        row[form] = round(evaluate(converted, images.validation(), workspace.device)[1] - original, 2)
+        if refused is None:
+            row.update({
+                'FFNs': len(report.ffns), 'with a linear path': sum(ffn.linear_path for ffn in report.ffns),
+                'MACs': round(report.macs[1] / report.macs[0], 3)})
+    return {**row, 'original': round(original, 2)}

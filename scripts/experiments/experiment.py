@@ -4,7 +4,7 @@ A data file, ``scripts/experiments/NAME.yaml``, has
 
     what:       what it compares
     claim:      what the paper reports, optional
-    procedure:  default of the rows: train (the default), accelerate, compare, quantize
+    procedure:  default of the rows: train (the default), accelerate, compare, linear-path, quantize
     seeds:      default of the rows
     settings:   shared by all rows and trainings; each procedure takes its own and has defaults for the others
     trainings:  named trainings that settings of rows refer to, such as the teacher of weight selection, run once and
@@ -26,11 +26,13 @@ __all__ = ['EXPERIMENTS', 'PROCEDURES', 'Experiment', 'Row', 'files', 'load', 'n
 EXPERIMENTS = Path(__file__).parent
 # functions of settings and workspace that return a row
 PROCEDURES = {
-    'train': train.train, 'accelerate': convert.accelerate, 'compare': train.compare, 'quantize': quantize.quantize}
+    'train': train.train, 'accelerate': convert.accelerate, 'compare': train.compare,
+    'linear-path': convert.linear_path, 'quantize': quantize.quantize}
 # settings of the procedures and of named trainings, with their defaults
 _SETTINGS = {
     'train': train.DEFAULTS, 'search': train.SEARCH, 'pretrained': train.PRETRAINED,
-    'accelerate': convert.DEFAULTS, 'compare': train.COMPARISON, 'quantize': quantize.DEFAULTS}
+    'accelerate': convert.DEFAULTS, 'compare': train.COMPARISON, 'linear-path': convert.FORMS,
+    'quantize': quantize.DEFAULTS}
 _DEFAULTS = {key: value for known in _SETTINGS.values() for key, value in known.items()}
 _KEYS = ('what', 'claim', 'procedure', 'seeds', 'settings', 'trainings', 'rows', 'cpu', 'gpu')
 _ROW_KEYS = ('procedure', 'seeds', 'each')
