@@ -1,4 +1,5 @@
 """Formats and int8 of runtimes that no extra for the tests installs: each test runs where its runtime is installed."""
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -7,6 +8,7 @@ import timm_rep
 from tests.deploy.models import MODELS, build
 from tests.helpers import images, relative
 from timm_rep.cli import main
+from timm_rep.convert import folded_copy
 from timm_rep.deploy import BACKENDS, FORMATS, load_quantized
 from timm_rep.deploy.program import QuantizationSettings
 
@@ -159,3 +161,21 @@ def test_openvino_has_no_entropy():
         pytest.importorskip(package)
     with pytest.raises(ValueError, match=r"calibrator must be one of 'minmax', 'percentile' .*'openvino'"):
         timm_rep.quantize_ptq(nn.Conv2d(3, 3, 1).eval(), [images(2, 8)], 'openvino', calibrator='entropy')
+
+
+@pytest.mark.parametrize('kind', MODELS)
+def test_other_converters(kind, tmp_path):
+    """The converters of docs/how-to/export.md take folded models; Core ML programs run on macOS only."""
+    litert_torch = pytest.importorskip('litert_torch')
+    coremltools = pytest.importorskip('coremltools')
+    model, input_size = build(kind)
+    folded, x = folded_copy(model.eval()), images(1, input_size[1], seed=2)
+    with torch.no_grad():
+        converted = litert_torch.convert(folded, (x,))
+        assert relative(torch.from_numpy(np.asarray(converted(x))), model(x)) < 1e-4
+        program = torch.export.export(folded, (x,)).run_decompositions({})
+    if kind == 'repa_swin':
+        with pytest.raises(NotImplementedError, match='alias'):
+            coremltools.convert(program)
+    else:
+        coremltools.convert(program).save(str(tmp_path / 'model.mlpackage'))

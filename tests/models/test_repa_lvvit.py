@@ -24,6 +24,12 @@ def trained(name='repa_lvvit_s', **kwargs):
     return randomize_(tiny(name, **kwargs))
 
 
+def test_additions_are_plain():
+    """LiteRT does not convert additions with a factor."""
+    nodes = torch.export.export(tiny().eval(), (images(1, 64),)).graph.nodes
+    assert not any('alpha' in node.kwargs for node in nodes)
+
+
 def test_registered():
     assert timm.list_models(module='repa_lvvit') == ['lvvit_m', 'lvvit_s', 'repa_lvvit_m', 'repa_lvvit_s']
 

@@ -82,8 +82,8 @@ class LvVitBlock(Block):
             is_causal: bool = False,
     ) -> torch.Tensor:
         y = self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
-        x = torch.add(x, y, alpha=self.residual_scale)
-        return torch.add(x, self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), alpha=self.residual_scale)
+        x = x + self.residual_scale * y  # not torch.add(alpha=...), which LiteRT does not convert
+        return x + self.residual_scale * self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 register_block(LvVitBlock)
