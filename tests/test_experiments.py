@@ -16,7 +16,8 @@ import yaml
 from PIL import Image
 from timm.optim import list_optimizers
 
-from tests.helpers import ROOT, SCRIPTS, relative, run, same_weights
+from tests.helpers import ROOT, SCRIPTS, randomize_, relative, run, same_weights
+from timm_rep.convert import folded_copy
 from timm_rep.deploy import BACKENDS, CALIBRATORS
 from timm_rep.init.weight_select import ELEMENT_CHOICES
 from timm_rep.layers import csla_layers
@@ -438,6 +439,19 @@ def test_pruning(load_script):
             assert relative(y, hidden @ second.T) < 1e-5
         errors.append((y - features @ second.T).square().mean().item())
     assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize('model', ['repopt_vgg_a0', 'repvgg_small'])
+def test_kernels(load_script, model):
+    """The stages of a kernel on the way to the folded network, in eval mode with random statistics."""
+    module = load_script('experiments/quantize')
+    net = randomize_(timm.create_model(model, depths=[1, 3, 1, 1], widths=[8] * 4, stem_width=8))
+    folded = folded_copy(net)
+    stages = list(module.kernels(net, folded).values())
+    assert len(stages) == (2 if model == 'repopt_vgg_a0' else 3)
+    assert not torch.allclose(stages[0], stages[1])
+    weights = [p for name, p in folded.named_parameters() if name.startswith('stages.1.1.') and p.ndim == 4]
+    torch.testing.assert_close(stages[-1], weights[0])
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def kernels(model: nn.Module, folded: nn.Module) -> Dict[str, torch.Tensor]:
     name = kernel_layer(model.state_dict()).removesuffix('.weight')
     conv = model.get_submodule(name)
     parent, _, _ = name.rpartition('.')
-    norm = model.get_submodule(f'{parent}.bn')
+    norm = next(m for m in model.get_submodule(parent).children() if isinstance(m, nn.BatchNorm2d))
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()
     stages = {'3 x 3 kernel': conv.weight, 'BatchNorm folded': conv.weight * scale[:, None, None, None]}
     block = '.'.join(name.split('.')[:3])
