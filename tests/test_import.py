@@ -1,11 +1,17 @@
 """import timm_rep: what it registers, and that it does nothing else."""
+import ast
+import graphlib
 import importlib
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from types import ModuleType
 
+from tests.helpers import ROOT
+
+PACKAGE = ROOT / 'timm_rep'
 SCRIPT = """
 import builtins, glob, io, os, random, sys, warnings
 import timm, torch, numpy
@@ -94,3 +100,39 @@ def test_version_has_one_source():
 
     import timm_rep
     assert version('timm-rep') == timm_rep.__version__
+
+
+def _imported(path):
+    """Parts of the package that a module imports, anywhere in it; '' for the package itself."""
+    package = ('timm_rep', *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = '.'.join(package[:len(package) - node.level + 1]) + '.' if node.level else ''
+            module = (base + (node.module or '')).rstrip('.')
+            names = [f'{module}.{alias.name}' for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split('.')[0] == 'timm_rep':
+                part = name.split('.')[1] if '.' in name else ''
+                yield part if (PACKAGE / part).is_dir() or (PACKAGE / f'{part}.py').is_file() else ''
+
+
+def test_imports_point_one_way():
+    """No circle, inside functions neither; each folder imports what docs/architecture.md says."""
+    imports = {}
+    for path in PACKAGE.rglob('*.py'):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix('.py').replace('__init__', '')
+        imports.setdefault(part, set()).update(set(_imported(path)) - {part})
+    list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError
+    table = re.findall(r'^\| `(\w+)/` \|.*\| (.*) \|$', (ROOT / 'docs' / 'architecture.md').read_text(), re.MULTILINE)
+    folders = {path.name for path in PACKAGE.iterdir() if (path / '__init__.py').is_file()}
+    above = []
+    for folder, listed in table:
+        found = imports[folder] & folders
+        assert found <= {*above}, folder
+        assert listed == 'everything' or found == set(re.findall(r'`(\w+)`', listed)), folder
+        above.append(folder)
+    assert sorted(above) == sorted(folders)
