@@ -15,7 +15,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tests.helpers import images, relative
+from tests.helpers import images, needs_recorded_args, relative
 from timm_rep.layers import CslaBlock, CslaConv2d, RePaMlp
 
 
@@ -210,6 +210,17 @@ class Contract:
         other.load_state_dict(timm.models.clean_state_dict(prefixed))
         assert torch.equal(other(self.images()), model(self.images()))
 
+    @needs_recorded_args
+    @pytest.mark.parametrize('folded_by', ['method', 'utility'])
+    def test_config_of_a_folded_model_rebuilds_it(self, tmp_path, folded_by):
+        """timm's own export records how to build the model, the deploy structure included."""
+        model = self.changed_form()
+        model = model.reparameterize() if folded_by == 'method' else reparameterize_model(model)
+        timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+        again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+        assert again.reparameterized
+        assert torch.equal(again(self.images()), model(self.images()))
+
     @pytest.mark.slow
     def test_fx(self, model):
         feature_extraction = pytest.importorskip('torchvision.models.feature_extraction')
@@ -262,6 +273,11 @@ class RePaContract(Contract):
     def trained(cls, kind):
         return cls.trained_form().reparameterize() if kind == 'deploy' else cls.trained_form()
 
+    @classmethod
+    def changed_form(cls):
+        """With arguments other than the defaults."""
+        return cls.trained_form(idle_ratio=.6)
+
     def test_names_of_the_config(self):
         check_cfg_names(self.variants)
 
@@ -299,3 +315,7 @@ class RepOptContract(Contract):
     @classmethod
     def trained(cls, kind):
         return cls.trained_form().reparameterize() if kind == 'deploy' else cls.trained_form(structure=kind)
+
+    @classmethod
+    def changed_form(cls):
+        return cls.trained_form(scales='ones')

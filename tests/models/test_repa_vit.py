@@ -8,7 +8,6 @@ import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import load, save
 from timm.models._manipulate import group_parameters
 from timm.utils import reparameterize_model
 
@@ -184,30 +183,6 @@ def test_loading_the_other_structure(strict):
     # a plain timm ViT is neither: torch names what is missing
     with pytest.raises(RuntimeError, match='Missing key'):
         training.load_state_dict(timm.create_model('deit_tiny_patch16_224', **TINY).state_dict())
-
-
-@pytest.mark.parametrize('reparameterized', [False, True])
-def test_state_dict_round_trip(reparameterized):
-    model = trained()
-    if reparameterized:
-        model.reparameterize()
-    other = tiny(reparameterized=reparameterized).eval()
-    other.load_state_dict(load(save(model.state_dict())))
-    assert torch.equal(other(images()), model(images()))
-
-
-@pytest.mark.parametrize('folded_by', ['method', 'utility'])
-def test_config_of_a_folded_model_rebuilds_it(tmp_path, folded_by):
-    """timm's own export records how to build the model, the deploy structure included."""
-    pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
-    from timm.models import save_for_hf
-
-    model = trained(idle_ratio=.6)
-    model = model.reparameterize() if folded_by == 'method' else reparameterize_model(model)
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
-    assert again.reparameterized
-    assert torch.equal(again(images()), model(images()))
 
 
 class TestContract(RePaContract):

@@ -302,19 +302,6 @@ def test_loading_another_structure(strict):
     models['csla'].load_state_dict(models['search'].state_dict())  # the same branches
 
 
-@pytest.mark.parametrize('folded_by', ['method', 'utility'])
-def test_config_of_a_folded_model_rebuilds_it(tmp_path, folded_by):
-    pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
-    from timm.models import save_for_hf
-
-    model = trained(scales=random_scales(tiny()), **SE)
-    model = model.reparameterize() if folded_by == 'method' else reparameterize_model(model)
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
-    assert again.reparameterized
-    assert torch.equal(again(images()), model(images()))
-
-
 def test_config_leaves_scales_of_this_machine_out(tmp_path):
     """Whoever loads it does not train with other multipliers unawares."""
     pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
@@ -578,6 +565,10 @@ class TestContract(RepOptContract):
         (SE, (2, 5)),
         (dict(act_layer='silu'), (2, 5)),
     )
+
+    @classmethod
+    def changed_form(cls):
+        return trained(scales=random_scales(tiny()), **SE)
 
     @torch.no_grad()
     def test_feature_shapes(self, model):
