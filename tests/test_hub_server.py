@@ -174,7 +174,7 @@ def test_other_faults(repo):
     repo.fail('config', status=403, headers={'X-Error-Code': 'GatedRepo'})
     with pytest.raises(GatedRepoError):
         read('config.json')
-    repo.fail('config', status=429, method='GET')  # which is tried again
+    repo.fail('config', status=429, method='GET')  # the client tries again
     assert read('config.json') == CONFIG
     repo.corrupt(REPO, 'model.safetensors', lambda data: bytes(len(data)))
     assert read('model.safetensors') == bytes(len(WEIGHTS))  # the client compares the size and nothing else

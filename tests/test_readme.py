@@ -62,7 +62,7 @@ def blocks(document, language):
 def _small(name, entry_point):
     @functools.wraps(entry_point)
     def create(pretrained=False, **kwargs):
-        size = {} if isinstance(kwargs.get('pretrained_cfg'), dict) else _SMALL[name]  # that of a folder's weights
+        size = {} if isinstance(kwargs.get('pretrained_cfg'), dict) else _SMALL[name]  # a folder has its own
         # weights of timm's own models would be downloaded; its check of the tag does not depend on `pretrained`
         return entry_point(pretrained=pretrained and name.startswith('rep'), **{**size, **kwargs})
 

@@ -262,7 +262,7 @@ def test_hooks_that_folding_drops(tmp_path):
     assert model.state_dict().keys() == keys
     handle.remove()
     seen = []
-    for module in (block, block.act, model.head.fc):  # which stay
+    for module in (block, block.act, model.head.fc):  # folding keeps these
         module.register_forward_hook(lambda *args: seen.append(1))
     assert timm_rep.verify(model, x).passed
     seen.clear()

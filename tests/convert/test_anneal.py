@@ -225,7 +225,7 @@ def test_feature_extractor():
     features.train()(images(4, 32))
     assert [m.act.step.item() for m in layers(features)] == [1] * 4
     others = annealed(VIT, anneal_steps=0, features_only=True, out_indices=(1, 3))
-    assert not others._forward_pre_hooks  # which would walk over the modules in each pass
+    assert not others._forward_pre_hooks  # they would walk over the modules in each pass
     model.eval()
     assert len(layers(model)) == 4
 

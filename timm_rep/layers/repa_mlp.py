@@ -212,7 +212,7 @@ class RePaMlp(nn.Module):
         ls_layer = LayerScale2d if use_conv else LayerScale
         self.idle_ratio = idle_ratio
         self.use_conv = use_conv
-        self.valid: Optional[torch.Tensor] = None  # of the next forward pass, tokens (N, tokens) that are not padding
+        self.valid: Optional[torch.Tensor] = None  # tokens (N, tokens) that are not padding, for the next forward pass
         self.norm1 = norm_layer(in_features, **dd)
         self.fc1 = linear_layer(in_features, hidden_features, bias=bias, **dd)
         self.act = ChannelIdle(hidden_features, idle_ratio, act_layer, dim=1 if use_conv else -1)
