@@ -132,6 +132,26 @@ def test_without_grad_mults_it_is_torch(rep, plain, flags):
     assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters()))
 
 
+@pytest.mark.parametrize('rep,name', [(RepSGD, 'sgd'), (RepAdamW, 'adamw')])
+@pytest.mark.parametrize('flags,fused', [
+    (dict(), True), (dict(fused=True), True), (dict(fused=False), False), (dict(foreach=True), False),
+    (dict(foreach=False), False)], ids=str)
+def test_the_kernel_of_marked_parameters_is_torchs(rep, name, flags, fused, monkeypatch):
+    """On a CPU, its fused one by default."""
+    function, seen = getattr(rep_optim, name), []
+
+    def watched(*args, **kwargs):
+        seen.append(bool(kwargs['fused']))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(rep_optim, name, watched)
+    model = net()
+    optimizer = rep([model[1].weight, model[4].weight], lr=.1, **flags)
+    backward(model)
+    optimizer.step()
+    assert seen == [fused] * 2
+
+
 @pytest.mark.parametrize('rep,plain', PAIRS)
 def test_state_dicts_go_both_ways(rep, plain):
     kwargs = dict(lr=.1, momentum=.9) if rep is RepSGD else dict(lr=.1)

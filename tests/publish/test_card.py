@@ -17,7 +17,7 @@ from timm_rep.cli import main
 from timm_rep.deploy import load_quantized, read_report
 from timm_rep.hub import sha256
 from timm_rep.hub._folder import load_folder, verify_folder
-from timm_rep.publish.prepare import prepare_folder, write_folded
+from timm_rep.publish.prepare import _create_trained, prepare_folder, write_folded
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import count_params
 
@@ -193,6 +193,36 @@ def test_license_of_a_tag(tmp_path):
         folder = tmp_path / f'repopt_any.{tag}'
         prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'train.yaml')
         assert json.loads((folder / 'config.json').read_text())['pretrained_cfg'].get('license') == expected
+
+
+@pytest.mark.parametrize('tag, expected', [('cifar10', 'apache-2.0'), ('mine', None)])
+def test_license_of_a_trained_model(tmp_path, tag, expected):
+    """That of the registered weights of the tag; the base's, which are others, have one too."""
+    settings = dict(model='repopt_any', model_kwargs=dict(base='mobileone_s0', stem_chs=8), num_classes=4)
+    model = _create_trained(settings, tmp_path / 'train.yaml', f'repopt_any.{tag}')
+    assert model.pretrained_cfg.get('license') == expected
+    assert timm.get_pretrained_cfg('mobileone_s0').license
+
+
+def test_an_int8_form_is_measured(folder, checkpoint, monkeypatch):
+    """When it comes, and not again; without it, the figures are without it."""
+    prepare_folder(folder, checkpoint[2])
+    loaded = []
+
+    def load(path):
+        loaded.append(path)
+        return load_folder(path)
+
+    def forms():
+        prepare_folder(folder)
+        return list(json.loads((folder / 'metrics.json').read_text())['cost']['forms'])
+
+    with monkeypatch.context() as patch:
+        patch.setattr('timm_rep.publish.prepare.load_quantized', load)
+        patch.setattr('timm_rep.publish.prepare.quantized_files', lambda path: [path / 'model.onnx'])
+        assert [forms(), forms()] == [['unfolded', 'folded', 'int8']] * 2
+        assert len(loaded) == 1
+    assert forms() == ['unfolded', 'folded']
 
 
 def test_what_is_measured_again(folder, checkpoint, images):
