@@ -261,6 +261,16 @@ def test_a_difference_is_an_error(format, tmp_path, monkeypatch):
     assert format != 'pt2' or path.read_text() == 'old'
 
 
+def test_all_of_an_error_is_told(tmp_path, monkeypatch):
+    """Exporters name the cause after the first line."""
+    def fail(*args):
+        raise RuntimeError('Failed.\nThe cause')
+
+    monkeypatch.setitem(FORMATS, 'pt2', FORMATS['pt2']._replace(write=fail))
+    with pytest.raises(RuntimeError, match=r"Conv2d as 'pt2'(.|\n)*The cause"):
+        timm_rep.export(nn.Conv2d(3, 3, 1), tmp_path / 'm.pt2', 'pt2', input_size=(3, 8, 8))
+
+
 @pytest.mark.parametrize('error', [1., float('nan')])
 def test_a_difference_on_real_images_alone(tmp_path, error):
     class Clipped(nn.Module):

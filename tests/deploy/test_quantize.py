@@ -395,6 +395,17 @@ def test_wrong_models_and_loaders(model, quantized, calibration):
     refused(annealed, [images(2, 32)], 'step')
 
 
+def test_all_of_an_error_is_told(model, calibration, monkeypatch):
+    from timm_rep.deploy.inductor import InductorProgram
+
+    def fail(*args, **kwargs):
+        raise RuntimeError('Failed.\nThe cause')
+
+    monkeypatch.setattr(InductorProgram, 'quantize', fail)
+    with pytest.raises(RuntimeError, match=r"RepOptVgg with 'inductor'(.|\n)*The cause"):
+        timm_rep.quantize_ptq(model, calibration)
+
+
 @pytest.mark.parametrize('loader, error, message', [
     ([], ValueError, 'the loader has none'),
     ([images(2)], TypeError, r'images \(N, C, H, W\) and labels \(N,\), .* got \(2, 3, 64, 64\)\.'),

@@ -12,7 +12,7 @@ from timm.data import create_transform, resolve_data_config
 
 from tests.helpers import needs_recorded_args, read_predictions, relative, save_model
 from timm_rep.deploy import load_quantized
-from timm_rep.hub import CARD_NAME, WEIGHTS_NAME
+from timm_rep.hub import CARD_NAME, WEIGHTS_NAME, read_folder
 from timm_rep.hub._folder import verify_folder
 from timm_rep.publish._card import card_text
 from timm_rep.publish._metrics import METRICS_NAME, PREDICTIONS_NAME, read_metrics
@@ -77,6 +77,13 @@ def test_folder(name):
         assert features.shape[2:] == tuple(model.pretrained_cfg['pool_size'])
     if name.startswith('repopt_'):
         assert (HUB / name / 'scales.safetensors').is_file()
+
+
+@pytest.mark.parametrize('name', FOLDERS)
+def test_names_of_the_classes(name):
+    """Those of the folders of images that the accuracy was measured on."""
+    names = {target: file.partition('/')[0] for file, target, _ in read_predictions(HUB / name / PREDICTIONS_NAME)}
+    assert read_folder(HUB / name).config['label_names'] == [names[i] for i in range(10)]
 
 
 @needs_recorded_args

@@ -313,6 +313,22 @@ def test_what_goes_layer_by_layer(always, kind):
         assert model.norm2.num_batches_tracked.item() == before
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+    is_cuda, device = True, torch.device('cuda')
+
+
+def test_tf32_goes_layer_by_layer(always, monkeypatch):
+    """It would round the variances; and so does a compiled graph on a GPU, where float64 may be slow."""
+    model, x = ffn().float(), tokens().float().as_subclass(OnGpu)
+    for precision, compiled, expected in (
+            ('highest', False, True), ('high', False, False), ('medium', False, False), ('highest', True, False)):
+        monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda precision=precision: precision)
+        monkeypatch.setattr(torch.compiler, 'is_compiling', lambda compiled=compiled: compiled)
+        assert model._can_fuse_idle(x) == expected
+        assert model._can_fuse_idle(tokens().float())
+
+
 @pytest.mark.parametrize('by', ['timm', 'torchvision'])
 def test_frozen_norms(always, by):
     """As in eval mode, folded too."""

@@ -1,6 +1,7 @@
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,31 @@ def test_one_process_at_a_time(folder):
         assert contents(folder).items() >= NEW.items()
     assert status(second) == 0
     assert sorted(os.listdir(folder)) == sorted(after(copy=False))
+
+
+@needs_fork
+def test_a_process_that_waits_gets_the_lock(folder, tmp_path):
+    """Not that of the file which the process before removes."""
+    pid = os.fork()
+    if not pid:
+        (tmp_path / 'waits').touch()
+        with locking_folder(folder):
+            (tmp_path / 'has it').touch()
+            while not (tmp_path / 'end').exists():
+                time.sleep(.01)
+        os._exit(0)
+    try:
+        with locking_folder(folder):
+            while not (tmp_path / 'waits').exists():
+                time.sleep(.01)
+            time.sleep(.3)  # until it waits
+        while not (tmp_path / 'has it').exists():
+            time.sleep(.01)
+        with pytest.raises(BlockingIOError), locking_folder(folder, wait=False):
+            pass
+    finally:
+        (tmp_path / 'end').touch()
+        os.waitpid(pid, 0)
 
 
 def test_check_writable(tmp_path):
