@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Write the tables and pictures of README.md and docs/ from the files of scripts/results.
 
+``--csv DIR`` writes these files as CSV instead.
+
 A table stands between the lines ``<!-- results: NAME -->`` and ``<!-- end -->`` of a document. What is in it is
 declared in scripts/results/tables.yaml, by NAME:
 
@@ -30,6 +32,7 @@ scripts/results/pictures.yaml declares the pictures by their path: ``title``, ``
 by label a list of points, each a pair of figures, x and y.
 """
 import argparse
+import csv
 import functools
 import itertools
 import json
@@ -153,9 +156,34 @@ def draw(name: str, declared: Mapping[str, Any]):
     return figure
 
 
+def _flat(row: Mapping[str, Any], prefix: str = '') -> Dict[str, Any]:
+    """A row with nested figures under names joined by points."""
+    found: Dict[str, Any] = {}
+    for key, value in row.items():
+        found.update(_flat(value, f'{prefix}{key}.') if isinstance(value, Mapping) else {prefix + key: value})
+    return found
+
+
+def write_csv(folder: Path) -> None:
+    """Write the rows of each file of results as MACHINE.SECTION.csv; lists become JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(RESULTS.glob('*/*.json')):
+        rows = [_flat(row) for row in json.loads(path.read_text())['rows']]
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        with (folder / f'{path.parent.name}.{path.stem}.csv').open('w', newline='') as f:
+            writer = csv.DictWriter(f, columns)
+            writer.writeheader()
+            writer.writerows(
+                {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
+                for row in rows)
+
+
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--csv', type=Path, metavar='DIR', help='write the files of results there, as CSV')
+    args = parser.parse_args()
+    if args.csv is not None:
+        return write_csv(args.csv)
     for path in documents():
         before = path.read_text()
         after = updated(before)

@@ -1,5 +1,6 @@
 """The documentation: its Python blocks run, its commands parse, its links lead somewhere, its tables are generated."""
 import argparse
+import csv
 import functools
 import importlib.util
 import json
@@ -372,6 +373,20 @@ def test_points_of_two_figures(monkeypatch, tmp_path):
     axes, = module.draw('p', dict(title='', x='', y='', file='loss', get='loss', series={'a': points})).axes
     line = axes.containers[0].lines[0]
     assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1.5, 2.5], [2., 3.])
+
+
+def test_csv(monkeypatch, tmp_path):
+    """A file of each file of results: columns of all rows, nested figures by name, lists as JSON."""
+    module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
+    monkeypatch.setattr(module, 'RESULTS', tmp_path / 'results')
+    (tmp_path / 'results' / 'cpu').mkdir(parents=True)
+    rows = [{'row': 'a, b', 'std': {'all': 1.5, 'parts': {'centre': 2}}}, {'row': 'c', 'curve': [1, 2.5]}]
+    (tmp_path / 'results' / 'cpu' / 'x.json').write_text(json.dumps({'rows': rows}))
+    monkeypatch.setattr('sys.argv', ['tables.py', '--csv', str(tmp_path / 'csv')])
+    module.main()
+    with (tmp_path / 'csv' / 'cpu.x.csv').open(newline='') as f:
+        assert list(csv.reader(f)) == [
+            ['row', 'std.all', 'std.parts.centre', 'curve'], ['a, b', '1.5', '2', ''], ['c', '', '', '[1, 2.5]']]
 
 
 def test_every_table_is_in_a_document():
