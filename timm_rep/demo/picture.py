@@ -72,5 +72,5 @@ def _draw_speed(axes: 'Axes', result: RePaResult) -> None:
         rows[after]['throughput'] / rows[before]['throughput']
         for before, after in (('RePa-DeiT', 'RePa-DeiT, folded'), ('plain ViT', 'plain ViT, converted')))
     title = (f'Folding: {folded:.1f} times as fast,\nequal outputs ({result.logits_difference:.0e});\n'
-             f'converting: {converted:.1f} times, {result.agreement:.0f}% equal')
+             f'converting: {converted:.1f} times, {result.agreement:.1f}% equal')
     tidy(axes, title, 'images per second', 'validation accuracy (%)')
