@@ -194,6 +194,8 @@ def test_a_process_that_waits_gets_the_lock(folder, tmp_path):
     """Not that of the file which the process before removes."""
     pid = os.fork()
     if not pid:
+        while not (tmp_path / 'is taken').exists():
+            time.sleep(.01)
         (tmp_path / 'waits').touch()
         with locking_folder(folder):
             (tmp_path / 'has it').touch()
@@ -202,6 +204,7 @@ def test_a_process_that_waits_gets_the_lock(folder, tmp_path):
         os._exit(0)
     try:
         with locking_folder(folder):
+            (tmp_path / 'is taken').touch()
             while not (tmp_path / 'waits').exists():
                 time.sleep(.01)
             time.sleep(.3)  # until it waits
