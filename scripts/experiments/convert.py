@@ -20,7 +20,7 @@ from experiments.train import trained
 from experiments.workspace import Images, Workspace
 
 import timm_rep
-from timm_rep.convert import linearize, linearize_ffns
+from timm_rep.convert import budget, linearize_ffns
 from timm_rep.convert.ffn import find_ffns, replace_module
 from timm_rep.convert.least_squares import LeastSquares
 from timm_rep.layers import Affine, active_channels
@@ -107,13 +107,13 @@ def prune(model: nn.Module, loader, ratio: float, refit: bool = False) -> nn.Mod
     return model
 
 
-def _plain_metrics(model: nn.Module, ffns, shares, *args, relative: bool) -> Dict[str, torch.Tensor]:
+def _plain_metrics(model: nn.Module, ffns, images, relative: bool) -> Dict[str, torch.Tensor]:
     """Metrics that weigh all channels of an FFN's output alike, and the outputs by their variance if relative."""
     variances = {}
     hooks = [ffn.output_layer.register_forward_hook(lambda _, args, y, ffn=ffn: variances.__setitem__(
         ffn.name, y.transpose(1, -1).flatten(0, -2).var(0).sum() if ffn.use_conv else y.flatten(0, -2).var(0).sum()))
         for ffn in ffns]
-    model(shares[0].x)
+    model(images.shares[0].x)
     for hook in hooks:
         hook.remove()
     return {
@@ -129,7 +129,7 @@ def with_budget(model: nn.Module, loader, ratio: float, rule: str) -> nn.Module:
     with contextlib.ExitStack() as stack:
         if rule != 'divergence':
             metrics = partial(_plain_metrics, relative=rule == 'relative')
-            stack.enter_context(mock.patch.object(linearize, 'output_metrics', metrics))
+            stack.enter_context(mock.patch.object(budget, 'output_metrics', metrics))
         linearize_ffns(model, loader, macs=fraction)
     return model
 
