@@ -65,6 +65,18 @@ def garbage(batch):
     return dict(batch, patches=batch['patches'] + noise * ~batch['patch_valid'][..., None])
 
 
+def assert_same_state(model, other):
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-6, atol=1e-9)
+
+
+def assert_same_training(model, other):
+    """Same parameters, statistics and gradients."""
+    assert_same_state(model, other)
+    for p, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad, rtol=1e-6, atol=1e-9)
+
+
 def calibration(*lengths):
     """Batches of 15 images of each length, which stay the same whatever the padding."""
     torch.manual_seed(1)
@@ -95,8 +107,7 @@ def test_padding_does_not_change_a_conversion(class_token, key_only, kwargs):
     for model, report in zip(models[1:], reports[1:]):
         assert [ffn.active_features for ffn in report.ffns] == [ffn.active_features for ffn in reports[0].ffns]
         assert [ffn.held_out for ffn in report.ffns] == pytest.approx([ffn.held_out for ffn in reports[0].ffns])
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, models[0].state_dict()[name], rtol=1e-6, atol=1e-9)
+        assert_same_state(model, models[0])
     assert min(ffn.held_out for ffn in reports[0].ffns) > 1e-4
 
 
@@ -161,10 +172,7 @@ def test_padding_does_not_change_an_annealing(class_token, key_only, norm):
         for _ in range(5):
             call(models[-1]).square().sum().backward()
     for model in models[1:]:
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, models[0].state_dict()[name], rtol=1e-6, atol=1e-9)
-        for p, expected in zip(model.parameters(), models[0].parameters()):
-            torch.testing.assert_close(p.grad, expected.grad, rtol=1e-6, atol=1e-9)
+        assert_same_training(model, models[0])
     # batches without padding between them, another number of images included
     model = models[0]
     model({name: x[:15, :3] for name, x in batch.items()})
@@ -189,10 +197,7 @@ def test_padding_does_not_change_a_training(class_token, key_only, kwargs):
         for _ in range(3):
             call(models[-1]).square().sum().backward()
     for model in models[1:]:
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, models[0].state_dict()[name], rtol=1e-6, atol=1e-9)
-        for p, expected in zip(model.parameters(), models[0].parameters()):
-            torch.testing.assert_close(p.grad, expected.grad, rtol=1e-6, atol=1e-9)
+        assert_same_training(model, models[0])
     # copies, images without padding, and folded models
     model = copy.deepcopy(models[0])
     model(batch)
