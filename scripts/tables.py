@@ -166,16 +166,15 @@ def _flat(row: Mapping[str, Any], prefix: str = '') -> Dict[str, Any]:
 
 def write_csv(folder: Path) -> None:
     """Write the rows of each file of results as MACHINE.SECTION.csv; lists become JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(RESULTS.glob('*/*.json')):
-        rows = [_flat(row) for row in json.loads(path.read_text())['rows']]
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        with (folder / f'{path.parent.name}.{path.stem}.csv').open('w', newline='') as f:
-            writer = csv.DictWriter(f, columns)
-            writer.writeheader()
-            writer.writerows(
-                {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
-                for row in rows)
+    with replacing_files(folder) as temporary:
+        for path in sorted(RESULTS.glob('*/*.json')):
+            rows = [_flat(row) for row in json.loads(path.read_text())['rows']]
+            with (temporary / f'{path.parent.name}.{path.stem}.csv').open('w', newline='') as f:
+                writer = csv.DictWriter(f, dict.fromkeys(key for row in rows for key in row))
+                writer.writeheader()
+                writer.writerows(
+                    {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
+                    for row in rows)
 
 
 def main() -> None:
