@@ -3,7 +3,8 @@
 
 The changes are in mutants.yaml, or in another file of its form. They are made in a copy of the tracked files, in a
 temporary folder, where the tests that should notice them have to pass before the first one. A change is caught if one
-of its tests fails or hangs. The exit status is 1 if less than 95% are caught.
+of its tests fails or hangs; those that hang are also counted apart, since a busy machine looks the same. The exit status
+is 1 if less than 95% are caught.
 
     python tests/mutation/run.py -o tests/mutation/outcome.json
     python tests/mutation/run.py --only hub/
@@ -172,6 +173,7 @@ def merge(
     merged = [{**results[mutant.what], 'file': mutant.file} for mutant in mutants if mutant.what in results]
     return dict(
         caught=sum(row['outcome'] != 'survived' for row in merged),
+        hung=sum(row['outcome'] == 'hung' for row in merged),
         caught_at_first=sum(row.get('first', row['outcome']) != 'survived' for row in merged),
         mutants=merged, not_run=[str(mutant) for mutant in mutants if mutant.what not in results])
 
@@ -214,15 +216,15 @@ def main() -> int:
                 break
             rows.append(dict(file=mutant.file, what=mutant.what, outcome=found))
             seconds = time.perf_counter() - start
-            print(f'{"SURVIVED" if found == "survived" else "caught":8} {seconds:5.0f} s  {mutant}', flush=True)
+            print(f'{found:8} {seconds:5.0f} s  {mutant}', flush=True)
             if args.output is not None:
                 content = {**header, **merge(earlier.get('mutants', []), rows, every)}
                 draft = args.output.with_suffix('.tmp')
                 draft.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
                 draft.replace(args.output)
-    caught = sum(row['outcome'] != 'survived' for row in rows)
+    caught, hung = (sum(row['outcome'] in kinds for row in rows) for kinds in (('failed', 'hung'), ('hung',)))
     share = 100 * caught / max(1, len(rows))
-    print(f'{caught} of {len(rows)} caught, {share:.1f}%, of {len(mutants)} chosen.')
+    print(f'{caught} of {len(rows)} caught, {share:.1f}%, {hung} of them hung; {len(mutants)} chosen.')
     return 0 if share >= GOAL else 1
 
 

@@ -23,5 +23,9 @@ def test_a_list_that_runs_in_parts():
     assert [(row['what'], row['outcome']) for row in content['mutants']] == [('a', 'failed'), ('b', 'failed')]
     assert {row['file'] for row in content['mutants']} == {'x.py'}
     assert (content['caught'], content['caught_at_first'], content['not_run']) == (2, 1, ['x.py: c'])
-    again = merge(content['mutants'], [dict(file='x.py', what=what, outcome='failed') for what in 'ad'], [a, b, c, d])
+    again = merge(
+        content['mutants'],
+        [dict(file='x.py', what=what, outcome=outcome) for what, outcome in (('a', 'failed'), ('d', 'hung'))],
+        [a, b, c, d])
     assert (again['caught'], again['caught_at_first'], again['not_run']) == (3, 2, ['x.py: c'])
+    assert (content['hung'], again['hung']) == (0, 1)
