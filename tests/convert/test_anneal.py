@@ -294,20 +294,23 @@ def test_it_trains():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('count', [3, 6])  # of 4 steps
 @pytest.mark.parametrize('norm', ['keep', 'batch'])
-def test_compile(norm):
+def test_compile(norm, count):
     original = plain(VIT)
     a, b = (annealed_from(original, VIT, norm=norm) for _ in range(2))
-    steps(a, 4)
+    steps(a, count)
     compiled = torch.compile(b, fullgraph=True)
     compiled.train()
     optimizer = torch.optim.SGD(b.parameters(), lr=.02)
-    for i in range(4):
+    for i in range(count):
         loss = F.cross_entropy(compiled(images(8, 32, seed=i)), torch.arange(8) % 5)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     for (name, x), (_, y) in zip(a.state_dict().items(), b.state_dict().items()):
+        if name.endswith('importance') and count > 4:  # only the eager model stops to measure what chose the channels
+            continue
         assert torch.allclose(x.float(), y.float(), rtol=1e-3, atol=1e-5), name
 
 

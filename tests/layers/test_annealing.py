@@ -107,6 +107,19 @@ def test_nothing_is_measured_after_the_end(monkeypatch, resumed):
     assert len(measured) == 3
 
 
+def test_a_compiled_model_after_the_end():
+    """A graph measures on; steps, lines and the last batch stay as in eager mode."""
+    eager, other = (nn.Sequential(AnnealedActivation(nn.GELU(), 12, 6, 3)).train() for _ in range(2))
+    for model in (eager, other):
+        add_annealing_hooks(model)
+    compiled = torch.compile(other, backend='eager', fullgraph=True)
+    for seed in range(6):
+        x = batch(seed, dtype=torch.float32)
+        torch.testing.assert_close(compiled(x), eager(x))
+    assert other[0].step == 3
+    torch.testing.assert_close(other.state_dict(), eager.state_dict())
+
+
 def test_a_checkpoint_between_two_steps():
     """What the last batch adds is in the state."""
     model = nn.Sequential(AnnealedActivation(nn.GELU(), 12, 6, 5)).train()

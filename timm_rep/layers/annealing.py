@@ -117,9 +117,11 @@ def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mappin
     for layer in layers:
         if isinstance(layer, AnnealedActivation):
             layer.update_moments()
-    torch._foreach_add_([layer.step for layer in layers], 1)
     if torch.compiler.is_compiling():  # an attribute that changes would have the model compiled again
+        for layer in layers:
+            layer.step.add_(layer.step < layer.anneal_steps)
         return
+    torch._foreach_add_([layer.step for layer in layers], 1)
     for layer in layers:
         layer.is_counted = True
     if not layers[0].step.is_meta:
@@ -151,7 +153,9 @@ def _collect_moments(model: nn.Module, *args: Any) -> None:
         batch[2:5] + torch.stack([d[0] * d[0], d[1] * d[1], d[0] * d[1]])
         for batch, d in zip(batches, deviations)], counts)
     for layer, mean, second in zip(layers, means, seconds):
-        layer.pending.copy_(torch.cat([mean, second, torch.ones_like(mean[:1])]))
+        last = torch.cat([mean, second, torch.ones_like(mean[:1])])
+        # a compiled model measures after the end, too
+        layer.pending.copy_(torch.where(layer.step < layer.anneal_steps, last, 0.))
         layer.batch = None
 
 
