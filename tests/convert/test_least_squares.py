@@ -178,6 +178,19 @@ def test_elimination_equals_trying_every_channel(seed, linear_path):
     torch.testing.assert_close(found.loss, torch.tensor(losses, dtype=F64), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize('seed', range(3))
+def test_elimination_of_channels_that_their_input_predicts(seed):
+    """What is left of their covariance is rounding of the float32 sums, which is not positive definite."""
+    g = torch.Generator().manual_seed(seed)
+    u = torch.randn(2048, 64, generator=g) * torch.logspace(-6, 0, 64)
+    second = Affine(torch.randn(3, 128, generator=g, dtype=F64), torch.zeros(3, dtype=F64))
+    linear = problem(u @ torch.randn(64, 128, generator=g), u, second)
+    found = linear.elimination(1e-2)
+    assert sorted(found.order.tolist()) == list(range(128))
+    assert found.loss.isfinite().all()
+    assert linear.share(found.loss[-1].item()) < .01
+
+
 def test_elimination_of_several_channels_at_once():
     h, _, second = features(hidden=40, out=9)
     residual = torch.cov(h.T) + torch.eye(40, dtype=F64)

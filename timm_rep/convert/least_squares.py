@@ -4,6 +4,7 @@ The active channels A keep the activation, and ``W2' g_A + M u + c`` replaces th
 the correction d is what the residual stream lacks on the way to the original model's. All quantities follow from the
 mean and the covariance of (g, u), hidden features before inputs, and of d, in float64.
 """
+import contextlib
 import dataclasses
 import math
 from functools import cached_property
@@ -218,14 +219,17 @@ class LeastSquares:
         # less damping than the fits, since damped moments give the losses
         h, weight, ridge = self.hidden, self._weighted(self.second.weight), ridge / 10
         hidden, inputs = slice(h), slice(h, h + self.in_features)
-        residual = self.covariance[hidden, hidden]
-        if linear_path:
-            factor = torch.linalg.cholesky(_damped(self.covariance[inputs, inputs], ridge))
-            predicted = torch.linalg.solve_triangular(factor, self.covariance[inputs, hidden], upper=False)
-            # channels that u predicts exactly leave rounding errors
-            rounding = 1e-3 * ridge * residual.diagonal()
-            residual = residual - predicted.T @ predicted + rounding.diag()
-        return eliminate(_damped(residual, ridge), weight)
+        variance = self.covariance[hidden, hidden]
+        if not linear_path:
+            return eliminate(_damped(variance, ridge), weight)
+        factor = torch.linalg.cholesky(_damped(self.covariance[inputs, inputs], ridge))
+        predicted = torch.linalg.solve_triangular(factor, self.covariance[inputs, hidden], upper=False)
+        residual = variance - predicted.T @ predicted
+        # channels that u predicts exactly leave rounding errors, mostly of the float32 sums, of either sign
+        for rounding in 1e-3, 1e-2, 1e-1:
+            with contextlib.suppress(torch.linalg.LinAlgError):
+                return eliminate(_damped(residual + rounding * ridge * variance.diagonal().diag(), ridge), weight)
+        return eliminate(_damped(residual + ridge * variance.diagonal().diag(), ridge), weight)
 
     def best_channels(self, count: int, ridge: float, linear_path: bool = True) -> torch.Tensor:
         """The active channels, ascending, with which the idle ones cost least."""
