@@ -113,7 +113,7 @@ assert timm_rep.Scales.load('repopt_vgg_a0').summary()
 try:
     timm.create_model('repa_lvvit_s.cifar10', pretrained=True)
 except RuntimeError as e:
-    assert 'TIMM_REP_HUB is not set' in str(e), e
+    assert 'TIMM_REP_HUB: not set' in str(e), e
 else:
     raise AssertionError('there is no folder of weights')
 '''

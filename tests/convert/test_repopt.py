@@ -299,7 +299,7 @@ def test_registered(structure, tmp_path):
     model = timm.create_model('repopt_any', structure=structure, **args)
     assert type(model).__name__ == 'FastVit'
     assert model.pretrained_cfg['architecture'] == 'repopt_any'
-    kinds = {type(m).structure for m in csla_layers(model).values()}
+    kinds = {m.structure for m in csla_layers(model).values()}
     assert kinds == {structure}
     x = images(2, 64)
     model.train()
@@ -312,14 +312,14 @@ def test_registered(structure, tmp_path):
     save_model(copy.deepcopy(model).reparameterize(), tmp_path / 'b')
     loaded = timm.create_model(f'local-dir:{tmp_path / "a"}', pretrained=True).eval()
     assert torch.equal(loaded(x), before)
-    assert {type(m).structure for m in csla_layers(loaded).values()} == {structure}
+    assert {m.structure for m in csla_layers(loaded).values()} == {structure}
     folded = timm.create_model(f'local-dir:{tmp_path / "b"}', pretrained=True).eval()
     assert relative(folded(x), before) < 1e-5
     plain = reparameterize_model(timm.create_model(args.pop('base'), **args)).eval()
     plain.load_state_dict(folded.state_dict())
     assert relative(plain(x), before) < 1e-5
     features = timm.create_model('repopt_any', base='fastvit_t8', features_only=True, structure=structure, **args)
-    assert {type(m).structure for m in csla_layers(features).values()} == {structure}
+    assert {m.structure for m in csla_layers(features).values()} == {structure}
     assert [f.shape[1] for f in features(x)] == features.feature_info.channels()
     with pytest.raises(RuntimeError, match='structure'):
         timm.create_model('repopt_any', base='fastvit_t8', reparameterized=True, **args).load_state_dict(

@@ -121,7 +121,8 @@ def test_layer_that_is_called_twice():
 @pytest.mark.slow
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_layer_that_is_called_twice_runs_in_int8(backend):
-    pytest.importorskip('onnxruntime')
+    for package in BACKENDS[backend].packages:
+        pytest.importorskip(package)
     torch.manual_seed(0)
     quantized = timm_rep.quantize_ptq(randomize_(Shared()), [images(4)], backend)
     assert (quantized.report.int8_layers, quantized.report.float_layers) == (['conv'], {})
