@@ -3,8 +3,8 @@
 
 The changes are in mutants.yaml, or in another file of its form. They are made in a copy of the tracked files, in a
 temporary folder, where the tests that should notice them have to pass before the first one. A change is caught if one
-of its tests fails or hangs; those that hang are also counted apart, since a busy machine looks the same. The exit status
-is 1 if less than 95% are caught.
+of its tests fails or hangs; those that hang are also counted apart, since a busy machine looks the same. The exit
+status is 1 if less than 95% are caught.
 
     python tests/mutation/run.py -o tests/mutation/outcome.json
     python tests/mutation/run.py --only hub/
