@@ -1,6 +1,7 @@
 """Exported and quantized models: onnx, int8."""
 import copy
 import importlib.metadata
+import importlib.util
 import tempfile
 from pathlib import Path
 
@@ -54,34 +55,45 @@ def onnx(args):
             }
 
 
-def int8(args):
-    """Folded models in int8 and in float32, on the CPU: images per second.
-
-    'images': batch size. 'compiled': ``torch.compile``; 'frozen': with weights as constants, as for int8. Speedups are
-    over 'compiled'.
-    """
+def _compiled(model, dtype=torch.float32, freeze=False):
     from torch._inductor import config  # brings the compiler
 
+    model = torch.compile(copy.deepcopy(model).to(dtype), dynamic=False)
+
+    def call(x):
+        with torch.inference_mode(False), torch.no_grad(), config.patch(freezing=freeze):
+            return model(x.to(dtype))
+
+    return call
+
+
+def int8(args):
+    """Folded models in int8 and in floating point, on the CPU: images per second.
+
+    'images': batch size. 'compiled': ``torch.compile``; 'frozen': with weights as constants, as for int8; 'bfloat16':
+    frozen, where the CPU has instructions for it. Backends of int8: those whose packages are installed. Speedups are
+    over the fastest side in floating point.
+    """
     _check_cpu('int8', args)
+    backends = [name for name, entry in BACKENDS.items() if all(map(importlib.util.find_spec, entry.packages))]
     for name in args.models or _INT8_MODELS:
         for row in args.pending(model=[name], images=[args.batch_size] if args.batch_size else [1, 8]):
             torch.manual_seed(0)
             model = timm.create_model(name).eval()
             x = torch.randn(row['images'], *model_input_size(model))
             folded = folded_copy(model)
-            compiled = {mode: torch.compile(copy.deepcopy(folded), dynamic=False) for mode in ('compiled', 'frozen')}
-
-            def frozen(x, model=compiled['frozen']):
-                with torch.inference_mode(False), torch.no_grad(), config.patch(freezing=True):
-                    return model(x)
-
-            quantized = {f'int8, {backend}': quantize_ptq(model, [x], backend) for backend in BACKENDS}
-            sides = {'eager': folded, **compiled, 'frozen': frozen, **quantized}
-            times = time_passes(sides, x, rounds=args.rounds)
+            baselines = {'eager': folded, 'compiled': _compiled(folded), 'frozen': _compiled(folded, freeze=True)}
+            if torch.cpu._is_avx512_bf16_supported():
+                baselines['bfloat16'] = _compiled(folded, torch.bfloat16, freeze=True)
+            quantized = {f'int8, {backend}': quantize_ptq(model, [x], backend) for backend in backends}
+            times = time_passes({**baselines, **quantized}, x, rounds=args.rounds)
+            rates = throughput(len(x), times)
+            fastest = max(baselines, key=rates.get)
             yield {
                 **row,
-                **{side: round(rate, 2) for side, rate in throughput(len(x), times).items()},
-                **{f'{side}: speedup': speedup(times[side], times['compiled']) for side in ('frozen', *quantized)},
+                **{side: round(rate, 2) for side, rate in rates.items()},
+                'fastest float': fastest,
+                **{f'{side}: speedup': speedup(times[side], times[fastest]) for side in quantized},
                 'layers in int8': {side: len(model.report.int8_layers) for side, model in quantized.items()},
                 'spread (%)': timing_columns(times)['spread (%)'],
                 **{package: importlib.metadata.version(package) for package in ('torchao', 'onnxruntime')},
