@@ -14,6 +14,7 @@ import timm
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import save_file
 from timm.optim import list_optimizers
 
 from tests.helpers import ROOT, SCRIPTS, randomize_, relative, run, same_weights
@@ -778,3 +779,55 @@ def test_pretrained_weights(load_script, start, images, tmp_path, monkeypatch, c
 def test_list(script, capsys):
     script('experiments/run')
     assert [line.partition(' ')[0] for line in capsys.readouterr().out.splitlines()] == NAMES
+
+
+@pytest.fixture
+def real_vit(load_script, images, tmp_path, monkeypatch):
+    """The script for a smaller network, the arguments that all of its commands share, and its images."""
+    module, create = load_script('experiments/real_vit'), timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda name, **kwargs: create(
+        name, **kwargs, **(dict(embed_dim=32, depth=2, num_heads=2) if name == 'vit_small_patch14_dinov2' else {})))
+    (tmp_path / 'data').mkdir()
+    for name, split in (('train', 'train'), ('val', 'validation')):
+        (tmp_path / 'data' / name).symlink_to(images / split)
+    torch.manual_seed(0)
+    weights = timm.create_model('vit_small_patch14_dinov2', img_size=56, num_classes=0).state_dict()
+    save_file(weights, tmp_path / 'weights.safetensors')
+    return module, [tmp_path / 'weights.safetensors', '--data-dir', tmp_path / 'data', '--batch-size', 4]
+
+
+def test_real_vit(script, real_vit, tmp_path, capsys):
+    _, args = real_vit
+    classifier = tmp_path / 'classifier.pth'
+    script('experiments/real_vit', 'finetune', *args, '--epochs', 1, '-o', classifier)
+    args = [
+        'compare', *args, '--classifier', classifier, '--idle-ratios', 0.75, '--images', 16, '--val-images', 8,
+        '--samples', 3, '--methods', 'timm-rep', 'VBP', '--states', tmp_path / 'states']
+    script('experiments/real_vit', *args)
+    script('experiments/real_vit', *args, '--distil-epochs', 2, '--lr', 1e-3)
+    path, = (tmp_path / 'results').glob('*/real-vit-classifier.json')
+    content = path.read_text()
+    rows = {(row['method'], row['distil_epochs']): row for row in json.loads(content)['rows']}
+    assert rows.keys() == {(method, epochs) for method in ('timm-rep', 'VBP') for epochs in (0, 2)}
+    for (method, epochs), row in rows.items():
+        assert row['top-1 change'] == pytest.approx(row['top-1'] - row['original'], abs=.01)
+        assert row['macs'] == rows['timm-rep', 0]['macs'] < 1
+        assert (row['error'] != rows[method, 0]['error']) == (epochs > 0)
+    # once more: no row is measured again
+    script('experiments/real_vit', *args)
+    assert path.read_text() == content
+
+
+def test_real_vit_distils_from_whole_images(real_vit):
+    module, (_, _, data, *_) = real_vit
+    train = module.read(argparse.Namespace(data_dir=data, batch_size=3), 'train', 28)
+    whole = torch.cat([images for images, _ in module.chosen(train, list(range(20)))])
+    torch.manual_seed(0)
+    images, targets = map(torch.cat, zip(*module.Flips(train)))
+    flips = 0
+    for image, target in zip(images, targets):
+        same, mirrored = ((whole == x).flatten(1).all(1).nonzero().flatten() for x in (image, image.flip(2)))
+        flips += len(mirrored)
+        assert train.targets[torch.cat([same, mirrored])] == target
+    assert len(images) == 20
+    assert 3 < flips < 17
