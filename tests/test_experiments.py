@@ -818,12 +818,17 @@ def test_real_vit(script, real_vit, tmp_path, capsys):
     assert path.read_text() == content
 
 
-def test_real_vit_distils_from_whole_images(real_vit):
+def test_real_vit_distils_from_whole_images(real_vit, monkeypatch, tmp_path):
     module, (_, _, data, *_) = real_vit
-    train = module.read(argparse.Namespace(data_dir=data, batch_size=3), 'train', 28)
+    args, loaders = argparse.Namespace(data_dir=data, batch_size=5, lr=1e-3), []
+    train = module.read(args, 'train', 28)
     whole = torch.cat([images for images, _ in module.chosen(train, list(range(20)))])
+    monkeypatch.setattr(module, 'fit', lambda *args, **kwargs: loaders.append(args[3]))
+    for teacher in None, torch.nn.Linear(1, 1):
+        module.train_parts(torch.nn.Linear(1, 1), train, args, 1, tmp_path / 'state.pth', teacher=teacher)
     torch.manual_seed(0)
-    images, targets = map(torch.cat, zip(*module.Flips(train)))
+    assert any(not (whole == x).flatten(1).all(1).any() for x in next(iter(loaders[0]))[0])  # crops
+    images, targets = map(torch.cat, zip(*(batch for _ in range(4) for batch in loaders[1])))
     flips = 0
     for image, target in zip(images, targets):
         same, mirrored = ((whole == x).flatten(1).all(1).nonzero().flatten() for x in (image, image.flip(2)))

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -97,24 +97,6 @@ def read(args: argparse.Namespace, split: str, img_size: int) -> DeviceLoader:
     return DeviceLoader(dataset, args.batch_size, split == 'train')
 
 
-class Flips:
-    """Whole images of a loader in its order, half of them flipped: for a distillation, as those of a calibration."""
-
-    def __init__(self, loader: DeviceLoader):
-        self.loader = copy.copy(loader)
-        self.loader.is_training = False
-        self.sampler = loader.sampler
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        self.loader.sampler = list(self.sampler)
-        for images, targets in self.loader:
-            is_flipped = torch.rand(len(images), 1, 1, 1) < 0.5
-            yield torch.where(is_flipped, images.flip(3), images), targets
-
-
 def train_parts(
         model: nn.Module,
         train: DeviceLoader,
@@ -127,12 +109,12 @@ def train_parts(
         **kwargs,
 ) -> None:
     """Train in quarters of an epoch, each of a random quarter of the images, after which the state is written."""
-    part = copy.copy(train)
-    part.sampler = RandomSampler(train.dataset, num_samples=len(train.targets) // _PARTS)
-    loader = part if teacher is None else Flips(part)
+    train = copy.copy(train)
+    train.sampler = RandomSampler(train.dataset, num_samples=len(train.targets) // _PARTS)
+    train.crop = teacher is None  # a distillation sees whole images, as a calibration: crops have black borders
     optimizer = create_optimizer_v2(model, opt='adamw', lr=args.lr, weight_decay=0.05, layer_decay=layer_decay)
     scheduler = CosineLRScheduler(
-        optimizer, t_initial=epochs * _PARTS * len(loader), warmup_t=len(loader) * (teacher is None),
+        optimizer, t_initial=epochs * _PARTS * len(train), warmup_t=len(train) * (teacher is None),
         warmup_lr_init=1e-6, t_in_epochs=False)
     settings, start = dict(epochs=epochs, batch_size=args.batch_size, lr=args.lr), 0
     if path.is_file():
@@ -149,7 +131,7 @@ def train_parts(
             path, dict(settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=part))
 
     fast = torch.cpu._is_avx512_bf16_supported()  # elsewhere a ninth of the speed of float32
-    fit(model, optimizer, scheduler, loader, epochs * _PARTS, device=torch.device('cpu'), start=start, teacher=teacher,
+    fit(model, optimizer, scheduler, train, epochs * _PARTS, device=torch.device('cpu'), start=start, teacher=teacher,
         amp_dtype=torch.bfloat16 if fast else None, clip_grad=1., seed=0, after_epoch=after_part, progress=False,
         **kwargs)
 

@@ -125,3 +125,15 @@ def test_a_data_set_of_the_hub(root, tmp_path, monkeypatch):
 def test_count_classes(root):
     assert count_classes(create_search_dataset('', root, 'train', 8, True)) == 3
     assert count_classes(torch.utils.data.TensorDataset(torch.zeros(1))) is None
+
+
+def test_training_without_crops(root):
+    dataset = create_search_dataset('', root, 'train', 8, True, raw=True)
+    whole = torch.cat([images for images, _ in DeviceLoader(dataset, 7, is_training=False)])
+    loader = DeviceLoader(dataset, 7, is_training=True, crop=False)
+    torch.manual_seed(0)
+    found = [
+        [(whole == x).flatten(1).all(1).nonzero().flatten().tolist() for x in (image, image.flip(2))]
+        for images, _ in loader for image in images]
+    assert sorted(same + mirrored for same, mirrored in found) == [[i] for i in range(21)]
+    assert 3 < sum(len(mirrored) for _, mirrored in found) < 18

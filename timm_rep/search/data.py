@@ -102,6 +102,7 @@ class DeviceLoader:
             device: Union[str, torch.device] = 'cpu',
             workers: int = 0,
             flip: bool = True,
+            crop: bool = True,
     ):
         """
         Args:
@@ -111,6 +112,7 @@ class DeviceLoader:
             device: Device of the images.
             workers: Number of processes that read the images once; 0 reads them in this process.
             flip: Random flips; disable for text or digits.
+            crop: Random crops; without, images are whole.
         """
         batches = list(DataLoader(dataset, batch_size=512, num_workers=workers))
         images = torch.cat([images for images, _ in batches]).permute(0, 2, 3, 1)
@@ -121,7 +123,7 @@ class DeviceLoader:
         self.sampler = _sampler(dataset, is_training)
         self.batch_size = batch_size
         self.is_training = is_training
-        self.flip = flip
+        self.flip, self.crop = flip, crop
         self.mean, self.std = (
             torch.tensor(x, device=device) * 255 for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
 
@@ -136,6 +138,9 @@ class DeviceLoader:
         draws = [torch.full((n,), _BORDER), torch.full((n,), _BORDER), torch.zeros(n, dtype=torch.long)]
         if self.is_training:
             draws = [torch.randint(high, (n,)) for high in (2 * _BORDER + 1, 2 * _BORDER + 1, 2)]
+        if not self.crop:
+            draws[0].fill_(_BORDER)
+            draws[1].fill_(_BORDER)
         if not self.flip:
             draws[2].zero_()
         draws = [draw.to(device) for draw in draws]
