@@ -222,9 +222,10 @@ def main() -> int:
                 draft = args.output.with_suffix('.tmp')
                 draft.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
                 draft.replace(args.output)
-    caught, hung = (sum(row['outcome'] in kinds for row in rows) for kinds in (('failed', 'hung'), ('hung',)))
-    share = 100 * caught / max(1, len(rows))
-    print(f'{caught} of {len(rows)} caught, {share:.1f}%, {hung} of them hung; {len(mutants)} chosen.')
+    counts = merge([], rows, mutants)
+    share = 100 * counts['caught'] / max(1, len(rows))
+    print(f'{counts["caught"]} of {len(rows)} caught, {share:.1f}%, {counts["hung"]} of them hung; '
+          f'{len(mutants)} chosen.')
     return 0 if share >= GOAL else 1
 
 

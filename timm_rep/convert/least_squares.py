@@ -219,17 +219,18 @@ class LeastSquares:
         # less damping than the fits, since damped moments give the losses
         h, weight, ridge = self.hidden, self._weighted(self.second.weight), ridge / 10
         hidden, inputs = slice(h), slice(h, h + self.in_features)
-        variance = self.covariance[hidden, hidden]
+        covariance = self.covariance[hidden, hidden]
         if not linear_path:
-            return eliminate(_damped(variance, ridge), weight)
+            return eliminate(_damped(covariance, ridge), weight)
         factor = torch.linalg.cholesky(_damped(self.covariance[inputs, inputs], ridge))
         predicted = torch.linalg.solve_triangular(factor, self.covariance[inputs, hidden], upper=False)
-        residual = variance - predicted.T @ predicted
+        residual = covariance - predicted.T @ predicted
         # channels that u predicts exactly leave rounding errors, mostly of the float32 sums, of either sign
-        for rounding in 1e-3, 1e-2, 1e-1:
+        rounding = ridge * covariance.diagonal().diag()
+        for share in 1e-3, 1e-2, 1e-1:
             with contextlib.suppress(torch.linalg.LinAlgError):
-                return eliminate(_damped(residual + rounding * ridge * variance.diagonal().diag(), ridge), weight)
-        return eliminate(_damped(residual + ridge * variance.diagonal().diag(), ridge), weight)
+                return eliminate(_damped(residual + share * rounding, ridge), weight)
+        return eliminate(_damped(residual + rounding, ridge), weight)
 
     def best_channels(self, count: int, ridge: float, linear_path: bool = True) -> torch.Tensor:
         """The active channels, ascending, with which the idle ones cost least."""

@@ -117,11 +117,10 @@ def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mappin
     for layer in layers:
         if isinstance(layer, AnnealedActivation):
             layer.update_moments()
+    for layer in layers:
+        layer.step.add_(layer.step < layer.anneal_steps)
     if torch.compiler.is_compiling():  # an attribute that changes would have the model compiled again
-        for layer in layers:
-            layer.step.add_(layer.step < layer.anneal_steps)
         return
-    torch._foreach_add_([layer.step for layer in layers], 1)
     for layer in layers:
         layer.is_counted = True
     if not layers[0].step.is_meta:
