@@ -115,29 +115,6 @@ def test_all_layers_kept_in_float_by_onnxruntime(net):
     assert report.relative_rms < 1e-5
 
 
-@pytest.fixture
-def unmeasured(monkeypatch):
-    """Quantizes nothing: records which layers would stay in float. Yields them."""
-    kept = []
-
-    class Program:
-        @classmethod
-        def quantize(cls, model, batches, settings, keep_float):
-            kept.extend(keep_float)
-            program = cls()
-            program.model, program.kept = model, list(keep_float)
-            return program
-
-        def __call__(self, x):
-            return self.model(x)
-
-        def layers(self, x):
-            return [], {}
-
-    monkeypatch.setattr('timm_rep.deploy.quantize._program', lambda name: Program)
-    return kept
-
-
 def test_automatic_choice(net, unmeasured):
     damage(net)
     x = images(4, 16)

@@ -123,7 +123,8 @@ def _config(
         if isinstance(recorded, (list, tuple)) and len(recorded) == model.num_classes:
             label_names = recorded
     labels = {'label_names': list(label_names)} if label_names else None
-    save_config_for_hf(model, os.fspath(folder / CONFIG_NAME), model_args=args, model_config=labels)
+    # not a str: timm 1.0.26 writes by Path.open()
+    save_config_for_hf(model, folder / CONFIG_NAME, model_args=args, model_config=labels)
     config = read_config(folder / CONFIG_NAME)
     config['pretrained_cfg']['input_size'] = list(model_input_size(model))
     if tag is not None:
