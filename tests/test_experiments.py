@@ -808,13 +808,15 @@ def test_real_vit(script, real_vit, tmp_path, capsys):
     path, = (tmp_path / 'results').glob('*/real-vit-classifier.json')
     content = path.read_text()
     rows = {(row['method'], row['distil_epochs']): row for row in json.loads(content)['rows']}
-    assert rows.keys() == {(method, epochs) for method in ('timm-rep', 'VBP') for epochs in (0, 2)}
+    assert rows.keys() == {(method, epochs) for method in ('timm-rep', 'VBP') for epochs in (0, 1, 2)}
+    assert all(row.get('schedule') == (2 if epochs else None) for (_, epochs), row in rows.items())
     for (method, epochs), row in rows.items():
         assert row['top-1 change'] == pytest.approx(row['top-1'] - row['original'], abs=.01)
         assert row['macs'] == rows['timm-rep', 0]['macs'] < 1
         assert (row['error'] != rows[method, 0]['error']) == (epochs > 0)
     # once more: no row is measured again
     script('experiments/real_vit', *args)
+    script('experiments/real_vit', *args, '--distil-epochs', 2, '--lr', 1e-3)
     assert path.read_text() == content
 
 
@@ -825,7 +827,7 @@ def test_real_vit_distils_from_whole_images(real_vit, monkeypatch, tmp_path):
     whole = torch.cat([images for images, _ in module.chosen(train, list(range(20)))])
     monkeypatch.setattr(module, 'fit', lambda *args, **kwargs: loaders.append(args[3]))
     for teacher in None, torch.nn.Linear(1, 1):
-        module.train_parts(torch.nn.Linear(1, 1), train, args, 1, tmp_path / 'state.pth', teacher=teacher)
+        module.train_parts(torch.nn.Linear(1, 1), train, args, 1, tmp_path / 'state.pth', print, teacher=teacher)
     torch.manual_seed(0)
     assert any(not (whole == x).flatten(1).all(1).any() for x in next(iter(loaders[0]))[0])  # crops
     images, targets = map(torch.cat, zip(*(batch for _ in range(4) for batch in loaders[1])))

@@ -50,7 +50,7 @@ _WHAT = """
     A pretrained ViT-S/14 on CIFAR-10 with cheaper FFNs. seed: sample of calibration images; agreement: with the
     predictions of the original; error: of the outputs, relative to their deviation over the images; correlation: of the
     decoder's maps with the original's, mean over images; macs: share of the original's; minutes: CPU time of the
-    conversion."""
+    conversion; distil_epochs: epochs done of a distillation that takes as many as 'schedule'."""
 _SPEED = """
     Speedup over a pretrained ViT-S/14 by idle ratio, as converted from images, and pruned to the same
     multiply-accumulates. images: batch size; mode: eager, compile, or onnx for ONNX Runtime; two matrices: number of
@@ -103,7 +103,7 @@ def train_parts(
         args: argparse.Namespace,
         epochs: int,
         path: Path,
-        after_epoch: Callable[[], None] = lambda: None,
+        after_epoch: Callable[[int], None],
         teacher: Optional[nn.Module] = None,
         layer_decay: Optional[float] = None,
         **kwargs,
@@ -125,7 +125,7 @@ def train_parts(
 
     def after_part(part: int) -> None:
         if part % _PARTS == 0:
-            after_epoch()
+            after_epoch(part // _PARTS)
             model.train()
         write_training_state(
             path, dict(settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=part))
@@ -141,8 +141,8 @@ def finetune(args: argparse.Namespace) -> None:
     model = create(args.weights, 56, 10)
     train, val = (read(args, split, 56) for split in ('train', 'val'))
 
-    def print_accuracy() -> None:
-        print(f'{evaluate(model, val, torch.device("cpu"))[1]:.2f}%', flush=True)
+    def print_accuracy(epoch: int) -> None:
+        print(f'epoch {epoch}: {evaluate(model, val, torch.device("cpu"))[1]:.2f}%', flush=True)
 
     train_parts(
         model, train, args, args.epochs, args.output, print_accuracy, layer_decay=0.75, smoothing=0.1)
@@ -214,9 +214,8 @@ def compare(args: argparse.Namespace) -> None:
     done = results.rows_measured(section, device, settings)
     for seed, idle_ratio, method in itertools.product(args.samples, args.idle_ratios, args.methods):
         key = dict(method=method, idle_ratio=idle_ratio, seed=seed, distil_epochs=args.distil_epochs)
-        if args.distil_epochs:
-            key['lr'] = args.lr
-        if any(key.items() <= row.items() for row in done):
+        training = dict(lr=args.lr, schedule=args.distil_epochs) if args.distil_epochs else {}
+        if any({**key, **training}.items() <= row.items() for row in done):
             continue
         smaller, begun = copy.deepcopy(model), time.process_time()
         calibration = [images for images, _ in sample(train, args.images, seed)]
@@ -225,21 +224,29 @@ def compare(args: argparse.Namespace) -> None:
         else:
             METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
         minutes = (time.process_time() - begun) / 60
+
+        def measure(distil_epochs: int) -> None:
+            found = outputs(smaller.eval(), val_batches)
+            now = head(found).argmax(1)
+            error = (found - original).norm() / (original - original.mean(0)).norm()
+            row = dict(
+                key, distil_epochs=distil_epochs, **training,
+                **{'top-1': percentage(now == targets)}, original=percentage(predicted == targets),
+                agreement=percentage(now == predicted), error=round(error.item(), 4),
+                macs=round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), minutes=round(minutes, 2))
+            row['top-1 change'] = round(row['top-1'] - row['original'], 2)
+            if decoder is not None:
+                row['correlation'] = round(
+                    (maps(smaller, decoder, map_batches) * original_maps).sum(1).mean().item(), 4)
+            results.report(section, _WHAT, [row], device, settings, [*key, *training])
+
         if args.distil_epochs:
-            state = '-'.join(map(str, key.values())).replace(' ', '-')
+            state = '-'.join(map(str, [*key.values(), args.lr])).replace(' ', '-')
             train_parts(
-                smaller, train, args, args.distil_epochs, args.states / f'{state}.pth', teacher=copy.deepcopy(model))
-        found = outputs(smaller.eval(), val_batches)
-        now = head(found).argmax(1)
-        error = (found - original).norm() / (original - original.mean(0)).norm()
-        row = dict(
-            key, **{'top-1': percentage(now == targets)}, original=percentage(predicted == targets),
-            agreement=percentage(now == predicted), error=round(error.item(), 4),
-            macs=round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), minutes=round(minutes, 2))
-        row['top-1 change'] = round(row['top-1'] - row['original'], 2)
-        if decoder is not None:
-            row['correlation'] = round((maps(smaller, decoder, map_batches) * original_maps).sum(1).mean().item(), 4)
-        results.report(section, _WHAT, [row], device, settings, list(key))
+                smaller, train, args, args.distil_epochs, args.states / f'{state}.pth', measure,
+                teacher=copy.deepcopy(model))
+        else:
+            measure(0)
 
 
 def speed(args: argparse.Namespace) -> None:
