@@ -18,8 +18,9 @@ import itertools
 import sys
 import time
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -212,10 +213,26 @@ def compare(args: argparse.Namespace) -> None:
     section, device = f'real-vit-{"classifier" if args.classifier else "probe"}', torch.device('cpu')
     settings = dict(img_size=img_size, images=args.images, val_images=args.val_images)
     done = results.rows_measured(section, device, settings)
+
+    def measure(smaller: nn.Module, key: Dict[str, Any], minutes: float, distil_epochs: int) -> None:
+        found = outputs(smaller.eval(), val_batches)
+        now = head(found).argmax(1)
+        error = (found - original).norm() / (original - original.mean(0)).norm()
+        row = {
+            **key, 'distil_epochs': distil_epochs, 'top-1': percentage(now == targets),
+            'original': percentage(predicted == targets), 'agreement': percentage(now == predicted),
+            'error': round(error.item(), 4),
+            'macs': round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), 'minutes': round(minutes, 2)}
+        row['top-1 change'] = round(row['top-1'] - row['original'], 2)
+        if decoder is not None:
+            row['correlation'] = round((maps(smaller, decoder, map_batches) * original_maps).sum(1).mean().item(), 4)
+        results.report(section, _WHAT, [row], device, settings, list(key))
+
     for seed, idle_ratio, method in itertools.product(args.samples, args.idle_ratios, args.methods):
         key = dict(method=method, idle_ratio=idle_ratio, seed=seed, distil_epochs=args.distil_epochs)
-        training = dict(lr=args.lr, schedule=args.distil_epochs) if args.distil_epochs else {}
-        if any({**key, **training}.items() <= row.items() for row in done):
+        if args.distil_epochs:
+            key.update(lr=args.lr, schedule=args.distil_epochs)
+        if any(key.items() <= row.items() for row in done):
             continue
         smaller, begun = copy.deepcopy(model), time.process_time()
         calibration = [images for images, _ in sample(train, args.images, seed)]
@@ -223,30 +240,14 @@ def compare(args: argparse.Namespace) -> None:
             timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration)
         else:
             METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
-        minutes = (time.process_time() - begun) / 60
-
-        def measure(distil_epochs: int) -> None:
-            found = outputs(smaller.eval(), val_batches)
-            now = head(found).argmax(1)
-            error = (found - original).norm() / (original - original.mean(0)).norm()
-            row = dict(
-                key, distil_epochs=distil_epochs, **training,
-                **{'top-1': percentage(now == targets)}, original=percentage(predicted == targets),
-                agreement=percentage(now == predicted), error=round(error.item(), 4),
-                macs=round(count_macs(smaller, (3, img_size, img_size)).total / macs, 4), minutes=round(minutes, 2))
-            row['top-1 change'] = round(row['top-1'] - row['original'], 2)
-            if decoder is not None:
-                row['correlation'] = round(
-                    (maps(smaller, decoder, map_batches) * original_maps).sum(1).mean().item(), 4)
-            results.report(section, _WHAT, [row], device, settings, [*key, *training])
-
+        after_epoch = partial(measure, smaller, key, (time.process_time() - begun) / 60)
         if args.distil_epochs:
-            state = '-'.join(map(str, [*key.values(), args.lr])).replace(' ', '-')
+            state = '-'.join(map(str, key.values())).replace(' ', '-')
             train_parts(
-                smaller, train, args, args.distil_epochs, args.states / f'{state}.pth', measure,
+                smaller, train, args, args.distil_epochs, args.states / f'{state}.pth', after_epoch,
                 teacher=copy.deepcopy(model))
         else:
-            measure(0)
+            after_epoch(0)
 
 
 def speed(args: argparse.Namespace) -> None:
