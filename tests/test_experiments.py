@@ -805,11 +805,13 @@ def test_real_vit(script, real_vit, tmp_path, capsys):
         '--samples', 3, '--methods', 'timm-rep', 'VBP', '--states', tmp_path / 'states']
     script('experiments/real_vit', *args)
     script('experiments/real_vit', *args, '--distil-epochs', 2, '--lr', 1e-3)
-    path, = (tmp_path / 'results').glob('*/real-vit-classifier.json')
-    content = path.read_text()
-    rows = {(row['method'], row['distil_epochs']): row for row in json.loads(content)['rows']}
+    paths = sorted((tmp_path / 'results').glob('*/real-vit-*.json'))  # classifier, distilled
+    contents = [path.read_text() for path in paths]
+    plain, distilled = (json.loads(content)['rows'] for content in contents)
+    assert [(row['method'], row['distil_epochs']) for row in plain] == [('timm-rep', 0), ('VBP', 0)]
+    rows = {(row['method'], row['distil_epochs']): row for row in distilled}
     assert rows.keys() == {(method, epochs) for method in ('timm-rep', 'VBP') for epochs in (0, 1, 2)}
-    assert all(row.get('schedule') == (2 if epochs else None) for (_, epochs), row in rows.items())
+    assert all(row['error'] == rows[row['method'], 0]['error'] for row in plain)
     for (method, epochs), row in rows.items():
         assert row['top-1 change'] == pytest.approx(row['top-1'] - row['original'], abs=.01)
         assert row['macs'] == rows['timm-rep', 0]['macs'] < 1
@@ -817,7 +819,7 @@ def test_real_vit(script, real_vit, tmp_path, capsys):
     # once more: no row is measured again
     script('experiments/real_vit', *args)
     script('experiments/real_vit', *args, '--distil-epochs', 2, '--lr', 1e-3)
-    assert path.read_text() == content
+    assert [path.read_text() for path in paths] == contents
 
 
 def test_real_vit_distils_from_whole_images(real_vit, monkeypatch, tmp_path):

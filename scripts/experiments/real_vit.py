@@ -210,7 +210,8 @@ def compare(args: argparse.Namespace) -> None:
         original_maps = maps(model, decoder, map_batches)
     macs = count_macs(model, (3, img_size, img_size)).total
     print(f'original: {percentage(predicted == targets)}%, {macs / 1e6:.0f} M MACs', flush=True)
-    section, device = f'real-vit-{"classifier" if args.classifier else "probe"}', torch.device('cpu')
+    kind = 'distilled' if args.distil_epochs else 'classifier' if args.classifier else 'probe'
+    section, device = f'real-vit-{kind}', torch.device('cpu')
     settings = dict(img_size=img_size, images=args.images, val_images=args.val_images)
     done = results.rows_measured(section, device, settings)
 
@@ -241,13 +242,12 @@ def compare(args: argparse.Namespace) -> None:
         else:
             METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
         after_epoch = partial(measure, smaller, key, (time.process_time() - begun) / 60)
+        after_epoch(0)
         if args.distil_epochs:
             state = '-'.join(map(str, key.values())).replace(' ', '-')
             train_parts(
                 smaller, train, args, args.distil_epochs, args.states / f'{state}.pth', after_epoch,
                 teacher=copy.deepcopy(model))
-        else:
-            after_epoch(0)
 
 
 def speed(args: argparse.Namespace) -> None:
