@@ -51,7 +51,7 @@ def images():
 def test_there_is_one_of_each():
     kinds = {name.partition('_')[0] for name in FOLDERS if '_any' not in name}
     assert kinds == {'repa', 'repopt'}
-    assert {'repa_any.cifar10', 'repopt_any.cifar10'} <= set(FOLDERS)
+    assert 'repa_any.cifar10' in FOLDERS
 
 
 @pytest.mark.parametrize('name', FOLDERS)

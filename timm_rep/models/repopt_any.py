@@ -50,7 +50,6 @@ def _build(
 
 model_cfgs: Dict[str, Dict[str, Any]] = {
     'repopt_any': dict(base=_DEFAULT_BASE),
-    'repopt_any.cifar10': dict(base='mobileone_s0'),
 }
 
 
@@ -65,12 +64,6 @@ def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs: Any) ->
 
 
 default_cfgs = generate_default_cfgs({
-    'repopt_any.cifar10': dict(
-        base_cfg('repopt_any', _DEFAULT_BASE), hf_hub_id='timm-rep/repopt_any.cifar10',
-        license='apache-2.0',
-        num_classes=10, input_size=(3, 64, 64), pool_size=(2, 2), crop_pct=1., interpolation='bilinear',
-        mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
-    # last, with '*', to be the default
     'repopt_any.untrained*': base_cfg('repopt_any', _DEFAULT_BASE),
 })
 
