@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.optim import list_optimizers
 
-from tests.helpers import ROOT, SCRIPTS, randomize_, relative, run, same_weights
+from tests.helpers import ROOT, SCRIPTS, needs_recorded_args, randomize_, relative, run, same_weights
 from timm_rep.convert import folded_copy
 from timm_rep.deploy import BACKENDS, CALIBRATORS
 from timm_rep.init.weight_select import ELEMENT_CHOICES
@@ -743,6 +743,7 @@ def test_can_begin(name, start, tmp_path):
     assert start(name, '--minutes', 0, '--weights-dir', tmp_path) == (75, [])
 
 
+@needs_recorded_args  # before, timm took weights of augreg for a NumPy archive
 def test_pretrained_weights(load_script, start, images, tmp_path, monkeypatch, capsys):
     """A training starts from a file of weights, which is looked for before anything else."""
     module = load_script('experiments/experiment')

@@ -150,7 +150,7 @@ def test_readme(tmp_path):
     def names(containing):
         return next(names for code, names in states if containing in code)
 
-    before, after = names("export(model, 'fast')")['report'].macs
+    before, after = names('report.macs')['report'].macs
     assert after < before
 
     folding = names('reparameterize_model')

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from timm.data import resolve_data_config
 
 import timm_rep
-from tests.helpers import relative
+from tests.helpers import needs_recorded_args, relative
 from tests.hub.published import REPA, REPOPT, publish, same, trained, write_folder
 from timm_rep.hub import read_repository, save_folder, sha256
 from timm_rep.hub._folder import write_hashes
@@ -575,6 +575,7 @@ def test_the_caller_says_where(hub, folder, published, tmp_path):
     assert not hub.requests
 
 
+@needs_recorded_args
 @pytest.mark.parametrize('num_classes,expected', [(None, ['a', 'b', 'c']), (2, None)])
 def test_label_names_stay(tmp_path, num_classes, expected):
     """They go from folder to folder with the model, unless it has another number of classes."""

@@ -10,7 +10,7 @@ import torch.nn as nn
 from safetensors.torch import load_file, save_file
 
 import timm_rep
-from tests.helpers import relative
+from tests.helpers import needs_recorded_args, relative
 from tests.hub.published import REPA, REPOPT, publish, trained
 from timm_rep.layers import csla_layers
 from timm_rep.optim import RepSGD
@@ -67,6 +67,7 @@ def convert(model):
     timm_rep.convert_to_repa(model, calibration=[torch.randn(8, 3, 32, 32)])
 
 
+@needs_recorded_args
 @pytest.mark.parametrize('change', [lambda model: None, lambda model: model.reparameterize()])
 @pytest.mark.parametrize('kind', [REPA, REPOPT])
 @torch.no_grad()
@@ -83,6 +84,7 @@ def test_saved_as_it_is(wrapper, tmp_path, kind, change):
         assert found.reparameterized == model.timm_model.reparameterized
 
 
+@needs_recorded_args
 @pytest.mark.parametrize('folded', [True, False])
 @pytest.mark.parametrize('kind', [REPA, REPOPT])
 def test_a_config_of_another_structure(wrapper, tmp_path, kind, folded):
@@ -103,6 +105,7 @@ def test_a_config_of_another_structure(wrapper, tmp_path, kind, folded):
         wrapper.from_pretrained(tmp_path / 'saved')
 
 
+@needs_recorded_args
 @torch.no_grad()
 def test_converted_in_the_wrapper(wrapper, tmp_path):
     args = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -114,6 +117,7 @@ def test_converted_in_the_wrapper(wrapper, tmp_path):
     assert relative(wrapper.from_pretrained(tmp_path / 'saved').timm_model(x), model.timm_model(x)) < 1e-6
 
 
+@needs_recorded_args
 def test_every_export_loads(wrapper, tmp_path):
     """num_classes is given once."""
     for i, name in enumerate(('repa_deit_tiny', 'vit_tiny_patch16_224')):
@@ -125,6 +129,7 @@ def test_every_export_loads(wrapper, tmp_path):
             assert wrapper.from_pretrained(tmp_path / f'{i}{j}').timm_model.num_classes == 5
 
 
+@needs_recorded_args
 def test_scales_of_the_folder(wrapper, tmp_path):
     """They are attached; without the file RepSGD refuses the model instead of training with other scales."""
     folder = tmp_path / 'repopt_vgg_a0.mine'

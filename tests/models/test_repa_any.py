@@ -25,6 +25,7 @@ def plain(args):
     return timm.create_model(args.pop('base'), **args).eval()
 
 
+@needs_recorded_args
 @pytest.mark.parametrize('args', [VIT, CONVNEXT])
 @torch.no_grad()
 def test_it_is_what_the_conversion_makes(args, tmp_path):

@@ -68,12 +68,10 @@ def _feature_cfg(base: str, args: Dict[str, Any]) -> Dict[str, Any]:
     """timm's ``feature_cfg`` of a base: how its features are extracted, read off its feature extractor."""
     features = timm.create_model(base, features_only=True, **args, device='meta')
     info = features.feature_info
-    return dict(
-        feature_cls=type(features),
-        out_indices=info.out_indices,
-        output_fmt=features.output_fmt,
-        flatten_sequential=isinstance(features, FeatureDictNet) and any('.' in name for name in info.module_name()),
-    )
+    cfg = dict(feature_cls=type(features), out_indices=info.out_indices, output_fmt=features.output_fmt)
+    if isinstance(features, FeatureDictNet):
+        cfg['flatten_sequential'] = any('.' in name for name in info.module_name())
+    return cfg
 
 
 def create_from_base(
