@@ -1,4 +1,4 @@
-"""Suites in environments of their own: this one with the oldest timm and torch, and timm's tests of models."""
+"""Suites in environments of their own: the oldest timm and torch, each runtime, and timm's tests of models."""
 import os
 import re
 import sys
@@ -11,6 +11,14 @@ import timm
 from tests.helpers import ROOT, run
 
 
+def create_environment(folder, extra, *requirements):
+    """The interpreter of a new environment with this package in place, an extra of it, and further requirements."""
+    venv.create(folder, with_pip=True)
+    python = folder / ('Scripts/python.exe' if sys.platform == 'win32' else 'bin/python')
+    run([python, '-m', 'pip', 'install', '--quiet', '-e', f'{ROOT}[{extra}]', *requirements])
+    return python
+
+
 @pytest.mark.oldest
 @pytest.mark.timeout(3600)
 def test_oldest_timm_and_torch(tmp_path):
@@ -18,11 +26,21 @@ def test_oldest_timm_and_torch(tmp_path):
     oldest = {name: re.search(rf'"{name}>=([\d.]+)"', pyproject)[1] for name in ('timm', 'torch')}
     readme = (ROOT / 'README.md').read_text()
     assert all(f'{name} {version}' in readme for name, version in oldest.items())
-    venv.create(tmp_path / 'venv', with_pip=True)
-    python = tmp_path / 'venv' / ('Scripts/python.exe' if sys.platform == 'win32' else 'bin/python')
     pins = [f'{name}=={version}' for name, version in oldest.items()]
-    run([python, '-m', 'pip', 'install', '--quiet', *pins, '-e', f'{ROOT}[test]'])
+    python = create_environment(tmp_path / 'venv', 'test', *pins)
     out = run([python, '-m', 'pytest', '-q'], cwd=ROOT)
+    print(out)
+    assert re.search(r'\d+ passed', out)
+
+
+@pytest.mark.clients
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize('extra,requirements', [
+    ('test,openvino', []), ('test,executorch', []), ('test', ['litert-torch', 'coremltools'])])
+def test_runtimes(tmp_path, extra, requirements):
+    """Their requirements of torch and torchao exclude each other."""
+    python = create_environment(tmp_path / 'venv', extra, *requirements)
+    out = run([python, '-m', 'pytest', '-q', '-n', '0', '-m', 'clients', 'tests/deploy/test_runtimes.py'], cwd=ROOT)
     print(out)
     assert re.search(r'\d+ passed', out)
 

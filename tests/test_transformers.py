@@ -15,6 +15,7 @@ from timm_rep.layers import csla_layers
 pytestmark = pytest.mark.clients
 
 NAMES = ['repa_lvvit_s.cifar10', 'repopt_vgg_a0.cifar10']
+CONVERTED = 'repa_any.cifar10'  # folded as it is
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_documentation(transformers, image, monkeypatch):
     assert csla_layers(names['model'].timm_model)['stem.conv.0'].grad_mult is not None
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', [*NAMES, CONVERTED])
 def test_round_trip(transformers, image, tmp_path, name):
     """Equal inputs and logits in transformers and timm, from the published folder and from what transformers saves."""
     folder = str(ROOT / 'hub' / name)

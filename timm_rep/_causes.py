@@ -127,7 +127,12 @@ def _relative_rms(x: Any, reference: Any) -> float:
     return ((x - reference).norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
 
 
-def _with_hooks(model: nn.Module, images: torch.Tensor, hooks: Dict[str, Callable], before: bool = False) -> None:
+def _with_hooks(
+        model: nn.Module,
+        images: torch.Tensor,
+        hooks: Dict[str, Callable[..., Any]],
+        before: bool = False,
+) -> None:
     """Compute the outputs of a model with a hook before or after some modules."""
     register = nn.Module.register_forward_pre_hook if before else nn.Module.register_forward_hook
     handles = [register(model.get_submodule(name), hook) for name, hook in hooks.items()]

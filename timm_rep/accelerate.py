@@ -11,6 +11,7 @@ from timm_rep._verify import check_finite, compare
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
 from timm_rep.convert.linearize import check_convertible
 from timm_rep.convert.record import recorded_base
+from timm_rep.deploy import quantized_files
 from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, read_folder, save_folder
 from timm_rep.publish import REPORT_NAME, AccelerationReport, accelerated_card, figures_table
 from timm_rep.utils.atomic import recover
@@ -85,7 +86,7 @@ def accelerate(
         distil_epochs: int = 0,
         lr: float = 1e-5,
         sweep: Sequence[float] = (),
-        checkpoint: Optional[Union[str, os.PathLike]] = None,
+        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
         resume: bool = False,
 ) -> Accelerated:
     """Convert a copy of a pretrained model from data, distil it if asked to, and measure both.
@@ -169,7 +170,7 @@ def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
         raise RuntimeError(f'The outputs of the folded model differ: relative rms {error:.2g}.')
 
 
-def check_output(folder: Union[str, os.PathLike]) -> Path:
+def check_output(folder: Union[str, os.PathLike[str]]) -> Path:
     """Check that :func:`write_model` replaces no files of others in a folder; finishes an interrupted write.
 
     Raises:
@@ -187,7 +188,8 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
     """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` loads, with every figure.
 
     Files: model.safetensors, config.json, report.json, README.md, and accuracy.png if there are several idle ratios.
-    The state of the distillation that made the model is removed; the state of another one stays, to be resumed.
+    An int8 form and a picture of an earlier model are removed, as is the state of the distillation that made the model;
+    the state of another one stays, to be resumed.
 
     Args:
         folder: Folder, which is created or whose files are replaced.
@@ -212,8 +214,7 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
 
             plot_accuracy(result.figures).savefig(draft / _PICTURE, dpi=120)
 
-    save_folder(copy.deepcopy(result.model).cpu(), folder, extra=write_documents)
-    if not swept:
-        (folder / _PICTURE).unlink(missing_ok=True)  # it may show earlier figures
+    outdated = [folder / _PICTURE, *quantized_files(folder)]
     if 'distilled' in result.figures:
-        (folder / STATE).unlink(missing_ok=True)
+        outdated.append(folder / STATE)
+    save_folder(copy.deepcopy(result.model).cpu(), folder, extra=write_documents, outdated=outdated)

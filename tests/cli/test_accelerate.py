@@ -3,6 +3,7 @@ import copy
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import timm_rep
-from tests.helpers import in_processes, relative, same_weights, torchrun
+from tests.helpers import ROOT, in_processes, relative, same_weights, torchrun
 from timm_rep.accelerate import STATE, _check_folded, accelerate, check_output, measure, write_model
 from timm_rep.cli import main
 from timm_rep.utils.atomic import locking_folder
@@ -223,10 +224,14 @@ def test_the_machine_is_recorded(data, tmp_path, monkeypatch):
 def test_kept_ffns_and_budgets(data, tmp_path):
     output = tmp_path / 'fast'
     output.mkdir()
-    for name in ('report.json', 'accuracy.png'):  # of an earlier sweep
+    stale = 'accuracy.png', 'model.onnx', 'model.pt2'  # of an earlier sweep, and its int8 form
+    for name in (*stale, 'report.json', 'mine'):
         (output / name).write_bytes(b'')
+    shutil.copy(ROOT / 'hub' / 'repopt_vgg_a0.cifar10' / 'quantization.json', output)
     assert main(command(data, output, '--macs', '0.8', '--distil-epochs', '1')) == 0
-    assert not (output / 'accuracy.png').exists()
+    names = {path.name for path in output.iterdir()}
+    assert names >= {'mine', 'model.safetensors'}
+    assert not names & {*stale, 'quantization.json'}
     report = json.loads((output / 'report.json').read_text())
     before, after = report['conversion']['macs']
     assert after <= .8 * before

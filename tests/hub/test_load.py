@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import load_file, save_file
 from timm.data import resolve_data_config
 
@@ -22,7 +22,7 @@ from timm_rep.layers import csla_layers
 from timm_rep.models import RePaVisionTransformer
 from timm_rep.publish.prepare import write_folded
 from timm_rep.scales import Scales
-from timm_rep.utils.network import is_hub_reachable
+from timm_rep.utils.network import is_reachable
 
 NAME = 'repa_deit_tiny.mine'
 ORG = f'timm-rep/{NAME}'
@@ -287,10 +287,11 @@ def test_unknown_arguments(folder):
             timm.create_model(name, pretrained=pretrained, nothing=1)
     path = folder / NAME / 'config.json'
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, 'model_args': {**config['model_args'], 'nothing': 1}}))
-    for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
-        with pytest.raises((ValueError, RuntimeError), match=r'repa_deit_tiny\.mine.*nothing'):
-            timm.create_model(name, pretrained=pretrained)
+    for unknown in 'nothing', 'variant', 'cls', 'weights':  # the last three are parameters of functions of ours
+        path.write_text(json.dumps({**config, 'model_args': {**config['model_args'], unknown: 1}}))
+        for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
+            with pytest.raises((ValueError, RuntimeError), match=rf'repa_deit_tiny\.mine.*{unknown}'):
+                timm.create_model(name, pretrained=pretrained)
 
 
 def test_damaged_configs(folder, tmp_path):
@@ -386,7 +387,7 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch):
         assert asked == [True]
         for name in 'http_proxy', 'HTTP_PROXY':
             monkeypatch.setenv(name, 'http://127.0.0.1:1')
-        assert is_hub_reachable()
+        assert is_reachable(constants.ENDPOINT)
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------

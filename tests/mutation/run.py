@@ -139,9 +139,12 @@ def outcome(root: Path, mutant: Mutant, timeout: float) -> str:
     original, changed = path.read_text(encoding='utf-8'), mutant.apply(root)
     path.write_text(changed, encoding='utf-8')
     try:
-        return {0: 'survived', None: 'hung'}.get(run_tests(root, mutant.tests.split(), timeout), 'failed')
+        status = run_tests(root, mutant.tests.split(), timeout)
     finally:
         path.write_text(original, encoding='utf-8')
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise ValueError(f'{mutant.file}: {mutant.what}: none of {mutant.tests} is in the default run.')
+    return {0: 'survived', None: 'hung'}.get(status, 'failed')
 
 
 def environment() -> Dict[str, Any]:

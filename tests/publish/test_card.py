@@ -184,13 +184,13 @@ def test_img_size_of_a_recipe(args, img_size, tmp_path):
 @pytest.mark.slow
 def test_license_of_a_tag(tmp_path):
     """That of the registered weights; none of others, which are not those of the base either."""
-    args = dict(base='mobileone_s0', stem_chs=8)
-    torch.save(timm.create_model('repopt_any', num_classes=4, **args).state_dict(), tmp_path / 'c.pth')
-    recipe = dict(RECIPE, model='repopt_any', model_kwargs=args)
+    args = dict(base='fasternet_t0', embed_dim=8, depths=(1, 1, 1, 1), feature_dim=16)
+    torch.save(timm.create_model('repa_any', num_classes=4, **args).state_dict(), tmp_path / 'c.pth')
+    recipe = dict(RECIPE, model='repa_any', model_kwargs=args)
     (tmp_path / 'train.yaml').write_text(yaml.safe_dump(recipe))
-    assert timm.get_pretrained_cfg('mobileone_s0').license
+    assert timm.get_pretrained_cfg('fasternet_t0').license
     for tag, expected in ('cifar10', 'apache-2.0'), ('mine', None):
-        folder = tmp_path / f'repopt_any.{tag}'
+        folder = tmp_path / f'repa_any.{tag}'
         prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'train.yaml')
         assert json.loads((folder / 'config.json').read_text())['pretrained_cfg'].get('license') == expected
 
@@ -198,10 +198,10 @@ def test_license_of_a_tag(tmp_path):
 @pytest.mark.parametrize('tag, expected', [('cifar10', 'apache-2.0'), ('mine', None)])
 def test_license_of_a_trained_model(tmp_path, tag, expected):
     """That of the registered weights of the tag; the base's, which are others, have one too."""
-    settings = dict(model='repopt_any', model_kwargs=dict(base='mobileone_s0', stem_chs=8), num_classes=4)
-    model = _create_trained(settings, tmp_path / 'train.yaml', f'repopt_any.{tag}')
+    settings = dict(model='repa_any', model_kwargs=dict(base='fasternet_t0', embed_dim=8), num_classes=4)
+    model = _create_trained(settings, tmp_path / 'train.yaml', f'repa_any.{tag}')
     assert model.pretrained_cfg.get('license') == expected
-    assert timm.get_pretrained_cfg('mobileone_s0').license
+    assert timm.get_pretrained_cfg('fasternet_t0').license
 
 
 def test_an_int8_form_is_measured(folder, checkpoint, monkeypatch):

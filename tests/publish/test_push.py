@@ -1,4 +1,6 @@
 """timm-rep push, with the Hub's own client; and back with create_model(pretrained=True)."""
+import re
+
 import pytest
 import timm
 
@@ -174,15 +176,17 @@ def test_interrupted_upload(account, folder):
     assert 'model.safetensors' in account.files(REPO)
 
 
-def test_weights_are_deleted_only_by_name(account, folder, capsys):
+@pytest.mark.parametrize('name', [
+    'model.onnx', 'model.onnx.data', 'model.pt2', 'model.xml', 'model.bin', 'model.pte', 'old/Best.CKPT', 'a.pth.tar'])
+def test_weights_are_deleted_only_by_name(account, folder, name):
     publish(folder)
-    account.add(REPO, {'model.safetensors': b'x', 'model.onnx': b'theirs', 'notes.txt': b'theirs'})
+    account.add(REPO, {'model.safetensors': b'x', name: b'theirs', 'notes.txt': b'theirs'})
     for dry_run in False, True:
-        with pytest.raises(ValueError, match=r'model\.onnx.*--delete model\.onnx'):
+        with pytest.raises(ValueError, match=re.escape(f'--delete {name}')):
             push_folder(folder, 'we', dry_run=dry_run, delete=['notes.txt'])
-    assert account.files(REPO)['model.onnx'] == b'theirs'
-    assert main(['push', str(folder), '--org', 'we', '--delete', 'model.onnx']) == 0
-    assert not {'model.onnx', 'notes.txt'} & account.files(REPO).keys()
+    assert account.files(REPO)[name] == b'theirs'
+    assert main(['push', str(folder), '--org', 'we', '--delete', name]) == 0
+    assert not {name, 'notes.txt'} & account.files(REPO).keys()
 
 
 def test_a_folder_without_weights(account, folder):

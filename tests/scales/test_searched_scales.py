@@ -211,9 +211,18 @@ def test_damaged_cache(server, released_scales):
     assert len(requests) == 2
 
 
-def test_other_models_download_nothing(server):
+def test_a_server_that_does_not_answer(server, monkeypatch):
+    """It is not waited for by torch's download, which has no time limit."""
+    monkeypatch.setattr(released, 'is_reachable', lambda address: address != RELEASED['repopt_vgg_b1'].url)
+    with pytest.raises(FileNotFoundError, match='repopt_vgg_b1: the server does not answer'):
+        locate_released('repopt_vgg_b1')
+    assert not server[1]
+
+
+def test_other_models_download_nothing(server, caplog):
     _, requests = server
     assert timm.create_model('repopt_vgg_b1', **_SMALL).scales_source == 'init'  # another architecture
+    assert [record.levelname for record in caplog.records] == ['WARNING']  # searched scales exist
     assert timm.create_model('repopt_vgg_b1', scales='init', device='meta').scales_source == 'init'
     timm.create_model('repopt_vgg_b1', reparameterized=True, device='meta')
     assert timm.create_model('repopt_ghostnet_050', device='meta').scales_source == 'repopt_ghostnet_050'  # packaged

@@ -138,6 +138,21 @@ def test_the_next_write_finishes_the_one_before(folder, monkeypatch):
         assert contents(draft) == after(copy=False)
 
 
+def test_outdated_files_leave_in_the_same_move(folder, monkeypatch):
+    """Not before the end, and not what is written."""
+    outdated = folder / 'b', folder / 'c', folder / 'none'
+    before = contents(folder)
+    for error in ValueError, None:
+        (folder / 'c').write_text('old')
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            with replacing_files(folder, outdated=outdated) as draft:
+                (draft / 'c').write_text('new')
+                if error:
+                    raise error
+        expected = {**before, 'c': 'old'} if error else {**{k: v for k, v in before.items() if k != 'b'}, 'c': 'new'}
+        assert contents(folder) == expected
+
+
 @pytest.mark.skipif(os.name == 'nt', reason='there are no such modes')
 @pytest.mark.parametrize('umask', [0o022, 0o002, 0o077])
 def test_permissions_are_those_of_a_new_file(tmp_path, umask):

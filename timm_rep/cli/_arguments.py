@@ -2,7 +2,7 @@
 import argparse
 import os
 from contextlib import nullcontext
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any, Callable, Mapping, Optional, Sequence, TypeAlias
 
 import timm
 import torch
@@ -16,7 +16,7 @@ from timm_rep.utils.data import read_images
 from timm_rep.utils.files import argument_errors, config_errors
 
 # result of ArgumentParser.add_subparsers(); argparse has no public name for its type
-Commands = argparse._SubParsersAction
+Commands: TypeAlias = 'argparse._SubParsersAction[argparse.ArgumentParser]'
 
 
 def default_device() -> torch.device:

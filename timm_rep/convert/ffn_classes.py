@@ -3,7 +3,7 @@
 A registration names the layers of an FFN; here they are found and checked.
 """
 import re
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn as nn
@@ -261,7 +261,7 @@ def find_blocks(model: nn.Module) -> Iterator[Block]:
             yield Block(path, module, norm, mlp, ls)
 
 
-_BUILT_IN: Tuple[Tuple[str, dict], ...] = (
+_BUILT_IN: Tuple[Tuple[str, Dict[str, Any]], ...] = (
     ('layers.mlp.Mlp', dict(norm='norm', drop='drop1 drop2')),
     ('layers.mlp.ConvMlp', dict(first='fc1 norm')),
     ('layers.mlp.GluMlp', dict(norm='norm', packed=True)),

@@ -46,7 +46,7 @@ def _usable(device: Union[str, torch.device]) -> torch.device:
     return device
 
 
-def _usable_output(output: Union[str, os.PathLike]) -> Path:
+def _usable_output(output: Union[str, os.PathLike[str]]) -> Path:
     output = Path(output).resolve()
     for folder in (output, output / 'model'):
         check_writable(folder)
@@ -57,7 +57,7 @@ def _usable_output(output: Union[str, os.PathLike]) -> Path:
 
 
 def run_demo(
-        output: Union[str, os.PathLike] = 'timm-rep-demo',
+        output: Union[str, os.PathLike[str]] = 'timm-rep-demo',
         device: Union[str, torch.device] = 'cpu',
         seed: int = 0,
         epochs: int = 12,

@@ -21,7 +21,7 @@ def check_float_model(model: nn.Module) -> None:
         raise ValueError(f'{name} must be on the CPU, got {", ".join(sorted(devices))}: call model.cpu().')
 
 
-def read_images(loader: Iterable, count: int) -> List[torch.Tensor]:
+def read_images(loader: Iterable[Any], count: int) -> List[torch.Tensor]:
     """Calibration batches of images, float32; ValueError unless they are finite and of one size."""
     batches = [images.detach().float().cpu() for images in take_images(loader, count)]
     for images in batches:
@@ -36,7 +36,7 @@ def check_keep_float(
         keep_float: Any,
         max_error: Optional[float],
         max_accuracy_loss: Optional[float],
-        validation_loader: Optional[Iterable],
+        validation_loader: Optional[Iterable[Any]],
 ) -> None:
     """Raise ValueError unless the layers that stay in float and the limits of errors fit together."""
     limits = {'max_error': max_error, 'max_accuracy_loss': max_accuracy_loss}
@@ -53,7 +53,11 @@ def check_keep_float(
         raise ValueError('max_accuracy_loss requires validation_loader.')
 
 
-def float_accuracy(model: nn.Module, loader: Optional[Iterable], size: Sequence[int]) -> Optional[Tuple[float, int]]:
+def float_accuracy(
+        model: nn.Module,
+        loader: Optional[Iterable[Any]],
+        size: Sequence[int],
+) -> Optional[Tuple[float, int]]:
     """Accuracy of the float model in percent, and number of images; measured before any work."""
     if loader is None:
         return None

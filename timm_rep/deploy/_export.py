@@ -58,7 +58,7 @@ class Exported(Sidecar):
         ])
 
 
-def check_target(path: Union[str, os.PathLike], format: str) -> Format:
+def check_target(path: Union[str, os.PathLike[str]], format: str) -> Format:
     """Check, before any model is loaded, that this machine can write a format to a path; raises as :func:`export`."""
     target, path = check_format(format), Path(path)
     if target.suffix is None:
@@ -79,7 +79,7 @@ def check_target(path: Union[str, os.PathLike], format: str) -> Format:
 @torch.no_grad()
 def export(
         model: nn.Module,
-        path: Union[str, os.PathLike],
+        path: Union[str, os.PathLike[str]],
         format: str = 'safetensors',
         reparameterize: bool = True,
         images: Optional[torch.Tensor] = None,

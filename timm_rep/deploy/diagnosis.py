@@ -83,7 +83,7 @@ def simulation_passes(
         simulation: RoundedModel,
         expected: Any,
         images: torch.Tensor,
-        validation_loader: Optional[Iterable],
+        validation_loader: Optional[Iterable[Any]],
         accuracy: Optional[Tuple[float, int]],
         limits: Tuple[Optional[float], Optional[float]],
         kept: Sequence[str],

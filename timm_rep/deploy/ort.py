@@ -29,7 +29,7 @@ _STRUCTURE = 'timm_rep.outputs'  # key for the structure of several outputs
 class OnnxProgram(Program):
     """An ONNX file in QDQ format, run with torch's number of threads."""
 
-    def __init__(self, folder: tempfile.TemporaryDirectory):
+    def __init__(self, folder: 'tempfile.TemporaryDirectory[str]'):
         self.folder = folder  # holds model.onnx, removed with the program
         self.path = Path(folder.name) / 'model.onnx'
         self._run = onnx_runner(self.path)

@@ -69,7 +69,7 @@ class Quantized(nn.Module):
             raise ValueError('A quantized model cannot be trained: train the float model, or use quantize_qat.')
         return super().train(mode)
 
-    def save(self, folder: Union[str, os.PathLike]) -> None:
+    def save(self, folder: Union[str, os.PathLike[str]]) -> None:
         """Write the files of the backend and quantization.json, for :func:`load_quantized`.
 
         Existing files of these names are replaced. If the folder has a report, the files of its backend are removed.
@@ -85,7 +85,7 @@ class Quantized(nn.Module):
             self.report.to_json(draft / REPORT_NAME)
 
 
-def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
+def load_quantized(folder: Union[str, os.PathLike[str]]) -> Quantized:
     """Load a folder written by :meth:`Quantized.save`.
 
     Nothing is unpickled, and files with pickled values are refused. A graph is a program nevertheless: load only files
@@ -107,13 +107,13 @@ def load_quantized(folder: Union[str, os.PathLike]) -> Quantized:
 
 def quantize_ptq(
         model: nn.Module,
-        calibration_loader: Iterable,
+        calibration_loader: Iterable[Any],
         backend: str = 'inductor',
         per_channel: bool = True,
         calibrator: str = 'minmax',
         percentile: float = 99.99,
         max_images: int = 512,
-        validation_loader: Optional[Iterable] = None,
+        validation_loader: Optional[Iterable[Any]] = None,
         keep_float: Union[str, Sequence[str]] = (),
         max_error: Optional[float] = None,
         max_accuracy_loss: Optional[float] = None,
@@ -227,9 +227,9 @@ def quantize_qat(
         epochs: int = 10,
         lr: float = 1e-4,
         max_images: int = 512,
-        checkpoint: Optional[Union[str, os.PathLike]] = None,
+        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
         resume: bool = False,
-        validation_loader: Optional[Iterable] = None,
+        validation_loader: Optional[Iterable[Any]] = None,
 ) -> Quantized:
     """Quantization-aware training, distilled from the float model.
 
@@ -330,7 +330,7 @@ def _finish(
         model: nn.Module,
         folded: nn.Module,
         batches: List[torch.Tensor],
-        validation_loader: Optional[Iterable],
+        validation_loader: Optional[Iterable[Any]],
         accuracy: Optional[Tuple[float, int]],
         backend: str,
         **settings: Any,

@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -43,6 +43,7 @@ def save_folder(
         tag: Optional[str] = None,
         half: bool = False,
         extra: Optional[Callable[[Path], None]] = None,
+        outdated: Iterable[Path] = (),
 ) -> None:
     """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` and transformers' AutoModel load.
 
@@ -58,13 +59,14 @@ def save_folder(
         tag: Tag of the weights, as in MODEL.TAG.
         half: Write parameters as float16; the statistics of a BatchNorm stay float32.
         extra: Called with the temporary folder before its files replace earlier ones, to write further files.
+        outdated: Files of the folder, made from earlier weights, to remove.
 
     Raises:
         OSError: The folder cannot be written to.
         OverflowError: A parameter is too large for float16.
         ValueError: ``create_model`` cannot build the model from config.json. In all cases, nothing is written.
     """
-    with replacing_files(folder) as draft:
+    with replacing_files(folder, outdated=outdated) as draft:
         write_model(model, draft, model_args=model_args, scales=scales, label_names=label_names, tag=tag, half=half)
         if not half:
             _check_rebuilt(model, load_folder(draft))

@@ -9,7 +9,7 @@ from timm_rep.utils.data import check_preprocessing
 from timm_rep.utils.files import read_config
 from timm_rep.utils.network import hub_download
 
-PathLike = Union[str, os.PathLike]
+PathLike = Union[str, os.PathLike[str]]
 
 CONFIG_NAME = 'config.json'
 CARD_NAME = 'README.md'

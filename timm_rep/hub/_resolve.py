@@ -49,6 +49,7 @@ class Weights(NamedTuple):
 def build_model(
         cls: Callable[..., nn.Module],
         variant: str,
+        /,
         pretrained: bool,
         model_cfgs: Mapping[str, Mapping[str, Any]],
         complete: Optional[Callable[[Dict[str, Any]], Dict[str, Any]]] = None,
@@ -99,7 +100,7 @@ def build_model(
     return model
 
 
-def _create(cls: Callable[..., nn.Module], weights: Weights, **model_args: Any) -> nn.Module:
+def _create(cls: Callable[..., nn.Module], weights: Weights, /, **model_args: Any) -> nn.Module:
     given = [name for name in model_args if name not in weights.model_args]
     error: Exception
     try:
@@ -315,7 +316,7 @@ def find_weights(
         repo_id: Optional[str] = None,
         file: Optional[str] = None,
         idle_ratio: float = DEFAULT_IDLE_RATIO,
-        cache_dir: Optional[Union[str, os.PathLike]] = None,
+        cache_dir: Optional[Union[str, os.PathLike[str]]] = None,
 ) -> Tuple[str, Optional[ModelRepository]]:
     """Find published weights: in TIMM_REP_HUB, on the Hub, in the authors' release, in this order.
 

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, constants
 
 from timm_rep.layers import holds_structure, is_reparameterized
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
-from timm_rep.utils.network import hub_download, hub_errors, is_hub_reachable
+from timm_rep.utils.network import hub_download, hub_errors, is_reachable
 
 from ._repository import check_sha256
 
@@ -33,7 +33,7 @@ _SUFFIXES = ('.safetensors', '.pth', '.pt', '.bin', '.pth.tar')
 _RATIO = re.compile(r'(?<!\d)0[._p](?P<decimals>\d+)|[-_](?:[a-z]+)[-_]r?(?P<percent>25|50|75|90)(?!\d)')
 
 # for each model class: (pattern, replacement) from a key here to the released key
-ReleasedKeys = Sequence[Tuple[str, Union[str, Callable[[re.Match], str]]]]
+ReleasedKeys = Sequence[Tuple[str, Union[str, Callable[['re.Match[str]'], str]]]]
 _RELEASED_KEYS: Dict[Type[nn.Module], ReleasedKeys] = {}
 # buffers that the configuration determines
 _RELEASED_BUFFERS = re.compile(r'\.(attn_mask|relative_position_index)$')
@@ -80,7 +80,7 @@ def fetch_released(
         idle_ratio: float = DEFAULT_IDLE_RATIO,
         filename: Optional[str] = None,
         revision: Optional[str] = None,
-        cache_dir: Optional[Union[str, os.PathLike]] = None,
+        cache_dir: Optional[Union[str, os.PathLike[str]]] = None,
 ) -> str:
     """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary, and checked.
 
@@ -98,11 +98,11 @@ def _fetch(
         idle_ratio: float,
         filename: Optional[str],
         revision: Optional[str],
-        cache_dir: Optional[Union[str, os.PathLike]],
+        cache_dir: Optional[Union[str, os.PathLike[str]]],
 ) -> str:
     try:
         with hub_errors():
-            if not is_hub_reachable():
+            if not is_reachable(constants.ENDPOINT):
                 raise ConnectionError(f'{constants.ENDPOINT} cannot be reached.')
             files = HfApi().list_repo_files(RELEASED_REPO_ID, revision=revision)
         file = _choose(files, variant, idle_ratio, filename)
@@ -141,7 +141,7 @@ def register_released_keys(cls: Type[nn.Module], keys: ReleasedKeys) -> None:
 
 def rename_released(
         model: nn.Module,
-        path_or_state_dict: Union[str, os.PathLike, Mapping[str, torch.Tensor]],
+        path_or_state_dict: Union[str, os.PathLike[str], Mapping[str, torch.Tensor]],
         classifier: Optional[Sequence[str]] = None,
 ) -> Dict[str, torch.Tensor]:
     """Read a checkpoint as :func:`load_released`, under the keys of the model.
@@ -199,7 +199,7 @@ def rename_released(
 
 def load_released(
         model: nn.Module,
-        path_or_state_dict: Union[str, os.PathLike, Mapping[str, torch.Tensor]],
+        path_or_state_dict: Union[str, os.PathLike[str], Mapping[str, torch.Tensor]],
 ) -> nn.Module:
     """Load a checkpoint of the papers' released implementations into a model of this package, strictly.
 

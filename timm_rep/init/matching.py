@@ -5,7 +5,7 @@
 import fnmatch
 import re
 from itertools import chain
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 import torch.nn as nn
 
@@ -17,7 +17,7 @@ LAYER_SELECTIONS = ('first', 'uniform', 'mid', 'last')
 COMPONENTS = ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other')
 
 Shape = Tuple[int, ...]
-_Groups = List[Tuple[frozenset, List[str]]]  # kinds and numbers of blocks
+_Groups = List[Tuple[FrozenSet[Any], List[str]]]  # kinds and numbers of blocks
 
 # the first match gives the component
 _PATTERNS = (
@@ -151,7 +151,7 @@ def _group_blocks(blocks: Mapping[str, Mapping[str, Shape]]) -> _Groups:
 
     The first block of a stage that changes stride or width is a group of its own.
     """
-    groups: Dict[frozenset, List[str]] = {}
+    groups: Dict[FrozenSet[Any], List[str]] = {}
     for number in sorted(filter(str.isdigit, blocks), key=int):
         groups.setdefault(frozenset(blocks[number].items()), []).append(number)
     return [
@@ -160,7 +160,7 @@ def _group_blocks(blocks: Mapping[str, Mapping[str, Shape]]) -> _Groups:
     ]
 
 
-def _match_kinds(student: _Groups, teacher: _Groups) -> Dict[frozenset, frozenset]:
+def _match_kinds(student: _Groups, teacher: _Groups) -> Dict[FrozenSet[Any], FrozenSet[Any]]:
     """The kind of the teacher's blocks for each of the student's: the same, or else the most similar of the others.
 
     Blocks of similar kinds have, for example, layer scales or biases in one of the two models only.

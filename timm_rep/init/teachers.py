@@ -17,7 +17,7 @@ from timm_rep.utils.network import hub_errors
 
 from .matching import Shape
 
-TeacherSource = Union[str, os.PathLike, nn.Module, Mapping[str, torch.Tensor]]
+TeacherSource = Union[str, os.PathLike[str], nn.Module, Mapping[str, torch.Tensor]]
 
 
 @dataclass

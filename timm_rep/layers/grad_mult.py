@@ -16,7 +16,7 @@ _ATTRIBUTE = 'grad_mult'
 Region = Tuple[Tuple[int, int], torch.Tensor, bool]
 
 
-class MultipliedLayers(weakref.WeakValueDictionary):
+class MultipliedLayers(weakref.WeakValueDictionary[str, nn.Module]):
     """Target operators of a model that were given a GradMult together, by name.
 
     The optimizers compare these layers with the parameters they are given. The layers are not kept alive. A copied or
@@ -74,7 +74,7 @@ class GradMult:
         for name, scale in self.scales.items():
             if not scale.isfinite().all():
                 raise ValueError(f'The scales of the branch {name!r} must be finite.')
-        self._cache: Dict[tuple, List[Region]] = {}
+        self._cache: Dict[Tuple[Any, ...], List[Region]] = {}
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}(shape={self.shape}, branches={[branch.name for branch in self.csla.branches]})'

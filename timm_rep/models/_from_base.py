@@ -77,6 +77,7 @@ def _feature_cfg(base: str, args: Dict[str, Any]) -> Dict[str, Any]:
 def create_from_base(
         build: Callable[..., nn.Module],
         variant: str,
+        /,
         model_cfgs: Mapping[str, Mapping[str, Any]],
         pretrained: bool = False,
         start_from_base: Optional[Dict[str, Any]] = None,

@@ -29,7 +29,10 @@ def choose_scales(variant: str, args: Mapping[str, Any], architecture: Mapping[s
     if args.get('structure') == 'search' or args.get('reparameterized'):
         return 'init'
     if any(_as_lists(args.get(name, value)) != _as_lists(value) for name, value in architecture.items()):
-        _logger.info("%s: the searched scales are of another architecture, using scales='init'.", variant)
+        searched = variant in RELEASED or variant in packaged_scales()
+        _logger.log(
+            logging.WARNING if searched else logging.INFO,
+            "%s: the searched scales are of another architecture, using scales='init'.", variant)
         return 'init'
     if variant in packaged_scales():
         return variant

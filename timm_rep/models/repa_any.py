@@ -90,7 +90,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_any(variant: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+def _create_repa_any(variant: str, /, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     is_annealed = kwargs.get('anneal_steps') and not kwargs.get('reparameterized')
     start_from_base: Optional[Dict[str, Any]] = {} if is_annealed else None
     return create_from_base(

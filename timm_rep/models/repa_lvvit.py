@@ -210,7 +210,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_lvvit(variant: str, pretrained: bool = False, **kwargs: Any) -> TokenLabelMixin:
+def _create_lvvit(variant: str, /, pretrained: bool = False, **kwargs: Any) -> TokenLabelMixin:
     cls = RePaLvVit if variant.startswith('repa_') else LvVit
     return build_model(
         cls,

@@ -71,7 +71,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_mixer(variant: str, pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
+def _create_repa_mixer(variant: str, /, pretrained: bool = False, **kwargs: Any) -> RePaMlpMixer:
     return build_model(
         RePaMlpMixer,
         variant,

@@ -99,7 +99,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_poolformer(variant: str, pretrained: bool = False, **kwargs: Any) -> RePaPoolFormer:
+def _create_repa_poolformer(variant: str, /, pretrained: bool = False, **kwargs: Any) -> RePaPoolFormer:
     return build_model(
         RePaPoolFormer,
         variant,

@@ -32,7 +32,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_swin(variant: str, pretrained: bool = False, **kwargs: Any) -> RePaSwinTransformer:
+def _create_repa_swin(variant: str, /, pretrained: bool = False, **kwargs: Any) -> RePaSwinTransformer:
     return build_model(
         RePaSwinTransformer,
         variant,

@@ -54,7 +54,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repa_vit(variant: str, pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
+def _create_repa_vit(variant: str, /, pretrained: bool = False, **kwargs: Any) -> RePaVisionTransformer:
     return build_model(
         RePaVisionTransformer,
         variant,

@@ -53,7 +53,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repopt_any(variant: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+def _create_repopt_any(variant: str, /, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     # branches that are trained or have constant scales are newly initialized
     start_from_base = dict(reinit=False) if kwargs.get('structure', 'target') == 'target' else None
     if pretrained and start_from_base and kwargs.get('reinit') and not kwargs.get('pretrained_cfg'):

@@ -110,7 +110,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repopt_ghostnet(variant: str, pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
+def _create_repopt_ghostnet(variant: str, /, pretrained: bool = False, **kwargs: Any) -> RepOptGhostNet:
     return build_model(
         RepOptGhostNet,
         variant,

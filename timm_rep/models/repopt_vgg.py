@@ -169,7 +169,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
         super().__init__(cfg, in_chans=in_chans, output_stride=output_stride, **dd, **kwargs)
         # timm builds its own stems only, all of them with stride 2
         self.stem = block(in_chans, stem_width, stride=strides[0], layers=get_layer_fns(cfg), **dd)
-        named_apply(_init_weights, self.stem, include_root=True)
+        named_apply(_init_weights, self.stem, include_root=True)  # timm has no public name for it
         for info in self.feature_info:
             info['reduction'] = info['reduction'] * strides[0] // 2
         if not reparameterized:
@@ -232,7 +232,7 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
 }
 
 
-def _create_repopt_vgg(variant: str, pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
+def _create_repopt_vgg(variant: str, /, pretrained: bool = False, **kwargs: Any) -> RepOptVgg:
     def complete(args: Dict[str, Any]) -> Dict[str, Any]:
         # a feature map for each resolution: a stage of stride 1 adds none
         strides = args['strides']

@@ -67,7 +67,7 @@ def flat(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-def use_fused(param: torch.Tensor, group: dict) -> bool:
+def use_fused(param: torch.Tensor, group: Dict[str, Any]) -> bool:
     """Whether torch's fused kernel updates the chunks of a parameter on a CPU, the default where it applies."""
     if not is_dense(param):
         return False

@@ -15,7 +15,7 @@ from ._chunks import Scratch, flat, in_chunks, match_strides, row_chunks, use_fu
 
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]]]
 # parameters that are updated alike, with the lists of their state by the names of torch's arguments, and their group
-States = Iterator[Tuple[List[torch.Tensor], Dict[str, list], Dict[str, Any]]]
+States = Iterator[Tuple[List[torch.Tensor], Dict[str, List[Any]], Dict[str, Any]]]
 
 
 class _Pieces(NamedTuple):
@@ -111,7 +111,7 @@ class _RepOptimizer(_Base):
     def _update_multiplied(
             self,
             params: List[torch.Tensor],
-            state: Dict[str, list],
+            state: Dict[str, List[Any]],
             group: Dict[str, Any],
             scratch: Scratch,
     ) -> None:
@@ -240,7 +240,7 @@ class RepSGD(_RepOptimizer, SGD):
         if strict:
             self._check_grad_mults()
 
-    def _sgd(self, params: list, grads: list, momentum_buffer_list: list, group: Dict[str, Any]) -> None:
+    def _sgd(self, params: List[Any], grads: List[Any], momentum_buffer_list: List[Any], group: Dict[str, Any]) -> None:
         names = 'lr', 'momentum', 'dampening', 'weight_decay', 'nesterov', 'maximize', 'foreach', 'fused'
         sgd(
             params,
@@ -275,7 +275,7 @@ class RepSGD(_RepOptimizer, SGD):
                 self.state[p]['momentum_buffer'] = match_strides(p, buffer)
             yield some, {'momentum_buffer_list': [to_local(self.state[p]['momentum_buffer']) for p in some]}, shared
 
-    def _update(self, pieces: _Pieces, state: Dict[str, list], group: Dict[str, Any]) -> None:
+    def _update(self, pieces: _Pieces, state: Dict[str, List[Any]], group: Dict[str, Any]) -> None:
         params, grads, grad_mults, start, empty_like, in_order = pieces
         products = [
             grad_mult.multiply(grad, self._rule, out=empty_like(param), start=start)
@@ -339,7 +339,7 @@ class RepAdamW(_RepOptimizer, AdamW):
         if strict:
             self._check_grad_mults()
 
-    def _adamw(self, params: list, grads: list, state: Dict[str, list], group: Dict[str, Any]) -> None:
+    def _adamw(self, params: List[Any], grads: List[Any], state: Dict[str, List[Any]], group: Dict[str, Any]) -> None:
         names = 'lr', 'eps', 'weight_decay', 'amsgrad', 'maximize', 'capturable', 'foreach', 'fused'
         adamw(
             params,
@@ -377,7 +377,7 @@ class RepAdamW(_RepOptimizer, AdamW):
     def _update_plain(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
         self._adamw(params, [p.grad for p in params], self._state_of(params, group), group)
 
-    def _update(self, pieces: _Pieces, state: Dict[str, list], group: Dict[str, Any]) -> None:
+    def _update(self, pieces: _Pieces, state: Dict[str, List[Any]], group: Dict[str, Any]) -> None:
         params, grads, grad_mults, start, empty_like, in_order = pieces
         found_inf = self._scalers['found_inf']
         # torch's arithmetic on parameters of zeros gives the bare update

@@ -7,10 +7,14 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
+from timm_rep.deploy import BACKENDS, FORMATS
 from timm_rep.hub import CONFIG_NAME, PathLike, organization, sha256, verify_folder
 from timm_rep.utils.network import hub_errors
 
-_WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.pt2', '.onnx', '.data')
+_WEIGHT_SUFFIXES = frozenset({
+    '.safetensors', '.bin', '.pth', '.pt', '.ckpt', '.pkl', '.tar', '.npz', '.h5', '.msgpack', '.gguf', '.tflite',
+    *(Path(name).suffix for backend in BACKENDS.values() for name in backend.files),
+    *(format.suffix for format in FORMATS.values() if format.suffix)})
 
 
 class Change(NamedTuple):
@@ -64,7 +68,7 @@ def push_folder(
     changes = [_change(folder / name, name, published.get(name)) for name in names]
     changes += [Change(name, 'delete', 0) for name in sorted(published) if name not in [*names, '.gitattributes']]
     deleted = [change.file for change in changes if change.what == 'delete']
-    kept = [name for name in deleted if name.endswith(_WEIGHT_SUFFIXES) and name not in delete]
+    kept = [name for name in deleted if Path(name).suffix.lower() in _WEIGHT_SUFFIXES and name not in delete]
     if kept:
         raise ValueError(
             f'{repository} has {", ".join(kept)}, which {str(folder)!r} does not have: to delete weights, name them '

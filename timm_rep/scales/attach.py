@@ -13,7 +13,7 @@ from .packaged import packaged_scales
 from .released import RELEASED_PREFIX
 from .scales import Scales
 
-ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike, Literal[False]]
+ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike[str], Literal[False]]
 
 
 def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[Scales]:

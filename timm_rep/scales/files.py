@@ -34,7 +34,7 @@ _RELEASED_BRANCHES = {
 }
 
 
-def locate(source: Union[str, os.PathLike]) -> str:
+def locate(source: Union[str, os.PathLike[str]]) -> str:
     """The path of a file of scales, of packaged or released scales by their name, or of a download in the Hub's cache.
     """
     source = os.fspath(source)
@@ -62,7 +62,7 @@ def read(path: str) -> Tuple[Layers, Mapping[str, str]]:
     return _read_released(path) if path.endswith(_PICKLED) else _read_safetensors(path)
 
 
-def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathLike]) -> None:
+def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathLike[str]]) -> None:
     """Write a safetensors file; a failure leaves an existing one intact."""
     path = Path(path)
     if path.suffix != '.safetensors':
@@ -111,7 +111,7 @@ def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
     return layers, {'source': os.path.basename(path)}
 
 
-def _layer(released: re.Match) -> str:
+def _layer(released: 're.Match[str]') -> str:
     if released.re is _RELEASED_GHOST:
         return f'{released["ghost"]}.cheap_operation.0'
     stage = int(released['stage'])

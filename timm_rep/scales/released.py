@@ -6,6 +6,8 @@ from huggingface_hub import constants
 from timm.models._hub import check_cached_file, get_cache_dir
 from torch.hub import download_url_to_file
 
+from timm_rep.utils.network import is_reachable
+
 RELEASED_PREFIX = 'released:'  # begins a source of scales, the name of a model follows
 
 RELEASE_URL = 'https://github.com/DingXiaoH/RepOptimizers/raw/main/'
@@ -77,6 +79,8 @@ def _download(file: ReleasedFile, path: str) -> Optional[str]:
     """Download a file in place of an incomplete or another one; the reason if that is not possible."""
     if constants.HF_HUB_OFFLINE:
         return 'HF_HUB_OFFLINE is set'
+    if not is_reachable(file.url):  # torch's download has no time limit
+        return 'the server does not answer'
     try:
         download_url_to_file(file.url, path, hash_prefix=file.sha256, progress=False)
     except (OSError, RuntimeError) as e:  # no connection, no such file, another checksum

@@ -207,7 +207,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             layer: {branch: fn(scale) for branch, scale in branches.items()} for layer, branches in self.items()
         }, metadata)
 
-    def save(self, path: Union[str, os.PathLike]) -> None:
+    def save(self, path: Union[str, os.PathLike[str]]) -> None:
         """Write a safetensors file; a failure leaves an existing one intact.
 
         Raises:
@@ -219,7 +219,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         write(self._layers, {**self.metadata, **history}, path)
 
     @classmethod
-    def load(cls, source: Union[str, os.PathLike]) -> 'Scales':
+    def load(cls, source: Union[str, os.PathLike[str]]) -> 'Scales':
         """Read scales from a file or the Hub.
 
         Args:

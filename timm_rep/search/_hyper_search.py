@@ -66,7 +66,7 @@ def hyper_search(
         amp_dtype: Optional[torch.dtype] = None,
         channels_last: bool = False,
         seed: int = 0,
-        checkpoint: Optional[Union[str, os.PathLike]] = None,
+        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
         checkpoint_epochs: int = 1,
         resume: bool = False,
         overwrite: bool = False,
@@ -218,7 +218,7 @@ def _check_recipe(recipe: Mapping[str, Any]) -> None:
             raise ValueError(f'{name} must be {what}, got {value!r}.')
 
 
-def _check_loaders(train_loader: Iterable, val_loader: Optional[Iterable]) -> None:
+def _check_loaders(train_loader: Iterable[Any], val_loader: Optional[Iterable[Any]]) -> None:
     for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
         if loader is None:
             continue

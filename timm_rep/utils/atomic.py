@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Iterator, List, Union
+from typing import Iterable, Iterator, List, Union
 
 from filelock import FileLock, Timeout
 
@@ -18,7 +18,7 @@ _PENDING = '.written'
 _REMOVED = '.removed.json'
 
 
-def check_writable(folder: Union[str, os.PathLike]) -> Path:
+def check_writable(folder: Union[str, os.PathLike[str]]) -> Path:
     """Check that a folder exists or can be created, and that files can be written there, before any long work."""
     folder = Path(folder)
     missing = _missing(folder)
@@ -34,7 +34,7 @@ def check_writable(folder: Union[str, os.PathLike]) -> Path:
 
 
 @contextlib.contextmanager
-def locking_folder(folder: Union[str, os.PathLike], wait: bool = True) -> Iterator[Path]:
+def locking_folder(folder: Union[str, os.PathLike[str]], wait: bool = True) -> Iterator[Path]:
     """Hold the lock of a folder, which one process has at a time; without ``wait``, BlockingIOError if another has it.
 
     The folder is created if necessary, and removed again if the body raises and leaves it empty. Files can still be
@@ -46,7 +46,11 @@ def locking_folder(folder: Union[str, os.PathLike], wait: bool = True) -> Iterat
 
 
 @contextlib.contextmanager
-def replacing_files(folder: Union[str, os.PathLike], copy: bool = False) -> Iterator[Path]:
+def replacing_files(
+        folder: Union[str, os.PathLike[str]],
+        copy: bool = False,
+        outdated: Iterable[Path] = (),
+) -> Iterator[Path]:
     """A temporary folder whose files move into ``folder`` at the end and replace files of the same name.
 
     If the body raises, ``folder`` stays as it was, and the message names it instead of the temporary folder. If the
@@ -57,6 +61,7 @@ def replacing_files(folder: Union[str, os.PathLike], copy: bool = False) -> Iter
         folder: Folder, created if it does not exist, and removed again if the body raises and leaves it empty.
         copy: Start from a copy of the folder's files, except hidden ones and subfolders, and remove the files of the
             folder that the body removes from the copy. The temporary folder has the name of the folder.
+        outdated: Files of ``folder`` that are removed in the same move, unless they are written.
     """
     folder = Path(folder)
     with _removing_if_raised(folder), _locked(folder, '.writing.lock'):
@@ -82,7 +87,7 @@ def replacing_files(folder: Union[str, os.PathLike], copy: bool = False) -> Iter
                     kind = 'folder' if target.is_dir() else 'file'
                     raise FileExistsError(f'{str(target)!r} must not be a {kind}: remove it.')
             _set_modes(draft)
-            removed = sorted(before - {path.name for path in written})
+            removed = sorted({*before, *(path.name for path in outdated)} - {path.name for path in written})
             if removed:
                 (draft / _REMOVED).write_text(json.dumps(removed), encoding='utf-8')
             draft.rename(folder / _PENDING)
@@ -91,7 +96,7 @@ def replacing_files(folder: Union[str, os.PathLike], copy: bool = False) -> Iter
             shutil.rmtree(folder / _DRAFT, ignore_errors=True)
 
 
-def recover(folder: Union[str, os.PathLike]) -> bool:
+def recover(folder: Union[str, os.PathLike[str]]) -> bool:
     """Finish the moves of a process that was killed at the end of :func:`replacing_files`; whether there was one."""
     folder = Path(folder)
     if not (folder / _PENDING).is_dir():

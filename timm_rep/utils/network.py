@@ -30,9 +30,9 @@ def hub_errors() -> Iterator[None]:
         raise ConnectionError(f'The Hub gave an unexpected answer: {type(e).__name__}: {e}') from e
 
 
-def is_hub_reachable() -> bool:
-    """Whether the Hub accepts connections; True with a proxy. The client itself would retry for half a minute."""
-    url = urlsplit(constants.ENDPOINT)
+def is_reachable(address: str) -> bool:
+    """Whether the server of a URL accepts connections; True with a proxy. Clients would wait or retry for minutes."""
+    url = urlsplit(address)
     if url.scheme in getproxies() or 'all' in getproxies():
         return True
     connected = []
@@ -53,11 +53,11 @@ def hub_download(
         repo_id: str,
         filename: str,
         revision: Optional[str] = None,
-        cache_dir: Optional[Union[str, os.PathLike]] = None,
+        cache_dir: Optional[Union[str, os.PathLike[str]]] = None,
 ) -> str:
     """``hf_hub_download``, which takes the file from the Hub's cache at once if the Hub cannot be reached."""
     with hub_errors():
-        offline = constants.HF_HUB_OFFLINE or not is_hub_reachable()
+        offline = constants.HF_HUB_OFFLINE or not is_reachable(constants.ENDPOINT)
         try:
             return hf_hub_download(repo_id, filename, revision=revision, cache_dir=cache_dir, local_files_only=offline)
         except LocalEntryNotFoundError as e:

@@ -128,7 +128,7 @@ def _divergence(outputs: torch.Tensor, teacher: nn.Module, images: torch.Tensor)
     return F.kl_div(outputs.float().log_softmax(1), target, log_target=True, reduction='batchmean')
 
 
-def _seed_epoch(seed: int, epoch: int, loader: Iterable) -> None:
+def _seed_epoch(seed: int, epoch: int, loader: Iterable[Any]) -> None:
     world_size, rank = world_size_and_rank()
     random_seed(seed + 1 + epoch * world_size + rank)
     sampler = getattr(loader, 'sampler', None)
@@ -221,7 +221,7 @@ def _digest(model: nn.Module, values: bool = False) -> str:
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> Tuple[torch.Tensor, float]:
+def evaluate(model: nn.Module, loader: Iterable[Any], device: torch.device) -> Tuple[torch.Tensor, float]:
     """Evaluate a classifier, which is left in eval mode.
 
     Args:
