@@ -13,7 +13,7 @@ _TIMEOUT = 120.  # seconds for one answer; a page of a few files takes far less,
 
 
 def find_chromium() -> Optional[str]:
-    """Path of Chromium or Chrome, None if there is none."""
+    """Path of Chromium or Chrome, or None."""
     names = 'chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'
     return next(filter(None, map(shutil.which, names)), None)
 

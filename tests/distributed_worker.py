@@ -1,4 +1,4 @@
-"""What the processes of a group run in the tests: training, a conversion from data, Hyper-Search."""
+"""Functions that the processes of a group run in the tests: training, a conversion from data, Hyper-Search."""
 import sys
 
 import timm
@@ -134,7 +134,7 @@ def search(path, batch_size, killed_after):
     """
     torch.manual_seed(0)
     model = timm.create_model('repopt_vgg_a0', structure='search', dtype=torch.float64, **TINY)
-    model = freeze_batch_norm_2d(model)  # else the statistics would be those of half a batch
+    model = freeze_batch_norm_2d(model)  # else the statistics would be of half a batch
     g = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(48, 3, 32, 32, generator=g, dtype=torch.float64), torch.arange(48) % 4)
     sampler = DistributedSampler(data)

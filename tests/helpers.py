@@ -1,4 +1,4 @@
-"""What tests share: paths, tiny models, random weights and inputs, comparisons, subprocesses."""
+"""Shared by the tests: paths, tiny models, random weights and inputs, comparisons, subprocesses."""
 import multiprocessing
 import os
 import subprocess

@@ -270,7 +270,7 @@ class HubServer:
         self._faults.clear()
         self._corrupted.clear()
 
-    # What was asked
+    # Requests received
 
     @property
     def requests(self) -> List[Request]:
@@ -311,7 +311,7 @@ class HubServer:
         }
 
     def client_settings(self, home: Union[str, Path], chunk_size: int = 500) -> Dict[str, Any]:
-        """What the client made of the environment when it was imported, and its pauses: dotted names and values."""
+        """Values by dotted name: what the client read from the environment when it was imported, and its pauses."""
         paths = self._paths(home)
         constants = {
             **paths,
@@ -333,7 +333,7 @@ class HubServer:
             **{f'huggingface_hub.constants.{name}': value for name, value in constants.items()},
             'huggingface_hub.utils._cache_manager.HF_HUB_CACHE': paths['HF_HUB_CACHE'],
             'huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE': paths['HF_ASSETS_CACHE'],
-            'huggingface_hub.hf_api.api.endpoint': self.url,  # the one behind huggingface_hub.model_info() and others
+            'huggingface_hub.hf_api.api.endpoint': self.url,  # used by huggingface_hub.model_info() and others
             'huggingface_hub.utils._http.time': no_pauses,
             'huggingface_hub.file_download.time': no_pauses,
         }
@@ -386,7 +386,7 @@ class HubServer:
             arguments = [unquote(group) if group else None for group in match.groups()]
             if access in ('token', 'write') and not known:
                 raise _Error(401, 'Invalid username or password.')
-            if access == 'signed' and known:  # what a token must not be sent to
+            if access == 'signed' and known:  # tokens must not be sent to signed addresses
                 raise _Error(400, 'Only one auth mechanism allowed')
             if access != 'token':
                 repo = self._repos.get(arguments[0])

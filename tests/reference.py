@@ -58,7 +58,7 @@ def batch_norm(x, mean, var, gamma, beta, eps):
 
 
 def ffn(x, weights, act, active, training=False, eps=1e-5):
-    """Equation 3 without the shortcut, with running statistics, or those of the batch in training mode.
+    """Equation 3 without the shortcut, with running statistics, or the batch's in training mode.
 
     x: (tokens, C). weights: the state dict of a RePaMlp, float64; ``ls.gamma`` in it is a layer scale.
     """

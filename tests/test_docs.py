@@ -51,7 +51,7 @@ def _documented():
 
 
 def test_every_name_is_in_an_example():
-    """Of its docstring, or of a page that test_how_to.py or test_readme.py runs."""
+    """An example in its docstring, or on a page that test_how_to.py or test_readme.py runs."""
     pages = [ROOT / name for name in ('README.md', 'CONTRIBUTING.md', 'hub/README.md')]
     text = ''.join(page.read_text() for page in (*pages, *(ROOT / 'docs' / 'how-to').glob('*.md')))
     code = ''.join(re.findall(r'^```python\n(.*?)^```', text, re.MULTILINE | re.DOTALL))

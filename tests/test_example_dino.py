@@ -139,7 +139,7 @@ def test_teacher_is_ema(dino, spied, monkeypatch):
 
 
 def test_teacher_statistics(dino, monkeypatch):
-    """Running statistics of the teacher's BatchNorms are those of the global views only."""
+    """Running statistics of the teacher's BatchNorms come from the global views only."""
     seen, watched, create, forward = [], [], dino.create_networks, torch.nn.BatchNorm1d.forward
 
     def create_and_watch(*args):
@@ -177,7 +177,7 @@ def test_student_learns(dino, spied):
     views = ['--transform-kwargs', 'n_local_views=0', 'global_crop_scale=(1.,1.)']
     dino.run(*TINY, *views, '--momentum', 1, '--batch-size', 64, '--epochs', 30)
     losses = trained[0][-1]
-    assert losses[-1] < 0.5 * max(losses)  # it starts as the teacher, then the center of the outputs moves
+    assert losses[-1] < 0.5 * max(losses)  # the student starts as the teacher, then the center of the outputs moves
 
 
 def test_knn(dino):

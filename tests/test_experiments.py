@@ -608,7 +608,7 @@ def test_stopped_search(start, load_script, monkeypatch, tmp_path):
     first, second = (Scales.load(next(tmp_path.glob(f'{out}/*/scales.safetensors'))) for out in ('out', 'again'))
     assert all(torch.equal(first[layer][branch], second[layer][branch]) for layer in first for branch in first[layer])
     assert 'minutes' in first.metadata
-    assert 'minutes' not in second.metadata  # those of the last part alone would be wrong
+    assert 'minutes' not in second.metadata  # the minutes of the last part alone would be wrong
 
 
 def test_trainings_of_other_images(start, load_script, images, tmp_path, monkeypatch):
@@ -675,7 +675,7 @@ def test_committed_rows(load_script, monkeypatch):
 
 
 def test_comparison_of_searches(load_script, monkeypatch):
-    """The correlation is that of the relative changes from the initial scales, over all channels of all layers."""
+    """The correlation is between the relative changes from the initial scales, over all channels of all layers."""
     train = load_script('experiments/train')
     search = dict(train.SEARCH, model='repopt_vgg_a0', model_args=dict(
         depths=[1, 2, 1, 1], widths=[8, 8, 16, 16], stem_width=8))
@@ -733,7 +733,7 @@ def test_the_same_command_twice(images, tmp_path):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_can_begin(name, start, tmp_path):
-    """What is checked before the first row passes; nothing is computed, for lack of time."""
+    """All checks before the first row pass; nothing is computed, for lack of time."""
     if name == 'quantization':
         pytest.importorskip('torchao')
         pytest.importorskip('onnxruntime')

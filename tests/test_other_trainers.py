@@ -52,7 +52,7 @@ def distance(model, other, start):
 @pytest.mark.clients
 @pytest.mark.parametrize('name', LIBRARIES)
 def test_example(name, tmp_path, monkeypatch):
-    """The model is that of a plain loop with RepSGD, neither of plain SGD nor of clipped gradients, and it folds."""
+    """The model is as from a plain loop with RepSGD, not from plain SGD or clipped gradients, and it folds."""
     pytest.importorskip(LIBRARIES[name])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')

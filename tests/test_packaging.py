@@ -66,7 +66,7 @@ def test_sdist(built):
 
 
 def test_wheel(built):
-    """The files of the package, and nothing beside it."""
+    """The files of the package, and nothing else."""
     wheel, = built.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if '.dist-info/' not in name}

@@ -32,7 +32,7 @@ def test_every_row(row):
 
 
 def test_tables_are_covered():
-    """The numbers of rows are those of the papers' tables."""
+    """The numbers of rows are as in the papers' tables."""
     tables = {
         paper: Counter(row.table for row in PAPER_ROWS if row.paper == paper)
         for paper in {row.paper for row in PAPER_ROWS}

@@ -360,7 +360,7 @@ def test_pictures_of_results(monkeypatch):
 
 
 def test_points_of_two_figures(monkeypatch, tmp_path):
-    """Of a series as a list, x is a figure of a file too."""
+    """In a series given as a list, x is a figure of a file too."""
     pytest.importorskip('matplotlib')
     module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
     monkeypatch.setattr(module, 'RESULTS', tmp_path)

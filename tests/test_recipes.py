@@ -21,7 +21,7 @@ from tests.helpers import SCRIPTS, run
 
 RECIPES = SCRIPTS / 'recipes'
 
-# RePaFormer, table 7; LV-ViT-S's drop path is that of the published version (RePaViT)
+# RePaFormer, table 7; LV-ViT-S has the drop path of the published version (RePaViT)
 TABLE_7 = {  # batch size, base learning rate, min learning rate, weight decay, drop path rate
     'repa_deit_tiny': (4096, 2.5e-3, 1e-6, .02, .02),
     'repa_deit_small': (4096, 3e-3, 4e-5, .05, .04),
@@ -173,7 +173,7 @@ def command_line(recipe):
 class TestTrainScript:
 
     def test_every_key_is_an_argument(self):
-        """Keys and types of a recipe are those of its command line: from a file, train.py checks neither."""
+        """Keys and types of a recipe are as on its command line: from a file, train.py checks neither."""
         commands = {model: command_line(read(model)) for model in MODELS}
         out = run([sys.executable, '-c', _PARSE], input=json.dumps(commands), cwd=_CHECKOUT)
         parsed = json.loads(out.splitlines()[-1])

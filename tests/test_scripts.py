@@ -312,7 +312,7 @@ def test_memory_use(load_script):
 
 
 def arguments(**more):
-    """What bench.py passes to a section."""
+    """The arguments that bench.py passes to a section."""
     def pending(**columns):
         return [dict(zip(columns, values)) for values in itertools.product(*columns.values())]
 
@@ -377,7 +377,7 @@ def test_bench_search_step(load_script, monkeypatch):
 
 @pytest.mark.slow
 def test_parts_of_a_training_step(load_script, monkeypatch):
-    """Each operator counts once; those of the optimizer count as the optimizer."""
+    """Each operator counts once; operators of the optimizer count as the optimizer."""
     bench = load_script('benchmarks/repopt_train')
     args = arguments(models=['repopt_vgg_a0'])
     args.pending = lambda model, img_size: [{'model': model[0], 'img_size': img_size[0]}]

@@ -38,7 +38,7 @@ def test_oldest_timm_and_torch(tmp_path):
 @pytest.mark.parametrize('extra,requirements', [
     ('test,openvino', []), ('test,executorch', []), ('test', ['litert-torch', 'coremltools'])])
 def test_runtimes(tmp_path, extra, requirements):
-    """Their requirements of torch and torchao exclude each other."""
+    """The runtimes have requirements of torch and torchao that exclude each other."""
     python = create_environment(tmp_path / 'venv', extra, *requirements)
     out = run([python, '-m', 'pytest', '-q', '-n', '0', '-m', 'clients', 'tests/deploy/test_runtimes.py'], cwd=ROOT)
     print(out)

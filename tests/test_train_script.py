@@ -153,7 +153,7 @@ def test_amp_unscales(rep, plain, fused):
 
 
 @pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
-def test_accumulated_gradients_are_those_of_the_whole_batch(rep):
+def test_accumulated_gradients_equal_the_whole_batch(rep):
     """In float64: the first step of AdamW takes the rounding of a gradient near 0 for its sign."""
     models = []
     for parts in (1, 4):
@@ -169,7 +169,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(rep):
 
 
 def test_clipping_breaks_the_equivalence():
-    """As documented: the norm of the gradients differs from that of the CSLA network."""
+    """As documented: the norm of the gradients differs from the norm in the CSLA network."""
     results = []
     for clip in (None, .01):
         csla = tiny('repopt_vgg_a0', structure='csla', dtype=torch.float64)
@@ -207,7 +207,7 @@ def test_compiled_step(rep, options):
         optimizer = rep(model.parameters(), lr=.01, **options)
         step = torch.compile(optimizer.step) if compiled else optimizer.step
         for i in range(3):
-            # not those of a loss: AdamW would amplify the rounding of small ones from step to step
+            # random gradients: AdamW would amplify the rounding of a loss's small ones from step to step
             g = torch.Generator().manual_seed(i)
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=g)

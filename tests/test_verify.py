@@ -55,7 +55,7 @@ def test_models_of_timm(name):
 
 
 def test_the_numbers():
-    """They are those of the outputs, with the unfolded model in float64 as the reference; the model is unchanged."""
+    """The differences are of the outputs, with the unfolded model in float64 as reference; the model is unchanged."""
     model = tiny('repa_deit_tiny').train()
     torch.nn.init.normal_(model.blocks[0].mlp.norm1.running_mean)
     before = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_compare():
 
 @pytest.mark.parametrize('damage', [1e-4, 1., float('nan')])
 def test_a_broken_fold_of_one_layer(monkeypatch, damage):
-    """The layer is named, and not those behind it, whose inputs differ too."""
+    """The layer is named, and not the layers after it, whose inputs differ too."""
     model = randomize_(tiny('repa_vit_small', depth=3))
     target = model.blocks[1].mlp.fc1.weight.clone()
     fuse = RePaMlp.fuse

@@ -69,7 +69,7 @@ def test_a_folder_to_load(data, tmp_path, capsys):
     assert model.pretrained_cfg['mean'] == (.4, .5, .6)
     assert model.pretrained_cfg['input_size'] == (3, 32, 32)
     assert json.loads((output / 'config.json').read_text())['label_names'] == ['0', '1', '2']
-    # it is what the conversion by hand gives
+    # the same model as by converting it by hand
     expected, images = original(data), Images(original(data), str(data), mean=(.4, .5, .6))
     report = timm_rep.convert_to_repa(expected, idle_ratio=.6, calibration=images.calibration(512))
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -176,7 +176,7 @@ def test_distillation_comes_closer_and_resumes(data, tmp_path):
              r'mean is \(0\.5, 0\.5, 0\.5\) there and \(0\.4, 0\.5, 0\.6\) here\.')):
         with pytest.raises(ValueError, match=f'another distillation: {message}'):
             resume(**kwargs)
-    # images without a config, as those of the experiments
+    # images without a config, as in the experiments
     resume(images=SimpleNamespace(device=images.device, seed=images.seed, training=images.training))
 
 
@@ -454,7 +454,7 @@ def test_models_that_cannot_be_saved_are_refused_before_the_work(data, monkeypat
 
 @torch.no_grad()
 def test_tied_parameters(data, tmp_path):
-    """They are written twice."""
+    """Tied parameters are written twice."""
     model = original(data)
     model.blocks[1].attn.proj.weight = model.blocks[0].attn.proj.weight
     result = accelerate(model, Images(model, str(data)), calibration_images=24)
@@ -608,7 +608,7 @@ def test_command_with_two_processes(data, tmp_path):
 
 @torch.no_grad()
 def test_agreement_is_with_the_original(data):
-    """Not with the model before: the second and the third agree."""
+    """The agreement is not with the previous model: the second and the third agree."""
     models = {name: original(data) for name in 'abc'}
     for name, label in zip('abc', (0, 1, 1)):
         models[name].head.weight.zero_()
@@ -625,7 +625,7 @@ def test_one_run_at_a_time(data, tmp_path, capsys):
 
 
 def test_an_interrupted_write_is_finished_first(tmp_path):
-    """With its report.json, the other files are no one else's."""
+    """A report.json, moved or not, shows that the other files come from an interrupted write."""
     (tmp_path / 'README.md').write_text('moved')
     with pytest.raises(FileExistsError, match=r'README\.md'):
         check_output(tmp_path)

@@ -105,7 +105,7 @@ def test_run_imports_what_python_would(tmp_path):
     """The script's folder comes first, also for what timm_rep imports, such as the timm of a checkout."""
     folder = tmp_path / 'checkout'
     (folder / 'timm').mkdir(parents=True)
-    # the installed timm under another module, as that of a checkout is
+    # the checkout's timm: a module of its own that runs the code of the installed one
     (folder / 'timm' / '__init__.py').write_text(
         'import sys\n'
         'from importlib.machinery import PathFinder\n'
@@ -169,14 +169,14 @@ def test_arguments_are_checked_where_they_enter(capsys, argv, status, message):
     ['demo'], ['export', 'repa_deit_tiny'], ['quantize', 'repopt_vgg_a0', '--data-dir', '.'],
 ], ids=lambda argv: argv[0])
 def test_outputs_without_a_name(capsys, argv, path):
-    """They would be written to the current folder, or the root."""
+    """Such outputs would be written to the current folder, or the root."""
     with pytest.raises(SystemExit) as e:
         main([*argv, '-o', path])
     assert e.value.code == 2
     assert f'got {path!r}' in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_folder_is_no_name_of_a_model(tmp_path, monkeypatch, capsys):
+def test_a_folder_is_not_a_model_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'fast').mkdir()
     assert main(['verify', 'fast']) == 1

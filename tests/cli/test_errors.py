@@ -151,7 +151,7 @@ def test_recipes(folder, capsys, recipe, parts):
 
 
 def _edit(file, field, value):
-    """Set a field of a JSON file, 'a.b' for one of a mapping; the whole file if there is none."""
+    """Set a field of a JSON file, 'a.b' for one of a mapping; bytes replace the whole file."""
     if isinstance(value, bytes):
         file.write_bytes(value)
         return

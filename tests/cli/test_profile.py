@@ -7,7 +7,7 @@ plt = pytest.importorskip('matplotlib.pyplot', reason='matplotlib draws the pict
 
 
 def test_profile(tmp_path, capsys, monkeypatch):
-    """A RePaFormer beside its vanilla backbone, and a model of timm's beside its conversion."""
+    """A RePaFormer next to its vanilla backbone, and a timm model next to its conversion."""
     built = {}
     create_model = timm.create_model
 

@@ -231,7 +231,7 @@ def test_feature_extractor():
 
 
 @needs_recorded_args  # before, timm took weights of augreg for a NumPy archive
-def test_pretrained_weights_are_those_of_the_base(tmp_path, monkeypatch):
+def test_pretrained_weights_come_from_the_base(tmp_path, monkeypatch):
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
     original = plain(dict(VIT, num_classes=1000))
     torch.save(original.state_dict(), tmp_path / 'base.pth')
@@ -386,7 +386,7 @@ def test_frozen_norms_stay_frozen(frozen):
 
 
 def test_a_batch_norm_of_the_model_stays():
-    """It is not annealed: it folds as it is."""
+    """The norm is not annealed: it folds as it is."""
     model = plain(VIT)
     for block in model.blocks:
         block.norm2 = _TokenNorm(24)

@@ -68,7 +68,7 @@ def check_ffn(ffn, new, calls, lost_variance):
         active, = record(new, [deploy.fc_out], lambda: [new(x.clone()) for x in calls])
         active = rows(active, ffn.use_conv)
         if ffn.hidden_norm is None:
-            # they are hidden features of the original FFN, each another one
+            # active channels are hidden features of the original FFN, each another one
             error, index = nearest(active, g)
             assert error < 1e-3
             index = index[active.std(0) > 1e-6]  # dead channels are equal

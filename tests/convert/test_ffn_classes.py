@@ -163,7 +163,7 @@ def test_a_block_with_an_unknown_ffn_is_named():
 
 
 def test_subclasses():
-    """One that inherits forward() is known, one with its own is reported and has to be registered."""
+    """A subclass that inherits forward() is known; one with its own forward() is reported and has to be registered."""
     class Same(UserFfn):
         pass
 
@@ -201,7 +201,7 @@ class Shortcut(UserFfn):
 @pytest.mark.parametrize('cls', [Scaled, Shortcut])
 @pytest.mark.parametrize('training', [False, True])
 def test_ffns_that_compute_something_else(cls, training):
-    """Their parts alone would be another function."""
+    """The parts of these FFNs alone would be another function."""
     register_ffn(cls, **REGISTRATIONS[UserFfn])
     module = nn.ModuleList([cls(4, 8)]).train(training)
     ffns, others = find_ffns(module)

@@ -77,7 +77,7 @@ def test_shares_of_the_variance_and_ridge():
         fit, = p.solve(active, ridge)
         fitted = predict(fit, h, u)
         errors += p.losses([fit])
-        # damped weights are no best fit; the error is still theirs
+        # the error is measured for the damped weights, which are not the best fit
         assert errors[-1] == pytest.approx((y - fitted).square().mean(0).sum().item(), rel=1e-9)
         assert (y - fitted).mean(0).abs().max() < 1e-9
     assert errors == sorted(errors)
@@ -180,7 +180,7 @@ def test_elimination_equals_trying_every_channel(seed, linear_path):
 
 @pytest.mark.parametrize('seed', range(3))
 def test_elimination_of_channels_that_their_input_predicts(seed):
-    """What is left of their covariance is rounding of the float32 sums, which is not positive definite."""
+    """The covariance left after the prediction is rounding of the float32 sums, which is not positive definite."""
     g = torch.Generator().manual_seed(seed)
     u = torch.randn(2048, 64, generator=g) * torch.logspace(-6, 0, 64)
     second = Affine(torch.randn(3, 128, generator=g, dtype=F64), torch.zeros(3, dtype=F64))
@@ -197,7 +197,7 @@ def test_elimination_of_several_channels_at_once():
     one, groups = eliminate(residual, second.weight, 0), eliminate(residual, second.weight, .2)
     assert sorted(groups.order.tolist()) == list(range(40))
     assert (groups.loss.diff() >= 0).all()
-    # the loss is that of the refitted second layer whatever the steps
+    # the loss is what the refitted second layer loses, whatever the steps
     for k in (8, 14, 19, 40):
         gone, kept = groups.order[:k], groups.order[k:]
         schur = residual[gone][:, gone] - residual[gone][:, kept] @ torch.linalg.solve(
@@ -244,7 +244,7 @@ def test_allocation_limits():
     assert allocate([loss, 100 * loss], [macs, macs], 14) == [2, 0]
     with pytest.raises(ValueError, match='least'):
         allocate([loss, loss], [macs, macs], 7.9)
-    # what is left of the budget is used where no multiplier would: the middle is above the line through both ends
+    # the rest of the budget is used where no multiplier would use it: the middle is above the line through both ends
     concave = torch.tensor([0., 1., 1.2], dtype=F64)
     assert allocate([concave, concave], [macs, macs], 18) == [0, 1]
     # channels that cost nothing idle before others

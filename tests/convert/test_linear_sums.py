@@ -1,4 +1,4 @@
-"""Which sums of branches one convolution can replace, and its kernel."""
+"""Sums of branches that one convolution can replace, and its kernel."""
 import copy
 
 import pytest
@@ -20,7 +20,7 @@ def _conv(size, padding, **kwargs):
 
 @torch.no_grad()
 def test_kernels_that_are_not_square():
-    """Their sum covers the tallest and the widest."""
+    """The sum of the kernels covers the tallest and the widest."""
     torch.manual_seed(0)
     convs = [nn.Conv2d(4, 6, size, padding=padding, groups=2).double() for size, padding in (
         ((3, 5), (1, 2)), ((1, 3), (0, 1)), ((7, 1), (3, 0)))]

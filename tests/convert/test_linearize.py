@@ -205,7 +205,7 @@ def test_refused_arguments(kwargs, message):
 
 
 def test_kinds_of_ratios():
-    """Of NumPy and torch; None for an FFN that stays."""
+    """Numbers of NumPy and torch; None for an FFN that stays."""
     ratios = .5, np.float32(.5), np.array([.5, .5]), torch.tensor(.5), torch.tensor([.5, .5]), (.5, .5)
     models = [vit() for _ in ratios]
     for model, ratio in zip(models, ratios):
@@ -415,8 +415,8 @@ def test_wrapped_compiled_and_converted_models():
         linearize_ffns(model, [x])
 
 
-def test_the_order_is_that_of_execution():
-    """What enters an FFN comes from the converted ones before it, whatever their names."""
+def test_ffns_are_converted_in_order_of_execution():
+    """The inputs of an FFN come from the converted ones before it, whatever their names."""
     class Backwards(nn.Sequential):
         def __iter__(self):
             return reversed(self._modules.values())
@@ -527,7 +527,7 @@ def test_a_budget_goes_where_the_outputs_need_it(weak):
 
 
 def test_budget_with_two_matrices(monkeypatch):
-    """As many channels as cost what a linear path would are idle without a loss: 12, of 24 x 24."""
+    """The 12 channels that cost as much as a linear path, of 24 x 24, are idle without a loss."""
     curves = []
     monkeypatch.setattr(budget, 'allocate', lambda losses, *args: curves.extend(losses) or allocate(losses, *args))
     model = vit()
@@ -559,7 +559,7 @@ class Returning(nn.Module):
 
 
 def test_budget_by_the_first_output_of_each_image():
-    """Not by what is no tensor, or has one value for all images; nor by classes, which are no logits."""
+    """Outputs that are not tensors, have one value for all images, or are classes instead of logits are skipped."""
     loader = [images(16, 32)]
     expected = linearize_ffns(vit(), loader, macs=.7)
     found = linearize_ffns(Returning(vit(), lambda y: {
@@ -574,7 +574,7 @@ def test_budget_of_a_model_that_returns_no_class_dimension():
 
 
 def test_budget_with_outputs_that_are_not_finite():
-    """A class that is ruled out is no obstacle."""
+    """A class that is ruled out by -inf is accepted; NaN is an error."""
     loader = [images(16, 32)]
 
     def ruled_out(y):
@@ -598,7 +598,7 @@ def test_larger_budgets_lose_less():
     for fraction in (.65, .75, .85, .95):
         report = linearize_ffns(vit(), [images(16, 32)], macs=fraction)
         idle.append(sum(f.hidden_features - f.active_features for f in report.ffns))
-        lost.append(report.ffns[0].lost_variance)  # its input is that of the original model
+        lost.append(report.ffns[0].lost_variance)  # the first FFN has the same input as in the original model
     assert idle == sorted(idle, reverse=True)
     assert lost == sorted(lost, reverse=True)
     assert len(set(lost)) > 2

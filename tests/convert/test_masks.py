@@ -50,7 +50,7 @@ def test_padded_patches(class_token, key_only):
     prefix = torch.ones(3, 1 + class_token, dtype=torch.bool)  # class token and register
     for _, valid in seen:
         assert torch.equal(valid, torch.cat([prefix, batch['patch_valid']], 1))
-    # what is masked does not matter to the outputs
+    # masked patches do not change the outputs
     batch['patches'] = batch['patches'] + 5 * torch.randn(3, 4, 1) * ~batch['patch_valid'][..., None]
     assert relative(watch(model, batch)[1], y) < 1e-5
 
@@ -112,7 +112,7 @@ def test_padding_does_not_change_a_conversion(class_token, key_only, kwargs):
 
 
 def test_few_of_the_tokens():
-    """As many of each image as are asked for, or as there are."""
+    """As many tokens of each image as are asked for, or as there are."""
     batch, model = calibration(3, 9), naflex(True).double()
     ffns, _ = find_ffns(model)
     probes = probe(model, ffns, {name: x[:4] for name, x in batch.items()})
@@ -183,7 +183,7 @@ def test_padding_does_not_change_an_annealing(class_token, key_only, norm):
 @pytest.mark.parametrize('kwargs', [{}, dict(pos_embed='none', rope_type='axial')], ids=['plain', 'rotary'])
 @pytest.mark.parametrize('class_token, key_only', [(True, False), (False, True)])
 def test_padding_does_not_change_a_training(class_token, key_only, kwargs):
-    """Whichever method of the model is called."""
+    """The padding has no effect whichever method of the model is called."""
     batch, models = calibration(3, 9, 5), []
     longer = garbage({name: torch.cat([x, torch.zeros_like(x[:, :3])], 1) for name, x in batch.items()})
     for call in (

@@ -89,7 +89,7 @@ UNFOLDED = [(name, 'unfolded') for name in CONVERSIONS if name != 'ones']
 
 
 def check(model, x, folder, architecture):
-    """What is loaded from timm's folder, and from timm_rep.export's, is the model."""
+    """The models loaded from timm's folder and from timm_rep.export's equal the model."""
     model.eval()
     save_for_hf(model, str(folder / 'saved'), safe_serialization=True)
     with torch.no_grad():
@@ -223,7 +223,7 @@ def test_failed_conversions_record_nothing(kind, convert, message):
 @pytest.mark.parametrize('cfg', [None, {}, dict(architecture='my_vit', url='here')])
 @pytest.mark.parametrize('kwargs', [dict(calibration=[images(64, 32)]), dict(anneal_steps=2), {}])
 def test_models_of_other_origin(cfg, kwargs):
-    """They convert and fold; what they say about themselves stays."""
+    """Models not from create_model() convert and fold; their pretrained_cfg and arguments stay."""
     model, args = timm.models.VisionTransformer(**VIT), dict(depth=3)
     assert not hasattr(model, 'pretrained_cfg')
     if cfg is not None:
@@ -290,7 +290,7 @@ def test_folded_models_are_created_folded(kind):
 @pytest.mark.parametrize('conversion', ['in a base that folds', 'from scratch', 'init'])
 @pytest.mark.parametrize('fold', FOLDS)
 def test_reading_the_weights_changes_nothing(conversion, fold, tmp_path):
-    """What a model says about itself is the same before and after state_dict() and a save, and its copies' own."""
+    """A model's records are the same before and after state_dict() and a save, and its copies have their own."""
     kind, convert = CONVERSIONS[conversion]
     model, x = build(kind)
     convert(model, x)

@@ -115,7 +115,7 @@ def compiled(module):
 @pytest.mark.parametrize('way', WAYS)
 @pytest.mark.parametrize('compile_', [lambda module: torch.compile(module, backend='eager'), compiled])
 def test_compiled_ffns_are_refused_by_name(way, compile_):
-    """Their wrapper would go on to run the old weights."""
+    """The compiled wrapper would go on to run the old weights."""
     model = vit()
     model.blocks[1].mlp = mlp = compile_(model.blocks[1].mlp)
     with pytest.raises(ValueError, match=r'blocks\.1\.mlp'):
@@ -183,7 +183,7 @@ def test_other_norms_of_the_hidden_features(way, norm):
 
 
 def test_nextvit_blocks_get_their_method_back():
-    """They fold the norm into the FFN, which a conversion replaces and a failed one puts back."""
+    """The method folds the norm into the FFN; a conversion replaces the method, a failed one restores it."""
     model = nextvit.NextViT(3, stem_chs=(8, 8, 8), depths=(1, 1, 5, 1), head_dim=8)
     attributes = {m: set(vars(m)) for m in model.modules()}
     for ffn in find_ffns(model)[0]:

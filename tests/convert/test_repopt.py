@@ -456,7 +456,7 @@ def test_weights_of_the_base_are_not_discarded():
 
 @pytest.mark.parametrize('structure', ['target', 'search'])
 def test_momentum_and_eps_of_the_branches(structure):
-    """The BatchNorm of the sum has those of the branches."""
+    """The BatchNorm of the sum has the momentum and eps of the branches' BatchNorms."""
     model = timm.create_model('repvgg_a0', num_classes=5)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

@@ -42,7 +42,7 @@ def sampler_of(model, ffns, batches, count=5):
 
 
 @torch.no_grad()
-def test_tokens_are_those_of_the_images():
+def test_tokens_belong_to_the_images():
     model, x = vit(), images(7, 32)
     ffns, _ = find_ffns(model)
     sampler = sampler_of(model, ffns, [x[:4], x[4:]])
@@ -80,7 +80,7 @@ def test_residual_streams_are_found(family):
 
 
 @torch.no_grad()
-def test_scales_are_those_of_the_blocks():
+def test_scales_belong_to_the_blocks():
     model = randomized()
     found = probe(model, find_ffns(model)[0], images(4, 32))
     for i, block in enumerate(model.blocks):
@@ -142,7 +142,7 @@ def test_the_stream_comes_closer_to_the_original_one():
 
 @torch.no_grad()
 def test_batches_go_on_with_the_converted_ffns():
-    """What is recorded is what a forward pass of the converted model shows, whatever the batches."""
+    """The recorded tensors are as in a forward pass of the converted model, whatever the batches."""
     model, x = randomized(depth=3), images(20, 32)
     ffns, _ = find_ffns(model)
     batches = [x[:3], x[3:9], x[9:]]

@@ -63,7 +63,7 @@ def test_every_ffn_class_has_a_test():
 
 @pytest.mark.slow
 def test_all_families():
-    """One model of each file of timm.models, the one with the shortest name; of mlp_mixer, whose is a gMLP, a mixer."""
+    """The model with the shortest name in each file of timm.models; for mlp_mixer, a mixer instead of its gMLP."""
     families = {'timm.models.mlp_mixer': 'mixer_b16_224'}
     for name in sorted(timm.list_models(), key=len):
         families.setdefault(timm.models.model_entrypoint(name).__module__, name)

@@ -148,7 +148,7 @@ def test_weights_that_have_a_place_are_kept():
 
 
 def test_training_and_copies():
-    """It trains, and copies, pickles and state dicts of it are what they are of any model."""
+    """A converted model trains, and its copies, pickles and state dicts work as for any model."""
     model, x = build('deit3')
     timm_rep.convert_to_repa(model.train())
     assert model.training

@@ -29,7 +29,7 @@ ARGS = ['--model-kwargs', *(f'{name}={value}' for name, value in VIT.items())]
 
 
 def load(path, format):
-    """What a user of the format writes to run it."""
+    """A function that runs the written model, loaded as a user of the format would."""
     if format == 'safetensors':
         return timm.create_model(f'local-dir:{path}', pretrained=True).eval()
     if format == 'onnx':
@@ -139,7 +139,7 @@ def test_multi_branch_models(family, tmp_path):
 @needs_onnx
 @pytest.mark.slow
 def test_large_weights(tmp_path, monkeypatch):
-    """Weights that do not fit into a file of protobuf are in one beside it."""
+    """Weights that do not fit into a protobuf file are in a second file next to it."""
     monkeypatch.setattr(sys.modules['timm_rep.deploy.formats'], '_MAX_ONNX_WEIGHTS', 1000)
     model = nn.Conv2d(3, 64, 3)
     timm_rep.export(model, tmp_path / 'model.onnx', 'onnx', input_size=(3, 8, 8))

@@ -97,7 +97,7 @@ def test_per_tensor_weights(model, calibration):
 
 
 class Shared(nn.Module):
-    """A layer that is called twice, with a BatchNorm of its own behind each call, as in heads of detectors."""
+    """A layer that is called twice, each call followed by a BatchNorm of its own, as in heads of detectors."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ def test_layer_that_is_called_twice_runs_in_int8(backend):
 
 
 def test_calibration_in_small_batches(monkeypatch):
-    """However large those of the loader are: ONNX Runtime holds all activations of one at once."""
+    """Large batches of the loader are split: ONNX Runtime holds all activations of a batch at once."""
     ort = pytest.importorskip('onnxruntime')
     torch.manual_seed(0)
     model, batches, seen = randomize_(Shared()), [images(13, seed=1), images(4, seed=2)], []
@@ -445,7 +445,7 @@ def test_does_not_saturate_without_vnni():
 
 
 def test_a_model_frozen_for_inference_is_trained_as_a_whole(images, monkeypatch):
-    """Folding makes new convolutions, which are not frozen, beside other layers, which are."""
+    """Folding makes new convolutions, which are not frozen, unlike the other layers."""
     class Reached(Exception):
         pass
 

@@ -25,7 +25,7 @@ def first_and_others(names):
 
 @torch.no_grad()
 def like_trained_(model):
-    """Small weights in the FFNs, as training leaves them: what they add to the shortcut is small beside it."""
+    """Small weights in the FFNs, as training leaves them: what they add to the shortcut is small compared to it."""
     randomize_(model)
     for mlp in (m for m in model.modules() if isinstance(m, RePaMlp)):
         for p in mlp.parameters():
@@ -65,7 +65,7 @@ def test_folding_loses_no_accuracy_of_int8_weights(name):
         return ((rounded_weights(model)(x) - y).norm() / y.norm()).item()
 
     assert error(folded) < 1.5 * error(unfolded)
-    # the identity in the same matrix: its step swallows the entries beside it
+    # with the identity in the same matrix, the larger rounding step swallows the other entries
     for module in folded.modules():
         idle = getattr(module, 'fc_idle', None)
         if idle is not None:
@@ -108,7 +108,7 @@ def test_reparameterizable_models_of_timm(name):
 
 @pytest.mark.slow
 def test_generated_code_calls_int8_kernels():
-    """As many as the report has layers; no convolution and no product of matrices in float."""
+    """As many kernels as the report has layers; no convolution and no product of matrices in float."""
     pytest.importorskip('torchao')
     from torch._inductor.utils import run_and_get_code
 
@@ -123,7 +123,7 @@ def test_generated_code_calls_int8_kernels():
 
 
 def test_idle_layers_are_linear_in_the_test_models():
-    """What the tests above assume of the models: idle channels, whose matrix is small beside the identity."""
+    """The tests above assume that the models have idle channels, whose matrix is small compared to the identity."""
     model = like_trained_(tiny('repa_deit_tiny'))
     assert any(isinstance(m, ChannelIdle) for m in model.modules())
     folded = timm.utils.reparameterize_model(model)

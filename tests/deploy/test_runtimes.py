@@ -105,7 +105,7 @@ def test_int8(backend, kind, kwargs, tmp_path):
 @pytest.mark.parametrize('kind', ['repopt_vgg', 'repa_vit'])
 @torch.no_grad()
 def test_only_layers_are_rounded_by_openvino(kind):
-    """Not the inputs of LayerNorms and pooling: the error is about that of rounding inputs and weights of layers."""
+    """Inputs of LayerNorms and pooling are not rounded: the error is about as large as with only the layers rounded."""
     for package in BACKENDS['openvino'].packages:
         pytest.importorskip(package)
     from timm_rep.deploy.diagnosis import RoundedModel

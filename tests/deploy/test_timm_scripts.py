@@ -57,7 +57,7 @@ def test_onnx_scripts(name, images, tmp_path):
 
 
 def test_bulk_runner(tmp_path):
-    """It starts benchmark.py in a process for each model, where models of this package are registered too."""
+    """Each model gets a benchmark.py process of its own, where models of this package are registered too."""
     results = tmp_path / 'results.csv'
     out = timm_script(
         'bulk_runner.py', '--model-list', 'repa_deit_t*', '--results-file', results, Path(_CHECKOUT) / 'benchmark.py',

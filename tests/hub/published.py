@@ -13,7 +13,7 @@ REPOPT = ('repopt_vgg_a0', dict(depths=(1, 2, 1, 1), widths=(8, 16, 16, 24), ste
 
 
 def trained(name, args, seed=0, classes=5, **kwargs):
-    """A model with statistics that are not those of a new BatchNorm."""
+    """A model whose BatchNorm statistics are not the initial ones."""
     torch.manual_seed(seed)
     model = timm.create_model(name, num_classes=classes, **args, **kwargs)
     with torch.no_grad():

@@ -152,7 +152,7 @@ def test_scales_come_along(folder):
 
 
 def test_saved_by_transformers(folder):
-    """Its save_pretrained() keeps unknown fields of config.json, such as sha256, and writes no scales."""
+    """Their save_pretrained() keeps unknown fields of config.json, such as sha256, and writes no scales."""
     for kind, name in (REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine'):
         publish(folder / name, kind)
         config = json.loads((folder / name / 'config.json').read_text())
@@ -166,7 +166,7 @@ def test_saved_by_transformers(folder):
 
 
 def test_another_idle_ratio_is_refused(folder):
-    """It is another function with tensors of the same shapes."""
+    """Another ratio makes another function with tensors of the same shapes."""
     publish(folder / NAME)
     for kwargs in (dict(idle_ratio=.5), dict(idle_schedule='linear')):
         with pytest.raises(ValueError, match=r'trained with idle_\w+='):
@@ -201,7 +201,7 @@ def test_saved_again(folder, tmp_path):
     (dict(pretrained_cfg=dict(file='OTHER', url='https://nowhere.invalid/x.pth', custom_load=True)), ''),
 ], ids=str)
 def test_a_config_names_no_other_files(hub, folder, tmp_path, change, message):
-    """Neither instead of the verified weights nor in addition."""
+    """Other files are loaded neither instead of the verified weights nor in addition."""
     kind, name = (REPOPT, 'repopt_vgg_a0.mine') if 'scales' in change.get('model_args', {}) else (REPA, NAME)
     model, _ = publish(folder / name, kind)
     publish(tmp_path / NAME, seed=1)
@@ -280,7 +280,7 @@ def test_arguments_that_no_model_has(folder):
 
 
 def test_unknown_arguments(folder):
-    """One that is given is a TypeError, as for any model of timm, one of config.json names that file."""
+    """A given one is a TypeError, as for any timm model; the error for one in config.json names that file."""
     publish(folder / NAME)
     for name, pretrained in itertools.product((NAME, f'local-dir:{folder / NAME}'), (False, True)):
         with pytest.raises(TypeError, match=r"^\S+ got an unexpected keyword argument 'nothing'$"):
@@ -375,7 +375,7 @@ def test_a_tag_is_the_same_network_in_a_checkout(monkeypatch):
 
 
 def test_an_unreachable_hub_is_asked_once(monkeypatch):
-    """The client would try for half a minute; behind a proxy only the client can tell."""
+    """The client would retry for half a minute; behind a proxy, only the client can tell whether the Hub answers."""
     with socket.socket() as closed:
         closed.bind(('127.0.0.1', 0))
         monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', f'http://127.0.0.1:{closed.getsockname()[1]}')
@@ -532,7 +532,7 @@ def test_files_of_one_commit(hub, published, tmp_path, monkeypatch):
 
 
 def test_repositories_without_hashes(hub, published, tmp_path):
-    """Of timm's push_to_hf_hub(), with a pickled state dict or safetensors."""
+    """Repositories of timm's push_to_hf_hub(), with a pickled state dict or safetensors."""
     timm.models.save_for_hf(published, tmp_path / 'theirs', model_args=REPA[1], safe_serialization='both')
     both = {path.name: path.read_bytes() for path in (tmp_path / 'theirs').iterdir()}
     hub.add('someone/both', both)
@@ -579,7 +579,7 @@ def test_the_caller_says_where(hub, folder, published, tmp_path):
 @needs_recorded_args
 @pytest.mark.parametrize('num_classes,expected', [(None, ['a', 'b', 'c']), (2, None)])
 def test_label_names_stay(tmp_path, num_classes, expected):
-    """They go from folder to folder with the model, unless it has another number of classes."""
+    """Label names go from folder to folder with the model, unless it has another number of classes."""
     args = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
     model = timm.create_model('vit_tiny_patch16_224', num_classes=3, **args)
     save_folder(model, tmp_path / 'a', model_args=args, label_names=['a', 'b', 'c'])
@@ -590,7 +590,7 @@ def test_label_names_stay(tmp_path, num_classes, expected):
 
 
 def test_names_by_number_are_not_taken_for_names(tmp_path):
-    """timm's label_names may be a dict, whose keys are no names."""
+    """timm's label_names may be a dict, whose keys are not names."""
     args = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
     model = timm.create_model('vit_tiny_patch16_224', num_classes=2, **args)
     model.pretrained_cfg['label_names'] = {'0': 'a', '1': 'b'}

@@ -268,7 +268,7 @@ def test_other_ratios(hub, tmp_path):
 
 
 def test_the_file_goes_before_ours(hub, release, tmp_path):
-    """One that the caller names."""
+    """A file that the caller names is used instead of a file of this package."""
     _, files = publish(tmp_path / 'repa_deit_tiny.in1k')
     hub.add('timm-rep/repa_deit_tiny.in1k', files)
     named = dict(pretrained_cfg_overlay=dict(hf_hub_filename='RePaViT-Tiny.pth'))

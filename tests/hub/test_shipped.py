@@ -1,4 +1,4 @@
-"""What hub/ of this repository ships: it loads from a clone, offline, and does what its cards say."""
+"""The models in hub/ of this repository: they load from a clone, offline, and do what their cards say."""
 import io
 import os
 import tarfile
@@ -56,7 +56,7 @@ def test_there_is_one_of_each():
 
 @pytest.mark.parametrize('name', FOLDERS)
 def test_folder(name):
-    """Whole, small enough for git, and with a card that is of its figures."""
+    """The folder is whole and small enough for git, and its card has its figures."""
     verify_folder(HUB / name)
     assert (HUB / name / WEIGHTS_NAME).stat().st_size < MEGABYTES * 1e6
     assert (HUB / name / CARD_NAME).read_text() == card_text(HUB / name)
@@ -81,7 +81,7 @@ def test_folder(name):
 
 @pytest.mark.parametrize('name', FOLDERS)
 def test_names_of_the_classes(name):
-    """Those of the folders of images that the accuracy was measured on."""
+    """The class names are the folders of images that the accuracy was measured on."""
     names = {target: file.partition('/')[0] for file, target, _ in read_predictions(HUB / name / PREDICTIONS_NAME)}
     assert read_folder(HUB / name).config['label_names'] == [names[i] for i in range(10)]
 

@@ -46,7 +46,7 @@ def wrapper(monkeypatch):
     class TimmWrapperPreTrainedModel(Base):
         @classmethod
         def from_pretrained(cls, folder, **kwargs):
-            """As transformers, which neither calls load_state_dict() nor refuses other keys."""
+            """Load as transformers does, which neither calls load_state_dict() nor refuses other keys."""
             model = cls(folder, **kwargs)
             own, found = model.timm_model.state_dict(), load_file(folder / 'model.safetensors')
             with torch.no_grad():
@@ -131,7 +131,7 @@ def test_every_export_loads(wrapper, tmp_path):
 
 @needs_recorded_args
 def test_scales_of_the_folder(wrapper, tmp_path):
-    """They are attached; without the file RepSGD refuses the model instead of training with other scales."""
+    """The scales are attached; without the file RepSGD refuses the model instead of training with other scales."""
     folder = tmp_path / 'repopt_vgg_a0.mine'
     publish(folder, REPOPT)
     expected = timm.create_model(REPOPT[0], **REPOPT[1], scales=Scales.load(folder / 'scales.safetensors'))
@@ -149,7 +149,7 @@ def test_scales_of_the_folder(wrapper, tmp_path):
 
 
 def test_scales_of_a_repository(wrapper, hub, tmp_path):
-    """Those of the commit that the model is of."""
+    """The scales are from the same commit as the model."""
     folder, repository = tmp_path / 'repopt_vgg_a0.mine', 'we/repopt_vgg_a0.mine'
     _, files = publish(folder, REPOPT)
     commit = hub.add(repository, files)
@@ -164,7 +164,7 @@ def test_scales_of_a_repository(wrapper, hub, tmp_path):
         assert torch.equal(found.dense('squared'), layer.grad_mult.dense('squared'))
 
 
-def test_given_scales_come_before_those_of_the_folder(tmp_path, monkeypatch):
+def test_given_scales_override_the_scales_of_the_folder(tmp_path, monkeypatch):
     publish(tmp_path / 'repopt_vgg_a0.mine', REPOPT)
     monkeypatch.setenv('TIMM_REP_HUB', str(tmp_path))
     given = Scales.ones(trained(*REPOPT))

@@ -19,7 +19,7 @@ def batches(count=3, seed=0):
 
 @torch.no_grad()
 def test_statistics_are_averages_over_batches():
-    """Of what reaches each norm when those before it normalize by their batch."""
+    """Averages of the inputs of each norm when the norms before it normalize by their batch."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.5), nn.BatchNorm2d(4)).double()
     model[1].weight.uniform_(.5, 2)
     model.train()
@@ -66,7 +66,7 @@ def test_a_plain_model_becomes_a_repaformer():
         assert relative(ours.mlp(x), expected) < 1e-5
     other = timm.create_model('repa_deit_tiny', pre_norm=False, **TINY).eval()
     timm_rep.weight_select_init(other, plain)
-    # both statistics: those of the hidden channels are of what the norm before has made
+    # the statistics of both norms: the hidden norm sees what the norm before it makes of its inputs
     timm_rep.calibrate_batchnorm(other, batches())
     inner = {}
     hook = other.blocks[0].mlp.norm2.register_forward_pre_hook(lambda _, args: inner.update(x=args[0]))

@@ -113,7 +113,7 @@ def test_fused_projections_are_selected_apart(element):
         assert torch.equal(rows[0], select_elements(torch.randn(8), (4,), element)[1][0])
 
 
-def test_uniform_of_fused_projections_is_that_of_one_axis():
+def test_uniform_treats_fused_projections_as_one_axis():
     teacher = torch.randn(24, 6)
     for student in (12, 9):
         assert torch.equal(

@@ -60,7 +60,7 @@ def test_whole_heads(source):
 
 @torch.no_grad()
 def test_whole_heads_are_the_teachers_attention():
-    """Of inputs in the channels that are kept, each head attends as the teacher's does."""
+    """Given inputs in the channels that are kept, each head attends as the teacher's does."""
     student, teacher = build(0, **dict(STUDENT, num_heads=2)), build(1, **dict(VIT, embed_dim=48, depth=1, num_heads=4))
     init(student, teacher)
     x = torch.randn(1, 17, 24)
@@ -205,7 +205,7 @@ def test_pvt():
 
 @torch.no_grad()
 def test_gates_and_values_are_apart():
-    """Of a GLU, which has them one behind the other."""
+    """A GLU has gates and values one after the other in one layer."""
     args = dict(VIT, depth=1, class_token=True, mlp_ratio=2, num_heads=2)
     student = build(0, 'eva02_tiny_patch14_224', embed_dim=24, **args)
     teacher = build(1, 'eva02_tiny_patch14_224', embed_dim=40, **args)
@@ -402,7 +402,7 @@ def test_fused_queries_and_keys():
 
 @torch.no_grad()
 def test_windows_of_maxvit():
-    """Its tables are (heads, height, width)."""
+    """MaxViT's tables are (heads, height, width)."""
     student, teacher = ({'rel_pos.relative_position_bias_table': shape} for shape in ((2, 5, 5), (4, 9, 9)))
     layouts = [ModelLayout({'rel_pos': AttentionLayout(n)}, {}, {}, s) for n, s in ((2, student), (4, teacher))]
     name, = student

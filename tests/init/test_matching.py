@@ -91,7 +91,7 @@ def test_blocks_of_similar_kinds(ours, theirs, lacking):
             f'blocks.{i}.{name}' for i in range(4) for name in lacking}
         found = {name: other for name, other in names.items() if other is not None}
         assert blocks(found, 'blocks.') == list(range(depth - 4, depth))
-    # a ResNet's two kinds of blocks have no biases, those of a teacher have
+    # both kinds of ResNet blocks are without biases, but this teacher's blocks have them
     with_biases = {
         name: (64,) if name.endswith('conv1.bias') else shape
         for name, shape in shapes('resnet34').items() for name in (name, name.replace('conv1.weight', 'conv1.bias'))}

@@ -82,7 +82,7 @@ def test_only_attention_and_positions():
 
 
 def test_other_attentions_are_left_alone():
-    """Those of TinyViT, head by head, and GCViT's without queries."""
+    """TinyViT's attention is ordered head by head, and some of GCViT's have no queries."""
     with pytest.raises(ValueError, match=r'qkv.*TinyVit'):
         timm_rep.mimetic_init_(timm.create_model('tiny_vit_5m_224', num_classes=0))
     model = timm.create_model('gcvit_xxtiny', num_classes=0)

@@ -19,7 +19,7 @@ TEACHER = dict(VIT, embed_dim=48, depth=4, num_heads=6)
 
 
 def vit(seed=0, name='vit_tiny_patch16_224', **kwargs):
-    """Not even the biases and scales are those of an initialization."""
+    """A model in which no parameter is as initialized, biases and scales included."""
     torch.manual_seed(seed)
     model = timm.create_model(name, **kwargs).eval()
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_components(student, teacher, include, exclude, changed):
 
 
 def test_component_of():
-    """Those of table 10, on the names of the families of the paper."""
+    """The components of table 10, on the names of the families of the paper."""
     expected = {
         'vit_tiny_patch16_224': {
             'cls_token': 'pos_embed', 'pos_embed': 'pos_embed', 'patch_embed.proj.weight': 'patch_embed',
@@ -115,7 +115,7 @@ def test_component_of():
 
 @pytest.mark.parametrize('element', ['uniform', 'uniform_heads'])
 def test_one_head(element):
-    """A table for one head has as many axes as that of two."""
+    """A table for one head has as many axes as a table for two."""
     args = dict(img_size=56, depths=(1, 1), num_classes=5)
     student, teacher = (
         timm.create_model('swin_tiny_patch4_window7_224', embed_dim=12 * n, num_heads=(n, 2 * n), **args)
@@ -127,7 +127,7 @@ def test_one_head(element):
 
 
 def test_report_of_fused_projections(student, teacher):
-    """No columns are named where those of query, key and value differ."""
+    """Columns are not listed where query, key and value have different ones."""
     report = timm_rep.weight_select_init(student, teacher, element_selection='l1')
     line, = (str(s) for s in report.selections if s.name == 'blocks.0.attn.qkv.weight')
     assert re.search(r': \[\d.*\] x \[\.\.\.\]$', line)
@@ -196,7 +196,7 @@ def test_sources(student, teacher, tmp_path, form):
 
 
 def test_safetensors_are_read_tensor_by_tensor(student, teacher, tmp_path, monkeypatch):
-    """Of the tensors that are wanted, one at a time."""
+    """Only the tensors that are wanted are read, one at a time."""
     path = tmp_path / 't.safetensors'
     for value in teacher.state_dict().values():
         value.normal_()
@@ -208,7 +208,7 @@ def test_safetensors_are_read_tensor_by_tensor(student, teacher, tmp_path, monke
     one = opened.read
 
     def watched(name):
-        # of those before it nothing is kept: what they were read for is in its place
+        # tensors read before are not kept: the student has been given their values
         assert not [tensor for tensor in alive if tensor() is not None][1:]
         assert not any(torch.equal(student.state_dict()[k], before[k]) for k in read)
         tensor = one(name)
@@ -223,7 +223,7 @@ def test_safetensors_are_read_tensor_by_tensor(student, teacher, tmp_path, monke
 
 @pytest.mark.parametrize('file', ['model.safetensors', 'pytorch_model.bin'])
 def test_a_pretrained_model_by_its_name(hub, monkeypatch, tmp_path, file):
-    """Its file on the Hub, read tensor by tensor where it is safetensors of the model's layout."""
+    """The model's file on the Hub, read tensor by tensor if it is safetensors in the model's layout."""
     torch.manual_seed(1)
     teacher = timm.create_model('test_vit.r160_in1k')
     (save_file if file.endswith('s') else torch.save)(teacher.state_dict(), tmp_path / file)
@@ -346,7 +346,7 @@ REPA = {
 @pytest.mark.parametrize('family', REPA)
 @pytest.mark.parametrize('way', ['repa from plain', 'plain from repa', 'converted from plain'])
 def test_between_plain_models_and_repaformers(family, way):
-    """Of other depths too: FFNs, and norms by the names that they have there."""
+    """Models of other depths too: FFNs, and norms by the names that they have there."""
     repa, plain, args, depth, (shallow, deep), more = REPA[family]
     torch.manual_seed(0)
     if way == 'plain from repa':

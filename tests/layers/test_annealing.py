@@ -121,7 +121,7 @@ def test_a_compiled_model_after_the_end():
 
 
 def test_a_checkpoint_between_two_steps():
-    """What the last batch adds is in the state."""
+    """The contribution of the last batch is in the state."""
     model = nn.Sequential(AnnealedActivation(nn.GELU(), 12, 6, 5)).train()
     add_annealing_hooks(model)
     other = nn.Sequential(AnnealedActivation(nn.GELU(), 12, 6, 5)).train()

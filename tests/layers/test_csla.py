@@ -100,7 +100,7 @@ class TestEveryBlock:
         torch.testing.assert_close(found[1], found[0])
 
     def test_constant_scales_stay_constant(self, name):
-        """They are no parameters, which requires_grad_() would make trainable; the keys are those of trainable ones."""
+        """Constant scales are buffers, which requires_grad_() leaves alone; their keys equal trainable scales' keys."""
         csla = CSLAS[name]
         constant, trainable = (
             CslaBlock(csla, random_scales(csla, dtype=torch.float32), trainable) for trainable in (False, True))
@@ -119,7 +119,7 @@ class TestEveryBlock:
         branches = [(b.name, None if isinstance(b, IdentityBranch) else b.kernel_size) for b in csla.branches]
         expected = grad_mult(csla.kernel_shape, branches, scales, power)
         mult = GradMult(csla, scales)
-        mult.dense('absolute' if rule == 'squared' else 'squared', torch.float64)  # cached beside this one
+        mult.dense('absolute' if rule == 'squared' else 'squared', torch.float64)  # a second entry in the cache
         torch.testing.assert_close(mult.dense(rule, torch.float64), expected)
         x = torch.randn(csla.kernel_shape, dtype=torch.float64)
         torch.testing.assert_close(mult.multiply(x, rule), x * expected)

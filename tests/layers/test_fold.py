@@ -62,7 +62,7 @@ def test_broken_statistics_are_refused(spoil):
 
 
 def test_overflow_of_one_entry_is_refused():
-    """Values that are not finite already pass: they are no overflow."""
+    """Values that are not finite before the cast pass: they are not an overflow."""
     affine = random_affine(3, 4)
     affine.weight[1, 2] = 1e5
     like = nn.Parameter(torch.zeros(1, dtype=torch.float16))

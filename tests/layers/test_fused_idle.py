@@ -24,7 +24,7 @@ FUSED, SEQUENTIAL = True, False
 
 @pytest.fixture(autouse=True)
 def switch():
-    """As it was, after the test."""
+    """The switch is restored after the test."""
     before = use_fused_idle()
     yield
     set_fused_idle(before)
@@ -76,7 +76,7 @@ def uneven(shape, dtype):
 
 
 def step(model, x, fast, steps=1, call=None):
-    """Of a copy: outputs, gradients of input and parameters, and buffers, after some steps."""
+    """Outputs, gradients of input and parameters, and buffers of a copy after some steps."""
     set_fused_idle(fast)
     model = copy.deepcopy(model)
     for _ in range(steps):
@@ -129,7 +129,7 @@ def test_channels_second(always, kwargs, memory_format):
     x = images().contiguous(memory_format=memory_format)
     assert model._can_fuse_idle(x)
     check_same(model, x)
-    # what follows finds the layout that it would
+    # the next layer finds the same memory layout as without the fused path
     set_fused_idle(True)
     assert model(x).is_contiguous(memory_format=memory_format)
 
@@ -263,7 +263,7 @@ def test_where_it_pays():
     assert not fused_idle_is_faster(768, 768, 2304)
     assert fused_idle_is_faster(3152, 768, 2304)
     assert not fused_idle_is_faster(10 ** 9, 768, 640)
-    assert not fused_idle_is_faster(2 * 192, 192, 576)  # what has to be done however small the matrix is
+    assert not fused_idle_is_faster(2 * 192, 192, 576)  # the work that does not depend on the size of the matrix
     assert fused_idle_is_faster(4 * 192, 192, 576)
     set_fused_idle(True)
     model = RePaMlp(192, 768).train()
@@ -319,7 +319,7 @@ class OnGpu(torch.Tensor):
 
 
 def test_tf32_goes_layer_by_layer(always, monkeypatch):
-    """It would round the variances; and so does a compiled graph on a GPU, where float64 may be slow."""
+    """TF32 would round the variances. A compiled graph on a GPU, where float64 may be slow, goes layer by layer too."""
     model, x = ffn().float(), tokens().float().as_subclass(OnGpu)
     for precision, compiled, expected in (
             ('highest', False, True), ('high', False, False), ('medium', False, False), ('highest', True, False)):
@@ -450,7 +450,7 @@ def _two_processes(path, cases):
         found = {'y': y.detach(), 'x': x.grad, **{f'{name}.grad': p.grad for name, p in model.named_parameters()}}
         torch.save({**found, **dict(model.named_buffers())}, f'{path}/{i}-{rank}.pth')
         model.norm2 = nn.BatchNorm1d(96, dtype=torch.float64)
-        assert not model._can_fuse_idle(x)  # its statistics are of other processes than those of the first norm
+        assert not model._can_fuse_idle(x)  # the norms have statistics of different processes
 
 
 @pytest.mark.slow
@@ -517,7 +517,7 @@ def test_inputs_are_cast_once_under_autocast(always):
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 def test_statistics_on_a_gpu(always, dtype):
-    """They are those of the layers in float64."""
+    """The statistics agree with the layers in float64."""
     x = (tokens(shape=(8, 64, 40, 40)) / 3).cuda()
     model = ffn(64).cuda()
     with torch.no_grad():
@@ -566,7 +566,7 @@ def test_transforms(always):
     1., *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (1e2, 1e3, 1e4)), 1e5, 'constant'])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_inputs_with_a_large_mean(always, dtype, ratio):
-    """The error against float64 is at most twice that of the layers in sequence, at any ratio of mean and deviation."""
+    """At any ratio of mean and deviation, the error against float64 is at most twice as large as layer by layer."""
     x = torch.randn(20000, 64, generator=torch.Generator().manual_seed(0))
     if ratio == 'constant':
         x[:, :32] = 100.

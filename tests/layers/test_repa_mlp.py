@@ -103,7 +103,7 @@ def test_fuse_as_sync_batchnorm_and_without_affine():
 
 
 class _Adapter(nn.Module):
-    """A low-rank adapter that shows the weight and bias of its base layer, as those of peft do."""
+    """A low-rank adapter that shows the weight and bias of its base layer, as peft's adapters do."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -249,7 +249,7 @@ def nlc(x):
     (1, 3, 0.5, None),
 ])
 def test_channels_second(dim, hidden, ratio, init_values, training, channels_last):
-    """The same function of every token, in training and folded; the weights are those of 1 x 1 convolutions."""
+    """The same function of every token, in training and folded; the weights have the shape of 1 x 1 convolutions."""
     mlp = RePaMlp(dim, hidden, ratio, use_conv=True, init_values=init_values, dtype=torch.float64)
     wild_(mlp).train(training)
     tokens = RePaMlp(dim, hidden, ratio, init_values=init_values, dtype=torch.float64)

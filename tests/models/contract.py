@@ -1,4 +1,4 @@
-"""What any timm model can do, in every structure: tests that the tests of each family inherit."""
+"""The interface of any timm model, in every structure: tests that the tests of each family inherit."""
 import copy
 import io
 import pickle
@@ -204,7 +204,7 @@ class Contract:
         other = self.build(kind).eval()
         other.load_state_dict(load(save({k: v.contiguous() for k, v in model.state_dict().items()})))
         assert torch.equal(other(self.images()), model(self.images()))
-        # what DataParallel and DDP write
+        # keys as DataParallel and DDP write them
         prefixed = {f'module.{k}': v for k, v in model.state_dict().items()}
         other = self.build(kind).eval()
         other.load_state_dict(timm.models.clean_state_dict(prefixed))
@@ -304,7 +304,7 @@ class RePaContract(Contract):
 
 
 class RepOptContract(Contract):
-    """As :class:`RePaContract`; a kind is a structure."""
+    """Like :class:`RePaContract`; a kind is a structure."""
     kinds = ('target', 'search', pytest.param('csla', marks=pytest.mark.slow), 'deploy')
     scriptable = ('target', 'deploy')  # a block's branches are a loop over its declaration, which only tracing unrolls
 

@@ -68,7 +68,7 @@ def test_it_is_what_the_conversion_makes(args, tmp_path):
 ])
 @pytest.mark.parametrize('indices', [{}, dict(out_indices=(0, 1))])
 @torch.no_grad()
-def test_features_are_those_of_timm_for_the_base(base, args, size, indices):
+def test_features_match_timm_for_the_base(base, args, size, indices):
     args = {**args, 'base': base, 'norm': 'batch', 'idle_ratio': .5}
     torch.manual_seed(0)
     model = timm.create_model('repa_any', **args).eval()
@@ -102,7 +102,7 @@ def test_features_are_those_of_timm_for_the_base(base, args, size, indices):
 ])
 @torch.no_grad()
 def test_other_sizes(base, args, change, tmp_path):
-    """What depends on the size of images, patches or windows is resized as timm does it for the base."""
+    """Tensors that depend on the size of images, patches or windows are resized as timm does it for the base."""
     original = plain({**args, 'base': base})
     for p in original.parameters():
         p.normal_(std=.1)
@@ -136,7 +136,7 @@ def test_weights_of_another_base(tmp_path):
     ('eva02_tiny_patch14_224', dict(swiglu_mlp=True)),
     ('naflexvit_base_patch16_gap', dict(fix_init=True)),
 ])
-def test_weights_initialized_anew(base, args):
+def test_weights_initialized_again(base, args):
     """timm's init_weights() divides the weight of the i-th FFN's last layer by sqrt(2 i)."""
     args = dict(args, img_size=32, patch_size=16) if 'naflex' not in base else args
     model = timm.create_model('repa_any', base=base, embed_dim=48, depth=8, num_heads=3, num_classes=5, **args)

@@ -116,7 +116,7 @@ def test_reparameterize_is_exact(kwargs):
 
 @torch.no_grad()
 def test_recorded_outputs(recorded):
-    """Of the vanilla backbone: no RePa-LV-ViT was released."""
+    """Outputs of the vanilla backbone: no RePa-LV-ViT was released."""
     tensors, config = recorded('lvvit_vanilla')
     model = timm.create_model('lvvit_s', **config)
     weights = {k.removeprefix('weights.'): v for k, v in tensors.items() if k.startswith('weights.')}
@@ -146,7 +146,7 @@ def test_training_lowers_the_loss_of_the_vanilla_backbone():
 
 
 class TestContract(RePaContract):
-    """What timm's Vision Transformer can do, plain and in both structures."""
+    """The interface of timm's Vision Transformer, plain and in both structures."""
     variants = ('lvvit_m', 'lvvit_s', 'repa_lvvit_m', 'repa_lvvit_s')
     tiny, trained_form = map(staticmethod, (tiny, trained))
     kinds = scriptable = ('vanilla', 'training', 'deploy')
@@ -187,7 +187,7 @@ class TestContract(RePaContract):
         assert dynamic(images(size=96)).shape == (2, 5)
 
     def test_classifiers(self, kind, model):
-        """Both are replaced."""
+        """Both classifiers are replaced."""
         assert model.get_classifier() == (model.head, model.aux_head)
         model.reset_classifier(7)
         assert model.head.out_features == model.aux_head.out_features == 7

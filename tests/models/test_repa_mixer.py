@@ -103,7 +103,7 @@ def test_refusals():
 
 
 class TestContract(RePaContract):
-    """What timm's Mixer can do, in both structures."""
+    """The interface of timm's Mixer, in both structures."""
     variants = VARIANTS
     tiny, trained_form = map(staticmethod, (tiny, trained))
     block = 'blocks.1'

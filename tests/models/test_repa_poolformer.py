@@ -128,7 +128,7 @@ def test_refusals():
 
 
 class TestContract(RePaContract):
-    """What timm's PoolFormer can do, in both structures."""
+    """The interface of timm's PoolFormer, in both structures."""
     variants = VARIANTS
     tiny, trained_form = map(staticmethod, (tiny, trained))
     training = MappingProxyType(dict(layer_scale_init_values=.1))

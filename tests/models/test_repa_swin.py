@@ -113,7 +113,7 @@ def test_recorded_outputs(recorded):
 
 
 class TestContract(RePaContract):
-    """What timm's Swin can do, in both structures."""
+    """The interface of timm's Swin, in both structures."""
     variants = VARIANTS
     tiny, trained_form = map(staticmethod, (tiny, trained))
     size = 56
@@ -130,7 +130,7 @@ class TestContract(RePaContract):
     )
 
     def test_meta(self, kind, model):
-        """As timm's: what is in no state dict, the indices and masks of the windows, is made again."""
+        """As in timm, tensors outside the state dict, the indices and masks of the windows, are made again."""
         meta = self.build(kind, device='meta')
         assert all(t.is_meta for t in meta.state_dict().values())
         empty = self.build(kind, device='meta').reparameterize()

@@ -152,7 +152,7 @@ def test_norms_are_the_released_ones():
     assert (bn.momentum, bn.eps) == (.05, 1e-3)
 
 
-def test_keys_are_those_of_timm_vit():
+def test_keys_match_timm_vit():
     """Everything outside the FFN is timm's module under timm's name, so its weights go over as they are."""
     plain = timm.create_model('deit_tiny_patch16_224', pre_norm=True, **TINY).state_dict()
     own = tiny().state_dict()
@@ -186,7 +186,7 @@ def test_loading_the_other_structure(strict):
 
 
 class TestContract(RePaContract):
-    """What any timm ViT can do, in both structures."""
+    """The interface of any timm ViT, in both structures."""
     variants = VARIANTS
     tiny, trained_form = map(staticmethod, (tiny, trained))
     training = MappingProxyType(dict(global_pool='avg'))

@@ -33,8 +33,8 @@ def test_registered():
 
 
 @pytest.mark.parametrize('width', WIDTHS)
-def test_architecture_is_that_of_timms_repghostnet(width):
-    """The plain net has the parameters of RepGhostNet without fusion layers, the folded one those of the folded one."""
+def test_architecture_is_timms_repghostnet(width):
+    """Parameters are as in RepGhostNet without fusion layers; folded, as in the folded RepGhostNet."""
     model = timm.create_model(f'repopt_ghostnet_{width}', device='meta')
     without = timm.create_model(f'repghostnet_{width}', reparam=False, device='meta')
     assert [(k, v.shape) for k, v in model.state_dict().items()] == [
@@ -48,7 +48,7 @@ def test_architecture_is_that_of_timms_repghostnet(width):
 
 
 def test_scales_before_the_search():
-    """Appendix B, counted over modules: two a block, from 1 again where the shortcut is no identity."""
+    """Appendix B, counted over modules: two a block, from 1 again where the shortcut is not an identity."""
     model = timm.create_model('repopt_ghostnet_050', structure='search', device='meta')
     layers = csla_layers(model)
     assert len(layers) == 32

@@ -34,7 +34,7 @@ tiny = partial(helpers.tiny, 'repopt_vgg_a0')
 
 
 def random_scales(model):
-    """Of both signs, none near zero."""
+    """Scales of both signs, none near zero."""
     g = torch.Generator().manual_seed(0)
 
     def scale(n):
@@ -86,8 +86,8 @@ def test_dilation_for_stride_adds_no_identity():
         assert dense.stages[3][0].conv[0].csla.stride == (1, 1)
 
 
-def test_initialization_of_the_stem_is_that_of_any_block():
-    """timm's for what is no CSLA layer: a fan-out normal distribution and zeros."""
+def test_the_stem_is_initialized_like_any_block():
+    """Layers other than CSLA layers are initialized as in timm: a fan-out normal distribution and zeros."""
     model = tiny(stem_width=64, **dict(SE, attn_kwargs=dict(rd_ratio=1., rd_divisor=1)))
     fc = model.stem.attn.fc1
     assert fc.bias.abs().max() == 0
@@ -303,7 +303,7 @@ def test_loading_another_structure(strict):
 
 
 def test_config_leaves_scales_of_this_machine_out(tmp_path):
-    """Whoever loads it does not train with other multipliers unawares."""
+    """Loading the config does not lead to training with other multipliers unawares."""
     pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
     from timm.models import save_for_hf
 
@@ -470,7 +470,7 @@ def test_csla_is_gr_end_to_end(kwargs, rep, plain, args, tolerance):
 
 @pytest.mark.parametrize('excluded', [True, False])
 def test_weight_decay_by_timms_factory(excluded):
-    """It excludes vectors, and so the identity branches, unless it is told not to."""
+    """The factory excludes vectors, and so the identity branches, unless it is told not to."""
     outputs = [
         train(model, create_optimizer_v2(
             model, opt=opt, lr=.02, momentum=.9, weight_decay=1e-2, filter_bias_and_bn=excluded), 5)
@@ -482,8 +482,9 @@ def test_weight_decay_by_timms_factory(excluded):
 def test_recorded_training(recorded, rule):
     """Six steps of the released optimizers.
 
-    The recorded ``start`` is that of after the steps (it equals ``end``). It was drawn from the seed 0: first the 3 x 3
-    kernels and the classifier, then from the same seed the 1 x 1 kernels; the recorded first loss confirms it.
+    The recorded ``start`` was saved after the steps (it equals ``end``). The weights before them were drawn from
+    seed 0: first the 3 x 3 kernels and the classifier, then from the same seed the 1 x 1 kernels; the recorded first
+    loss confirms it.
     """
     tensors, config = recorded(f'repopt_vgg_train_{rule}')
     model = released_size(scales=False)
@@ -551,7 +552,7 @@ def test_recorded_outputs(recorded, name, kwargs):
 
 
 class TestContract(RepOptContract):
-    """What any timm conv net can do, in every structure."""
+    """The interface of any timm conv net, in every structure."""
     tiny, trained_form = map(staticmethod, (tiny, trained))
     block = 'stages.1.1'
     layers = 1 + 6 + 1
@@ -638,7 +639,7 @@ def test_training_lowers_the_loss(opt):
 
 
 def test_saved_scales_are_the_attached_ones(tmp_path):
-    """What is loaded again has the same multipliers, or none, which RepSGD refuses; never those of the creation."""
+    """A model that is loaded has the attached multipliers, or none, which RepSGD refuses; never the original ones."""
     pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
     for scales, same in (('ones', True), (random_scales(tiny()), False), (False, False)):
         model = tiny()

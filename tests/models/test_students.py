@@ -72,7 +72,7 @@ def teacher():
 @pytest.mark.parametrize('kind', ['logit', 'feature'])
 @pytest.mark.parametrize('student', ['vit_tiny_patch16_224', 'repa_vit_small'])
 def test_distillation(kind, student):
-    """What train.py makes of --kd-model-name: the student comes nearer to the teacher that it is from."""
+    """Distillation as by train.py --kd-model-name: the student comes nearer to the teacher that it starts from."""
     larger = teacher()
     torch.manual_seed(0)
     args = dict(ARGS, embed_dim=24, **({'pre_norm': False} if student.startswith('repa') else {}))

@@ -105,7 +105,7 @@ def copy_checkout(folder: Path) -> Path:
 def _pytest(root: Path, tests: Sequence[str]) -> None:
     os.setsid()  # a group with the processes that tests start
     os.chdir(root)
-    # without bytecode, which would be taken for that of a change of the same second and length
+    # without bytecode: a change of the same second and length as the previous one would run the previous bytecode
     os.environ.update(PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE='1')
     sys.dont_write_bytecode = True
     sys.path[0] = str(root)
@@ -215,7 +215,7 @@ def main() -> int:
             start = time.perf_counter()
             try:
                 found = outcome(root, mutant, args.timeout)
-            except KeyboardInterrupt:  # what was run is reported
+            except KeyboardInterrupt:  # the finished mutants are reported
                 break
             rows.append(dict(file=mutant.file, what=mutant.what, outcome=found))
             seconds = time.perf_counter() - start

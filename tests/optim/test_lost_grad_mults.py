@@ -76,7 +76,7 @@ def test_a_parametrization_after_attaching(model, change, optimizer):
     with pytest.raises(ValueError, match=name):
         optimizer(model.parameters())
     if change is parametrizations.weight_norm:
-        return  # its parameters are not those of the optimizer
+        return  # the optimizer does not have its parameters
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     before = copy.deepcopy(model.state_dict())

@@ -99,7 +99,7 @@ def test_sgd_against_reference(kwargs, channels_last, dtype, form):
 
 @pytest.mark.parametrize('kwargs', ADAMW_ARGS, ids=str)
 def test_adamw_against_torch(kwargs, form):
-    """The update is that of torch's AdamW without weight decay, times the multiplier."""
+    """The update is torch's AdamW update without weight decay, times the multiplier."""
     model = net(torch.float64)
     params = list(model.parameters())
     mults = [m.dense('absolute', torch.float64) if (m := get_grad_mult(p)) else torch.ones(()) for p in params]
@@ -262,7 +262,7 @@ def test_layers_do_not_import_optimizers():
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
-def test_signature_is_that_of_torch(rep, plain):
+def test_signature_is_torchs(rep, plain):
     ours, torchs = (inspect.signature(cls).parameters for cls in (rep, plain))
     assert {n: p.default for n, p in ours.items() if n != 'strict'} == {
         n: p.default for n, p in torchs.items() if n not in ('differentiable', 'decoupled_weight_decay')}
@@ -306,7 +306,7 @@ def test_a_flattened_parameter_is_refused(rep, plain):
 @pytest.mark.parametrize('rep,plain', PAIRS)
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_low_precision_parameters(rep, plain, dtype):
-    """The update is that of torch's optimizer in the same dtype, times the multiplier."""
+    """The update is torch's update in the same dtype, times the multiplier."""
     model = net(dtype)
     backward(model, dtype)
     param = model[1].weight
@@ -419,7 +419,7 @@ def test_kernels_of_growing_size(rep, plain):
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
 def test_a_multiplier_out_of_range_changes_nothing(rep, plain):
-    """It is found before any kernel is updated, also in the dtype of a parameter that was converted."""
+    """The multiplier is found before any kernel is updated, also in the dtype of a parameter that was converted."""
     params = [ones(nn.Parameter(torch.ones(4, 4, 3, 3))) for _ in range(2)]
     optimizer = rep([dict(params=[p]) for p in params], lr=.1)
     for scale, dtype, match in ((1e30, torch.float32, 'float32'), (1e5, torch.float16, 'float16')):

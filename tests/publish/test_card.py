@@ -170,7 +170,7 @@ def test_multi_branch_network_of_timm(tmp_path):
     (dict(patch_size=8, embed_dim=24, depth=1, num_heads=3), 64),
 ])
 def test_img_size_of_a_recipe(args, img_size, tmp_path):
-    """It is an argument of the model where its base takes it, else only the size of the images."""
+    """img_size is an argument of the model where its base takes it, else only the size of the images."""
     model = timm.create_model('repa_any', num_classes=4, **args, **(dict(img_size=img_size) if img_size else {}))
     torch.save(model.state_dict(), tmp_path / 'c.pth')
     recipe = dict(model='repa_any', model_kwargs=args, num_classes=4, img_size=64)
@@ -183,7 +183,7 @@ def test_img_size_of_a_recipe(args, img_size, tmp_path):
 
 @pytest.mark.slow
 def test_license_of_a_tag(tmp_path):
-    """That of the registered weights; none of others, which are not those of the base either."""
+    """The license of the weights registered under the tag; others have none, as they are not the base's either."""
     args = dict(base='fasternet_t0', embed_dim=8, depths=(1, 1, 1, 1), feature_dim=16)
     torch.save(timm.create_model('repa_any', num_classes=4, **args).state_dict(), tmp_path / 'c.pth')
     recipe = dict(RECIPE, model='repa_any', model_kwargs=args)
@@ -197,7 +197,7 @@ def test_license_of_a_tag(tmp_path):
 
 @pytest.mark.parametrize('tag, expected', [('cifar10', 'apache-2.0'), ('mine', None)])
 def test_license_of_a_trained_model(tmp_path, tag, expected):
-    """That of the registered weights of the tag; the base's, which are others, have one too."""
+    """The license of the weights registered under the tag, otherwise none, although the base's weights have one."""
     settings = dict(model='repa_any', model_kwargs=dict(base='fasternet_t0', embed_dim=8), num_classes=4)
     model = _create_trained(settings, tmp_path / 'train.yaml', f'repa_any.{tag}')
     assert model.pretrained_cfg.get('license') == expected
@@ -385,7 +385,7 @@ def test_refusals(folder, checkpoint, images, tmp_path, capsys):
 
 
 def test_a_failure_leaves_all_as_it_was(folder, checkpoint, images, tmp_path):
-    """Not the figures of one checkpoint with the weights of another."""
+    """The figures of one checkpoint are not left with the weights of another."""
     data = dict(split='validation', dataset='Stripes')
     prepare_folder(folder, checkpoint[2], data_dir=str(images), **data)
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
@@ -471,7 +471,7 @@ def test_what_cannot_be_published(folder, checkpoint, tmp_path):
     assert 'alias.md' in verify_folder(folder).hashes
 
 
-def test_what_programs_leave_behind(folder, checkpoint):
+def test_files_of_other_programs_are_ignored(folder, checkpoint):
     (folder / '.DS_Store').write_bytes(b'x')
     (folder / '.cache').mkdir()
     (folder / '.cache' / 'h').write_bytes(b'x')
@@ -480,7 +480,7 @@ def test_what_programs_leave_behind(folder, checkpoint):
 
 
 def test_a_recipe_belongs_to_the_checkpoint(folder, checkpoint, tmp_path):
-    """It is checked and in the folder of the checkpoint; without a checkpoint it is refused, as is use_ema."""
+    """The recipe is checked and in the folder of the checkpoint; without a checkpoint it is refused, as is use_ema."""
     prepare_folder(folder, checkpoint[2])
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     (tmp_path / 'elsewhere').mkdir()

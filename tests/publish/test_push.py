@@ -87,7 +87,7 @@ def test_private_and_branches(account, folder):
 
 
 def test_a_new_branch_holds_what_the_folder_does(account, folder):
-    """It starts with what the main one has."""
+    """The new branch starts with the files of the main one."""
     publish(folder)
     (folder / 'notes.txt').write_text('old')
     write_hashes(folder)
@@ -102,7 +102,7 @@ def test_a_new_branch_holds_what_the_folder_does(account, folder):
 
 
 def test_a_commit_in_between(account, folder, monkeypatch):
-    """What somebody else pushed since the branch was looked at is not overwritten."""
+    """Files that somebody else pushed since the branch was looked at are not overwritten."""
     publish(folder)
     push_folder(folder, 'we')
     publish(folder, seed=1)
@@ -190,7 +190,7 @@ def test_weights_are_deleted_only_by_name(account, folder, name):
 
 
 def test_a_folder_without_weights(account, folder):
-    """Neither carded nor pushed, whatever its config.json says."""
+    """A folder without weights gets no card and is not pushed, whatever its config.json says."""
     publish(folder)
     push_folder(folder, 'we')
     (folder / 'model.safetensors').unlink()

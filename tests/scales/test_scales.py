@@ -83,12 +83,12 @@ def test_save_refuses_what_load_cannot_read(tmp_path):
         with pytest.raises(ValueError, match=message):
             other.save(tmp_path / 'x.safetensors')
     assert not list(tmp_path.iterdir())
-    # in a file it would be that of the layer 'a.conv'
+    # in a file it would be the branch '3x3' of the layer 'a.conv'
     with pytest.raises(ValueError, match=r"branch 'conv\.3x3' of 'a': branch names"):
         Scales({'a': {'conv.3x3': torch.ones(3)}})
 
 
-def test_false_is_no_scales_on_the_command_line():
+def test_false_means_without_scales_on_the_command_line():
     """timm's --model-kwargs scales=False."""
     parser = argparse.ArgumentParser()
     parser.add_argument('--model-kwargs', nargs='*', action=ParseKwargs)
@@ -138,7 +138,7 @@ def test_scales_are_copies():
 
 
 def test_scales_are_constants():
-    """Float32 on the CPU, and not those of the model they were read from."""
+    """Scales are float32 copies on the CPU, independent of the model they were read from."""
     model = tiny(structure='search', dtype=torch.float64)
     scales = Scales.from_model(model)
     layer = csla_layers(model)['stem.conv.0']
@@ -285,8 +285,8 @@ def test_attach_through_wrappers(wrap):
     assert all(get_grad_mult(p) is None for p in model.parameters())
 
 
-def test_attach_where_the_weight_is_no_parameter():
-    """What an optimizer trains then are other tensors, which would silently be trained without a multiplier."""
+def test_attach_where_the_weight_is_not_a_parameter():
+    """An optimizer then trains other tensors, which would silently be trained without a multiplier."""
     for change in (
             torch.nn.utils.parametrizations.weight_norm,
             lambda conv: torch.nn.utils.prune.identity(conv, 'weight'),
@@ -370,7 +370,7 @@ def test_released_ghost_layout(tmp_path):
     assert timm.create_model('repopt_ghostnet_050', scales=scales, width=.3)
 
 
-def test_norms_are_no_scales(tmp_path):
+def test_norms_are_not_taken_for_scales(tmp_path):
     """A RepGhostNet's BatchNorms have the names of RepOpt-GhostNet's released scales, and so do our own target's."""
     for name in ('repghostnet_050', 'repopt_ghostnet_050'):
         torch.save(timm.create_model(name).state_dict(), tmp_path / 'x.pth')
@@ -401,7 +401,7 @@ def test_pickled_code_does_not_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name,negative', [('b1', 156), ('b2', None), ('l1', 1538), ('l2', None)])
 def test_released_scales_fit_the_models(released_scales, name, negative):
-    """All of them, and they hold negative entries, where the sum of the scales is no multiplier for AdamW."""
+    """All files fit, and hold negative entries, where the sum of the scales is not a multiplier for AdamW."""
     path = released_scales(f'RepOpt-VGG-{name.upper()}-scales.pth')
     model = timm.create_model(f'repopt_vgg_{name}', scales=False, reinit=False, device='meta')
     timm_rep.attach_grad_mults(model, path)

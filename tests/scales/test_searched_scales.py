@@ -19,7 +19,7 @@ CARD = Path(packaged.__file__).with_name('README.md')
 
 
 def multipliers(model):
-    """What the GradMults are made of, by layer."""
+    """Branches and scales of the GradMults, by layer."""
     return {
         name: (layer.csla.branches, {branch: scale.tolist() for branch, scale in layer.grad_mult.scales.items()})
         for name, layer in csla_layers(model).items()
@@ -37,7 +37,7 @@ class TestEach:
         """The channels, which start alike, have come apart, and the file says where it is from.
 
         They need not in the last stage of RepOpt-GhostNet: on images of 32 x 32 its maps are 1 x 1, a depthwise
-        convolution is a number for each channel there, and the BatchNorm behind it undoes any.
+        convolution is a number for each channel there, and the BatchNorm after it undoes any.
         """
         scales = Scales.load(name)
         start = Scales.from_model(timm.create_model(name, structure='search', scales='init'))
@@ -87,7 +87,7 @@ def test_the_card_names_all_of_them_and_no_other():
     dict(act_layer='silu'), dict(attn_layer='se'),
 ], ids=str)
 def test_scales_are_specific_to_the_architecture(kwargs):
-    """What changes it has no searched scales (table 6), even where they would fit."""
+    """A changed architecture has no searched scales (table 6), even where they would fit."""
     args = dict(depths=(1, 2, 1, 1)) if 'widths' in kwargs else {}
     changed = create('repopt_vgg_a0', **args, **kwargs)
     assert multipliers(changed) == multipliers(create('repopt_vgg_a0', scales='init', **args, **kwargs))
@@ -143,7 +143,7 @@ def server(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('name', RELEASED)
 def test_released_files(name, server, released_scales):
-    """The very files: downloaded once, their checksums are those of the table, and they fit their models."""
+    """The released files are downloaded once, have the checksums of the table, and fit their models."""
     folder, requests = server
     shutil.copy(released_scales(RELEASED[name].name), folder)
     scales = Scales.load(f'released:{name}')
@@ -212,7 +212,7 @@ def test_damaged_cache(server, released_scales):
 
 
 def test_a_server_that_does_not_answer(server, monkeypatch):
-    """It is not waited for by torch's download, which has no time limit."""
+    """The server is not left to torch's download, which has no time limit."""
     monkeypatch.setattr(released, 'is_reachable', lambda address: address != RELEASED['repopt_vgg_b1'].url)
     with pytest.raises(FileNotFoundError, match='repopt_vgg_b1: the server does not answer'):
         locate_released('repopt_vgg_b1')

@@ -29,7 +29,7 @@ def both(root, is_training, batch_size=5):
         datasets[1], batch_size, is_training)
 
 
-def test_evaluation_is_that_of_the_plain_loader(root):
+def test_evaluation_equals_the_plain_loader(root):
     plain, preloaded = both(root, is_training=False)
     assert len(plain) == len(preloaded) == 5
     for (a, x), (b, y) in zip(plain, preloaded, strict=True):
@@ -77,7 +77,7 @@ def test_training_crops_and_flips(root):
     assert which.view(9, 9, 2).sum((0, 2)).min() > 0
 
 
-def test_randomness_is_that_of_the_seed(root):
+def test_randomness_depends_on_the_seed_only(root):
     _, loader = both(root, is_training=True)
 
     def epoch(seed):
@@ -90,7 +90,7 @@ def test_randomness_is_that_of_the_seed(root):
 
 
 def test_processes_share_the_images(root, monkeypatch):
-    """In training, each epoch shuffled and dealt anew; for validation each process sees all of them."""
+    """In training, images are shuffled and divided again in each epoch; in validation each process sees all of them."""
     orders = []
     for rank in range(2):
         for name, value in (('is_initialized', True), ('get_world_size', 2), ('get_rank', rank)):

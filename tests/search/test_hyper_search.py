@@ -151,7 +151,7 @@ def reference_search(model, batches, epochs, warmup_epochs, lr, weight_decay, sm
     return Scales.from_model(model)
 
 
-def test_the_recipe_is_that_of_the_paper():
+def test_the_recipe_is_the_papers():
     args = dict(epochs=3, warmup_epochs=1, lr=2., weight_decay=.01, smoothing=.3, clip_grad=.05)
     torch.manual_seed(0)
     model = timm.create_model('repopt_vgg_a0', structure='search', dtype=torch.float64, **TINY)
@@ -264,7 +264,7 @@ X, Y = dataset(4).tensors
     ([(X, Y - 1)], ValueError, r'Labels must be from 0 to 3, .* got -1 to 2'),
 ])
 def test_other_batches(batches, error, message):
-    """They are refused before the first step, and leave a given model as it was."""
+    """Unsuitable batches are refused before the first step, and leave a given model as it was."""
     model = timm.create_model('repopt_vgg_a0', structure='search', **TINY)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(error, match=message):
@@ -282,7 +282,7 @@ def test_labels_of_other_integers():
         for each in scales[1:] for layer, branches in each.items() for branch, scale in branches.items())
 
 
-def test_layers_of_the_result_are_those_of_the_target():
+def test_the_result_has_the_layers_of_the_target():
     assert search(epochs=1, warmup_epochs=0).keys() == csla_layers(timm.create_model('repopt_vgg_a0', **TINY)).keys()
 
 

@@ -139,7 +139,7 @@ def test_the_next_write_finishes_the_one_before(folder, monkeypatch):
 
 
 def test_outdated_files_leave_in_the_same_move(folder, monkeypatch):
-    """Not before the end, and not what is written."""
+    """Outdated files leave at the end, not before, and files that are written stay."""
     outdated = folder / 'b', folder / 'c', folder / 'none'
     before = contents(folder)
     for error in ValueError, None:
@@ -155,7 +155,7 @@ def test_outdated_files_leave_in_the_same_move(folder, monkeypatch):
 
 @pytest.mark.skipif(os.name == 'nt', reason='there are no such modes')
 @pytest.mark.parametrize('umask', [0o022, 0o002, 0o077])
-def test_permissions_are_those_of_a_new_file(tmp_path, umask):
+def test_permissions_follow_the_umask(tmp_path, umask):
     """Also where a library writes for the owner alone."""
     before = os.umask(umask)
     try:
@@ -206,7 +206,7 @@ def test_one_process_at_a_time(folder):
 
 @needs_fork
 def test_a_process_that_waits_gets_the_lock(folder, tmp_path):
-    """Not that of the file which the process before removes."""
+    """The lock is not on the file that the previous process removes."""
     pid = os.fork()
     if not pid:
         while not (tmp_path / 'is taken').exists():
@@ -244,7 +244,7 @@ def test_check_writable(tmp_path):
 
 @pytest.mark.parametrize('entering', [locking_folder, replacing_files])
 def test_a_failure_leaves_no_new_folder(tmp_path, entering):
-    """Those that existed before, or hold a file, stay."""
+    """Folders that existed before, or hold a file, stay."""
     (tmp_path / 'old').mkdir()
 
     def fail(folder, body=lambda: None):

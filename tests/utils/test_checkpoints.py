@@ -62,7 +62,7 @@ def test_a_checkpoint_of_another_model(tmp_path):
 
 
 def test_a_checkpoint_of_a_deeper_model(tmp_path):
-    """Of many keys, the first are named; those of another shape too."""
+    """Of many keys, the first are named, also where their shapes differ."""
     deep, wide = (nn.Sequential(*[nn.Linear(2, n)] * 50) for n in (2, 3))
     torch.save(deep.state_dict(), tmp_path / 'c.pth')
     with pytest.raises(RuntimeError, match=r' 98 \(1\.weight, 1\.bias, 2\.weight, \.\.\.\)') as e:

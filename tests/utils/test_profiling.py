@@ -30,7 +30,7 @@ def test_device_name(monkeypatch):
 
 @pytest.mark.parametrize('kwargs', [{}, dict(features_only=True, out_indices=(0,))])
 def test_input_size(kwargs):
-    """Of the model that was built, also inside of one made by features_only, instead of the pretrained one's."""
+    """The size of the model as built, also inside of one made by features_only, not of the pretrained one."""
     model = timm.create_model(
         'repa_deit_tiny', img_size=(32, 48), in_chans=1, embed_dim=24, depth=1, num_heads=3, **kwargs)
     assert model_input_size(model) == (1, 32, 48)
