@@ -385,7 +385,7 @@ def test_an_interruption_names_resume_if_there_is_a_state(data, tmp_path, capsys
             checkpoint.write_text('')
         raise KeyboardInterrupt
 
-    monkeypatch.setattr('timm_rep.accelerate.accelerate', interrupt)
+    monkeypatch.setattr('timm_rep.cli.accelerate.accelerate', interrupt)
     assert main(command(data, tmp_path / 'out', '--distil-epochs', '1')) == 130
     assert ('--resume' in capsys.readouterr().err) == begun
 

@@ -6,6 +6,15 @@ import argparse
 import contextlib
 from pathlib import Path
 
+import torch
+from timm.utils import init_distributed_device, is_primary
+
+from timm_rep.accelerate import STATE, accelerate, check_output, figures_table, write_model
+from timm_rep.utils.atomic import check_writable, locking_folder
+from timm_rep.utils.checkpoints import load_checkpoint
+from timm_rep.utils.data import Images
+from timm_rep.utils.training import check_distillation
+
 from ._arguments import (
     Commands,
     add_device,
@@ -21,6 +30,7 @@ from ._arguments import (
     ratio,
     share,
 )
+from ._picture import check_matplotlib
 
 # idle ratios of --sweep
 _SWEEP = (0.25, 0.5, 0.75, 0.9, 1.)
@@ -66,17 +76,6 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-    from timm.utils import init_distributed_device, is_primary
-
-    from timm_rep.accelerate import STATE, accelerate, check_output, figures_table, write_model
-    from timm_rep.utils.atomic import check_writable, locking_folder
-    from timm_rep.utils.checkpoints import load_checkpoint
-    from timm_rep.utils.data import Images
-    from timm_rep.utils.training import check_distillation
-
-    from ._picture import check_matplotlib
-
     check_distillation(args.distil_epochs, args.lr)
     if args.resume and not args.distil_epochs:
         raise ValueError('--resume requires --distil-epochs: pass the value of the interrupted distillation.')

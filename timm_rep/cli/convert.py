@@ -1,6 +1,12 @@
 """``timm-rep convert``: convert a released checkpoint or file of scales into a folder that loads."""
 import argparse
 
+import timm
+
+from timm_rep.hub import split_name
+from timm_rep.publish import convert_released
+from timm_rep.utils.atomic import check_writable
+
 from ._arguments import Commands, add_model_kwargs, output
 
 
@@ -17,12 +23,6 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import timm
-
-    from timm_rep.hub import split_name
-    from timm_rep.publish import convert_released
-    from timm_rep.utils.atomic import check_writable
-
     if not timm.is_model(args.model):
         raise ValueError(f'Expected the name of a timm model, but got {args.model!r}: see timm.list_models().')
     split_name(args.output)
