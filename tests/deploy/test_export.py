@@ -105,6 +105,7 @@ def test_channels_last(tmp_path, reparameterize):
     model = build('repopt_vgg')[0].to(memory_format=torch.channels_last)
     assert not model.stem.conv[0].weight.is_contiguous()
     strides = [x.stride() for x in model.state_dict().values()]
+    (tmp_path / 'out').mkdir()  # an empty folder is accepted
     timm_rep.export(model, tmp_path / 'out', reparameterize=reparameterize)
     assert [x.stride() for x in model.state_dict().values()] == strides
     loaded, x = load(tmp_path / 'out', 'safetensors'), images()

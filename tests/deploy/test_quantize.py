@@ -15,7 +15,7 @@ import torch.nn as nn
 import timm_rep
 from tests.helpers import images, randomize_, relative, run, same_weights, tiny
 from timm_rep.deploy import BACKENDS, REPORT_NAME, Quantized, load_quantized, quantize_qat, quantized_files, read_report
-from timm_rep.deploy.program import QuantizationSettings
+from timm_rep.deploy.program import QuantizationSettings, output_structure, restore_structure
 from timm_rep.utils.data import Images
 
 pytest.importorskip('torchao')
@@ -415,7 +415,7 @@ def test_all_of_an_error_is_told(model, calibration, monkeypatch):
     ([(images(2, 32), torch.zeros(2))], ValueError, r'size \(3, 64, 64\), got \(3, 32, 32\)'),
     (iter([(images(2), torch.zeros(2))]), TypeError, 'got an iterator'),
     ([(images(2) * float('nan'), torch.zeros(2))], ValueError, 'validation_loader must have finite images'),
-    ([(images(2), torch.tensor([0, 99]))], ValueError, 'labels from 0 to 4, got 0 to 99'),
+    ([(images(2), torch.tensor([0, 5]))], ValueError, 'labels from 0 to 4, got 0 to 5'),
     ([(images(2), torch.tensor([-1, 0]))], ValueError, 'labels from 0 to 4, got -1 to 0'),
 ])
 def test_wrong_validation_loaders(model, calibration, loader, error, message, monkeypatch):
@@ -425,6 +425,20 @@ def test_wrong_validation_loaders(model, calibration, loader, error, message, mo
     monkeypatch.delattr(InductorProgram, 'quantize')
     with pytest.raises(error, match=message):
         timm_rep.quantize_ptq(model, calibration, validation_loader=loader)
+
+
+@pytest.mark.parametrize('build', [
+    lambda x: x, lambda x: [x], lambda x: {'a': x}, lambda x: (x, [x + 1, {'b': x + 2}])])
+def test_structure_of_the_outputs(build):
+    """A runtime returns one tensor, or a list of several."""
+    class Net(nn.Module):
+        def forward(self, x):
+            return build(x)
+
+    x = torch.arange(3.)[:, None]
+    leaves = torch.utils._pytree.tree_leaves(build(x))
+    restored = restore_structure(leaves if len(leaves) > 1 else leaves[0], output_structure(Net(), x))
+    assert str(restored) == str(build(x))
 
 
 _WITHOUT_VNNI = '''
