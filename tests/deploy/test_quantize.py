@@ -503,6 +503,8 @@ def test_quantization_aware_training(images, monkeypatch):
     model = Dead().eval()
     before = copy.deepcopy(model)
     data = Images(model, str(images), val_split='validation', batch_size=10, img_size=8)
+    with pytest.raises(ValueError, match='checkpoint must be given with resume=True'):
+        quantize_qat(model, data, 1, resume=True)
     quantized = quantize_qat(model, data, 1, lr=.1, validation_loader=data.validation())
     assert same_weights(model, before)
     report = quantized.report

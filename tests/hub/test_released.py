@@ -228,6 +228,12 @@ def test_found_offline(hub, release, monkeypatch):
         create('repa_deit_small')
 
 
+def test_other_tags_are_other_weights(hub, release):
+    with pytest.raises(RuntimeError, match=r'Cannot find weights of repa_deit_tiny\.mine'):
+        create('repa_deit_tiny.mine')
+    assert not hub.bytes_served(RELEASED_REPO_ID, 'RePaViT-Tiny.pth')
+
+
 def test_a_new_release_and_a_pinned_one(hub, release, tmp_path):
     first, = hub.commits(RELEASED_REPO_ID)
     model, data = released_file(tmp_path / 'new.pth', 1)
@@ -244,6 +250,7 @@ def test_the_argument_that_settles_it(hub, release, tmp_path):
         create()
     overlay = dict(hf_hub_filename='new/repavit_tiny.pth')
     assert same(create(pretrained_cfg_overlay=overlay), model)
+    assert same(create(idle_ratio=.5, pretrained_cfg_overlay=overlay), model)  # the name tells no ratio
     with pytest.raises(FileNotFoundError, match=r"has no 'nothing\.pth', it has .*RePaViT-Tiny\.pth"):
         create(pretrained_cfg_overlay=dict(hf_hub_filename='nothing.pth'))
 

@@ -45,6 +45,14 @@ def test_round_trip(account, folder, capsys):
     assert same(timm.create_model(NAME, pretrained=True), model)
 
 
+def test_a_folder_named_after_another_model(account, folder):
+    publish(folder)
+    other = folder.rename(folder.with_name('repa_deit_small.mine'))
+    with pytest.raises(ValueError, match=r"Expected a repa_deit_small in .*, but got a repa_deit_tiny"):
+        push_folder(other, 'we')
+    assert not account.requests
+
+
 def test_what_is_there_is_not_sent_again(account, folder):
     publish(folder)
     push_folder(folder, 'we')
