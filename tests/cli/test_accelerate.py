@@ -266,7 +266,9 @@ def test_channels_last(data, tmp_path):
     args = dict(depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=3)
     model = timm.create_model('convnext_atto', **args).eval().to(memory_format=torch.channels_last)
     model._model_args = args  # timm records them since 1.0.31
+    model.pretrained_cfg['label_names'] = ['a', 'b', 'c']
     result = accelerate(model, Images(model, str(data), img_size=32), calibration_images=24)
+    assert result.model.pretrained_cfg['label_names'] == ['a', 'b', 'c']  # not the names of the folders
     strides = [x.stride() for x in result.model.state_dict().values()]
     assert any(not x.is_contiguous() for x in result.model.state_dict().values())
     write_model(tmp_path / 'out', result)
