@@ -19,6 +19,7 @@ from tests.convert.families import VIT, build
 from tests.helpers import images, needs_recorded_args, needs_torch_2_6, relative, same_weights, save_model
 from timm_rep.convert import budget, linearize_ffns
 from timm_rep.convert.budget import allocate
+from timm_rep.convert.calibration import CalibrationImages
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.least_squares import LeastSquares, Moments
 from timm_rep.convert.linearize import check_convertible
@@ -540,6 +541,41 @@ def test_budget_with_two_matrices(monkeypatch):
         assert (loss[:13] == loss[0]).all()
         assert (loss[13:].diff() > 0).all()
         assert loss[13] > loss[0]
+
+
+def test_the_other_form_is_the_best_of_its_dampings(monkeypatch):
+    seen, losses = [], LeastSquares.losses
+
+    def spied(self, fits):
+        found = losses(self, fits)
+        seen.extend((fit.linear_path, loss) for fit, loss in zip(fits, found))
+        return found
+
+    monkeypatch.setattr(LeastSquares, 'losses', spied)
+    reports = linearize_ffns(vit(), [images(200, 32)], idle_ratio=.7).ffns
+    for i, ffn in enumerate(reports):
+        *compared, _, _ = seen[i * len(seen) // len(reports):(i + 1) * len(seen) // len(reports)]
+        least = {path: min(loss for form, loss in compared if form is path) for path in (False, True)}
+        assert len(compared) > 4
+        assert ffn.other_held_out / ffn.held_out == pytest.approx(least[not ffn.linear_path] / least[ffn.linear_path])
+
+
+def test_metric_of_the_logits(monkeypatch):
+    """The Fisher information of logits is diag(p) - p p^T, with p the probabilities that classes are drawn with."""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Mlp(4, 8, 3)
+
+        def forward(self, x):
+            return self.mlp(x.flatten(1)[:, None])[:, 0]
+
+    p, model = torch.tensor([.8, .15, .05]), Net().eval().requires_grad_(False)
+    model.mlp.fc2.weight.zero_()
+    model.mlp.fc2.bias.copy_(p.log())
+    monkeypatch.setattr(budget, '_IMAGES', 4000)
+    root = budget.output_metrics(model, find_ffns(model)[0], CalibrationImages([torch.zeros(4000, 1, 2, 2)], p))['mlp']
+    torch.testing.assert_close(root.T @ root, (p.diag() - p[:, None] * p).double(), rtol=0, atol=.012)
 
 
 def test_budget_of_a_model_with_one_output():
