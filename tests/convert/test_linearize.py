@@ -17,7 +17,7 @@ from timm.utils import reparameterize_model
 import timm_rep
 from tests.convert.families import VIT, build
 from tests.helpers import images, needs_recorded_args, needs_torch_2_6, relative, same_weights, save_model
-from timm_rep.convert import budget, linearize_ffns
+from timm_rep.convert import ConvertedFfn, budget, linearize_ffns
 from timm_rep.convert.budget import allocate
 from timm_rep.convert.calibration import CalibrationImages
 from timm_rep.convert.ffn import find_ffns
@@ -482,6 +482,12 @@ def test_hidden_layernorm_of_maps_is_refused():
     # LayerNorm2d is a subclass of LayerNorm with another dimension
     mlp = nn.ModuleList([Mlp(8, 16, norm_layer=LayerNorm2d, use_conv=True)])
     assert 'LayerNorm2d' in find_ffns(mlp)[1]['0']
+
+
+@pytest.mark.parametrize('active, linear_path, matrices', [
+    (8, True, 3), (8, False, 2), (0, True, 1), (0, False, 0), (32, True, 2), (32, False, 2)])
+def test_number_of_matrices(active, linear_path, matrices):
+    assert ConvertedFfn('mlp', 32, active, linear_path).matrices == matrices
 
 
 def test_report():

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch.nn as nn
+from timm.layers import Mlp
 from torch.multiprocessing import ProcessRaisedException
 
 from tests.convert.families import build
@@ -266,6 +267,21 @@ def test_hooks_of_the_user_stay_and_see_the_batches():
     assert seen.count(5) == 8  # of the original and, replacing its FFNs, of the conversion
     assert len(model._forward_pre_hooks) == 1
     handle.remove()
+
+
+@torch.no_grad()
+def test_tokens_of_all_calls():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Mlp(4, 8)
+
+        def forward(self, x):
+            return self.mlp(x[:, :3]).sum(1) + self.mlp(x).sum(1)
+
+    model = Net().eval()
+    seen = probe(model, find_ffns(model)[0], torch.randn(2, 5, 4))['mlp']
+    assert (seen.tokens, seen.calls) == (3 + 5, 2)
 
 
 @torch.no_grad()

@@ -18,6 +18,11 @@ def test_models_of_a_pattern():
     assert list(survey_convertible('repa_*')) == []  # timm's own only
 
 
+def test_order_of_the_families(monkeypatch):
+    monkeypatch.setattr(timm, 'list_models', lambda: ['fasternet_t0', 'gernet_s'])
+    assert [row.family for row in survey_convertible('*')] == ['byobnet', 'fasternet']
+
+
 @pytest.mark.slow
 def test_sums_of_linear_branches():
     row, = survey_convertible('repvgg_a0')

@@ -6,7 +6,7 @@ import pytest
 from tests.mutation.run import Mutant, merge, read_mutants
 
 
-@pytest.mark.parametrize('name', ['mutants.yaml', 'independent.yaml'])
+@pytest.mark.parametrize('name', ['mutants.yaml', 'independent.yaml', 'unseen.yaml'])
 def test_texts_occur_once(name):
     """Every text that a mutant replaces occurs once in its file, or reading the list fails."""
     mutants = read_mutants(path=Path(__file__).with_name(name))
