@@ -797,8 +797,11 @@ def real_vit(load_script, images, tmp_path, monkeypatch):
     return module, [tmp_path / 'weights.safetensors', '--data-dir', tmp_path / 'data', '--batch-size', 4]
 
 
-def test_real_vit(script, real_vit, tmp_path, capsys):
-    _, args = real_vit
+def test_real_vit(script, real_vit, tmp_path, capsys, monkeypatch):
+    module, args = real_vit
+    convert, seen = module.timm_rep.convert_to_repa, []
+    monkeypatch.setattr(
+        module.timm_rep, 'convert_to_repa', lambda *args, **kwargs: seen.append(kwargs) or convert(*args, **kwargs))
     classifier = tmp_path / 'classifier.pth'
     script('experiments/real_vit', 'finetune', *args, '--epochs', 1, '-o', classifier)
     args = [
@@ -813,6 +816,8 @@ def test_real_vit(script, real_vit, tmp_path, capsys):
     rows = {(row['method'], row['distil_epochs']): row for row in distilled}
     assert rows.keys() == {(method, epochs) for method in ('timm-rep', 'VBP') for epochs in (0, 1, 2)}
     assert all(row['error'] == rows[row['method'], 0]['error'] for row in plain)
+    for kwargs in seen:  # all images, as for the other methods
+        assert kwargs['max_images'] == sum(map(len, kwargs['calibration'])) == 16
     for (method, epochs), row in rows.items():
         assert row['top-1 change'] == pytest.approx(row['top-1'] - row['original'], abs=.01)
         assert row['macs'] == rows['timm-rep', 0]['macs'] < 1

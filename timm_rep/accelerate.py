@@ -82,7 +82,7 @@ def accelerate(
         images: Images,
         idle_ratio: Optional[float] = None,
         macs: Optional[float] = None,
-        calibration_images: int = 512,
+        calibration_images: int = 2048,
         distil_epochs: int = 0,
         lr: float = 1e-5,
         sweep: Sequence[float] = (),
@@ -99,7 +99,7 @@ def accelerate(
         images: Images to calibrate, distil and measure with.
         idle_ratio: Fraction of the hidden channels of every FFN that become linear. Default: 0.75, without macs.
         macs: Fraction of the model's multiply-accumulates to keep, instead of idle_ratio.
-        calibration_images: Number of images to fit to.
+        calibration_images: Largest number of images to fit to.
         distil_epochs: Epochs of distillation from the original; 0 for none.
         lr: Learning rate of the distillation.
         sweep: Further idle ratios to convert and measure, without distillation.

@@ -6,9 +6,9 @@
     python scripts/experiments/real_vit.py speed WEIGHTS.safetensors --data-dir CIFAR10 --img-size 224
 
 WEIGHTS is a state dict of timm's vit_small_patch14_dinov2. ``finetune`` makes a classifier for 56 x 56 pixels.
-``compare`` writes a row for each method, idle ratio and sample of calibration images to scripts/results, optionally
-after a distillation from the original; without ``--classifier`` of the features at 112 pixels: with a linear probe
-and, where WEIGHTS holds ``decoder.*``, with the maps that the decoder makes of the patch tokens.
+``compare`` writes a row for each method, idle ratio, number and sample of calibration images to scripts/results,
+optionally after a distillation from the original; without ``--classifier`` of the features at 112 pixels: with a linear
+probe and, where WEIGHTS holds ``decoder.*``, with the maps that the decoder makes of the patch tokens.
 Run these two again after a stop: a training continues after its last quarter of an epoch, finished rows are skipped.
 ``speed`` measures the network, converted and pruned, on this machine.
 """
@@ -48,9 +48,9 @@ from timm_rep.utils.training import evaluate, fit
 _PARTS = 4  # checkpoints in an epoch
 _EVERY = 5  # of the validation batches, maps are made of one
 _WHAT = """
-    A pretrained ViT-S/14 on CIFAR-10 with cheaper FFNs. seed: sample of calibration images; agreement: with the
-    predictions of the original; error: of the outputs, relative to their deviation over the images; correlation: of the
-    decoder's maps with the original's, mean over images; macs: share of the original's; minutes: CPU time of the
+    A pretrained ViT-S/14 on CIFAR-10 with cheaper FFNs. images: for calibration; seed: of their sample; agreement: with
+    the predictions of the original; error: of the outputs, relative to their deviation over the images; correlation: of
+    the decoder's maps with the original's, mean over images; macs: share of the original's; minutes: CPU time of the
     conversion; distil_epochs: epochs done of a distillation that takes as many as 'schedule'."""
 _SPEED = """
     Speedup over a pretrained ViT-S/14 by idle ratio, as converted from images, and pruned to the same
@@ -212,7 +212,7 @@ def compare(args: argparse.Namespace) -> None:
     print(f'original: {percentage(predicted == targets)}%, {macs / 1e6:.0f} M MACs', flush=True)
     kind = 'distilled' if args.distil_epochs else 'classifier' if args.classifier else 'probe'
     section, device = f'real-vit-{kind}', torch.device('cpu')
-    settings = dict(img_size=img_size, images=args.images, val_images=args.val_images)
+    settings = dict(img_size=img_size, val_images=args.val_images)
     done = results.rows_measured(section, device, settings)
 
     def measure(smaller: nn.Module, key: Dict[str, Any], minutes: float, distil_epochs: int) -> None:
@@ -229,16 +229,16 @@ def compare(args: argparse.Namespace) -> None:
             row['correlation'] = round((maps(smaller, decoder, map_batches) * original_maps).sum(1).mean().item(), 4)
         results.report(section, _WHAT, [row], device, settings, list(key))
 
-    for seed, idle_ratio, method in itertools.product(args.samples, args.idle_ratios, args.methods):
-        key = dict(method=method, idle_ratio=idle_ratio, seed=seed, distil_epochs=args.distil_epochs)
+    for seed, count, idle_ratio, method in itertools.product(args.samples, args.images, args.idle_ratios, args.methods):
+        key = dict(method=method, idle_ratio=idle_ratio, images=count, seed=seed, distil_epochs=args.distil_epochs)
         if args.distil_epochs:
             key.update(lr=args.lr, schedule=args.distil_epochs)
         if any(key.items() <= row.items() for row in done):
             continue
         smaller, begun = copy.deepcopy(model), time.process_time()
-        calibration = [images for images, _ in sample(train, args.images, seed)]
+        calibration = [images for images, _ in sample(train, count, seed)]
         if method == 'timm-rep':
-            timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration)
+            timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration, max_images=count)
         else:
             METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
         after_epoch = partial(measure, smaller, key, (time.process_time() - begun) / 60)
@@ -257,7 +257,7 @@ def speed(args: argparse.Namespace) -> None:
     models, without_path = {'original': model}, {}
     for ratio in args.idle_ratios:
         converted, pruned = copy.deepcopy(model), copy.deepcopy(model)
-        report = timm_rep.convert_to_repa(converted, idle_ratio=ratio, calibration=calibration)
+        report = timm_rep.convert_to_repa(converted, idle_ratio=ratio, calibration=calibration, max_images=args.images)
         without_path[str(ratio)] = sum(not ffn.linear_path for ffn in report.ffns)
         METHODS['refitted pruning'](pruned, calibration, 1 - ratio + _LINEAR_PATH)
         models.update({f'timm-rep {ratio}': converted.reparameterize(), f'pruned {ratio}': pruned})
@@ -291,8 +291,8 @@ def main() -> None:
             continue
         command.add_argument('--idle-ratios', nargs='+', type=float, default=[0.25, 0.5, 0.75, 0.9, 1.0])
         command.add_argument('--samples', nargs='+', type=int, default=[10, 11, 12], help='seeds (%(default)s)')
-        command.add_argument('--images', type=int, default=1024, help='of calibration (%(default)s)')
         if run is speed:
+            command.add_argument('--images', type=int, default=1024, help='of calibration (%(default)s)')
             command.add_argument('--img-size', type=int, default=56, help='(%(default)s)')
             command.add_argument('--modes', nargs='+', default=['eager', 'compile', 'onnx'], help='(%(default)s)')
             command.add_argument('--batch-sizes', nargs='+', type=int, default=[1, 16], help='(%(default)s)')
@@ -300,6 +300,7 @@ def main() -> None:
         else:
             command.add_argument('--classifier', metavar='FILE', help='of finetune (a linear probe)')
             command.add_argument('--methods', nargs='+', default=['timm-rep', *METHODS], help='(all)')
+            command.add_argument('--images', nargs='+', type=int, default=[1024], help='of calibration (%(default)s)')
             command.add_argument('--val-images', type=int, default=2500, help='(%(default)s)')
             command.add_argument('--distil-epochs', type=int, default=0, help='(%(default)s)')
             command.add_argument('--lr', type=float, default=1e-5, help='of the distillation (%(default)s)')

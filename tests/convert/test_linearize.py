@@ -154,6 +154,7 @@ def test_number_of_images():
             yield x[:16]
 
     assert linearize_ffns(model, endless(), max_images=24).images == 24
+    assert linearize_ffns(vit(depth=1), [images(600, 32)]).images == 600
     for max_images in (0, -1):
         with Unchanged(model := vit()), pytest.raises(ValueError, match='max_images'):
             linearize_ffns(model, [x], max_images=max_images)

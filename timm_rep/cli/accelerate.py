@@ -58,7 +58,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         '--sweep', action='store_true', help=f'also measure the idle ratios {", ".join(map(str, _SWEEP))}')
     parser.add_argument(
-        '--images', type=positive_int, default=512, metavar='N', help='calibration images (default: %(default)s)')
+        '--images', type=positive_int, default=2048, metavar='N',
+        help='largest number of calibration images (default: %(default)s)')
     parser.add_argument(
         '--distil-epochs', type=count, default=0, metavar='N', help='epochs of distillation from MODEL (default: none)')
     parser.add_argument('--lr', type=float, default=1e-5, help='learning rate of the distillation (%(default)s)')

@@ -54,7 +54,7 @@ def linearize_ffns(
         model: nn.Module,
         loader: Iterable[Any],
         idle_ratio: Union[float, Sequence[Optional[float]], None] = None,
-        max_images: int = 512,
+        max_images: int = 2048,
         ridge: float = 1e-2,
         progress: bool = False,
         macs: Optional[float] = None,
@@ -85,7 +85,8 @@ def linearize_ffns(
             loader, of whose patches the padding is not used.
         idle_ratio: Share of the hidden channels that become linear, from 0 to 1 (default: 0.75); or one for each FFN,
             None for those that stay as they are.
-        max_images: Number of images to use. A fifth of them is held out while path and damping are chosen.
+        max_images: Largest number of images to use; the report recommends one for the model. A fifth of them is held
+            out while path and damping are chosen.
         ridge: Damping of the least-squares problems, relative to the variance of every variable.
         progress: Whether to show a progress bar.
         macs: Multiply-accumulates of the converted model as a fraction of the model's, above 0 and below 1. Takes the

@@ -53,7 +53,8 @@ def convert_to_repa(
         model: timm model, not wrapped.
         idle_ratio: Share of the hidden channels of each FFN that skip the activation, from 0 to 1 (default: 0.75); or
             a sequence of one ratio per FFN. In a sequence, with calibration or anneal_steps, None keeps an FFN.
-        calibration: Batches of images, a few hundred, preprocessed as for the model.
+        calibration: Batches of images, preprocessed as for the model. The first ``max_images`` are used, 2,048 by
+            default.
         anneal_steps: Number of training steps over which the FFNs change.
         kwargs: Arguments of the chosen function: ``idle_schedule``, ``bn_momentum``, ``bn_eps`` to train; ``macs``,
             ``max_images``, ``tokens_per_image``, ``compensate``, ``ridge``, ``progress`` from data; ``norm``,

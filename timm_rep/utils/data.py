@@ -239,7 +239,7 @@ def take_images(loader: Iterable[Any], max_images: int, naflex: bool = False) ->
             break
     if not batches:
         raise ValueError(
-            'Expected a calibration loader with images, but got none: pass some hundred of the training set.')
+            'Expected a calibration loader with images, but got none: pass some of the training set.')
     return batches
 
 
