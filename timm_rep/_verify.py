@@ -223,7 +223,9 @@ def check_finite(model: nn.Module, x: torch.Tensor) -> None:
         return
     for name, y in _record(model, [name for name, _ in model.named_modules() if name], x).items():
         if not y.isfinite().all():
-            raise ValueError(f'The outputs of {name} are not finite, before any folding.')
+            raise ValueError(
+                f'The outputs of {name} must be finite, but hold NaN or infinite values before any folding: check the '
+                'images, and the weights up to it.')
 
 
 def check_images(images: Any) -> None:

@@ -194,7 +194,7 @@ def test_a_model_of_another_library(tmp_path, monkeypatch, capsys, argv):
     (tmp_path / 'tf' / 'config.json').write_text(json.dumps({'model_type': 'vit', 'architectures': ['ViTModel']}))
     assert main(argv) == 1
     error = capsys.readouterr().err
-    assert "tf/config.json' has no 'architecture'" in error
+    assert "tf/config.json' must have 'architecture'" in error
     assert error.count('\n') == 1
 
 

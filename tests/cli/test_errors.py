@@ -128,10 +128,10 @@ def test_a_checkpoint_of_another_model(folder, capsys):
 
 @pytest.mark.parametrize('recipe,parts', [
     (b'[a]', []),
-    (b'a: [', ['is not valid YAML']),
+    (b'a: [', ['must be valid YAML']),
     (b'root:x:0:0:root:/root:/bin/bash', []),
     (b'\xff\xfe', ['UTF-8']),
-    (b'[' * 3_000, ['is not valid YAML']),
+    (b'[' * 3_000, ['must be valid YAML']),
     (b'{"model": "repa_deit_tiny", "password": "x"}', ['password']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": [1]}', ['model_kwargs', '[1]']),
     (b'{"model": "repa_deit_tiny", "num_classes": "many"}', ['num_classes', "'many'"]),
@@ -167,12 +167,12 @@ def _edit(file, field, value):
 @pytest.mark.parametrize('field,value,parts', [
     ('', b'[1]', ['[1]']),
     ('', b'null', ['None']),
-    ('', b'{', ['is not valid JSON']),
-    ('', b'[' * 100_000, ['is not valid JSON']),
+    ('', b'{', ['must be valid JSON']),
+    ('', b'[' * 100_000, ['must be valid JSON']),
     ('', b'\xff', ['UTF-8']),
     ('dataset', 5, ['dataset must be', '5']),
     ('accuracy', [1], ['accuracy must be', '[1]']),
-    ('accuracy', {}, ['accuracy has no', "'top1'"]),
+    ('accuracy', {}, ['accuracy must have', "'top1'"]),
     ('accuracy', {'top1': 'x'}, ['accuracy: top1 must be', "'x'"]),
     ('cost', 'x', ['cost must be']),
     ('cost', {'forms': {'folded': {'params': 1, 'gmacs': 1, 'images_per_second': 0}}, 'batch_size': 1, 'dtype': 'x',
@@ -181,7 +181,7 @@ def _edit(file, field, value):
     ('cost', {'forms': {}, 'batch_size': 1, 'dtype': 'x', 'img_size': [1, 1], 'machine': 'x', 'date': 'x',
               'versions': {'torch': 'x'}}, ["forms must have 'folded'"]),
     ('cited', 'x', ['cited must be']),
-    ('cited', [{'what': 'x'}], ['cited has no', "'value'"]),
+    ('cited', [{'what': 'x'}], ['cited must have', "'value'"]),
 ])
 def test_metrics(folder, capsys, field, value, parts):
     if field in ('accuracy', 'cost') and isinstance(value, dict):
@@ -195,8 +195,8 @@ def test_metrics(folder, capsys, field, value, parts):
 
 @pytest.mark.parametrize('field,value,parts', [
     ('', b'[1]', ['[1]']),
-    ('', b'', ['is not valid JSON']),
-    ('', b'[' * 100_000, ['is not valid JSON', 'nested too deeply']),
+    ('', b'', ['must be valid JSON']),
+    ('', b'[' * 100_000, ['must be valid JSON', 'nested too deeply']),
     ('', b'\xff', ['UTF-8']),
     ('architecture', 5, ['architecture must be']),
     ('architecture', 'nothing', ["model 'nothing'"]),

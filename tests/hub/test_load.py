@@ -195,8 +195,8 @@ def test_saved_again(folder, tmp_path):
     (dict(model_args=dict(weight_select='OTHER')), 'not allowed: weight_select='),
     (dict(model_args=dict(scales='someone/scales')), 'not allowed: scales='),
     (dict(model_args=dict(checkpoint_path='OTHER', device='cpu')), 'not allowed: checkpoint_path=.*, device='),
-    (dict(sha256={'/etc/hostname': '0'}), "not the name of a file in this folder"),
-    (dict(sha256={'../x': '0'}), 'not the name of a file in this folder'),
+    (dict(sha256={'/etc/hostname': '0'}), "must name files in this folder"),
+    (dict(sha256={'../x': '0'}), 'must name files in this folder'),
     (dict(pretrained_cfg=dict(source='hf-hub', hf_hub_id='someone/other')), ''),
     (dict(pretrained_cfg=dict(file='OTHER', url='https://nowhere.invalid/x.pth', custom_load=True)), ''),
 ], ids=str)
@@ -299,11 +299,11 @@ def test_damaged_configs(folder, tmp_path):
     path = folder / NAME / 'config.json'
     config = json.loads(path.read_text())
     for text, message in [
-        ('{', 'config.json. is not valid JSON'),
+        ('{', 'config.json. must be valid JSON'),
         ('[]', r'config\.json. must be .*\[\]'),
         (json.dumps({**config, 'pretrained_cfg': None}), 'pretrained_cfg must be'),
         (json.dumps({**config, 'sha256': []}), r'sha256 must be .*\[\]'),
-        (json.dumps({'pretrained_cfg': {}}), "has no 'architecture'"),
+        (json.dumps({'pretrained_cfg': {}}), "must have 'architecture'"),
         (json.dumps({**config, 'architecture': 'repa_deit_small'}), 'a repa_deit_tiny .* a repa_deit_small'),
     ]:
         path.write_text(text)

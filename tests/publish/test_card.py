@@ -367,7 +367,7 @@ def test_refusals(folder, checkpoint, images, tmp_path, capsys):
         ([str(tmp_path / 'vit')], 'MODEL.TAG'),
         ([str(folder), '--checkpoint', 'nowhere.pth'], "checkpoint, but 'nowhere.pth'"),
         ([str(folder), '--checkpoint', path, '--recipe', 'nowhere.yaml'], "recipe, but 'nowhere.yaml'"),
-        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'bad.yaml')], 'is not valid YAML'),
+        ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'bad.yaml')], 'must be valid YAML'),
         ([str(folder), '--checkpoint', path, '--recipe', str(tmp_path / 'other.yaml')], 'a recipe of repa_deit'),
         ([str(folder), '--data-dir', str(images), '--val-split', 'validation'], 'config.json'),
         ([str(folder)], 'pass a checkpoint'),

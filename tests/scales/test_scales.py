@@ -126,7 +126,7 @@ def test_order_and_history_survive_a_file(tmp_path):
             {'history': '3'}, {'history': '{'}, {'history': '{"a": {"b": 5}}'}, {'history': '[' * 100_000},
     ):
         save_file({'a.conv3x3': torch.ones(3)}, tmp_path / 's.safetensors', metadata=metadata)
-        with pytest.raises(ValueError, match=r"s\.safetensors' (is not a safetensors file of|holds no) scales"):
+        with pytest.raises(ValueError, match=r"s\.safetensors' must (be a safetensors file of|hold) scales"):
             Scales.load(tmp_path / 's.safetensors')
 
 
@@ -238,10 +238,10 @@ def test_refusals(tmp_path, monkeypatch):
             tiny(scales=value)
     path = tmp_path / 's.safetensors'
     path.write_bytes(b'neither')
-    with pytest.raises(ValueError, match=r's\.safetensors.*not a safetensors file of scales'):
+    with pytest.raises(ValueError, match=r's\.safetensors.*must be a safetensors file of scales'):
         Scales.load(path)
     save_file({'a.weight': torch.ones(3, 3)}, path)
-    with pytest.raises(ValueError, match=r"s\.safetensors' holds no scales.*one real number"):
+    with pytest.raises(ValueError, match=r"s\.safetensors' must hold scales.*one real number"):
         Scales.load(path)
     (tmp_path / 'runs' / 'folder').mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -82,7 +82,7 @@ def test_sidecar(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), 'unknown': 1}))
     assert Outer.from_json(path) == value
     for change, where in [
-            ({'inner': None}, 'inner'), ({'inner': {}}, "inner has no 'x'"), ({'by_name': {'b': {'x': 0}}}, 'b: x'),
+            ({'inner': None}, 'inner'), ({'inner': {}}, "inner must have 'x'"), ({'by_name': {'b': {'x': 0}}}, 'b: x'),
             ({'size': [1]}, 'size'), ({'note': 3}, 'note')]:
         path.write_text(json.dumps({'inner': {'x': 1}, 'by_name': {}, **change}))
         with pytest.raises(RuntimeError, match=rf'x\.json.*{where}'):

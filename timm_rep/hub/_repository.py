@@ -93,7 +93,9 @@ def read_folder(folder: PathLike) -> ModelRepository:
     path = Path(folder) / CONFIG_NAME
     recover(path.parent)
     if not path.is_file():
-        raise FileNotFoundError(f'{os.fspath(folder)!r} has no {CONFIG_NAME}')
+        raise FileNotFoundError(
+            f'Expected a folder of a model, but {os.fspath(folder)!r} has no {CONFIG_NAME}: write it with '
+            'timm_rep.export(model, folder).')
     return ModelRepository(path.parent, _read_config(path))
 
 
@@ -118,7 +120,7 @@ def _read_config(path: Path) -> Dict[str, Any]:
     check_preprocessing(config.get('pretrained_cfg', {}), f'{source}: pretrained_cfg')
     for name in config.get('sha256', {}):
         if Path(name).name != name:
-            raise RuntimeError(f'{source}: sha256 has {name!r}, which is not the name of a file in this folder.')
+            raise RuntimeError(f'{source}: sha256 must name files in this folder, got {name!r}.')
     if 'transformers_version' in config:  # its save_pretrained() copies the hashes of the files that it read
         config.pop('sha256', None)
     return config

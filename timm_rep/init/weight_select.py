@@ -237,7 +237,7 @@ def _choose_tensors(
     components = {name: component_of(name, classifiers) for name in student.shapes}
     for pattern in [*(include or ()), *(exclude or ())]:
         if pattern not in COMPONENTS and not any(matches(name, '', [pattern]) for name in components):
-            raise ValueError(f'No tensor of the student matches {pattern!r}; nothing was changed.')
+            raise ValueError(f'{pattern!r} must match a tensor of the student, but matches none; nothing was changed.')
     selections = []
     names = map_names(student.shapes, teacher.shapes, layer_selection)
     for name, teacher_name in names.items():

@@ -79,7 +79,9 @@ def card_text(folder: PathLike) -> str:
     config, metrics = read_folder(folder).config, read_metrics(folder)
     for field in 'num_classes', 'pretrained_cfg':
         if field not in config:
-            raise RuntimeError(f'{str(folder / CONFIG_NAME)!r} has no {field!r}.')
+            raise RuntimeError(
+                f'{str(folder / CONFIG_NAME)!r} must have {field!r}: write the folder with '
+                'timm_rep.export(model, folder).')
     files = '\n'.join(f'- `{file}`: {what}' for file, what in _FILES.items() if (folder / file).is_file())
     recipe = read_text(folder / RECIPE_NAME).strip() if (folder / RECIPE_NAME).is_file() else ''
     license_ = config['pretrained_cfg'].get('license')

@@ -161,7 +161,7 @@ def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     try:
         settings = yaml.safe_load(read_text(path))
     except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: an impossible date
-        raise RuntimeError(f'{source} is not valid YAML: {" ".join(str(e).split())}') from e
+        raise RuntimeError(f'{source} must be valid YAML: {" ".join(str(e).split())}') from e
     if not isinstance(settings, dict) or settings.get('model') != variant:
         raise ValueError(f'Expected a recipe of {variant}, but got {source}.')
     unknown = [str(name) for name in settings if name not in _TRAIN_ARGS]

@@ -89,7 +89,7 @@ def _read_safetensors(path: str) -> Tuple[Layers, Mapping[str, str]]:
                 layers.setdefault(layer, {})[branch] = file.get_tensor(key)
             return layers, metadata
     except (SafetensorError, ValueError, AttributeError, TypeError) as e:
-        raise ValueError(f'{path!r} is not a safetensors file of scales: {e}') from e
+        raise ValueError(f'{path!r} must be a safetensors file of scales: {e}') from e
 
 
 def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:

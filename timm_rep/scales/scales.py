@@ -184,7 +184,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             ValueError: The two have no common layers.
         """
         if not self.keys() & other.keys():
-            raise ValueError(f'{self!r} and {other!r} have no layers in common: they belong to different models.')
+            raise ValueError(f'Expected scales of one model, but {self!r} and {other!r} have no layers in common.')
         comparisons = {}
         for branch in self.branches():
             layers = [n for n in self if branch in self[n] and branch in other.get(n, {})]
@@ -239,7 +239,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             history = parse_json(metadata.pop(_HISTORY, '{}'))
             scales = cls(layers, metadata, history)
         except (ValueError, AttributeError, TypeError) as e:
-            raise ValueError(f'{path!r} holds no scales. {e}') from e
+            raise ValueError(f'{path!r} must hold scales: {e}') from e
         scales.source = os.fspath(source)
         return scales
 

@@ -33,7 +33,7 @@ def read_text(path: Union[str, os.PathLike[str]]) -> str:
     try:
         return Path(path).read_text(encoding='utf-8')
     except UnicodeDecodeError as e:
-        raise RuntimeError(f'{os.fspath(path)!r} is not a text file in UTF-8: {e}') from e
+        raise RuntimeError(f'{os.fspath(path)!r} must be a text file in UTF-8: {e}') from e
 
 
 def parse_json(text: str) -> Any:
@@ -50,7 +50,7 @@ def read_json(path: Union[str, os.PathLike[str]]) -> Any:
     try:
         return parse_json(text)
     except ValueError as e:
-        raise RuntimeError(f'{os.fspath(path)!r} is not valid JSON: {e}') from e
+        raise RuntimeError(f'{os.fspath(path)!r} must be valid JSON: {e}') from e
 
 
 def parse(kind: Any, value: Any, source: str) -> Any:
@@ -74,7 +74,7 @@ def parse(kind: Any, value: Any, source: str) -> Any:
             field.name for field in fields
             if field.name not in values and field.default is field.default_factory is dataclasses.MISSING]
         if missing:
-            raise RuntimeError(f'{source} has no {", ".join(map(repr, missing))}.')
+            raise RuntimeError(f'{source} must have {", ".join(map(repr, missing))}.')
         try:
             return kind(**{
                 field.name: parse(hints[field.name], values[field.name], f'{source}: {field.name}')
@@ -143,7 +143,7 @@ def read_config(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
     source = repr(os.fspath(path))
     config = parse(Dict[str, Any], read_json(path), source)
     if 'architecture' not in config:
-        raise RuntimeError(f"{source} has no 'architecture': it is not a timm model.")
+        raise RuntimeError(f"{source} must have 'architecture', the name of a timm model.")
     parse(str, config['architecture'], f'{source}: architecture')
     for name, kind in _CONFIG.items():
         if name in config:
