@@ -802,19 +802,19 @@ def test_real_vit(script, real_vit, tmp_path, capsys, monkeypatch):
     convert, seen = module.timm_rep.convert_to_repa, []
     monkeypatch.setattr(
         module.timm_rep, 'convert_to_repa', lambda *args, **kwargs: seen.append(kwargs) or convert(*args, **kwargs))
-    classifier = tmp_path / 'classifier.pth'
+    classifier, methods = tmp_path / 'classifier.pth', ['timm-rep', 'timm-rep, two matrices', 'VBP']
     script('experiments/real_vit', 'finetune', *args, '--epochs', 1, '-o', classifier)
     args = [
         'compare', *args, '--classifier', classifier, '--idle-ratios', 0.75, '--images', 16, '--val-images', 8,
-        '--samples', 3, '--methods', 'timm-rep', 'VBP', '--states', tmp_path / 'states']
+        '--samples', 3, '--methods', *methods, '--states', tmp_path / 'states']
     script('experiments/real_vit', *args)
     script('experiments/real_vit', *args, '--distil-epochs', 2, '--lr', 1e-3)
     paths = sorted((tmp_path / 'results').glob('*/real-vit-*.json'))  # classifier, distilled
     contents = [path.read_text() for path in paths]
     plain, distilled = (json.loads(content)['rows'] for content in contents)
-    assert [(row['method'], row['distil_epochs']) for row in plain] == [('timm-rep', 0), ('VBP', 0)]
+    assert [(row['method'], row['distil_epochs']) for row in plain] == [(method, 0) for method in methods]
     rows = {(row['method'], row['distil_epochs']): row for row in distilled}
-    assert rows.keys() == {(method, epochs) for method in ('timm-rep', 'VBP') for epochs in (0, 1, 2)}
+    assert rows.keys() == {(method, epochs) for method in methods for epochs in (0, 1, 2)}
     assert all(row['error'] == rows[row['method'], 0]['error'] for row in plain)
     for kwargs in seen:  # all images, as for the other methods
         assert kwargs['max_images'] == sum(map(len, kwargs['calibration'])) == 16

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import math
 from functools import partial
-from typing import Any, Dict, Mapping
+from typing import Any, Dict, Iterator, Mapping, Optional
 from unittest import mock
 
 import torch
@@ -27,7 +27,7 @@ from timm_rep.layers import Affine, active_channels
 from timm_rep.utils.profiling import count_macs, time_passes
 from timm_rep.utils.training import distil, evaluate
 
-__all__ = ['COLUMNS', 'DEFAULTS', 'FORMS', 'accelerate', 'linear_path']
+__all__ = ['COLUMNS', 'DEFAULTS', 'FORMS', 'accelerate', 'linear_path', 'refusing']
 
 DEFAULTS = dict(
     method='closed form',
@@ -181,6 +181,19 @@ def accelerate(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, A
         'top-1 change': round(top1 - original, 2), 'original': round(original, 2)}
 
 
+@contextlib.contextmanager
+def refusing(linear_path: Optional[bool]) -> Iterator[None]:
+    """Leave conversions no choice of the form of an FFN: refuse those with a linear path, or those without."""
+    losses = LeastSquares.losses
+
+    def allowed(problem, fits):
+        return [
+            math.inf if fit.linear_path is linear_path else loss for fit, loss in zip(fits, losses(problem, fits))]
+
+    with mock.patch.object(LeastSquares, 'losses', allowed):
+        yield
+
+
 def linear_path(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, Any]:
     """Row of three conversions at the same MACs: each FFN in the form that is better on held-out images, all in two
     matrices, and all in three; change of the accuracy, and number of FFNs of the first that have a linear path.
@@ -190,14 +203,10 @@ def linear_path(settings: Mapping[str, Any], workspace: Workspace) -> Dict[str, 
     images = Images(workspace, {**base, 'seed': settings['seed']}, workspace.device)
     calibration = images.calibration(settings['images'])
     original = evaluate(model, images.validation(), workspace.device)[1]
-    losses, row = LeastSquares.losses, {}
+    row = {}
     for form, refused in ('better', None), ('two matrices', True), ('three matrices', False):
-        def allowed(problem, fits, refused=refused):
-            return [
-                math.inf if fit.linear_path is refused else loss for fit, loss in zip(fits, losses(problem, fits))]
-
         converted = copy.deepcopy(model)
-        with mock.patch.object(LeastSquares, 'losses', allowed):
+        with refusing(refused):
             report = linearize_ffns(converted, calibration, ratio)
         row[form] = round(evaluate(converted, images.validation(), workspace.device)[1] - original, 2)
         if refused is None:

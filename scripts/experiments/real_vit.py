@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.inference import in_mode
 from benchmarks.timing import speedup, timing_columns
 from experiments import report as results
+from experiments.convert import refusing
 from experiments.pruning import METHODS
 
 import timm_rep
@@ -45,6 +46,7 @@ from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.profiling import count_macs, time_passes
 from timm_rep.utils.training import evaluate, fit
 
+_FORMS = {'timm-rep': None, 'timm-rep, two matrices': True}  # whether FFNs with a linear path are refused
 _PARTS = 4  # checkpoints in an epoch
 _EVERY = 5  # of the validation batches, maps are made of one
 _WHAT = """
@@ -237,8 +239,9 @@ def compare(args: argparse.Namespace) -> None:
             continue
         smaller, begun = copy.deepcopy(model), time.process_time()
         calibration = [images for images, _ in sample(train, count, seed)]
-        if method == 'timm-rep':
-            timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration, max_images=count)
+        if method in _FORMS:
+            with refusing(_FORMS[method]):
+                timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration, max_images=count)
         else:
             METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
         after_epoch = partial(measure, smaller, key, (time.process_time() - begun) / 60)
