@@ -355,7 +355,7 @@ REFUSED = [
     (_annealing, 'm', {}, ValueError, 'step 0 of 9'),
     (_annealing, 'm', dict(reparameterize=False), ValueError, 'step 0 of 9'),
     (_no_statistics, 'm', {}, ValueError, r'blocks\.1\.mlp cannot be folded'),
-    (_nan, 'm', {}, ValueError, r'outputs of blocks\.0\.attn\.proj are not finite'),
+    (_nan, 'm', {}, ValueError, r'outputs of blocks\.0\.attn\.proj must be finite'),
     (lambda: tiny('repopt_vgg_a0', structure='csla'), 'm', dict(reparameterize=False), ValueError,
      'has the csla structure, which is for training'),
     (deit, 'm', dict(tolerance=float('nan')), ValueError, 'tolerance must be .* got nan'),
