@@ -9,10 +9,11 @@ import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+from timm_rep.layers.fold import to_float64
+
 from .calibration import CalibrationImages, take
 from .ffn import Ffn
 from .fitting import CalibrationRows, least_squares, matrix_entries, sum_over_processes
-from .least_squares import to_float64
 from .residual import Probe, image_count, tokens_of
 
 _IMAGES, _CHUNK = 128, 16  # images in all, and in one backward pass

@@ -13,13 +13,9 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from timm_rep.layers import Affine
+from timm_rep.layers.fold import to_float64
 
 _STRIPS = 4  # strips in which the upper half of a symmetric product is computed
-
-
-def to_float64(x: torch.Tensor) -> torch.Tensor:
-    """A tensor in float64, on the CPU if its device has none."""
-    return (x.cpu() if x.device.type == 'mps' else x).to(torch.float64)  # mps has no float64
 
 
 class Moments:

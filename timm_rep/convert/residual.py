@@ -6,8 +6,9 @@ from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Set
 import torch
 import torch.nn as nn
 
+from timm_rep.layers.fold import to_float64
+
 from .ffn import Ffn
-from .least_squares import to_float64
 
 # rows of an activation that are compared, and activations before and after an FFN that are looked at
 _ROWS, _BEFORE, _AFTER = 128, 128, 64

@@ -28,7 +28,8 @@ def check_foldable(module: nn.Module) -> None:
         raise ValueError(f'The {type(module).__name__} {reason}.')
 
 
-def _to_float64(x: torch.Tensor) -> torch.Tensor:
+def to_float64(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64, without gradient, on the CPU if its device has none."""
     x = x.detach()
     if x.device.type == 'mps':  # no float64 there
         x = x.cpu()
@@ -57,12 +58,12 @@ def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch
             f'The running statistics of {type(norm).__name__}({norm.num_features}) are not finite, or a variance is '
             'negative: training has diverged or the checkpoint is damaged. Load an earlier one, or reset the '
             'statistics and run calibrate_batchnorm().')
-    scale = torch.rsqrt(_to_float64(norm.running_var) + norm.eps)
+    scale = torch.rsqrt(to_float64(norm.running_var) + norm.eps)
     if norm.weight is not None:
-        scale = scale * _to_float64(norm.weight)
-    shift = -_to_float64(norm.running_mean) * scale
+        scale = scale * to_float64(norm.weight)
+    shift = -to_float64(norm.running_mean) * scale
     if norm.bias is not None:
-        shift = shift + _to_float64(norm.bias)
+        shift = shift + to_float64(norm.bias)
     return scale, shift
 
 
@@ -88,8 +89,8 @@ class Affine(NamedTuple):
             raise ValueError(
                 f'Expected a linear layer, but got {kind.__name__}: merge adapters into the layers that they adapt, '
                 'and quantize after folding.')
-        weight = _to_float64(linear.weight).flatten(1)
-        return cls(weight, weight.new_zeros(weight.shape[0]) if linear.bias is None else _to_float64(linear.bias))
+        weight = to_float64(linear.weight).flatten(1)
+        return cls(weight, weight.new_zeros(weight.shape[0]) if linear.bias is None else to_float64(linear.bias))
 
     def after_norm(self, norm: nn.modules.batchnorm._BatchNorm) -> 'Affine':
         """``x -> self(norm(x))`` (RePaFormer, eq. 4)."""
@@ -107,7 +108,7 @@ class Affine(NamedTuple):
 
     def scale_outputs(self, gamma: torch.Tensor) -> 'Affine':
         """``x -> gamma * self(x)``, gamma of shape (out,): a layer scale."""
-        gamma = _to_float64(gamma)
+        gamma = to_float64(gamma)
         return Affine(self.weight * gamma[:, None], self.bias * gamma)
 
     def outputs(self, start: int, stop: Optional[int] = None) -> 'Affine':
@@ -121,7 +122,7 @@ class Affine(NamedTuple):
     @classmethod
     def from_kernel(cls, kernel: torch.Tensor) -> 'Affine':
         """The map of a convolution without bias, given its kernel (out, in, height, width)."""
-        weight = _to_float64(kernel).flatten(1)
+        weight = to_float64(kernel).flatten(1)
         return cls(weight, weight.new_zeros(weight.shape[0]))
 
     def write_to(self, linear: Union[nn.Linear, nn.Conv2d], like: nn.Parameter) -> None:
