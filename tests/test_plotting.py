@@ -234,6 +234,6 @@ def test_accuracy(swept):
         labels = [text.get_text() for text in axes.texts]
         assert len(labels) == 2 * swept
         if swept:
-            assert labels[0].startswith('50%')
+            assert labels[0].startswith('0.5,')
             assert '2.00x' in labels[0] if size == '1' else '1.20x' in labels[0]
     assert 'original' in figure.legends[0].get_texts()[0].get_text()

@@ -53,7 +53,7 @@ def measure(
             top1=round(top1, 2),
             agreement=round((predicted == original).double().mean().item() * 100, 2),
             params=count_params(model),
-            gmacs=round(count_macs(model, size).total / 1e9, 5),
+            gmacs=count_macs(model, size).total / 1e9,
             images_per_second={},
         )
     for batch_size in batch_sizes:
@@ -102,7 +102,7 @@ def accelerate(
         calibration_images: Largest number of images to fit to.
         distil_epochs: Epochs of distillation from the original; 0 for none.
         lr: Learning rate of the distillation.
-        sweep: Further idle ratios to convert and measure, without distillation.
+        sweep: Idle ratios to convert with and measure too, without distillation.
         checkpoint: File for the state of the distillation.
         resume: Continue the distillation from that file, if it exists.
 
@@ -114,6 +114,8 @@ def accelerate(
     """
     if idle_ratio is not None and macs is not None:
         raise ValueError(f'Expected either idle_ratio or macs, but got idle_ratio={idle_ratio!r} and macs={macs!r}.')
+    if idle_ratio is None and macs is None:
+        idle_ratio = 0.75
     labels = [f'idle ratio {ratio:g}' for ratio in sweep]
     if len({*labels}) < len(labels) or not all(0 <= ratio <= 1 for ratio in sweep):
         raise ValueError(f'sweep must be different numbers from 0 to 1, got {list(sweep)}.')
@@ -148,7 +150,7 @@ def accelerate(
     result, report = convert(idle_ratio=idle_ratio, macs=macs)
     folded['converted'] = folded_copy(result)
     for label, ratio in zip(labels, sweep):
-        folded[label] = folded_copy(convert(idle_ratio=ratio)[0])
+        folded[label] = folded['converted'] if ratio == idle_ratio else folded_copy(convert(idle_ratio=ratio)[0])
     if distil_epochs:
         settings = dict(idle_ratio=idle_ratio, macs=macs, calibration_images=calibration_images)
         distil(result, original, images, distil_epochs, lr, checkpoint=checkpoint, resume=resume, settings=settings)

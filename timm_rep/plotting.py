@@ -184,8 +184,8 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]) -> '
 def plot_accuracy(figures: Mapping[str, Mapping[str, Any]]) -> 'Figure':
     """Draw accuracy against measured throughput of an original model and of models converted from it.
 
-    One plot for each batch size. Models of a sweep are a line, labelled by their share of linear hidden channels and
-    their throughput relative to the original.
+    One plot for each batch size. Models of a sweep are a line, labelled by their idle ratio and their throughput
+    relative to the original.
 
     Args:
         figures: By name of the model, the original first: 'top1' in percent, and 'images_per_second' by batch size.
@@ -206,12 +206,11 @@ def plot_accuracy(figures: Mapping[str, Mapping[str, Any]]) -> 'Figure':
         if swept:
             axes.plot(
                 *zip(*(points[name] for name in swept)), '.-', color=_COLORS[0], linewidth=1,
-                label='other conversions: % of hidden channels linear, speed-up')
+                label='conversions at other idle ratios: ratio, speed-up')
         for name in swept:
-            share = float(name.removeprefix(_SWEPT))
             axes.annotate(
-                f'{share:.0%}, {points[name][0] / speed:.2f}x', points[name], xytext=(-6, -13), ha='right',
-                textcoords='offset points', fontsize=7)
+                f'{name.removeprefix(_SWEPT)}, {points[name][0] / speed:.2f}x', points[name], xytext=(-6, -13),
+                ha='right', textcoords='offset points', fontsize=7)
         for name, marker in zip((name for name in names if name not in swept), itertools.cycle('osD')):
             axes.plot(
                 *points[name], marker, color=_COLORS[1], fillstyle='none', markersize=9, linestyle='',

@@ -109,6 +109,24 @@ def test_the_original_stays_as_it_is(data):
     assert same_weights(model, original(data))
 
 
+@pytest.mark.parametrize('kwargs, conversions', [({}, 2), (dict(idle_ratio=.5), 2), (dict(macs=.8), 3)])
+def test_a_sweep_converts_each_idle_ratio_once(data, monkeypatch, kwargs, conversions):
+    seen = []
+
+    def convert(*args, **kw):
+        seen.append(kw)
+        return timm_rep.convert_to_repa(*args, **kw)
+
+    monkeypatch.setattr('timm_rep.accelerate.convert_to_repa', convert)
+    model = original(data)
+    figures = accelerate(
+        model, Images(model, str(data)), calibration_images=24, sweep=[.5, .75], **kwargs).figures
+    assert len(seen) == conversions
+    own = f'idle ratio {kwargs.get("idle_ratio", .75)}'
+    same = all(figures[own][key] == figures['converted'][key] for key in ('top1', 'agreement', 'params', 'gmacs'))
+    assert same == ('macs' not in kwargs)
+
+
 def test_distillation_comes_closer_and_resumes(data, tmp_path):
     """Interrupted after an epoch and resumed, it ends with the same weights as in one go."""
     teacher = original(data)
