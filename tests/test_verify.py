@@ -1,6 +1,5 @@
 """verify(): what folding loses, and the layer at which it loses more than rounding."""
 import copy
-import math
 
 import pytest
 import timm
@@ -12,7 +11,7 @@ from timm.models.byobnet import MobileOneBlock
 import timm_rep
 from tests.helpers import images, randomize_, same_weights, tiny
 from timm_rep._causes import _tf32
-from timm_rep._verify import Verification, compare
+from timm_rep._verify import Verification
 from timm_rep.cli import main
 from timm_rep.layers import RePaMlp
 
@@ -92,17 +91,6 @@ def test_converted_half_precision_and_nothing_to_fold():
     assert (folded.passed, folded.folded) == (True, 0)
 
 
-def test_compare():
-    expected = {'a': torch.tensor([[3., 0.]]), 'b': [torch.tensor([4.])]}
-    difference = compare(expected, [torch.tensor([3., .3]), torch.tensor([[3.6]])], images=1)
-    assert difference.images == 1
-    assert difference.max_difference == pytest.approx(.4)
-    assert difference.relative_rms == pytest.approx(.5 / 5)
-    assert math.isnan(compare(expected, [torch.tensor([3., 0., float('nan')])], images=1).relative_rms)
-    with pytest.raises(ValueError, match='Expected outputs of 3 values, but got 2'):
-        compare(expected, torch.zeros(2), images=1)
-
-
 @pytest.mark.parametrize('damage', [1e-4, 1., float('nan')])
 def test_a_broken_fold_of_one_layer(monkeypatch, damage):
     """The layer is named, and not the layers after it, whose inputs differ too."""
@@ -170,7 +158,7 @@ def test_tolerance():
         with pytest.raises(ValueError, match='tolerance must be'):
             timm_rep.verify(model, tolerance=tolerance)
     for x in (torch.zeros(3, 32, 32), torch.zeros(0, 3, 32, 32), torch.full((1, 3, 32, 32), float('inf'))):
-        with pytest.raises(ValueError, match='images must be finite'):
+        with pytest.raises(ValueError, match='images must be'):
             timm_rep.verify(model, x)
     with pytest.raises(ValueError, match='has no pretrained_cfg'):
         timm_rep.verify(nn.Conv2d(3, 3, 1))
@@ -239,6 +227,7 @@ def test_float16_overflow_is_a_cause():
     norm.bias.fill_(60000.)
     following.weight.fill_(500.)  # outputs overflow, weights do not
     following.running_mean.zero_()
+    model.empty = nn.Parameter(torch.zeros(0))
     assert causes(copy.deepcopy(model).half()) == {'float16 overflow'}
 
 

@@ -1,9 +1,12 @@
-"""Why a folded model may differ from the model that a user compares it with; for :func:`timm_rep.verify`."""
+"""Conditions under which a folded model differs from the model it is compared with; for :func:`timm_rep.verify`."""
 import copy
+from contextlib import ExitStack
 from typing import Any, Callable, Dict, List
 
 import torch
 import torch.nn as nn
+
+from timm_rep.utils.compare import compare
 
 # larger differences of statistics come from other data or other weights, not from sampling a few images
 _MEAN_SHIFT = 3.  # in standard deviations, root mean square over the channels
@@ -44,8 +47,8 @@ def _train_mode(model: nn.Module, unfolded: nn.Module, images: torch.Tensor) -> 
         module.training = name in training
     with torch.random.fork_rng(devices=()):
         try:
-            difference = _relative_rms(trained(images), unfolded(images))
-        except ValueError:  # BatchNorm has no statistics for a single value per channel
+            difference = compare(unfolded(images), trained(images)).relative_rms
+        except ValueError:  # auxiliary outputs in train mode; BatchNorm with a single value per channel
             difference = float('inf')
     if difference < 1e-6:
         return ''
@@ -85,12 +88,12 @@ def _float16(model: nn.Module, unfolded: nn.Module, folded: nn.Module, images: t
     if not any(p.dtype == torch.float16 for p in model.parameters()):
         return ''
     largest = torch.finfo(torch.float16).max
-    weights = [name for name, p in folded.named_parameters() if not p.abs().max() <= largest]
+    weights = [name for name, p in folded.named_parameters() if not (p.abs() <= largest).all()]
     outputs: List[str] = []
 
     def measure(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, y: Any) -> None:
-            if isinstance(y, torch.Tensor) and not y.abs().max() <= largest:
+            if isinstance(y, torch.Tensor) and not (y.abs() <= largest).all():
                 outputs.append(name)
         return hook
 
@@ -118,15 +121,6 @@ def _tf32(model: nn.Module) -> str:
         f'about 1e-3: set {" and ".join(names)} to False to compare them, or compare on the CPU.')
 
 
-def _relative_rms(x: Any, reference: Any) -> float:
-    x, reference = (
-        torch.cat([t.flatten().double() for t in torch.utils._pytree.tree_leaves(y) if isinstance(t, torch.Tensor)])
-        for y in (x, reference))
-    if x.shape != reference.shape:
-        return float('inf')  # e.g. auxiliary outputs in train mode
-    return ((x - reference).norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
-
-
 def _with_hooks(
         model: nn.Module,
         images: torch.Tensor,
@@ -135,9 +129,7 @@ def _with_hooks(
 ) -> None:
     """Compute the outputs of a model with a hook before or after some modules."""
     register = nn.Module.register_forward_pre_hook if before else nn.Module.register_forward_hook
-    handles = [register(model.get_submodule(name), hook) for name, hook in hooks.items()]
-    try:
+    with ExitStack() as handles:
+        for name, hook in hooks.items():
+            handles.enter_context(register(model.get_submodule(name), hook))
         model(images)
-    finally:
-        for handle in handles:
-            handle.remove()

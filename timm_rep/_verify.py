@@ -5,44 +5,17 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_flatten
 
 from timm_rep.convert import folded_copy
+from timm_rep.utils.compare import check_finite, check_images, check_tolerance, record_outputs, relative_rms
 from timm_rep.utils.profiling import model_input_size
 
 from ._causes import find_causes
 
 # largest folded error that passes, in multiples of the rounding error of the unfolded model
 _FACTOR = 16
-# largest batch of images in memory with the outputs of a layer
+# images of the one batch in which find_causes() passes them
 _MAX_IMAGES = 64
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference of the outputs of two models on the same images.
-
-    Attributes:
-        images: Number of images.
-        max_difference: Largest absolute difference.
-        relative_rms: Root mean square of the difference, divided by the root mean square of the expected outputs.
-    """
-    images: int
-    max_difference: float
-    relative_rms: float
-
-
-def compare(expected: Any, outputs: Any, images: int) -> Difference:
-    """Compare the outputs of two models, tensors or nestings of tensors in the same order, for a number of images."""
-    expected, outputs = _flat(expected), _flat(outputs)
-    if expected.shape != outputs.shape:
-        raise ValueError(f'Expected outputs of {len(expected)} values, but got {len(outputs)}.')
-    difference = outputs - expected
-    return Difference(
-        images=images,
-        max_difference=difference.abs().max().item(),
-        relative_rms=_ratio(difference.square().sum(), expected.square().sum()),
-    )
 
 
 @dataclass(frozen=True)
@@ -128,8 +101,8 @@ def verify(
 
     Args:
         model: Unfolded model. Not modified.
-        images: Images (N, channels, height, width), normalized as the model expects. Default: 8 images of normally
-            distributed values, of the model's input size.
+        images: Images (N, channels, height, width) of a floating-point dtype, normalized as the model expects; compared
+            in float32. Default: 8 images of normally distributed values, of the model's input size.
         tolerance: Largest relative error that passes, see :class:`Verification`. Default: a multiple of the rounding
             error of the unfolded model.
 
@@ -137,8 +110,10 @@ def verify(
         The result; ``print(result)`` shows it, ``result.passed`` and ``result.first_difference`` are the verdict.
 
     Raises:
-        ValueError: The images are not finite or not (N, channels, height, width), the tolerance is negative, the
-            outputs of a layer of the unfolded model are not finite, or a layer cannot be folded.
+        TypeError: images is not a tensor.
+        ValueError: The images are not finite or not (N, channels, height, width), or not given for a model without a
+            pretrained_cfg; the tolerance is negative; the outputs of a layer of the unfolded model are not finite; or
+            a layer cannot be folded.
     """
     if tolerance is not None:
         check_tolerance(tolerance)
@@ -160,8 +135,8 @@ def verify(
     sums: Dict[Optional[str], torch.Tensor] = {}  # sums of squares of each layer and, under None, of the outputs
     largest, same_top1 = torch.zeros((), dtype=torch.float64), 0
     for image in images.split(1):  # one at a time, since the outputs of all layers are held
-        expected = _record(reference, names, image.double())
-        before, after = (_record(net, names, image.float()) for net in (unfolded, folded))
+        expected = record_outputs(reference, names, image.double())
+        before, after = (record_outputs(net, names, image.float()) for net in (unfolded, folded))
         for name, y in expected.items():
             u, f = before[name], after[name]
             squares = torch.stack([x.square().sum() for x in (y, u, u - y, f - y, f - u)])
@@ -173,73 +148,16 @@ def verify(
     return Verification(
         images=len(images),
         max_difference=largest.item(),
-        relative_rms=_ratio(outputs[4], outputs[1]),
+        relative_rms=relative_rms(outputs[4], outputs[1]),
         same_top1=same_top1 / len(images),
-        unfolded_error=_ratio(outputs[2], outputs[0]),
-        folded_error=_ratio(outputs[3], outputs[0]),
+        unfolded_error=relative_rms(outputs[2], outputs[0]),
+        folded_error=relative_rms(outputs[3], outputs[0]),
         folded=len(names),
-        layers={name: (_ratio(x[2], x[0]), _ratio(x[3], x[0])) for name, x in sums.items() if name is not None},
+        layers={
+            name: (relative_rms(x[2], x[0]), relative_rms(x[3], x[0])) for name, x in sums.items() if name is not None},
         tolerance=tolerance,
         causes=find_causes(model, unfolded, folded, images[:_MAX_IMAGES].float(), are_real),
     )
-
-
-def _ratio(squares: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative root mean square from two sums of squares, 0 if both are 0."""
-    return (squares / reference.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().item()
-
-
-def _flat(outputs: Any) -> torch.Tensor:
-    """All values of a nesting of tensors as a new float64 vector."""
-    tensors = [x for x in tree_flatten(outputs)[0] if isinstance(x, torch.Tensor)]
-    vectors = [x.flatten().to(torch.float64, copy=True) for x in tensors]  # later layers may work in place
-    return torch.cat(vectors) if vectors else torch.empty(0)
-
-
-def _record(model: nn.Module, names: List[str], x: torch.Tensor) -> Dict[Optional[str], torch.Tensor]:
-    """Outputs of some modules in the order of execution and, under None, of the model, as vectors."""
-    found: Dict[Optional[str], List[torch.Tensor]] = {}
-    hooks = [
-        model.get_submodule(name).register_forward_hook(
-            lambda module, args, y, name=name: found.setdefault(name, []).append(_flat(y)))
-        for name in names
-    ]
-    try:
-        found[None] = [_flat(model(x))]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: torch.cat(outputs) for name, outputs in found.items()}
-
-
-def check_finite(model: nn.Module, x: torch.Tensor) -> None:
-    """Raise ValueError, with the name of the first such module, if outputs of a model in eval mode are not finite."""
-    try:
-        outputs = model(x)
-    except (AssertionError, RuntimeError) as e:
-        reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
-        raise ValueError(f'{type(model).__name__} does not take images of size {tuple(x.shape[1:])}: {reason}') from e
-    if _flat(outputs).isfinite().all():
-        return
-    for name, y in _record(model, [name for name, _ in model.named_modules() if name], x).items():
-        if not y.isfinite().all():
-            raise ValueError(
-                f'The outputs of {name} must be finite, but hold NaN or infinite values before any folding: check the '
-                'images, and the weights up to it.')
-
-
-def check_images(images: Any) -> None:
-    """Raise ValueError unless images are a finite tensor (N, channels, height, width) with N >= 1."""
-    if not isinstance(images, torch.Tensor):
-        raise ValueError(f'images must be a tensor (N, channels, height, width), got {type(images).__name__}.')
-    if images.ndim != 4 or not len(images) or not images.isfinite().all():
-        raise ValueError(f'images must be finite, (N, channels, height, width), got {tuple(images.shape)}.')
-
-
-def check_tolerance(tolerance: Any) -> None:
-    """Raise ValueError unless a tolerance is a number >= 0."""
-    if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise ValueError(f'tolerance must be a number >= 0, got {tolerance!r}.')
 
 
 def _folded_layers(unfolded: nn.Module, folded: nn.Module) -> List[str]:

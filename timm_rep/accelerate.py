@@ -7,14 +7,14 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Un
 import torch
 import torch.nn as nn
 
-from timm_rep._verify import check_finite, compare
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
-from timm_rep.convert.linearize import check_convertible
+from timm_rep.convert.linearize import check_convertible, check_size
 from timm_rep.convert.record import recorded_base
 from timm_rep.deploy import quantized_files
 from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, read_folder, save_folder
 from timm_rep.publish import REPORT_NAME, AccelerationReport, accelerated_card, figures_table
 from timm_rep.utils.atomic import recover
+from timm_rep.utils.compare import check_finite, compare
 from timm_rep.utils.data import PREPROCESSING, Images, batch_images, world_size_and_rank
 from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
 from timm_rep.utils.training import check_distillation, distil, evaluate
@@ -110,10 +110,9 @@ def accelerate(
         ValueError: A setting is invalid; the model is not a timm model, was changed after its creation, does not take
             images of this size, or cannot be converted; or the checkpoint belongs to another distillation. Except for
             the checkpoint, it is raised before any image is read.
-        RuntimeError: The distillation diverged.
+        RuntimeError: The distillation diverged, or the folded model gives different outputs than the unfolded one.
     """
-    if idle_ratio is not None and macs is not None:
-        raise ValueError(f'Expected either idle_ratio or macs, but got idle_ratio={idle_ratio!r} and macs={macs!r}.')
+    check_size(idle_ratio, macs)
     if idle_ratio is None and macs is None:
         idle_ratio = 0.75
     labels = [f'idle ratio {ratio:g}' for ratio in sweep]
@@ -167,7 +166,7 @@ def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
     expected, found = (copy.deepcopy(model).cpu()(images) for model in (unfolded, folded))
     if not expected.isfinite().all():
         raise RuntimeError('The distillation diverged, the outputs are not finite: choose a smaller lr.')
-    error = compare(expected, found, len(images)).relative_rms
+    error = compare(expected, found).relative_rms
     if not error < 1e-3:
         raise RuntimeError(
             f'The folded model must compute what the model does, but differs by {error:.2g} (relative rms): '

@@ -2,16 +2,22 @@
 from typing import Any, Mapping, Optional, Sequence, Union
 
 import torch.nn as nn
+from timm.layers import ConvNormAct, GroupNorm1, Mlp
 from timm.models import fasternet_t0, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, RepVggBlock
 from timm.models.efficientnet import _gen_efficientnet_lite
+from timm.models.metaformer import MetaFormer
 
+from timm_rep import convert_to_repa
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.repopt import set_scales, use_repopt_convs
 from timm_rep.layers import ChannelIdle
 from timm_rep.scales import ScalesLike
 
-__all__ = ['efficientnet_lite_half', 'fasternet_idle', 'idle_first_channels', 'mobileone_small', 'repvgg_small']
+__all__ = [
+    'conv_metaformer', 'efficientnet_lite_half', 'fasternet_idle', 'idle_first_channels', 'mobileone_small',
+    'repvgg_small',
+]
 
 
 def idle_first_channels(model: nn.Module, idle_ratio: float) -> nn.Module:
@@ -21,6 +27,48 @@ def idle_first_channels(model: nn.Module, idle_ratio: float) -> nn.Module:
         ffn.module.set_submodule(
             ffn.act_name,
             ChannelIdle(ffn.hidden_features, idle_ratio, lambda act=act: act, dim=1 if ffn.use_conv else -1))
+    return model
+
+
+class _ConvMixer(ConvNormAct):
+    """Token mixer of a MetaFormer: 3 x 3 convolution of all channels, BatchNorm and ReLU."""
+
+    def __init__(self, dim: int, proj_drop: float = 0., **dd):
+        super().__init__(dim, dim, 3, **dd)
+
+
+@register_model
+def conv_metaformer(
+        pretrained: bool = False,
+        num_classes: int = 10,
+        dims: Sequence[int] = (40, 80, 160),
+        depths: Sequence[int] = (2, 2, 2),
+        mlp_ratio: float = 4.,
+        idle_ratio: Optional[float] = None,
+        **kwargs,
+) -> nn.Module:
+    """A hybrid: timm's MetaFormer with convolutions as token mixers, GroupNorm as in PoolFormer, a stem of stride 2.
+
+    Args:
+        pretrained: Ignored.
+        num_classes: Number of classes.
+        dims: Channels of each stage.
+        depths: Blocks of each stage.
+        mlp_ratio: Hidden channels of an FFN for each channel.
+        idle_ratio: Idle ratio of a RePaFormer; None for plain FFNs.
+    """
+    _check_arguments('conv_metaformer', kwargs)
+    model = MetaFormer(
+        num_classes=num_classes, dims=dims, depths=depths, token_mixers=_ConvMixer, mlp_act=nn.GELU, mlp_bias=True,
+        res_scale_init_values=None, downsample_norm=None, norm_layers=GroupNorm1, output_norm=GroupNorm1,
+        use_mlp_head=False)
+    model.stem = nn.Sequential(ConvNormAct(3, dims[0], 3), nn.Conv2d(dims[0], dims[0], 3, stride=2, padding=1))
+    for stage, dim in zip(model.stages, dims):
+        for block in stage.blocks:
+            block.mlp = Mlp(dim, round(mlp_ratio * dim), act_layer=nn.GELU, use_conv=True)
+    model.apply(model._init_weights)
+    if idle_ratio is not None:
+        convert_to_repa(model, idle_ratio)
     return model
 
 

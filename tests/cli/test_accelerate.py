@@ -331,7 +331,7 @@ def test_training_images_need_no_labels(data, tmp_path):
     (['--train-split', 'empty'], 'Found 0 images in subfolders of'),
     (['--checkpoint', '{tmp}/none.pth'], 'none.pth'),
     (['--images', '3'], 'needs at least'),
-    (['--img-size', '48'], 'VisionTransformer does not take images of size (3, 48, 48): Input height (48)'),
+    (['--img-size', '48'], 'VisionTransformer cannot process images of size (3, 48, 48): Input height (48)'),
     (['--resume'], '--distil-epochs'),
     (['--mean', '.1', '.2'], 'mean must have 1 or 3 values'),
 ])
@@ -487,6 +487,7 @@ def test_tied_parameters(data, tmp_path):
     (dict(distil_epochs=-1), 'epochs'), (dict(distil_epochs='1'), 'epochs'), (dict(lr=float('inf')), 'lr'),
     (dict(lr=0), 'lr'), (dict(resume=True), 'checkpoint'), (dict(idle_ratio=.5, macs=.7), 'macs'),
     (dict(sweep=[.1234567, .1234568]), 'sweep'), (dict(sweep=[2]), 'sweep'),
+    (dict(macs=1.), 'macs'), (dict(macs=0.), 'macs'), (dict(idle_ratio=2.), 'idle_ratio'),
 ], ids=str)
 def test_wrong_settings_are_refused_before_the_work(data, monkeypatch, kwargs, name):
     model = original(data)

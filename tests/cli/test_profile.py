@@ -75,6 +75,7 @@ def test_a_converted_model(tmp_path, profiled):
     (['repa_lvvit_s.cifar10'], "but got 'repa_lvvit_s.cifar10': times do not depend on weights"),
     (['local-dir:fast'], "but got 'local-dir:fast'"),
     (['repa_any'], "got base=None for 'repa_any'"),
+    (['repa_any', '--model-kwargs', 'base=nope'], "'nope'"),
     (['deit_tiny_patch16_224', '--model-kwargs', 'base=vit'], "got base='vit' for 'deit_tiny_patch16_224'"),
     (['repa_deit_tiny', '--model-kwargs', 'dept=2'], "unexpected keyword argument 'dept'"),
     (['repa_deit_tiny', '-o', 'x.txt'], "--output must be a .png or .svg or .pdf file, got 'x.txt'"),

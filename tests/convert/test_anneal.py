@@ -255,6 +255,7 @@ def test_pretrained_weights_come_from_the_base(tmp_path, monkeypatch):
     (dict(idle_schedule='linear'), 'idle_schedule'),
     (dict(idle_ratio=[.5]), 'one for each of the 4 FFNs'),
     (dict(idle_ratio=[.5] * 5), 'one for each of the 4 FFNs, but got 5'),
+    (dict(idle_ratio=[None] * 4), 'at least one FFN'),
     (dict(idle_ratio=[.5, .5, .5, None], norm='batch'), r'idle_ratio .*blocks\.3\.mlp'),
     (dict(norm='batch', bn_eps=0.), 'bn_eps'),
     (dict(base='resnet18'), 'no pointwise FFN'),

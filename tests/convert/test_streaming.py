@@ -2,6 +2,7 @@
 import os
 import signal
 import threading
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.convert.families import build
 from tests.convert.test_linearize import Unchanged, all_hooks, vit
 from tests.distributed_worker import convert
 from tests.helpers import images, in_processes, relative
+from timm_rep import convert_to_repa
 from timm_rep.convert import linearize_ffns
 from timm_rep.convert.calibration import Share, TokenSampler
 from timm_rep.convert.ffn import find_ffns
@@ -328,11 +330,32 @@ def linearize_one(_):
     (images(24, 32).repeat(3, 1, 1, 1), 'Only 24 of the 72'),
     (images(1, 32) + 1e-3 * images(24, 32), 'same class'),
 ])
-def test_images_that_say_little_about_others(x, message):
+@pytest.mark.parametrize('convert', [linearize_ffns, convert_to_repa])
+def test_images_that_say_little_about_others(x, message, convert):
     with pytest.warns(UserWarning, match=message) as found:
-        report = linearize_ffns(vit(), [x])
+        report = convert(vit(), calibration=[x]) if convert is convert_to_repa else convert(vit(), [x])
     assert found[0].filename == __file__
     assert (report.ffns[0].held_out is None) == (len(x.unique(dim=0)) < 20)
+
+
+@pytest.mark.slow
+def test_a_class_for_each_process():
+    in_processes(2, linearize_two_classes, None)
+
+
+def linearize_two_classes(_):
+    """The images of either process are of one class; together, they are of two."""
+    model, x = vit(), images(24, 32)
+    torch.nn.init.zeros_(model.head.weight)
+    x = torch.cat([x, x + 4])
+    with torch.no_grad():
+        features = model.forward_head(model.forward_features(x), pre_logits=True)
+        model.head.weight[0] = features[24:].mean(0) - features[:24].mean(0)
+        model.head.bias[1] = model.head.weight[0] @ features.mean(0)
+        assert model(x).argmax(1).tolist() == [1] * 24 + [0] * 24
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', message='.*same class')
+        linearize_ffns(model, [x])
 
 
 def test_a_fit_that_does_not_hold_for_others():

@@ -589,6 +589,15 @@ def test_label_names_stay(tmp_path, num_classes, expected):
     assert json.loads((tmp_path / 'b' / 'config.json').read_text()).get('label_names') == expected
 
 
+@needs_recorded_args
+def test_a_model_with_more_outputs_than_its_arguments_say(tmp_path):
+    model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
+    model.register_forward_hook(lambda module, args, y: (y, args[0]))
+    with pytest.raises(ValueError, match='different outputs'):
+        save_folder(model, tmp_path / 'a')
+    assert not (tmp_path / 'a').exists()
+
+
 def test_names_by_number_are_not_taken_for_names(tmp_path):
     """timm's label_names may be a dict, whose keys are not names."""
     args = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)

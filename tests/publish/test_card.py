@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from tests.helpers import normal_scales, read_predictions, relative, save_model
 from tests.hub.published import REPA, REPOPT, trained, write_folder
 from timm_rep.cli import main
-from timm_rep.deploy import load_quantized, read_report
+from timm_rep.deploy import BACKENDS, load_quantized, read_report
+from timm_rep.deploy.report import QuantizationReport
 from timm_rep.hub import sha256
 from timm_rep.hub._folder import load_folder, verify_folder
+from timm_rep.publish._card import card_text
 from timm_rep.publish.prepare import _create_trained, prepare_folder, write_folded
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import count_params
@@ -243,6 +245,20 @@ def test_what_is_measured_again(folder, checkpoint, images):
     assert '## Accuracy' not in (folder / 'README.md').read_text()
     assert not (folder / 'predictions.csv').exists()
     verify_folder(folder)
+
+
+@pytest.mark.parametrize('backend, runtime, extra', [
+    ('openvino', 'OpenVINO', 'openvino'), ('executorch', 'ExecuTorch', 'executorch'),
+    ('inductor', 'torch on x86', 'deploy')])
+def test_what_an_int8_form_requires(folder, checkpoint, backend, runtime, extra):
+    prepare_folder(folder, checkpoint[2])
+    QuantizationReport(
+        backend, True, 'minmax', 100., 8, 0, (3, 32, 32), ['head'], {}, .01).to_json(folder / 'quantization.json')
+    for name in BACKENDS[backend].files:
+        (folder / name).write_bytes(b'0')
+    card = card_text(folder)
+    assert f' for {runtime} on a CPU' in card
+    assert f"pip install 'timm-rep[{extra}]'" in card
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ __all__ = ['main']
 _COMMANDS = (
     accelerate, card, convert, demo, export, hyper_search, models, plot_attention_weights, plot_scales, profile, push,
     quantize, run, verify, weight_select)
-# errors of users, printed as one line; all others are defects of this package and show their traceback
+# printed as one line, unless --traceback is given; all others are bugs of this package and show their traceback
 _ERRORS = (OSError, ValueError, RuntimeError, ImportError, OverflowError, SafetensorError, TypeError)
 
 
@@ -63,8 +63,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     except _ERRORS as e:
         if args.traceback:
             traceback.print_exc()
-        hint = ' (check --model-kwargs)' if 'unexpected keyword argument' in str(e) else ''
-        _print_error(f'{str(e) or type(e).__name__}{hint}')
+        _print_error(str(e) or type(e).__name__)
     return 1
 
 

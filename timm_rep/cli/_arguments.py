@@ -41,6 +41,7 @@ def _number(kind: type, is_valid: Callable[[Any], bool], expected: str) -> Calla
 positive_int = _number(int, lambda x: x >= 1, 'an integer >= 1')
 count = _number(int, lambda x: x >= 0, 'an integer >= 0')
 ratio = _number(float, lambda x: 0 <= x <= 1, 'a number from 0 to 1')
+fraction = _number(float, lambda x: 0 < x < 1, 'a number > 0 and < 1')
 share = _number(float, lambda x: 0 < x <= 1, 'a number > 0 and <= 1')
 seed = _number(int, lambda x: 0 <= x < 2 ** 31, 'an integer from 0 to 2 ** 31 - 1')
 
@@ -138,6 +139,12 @@ def check_output_file(output: str, *suffixes: str) -> None:
     if os.path.splitext(name)[1] not in suffixes or os.path.isdir(output):
         raise ValueError(f'--output must be a {" or ".join(suffixes)} file, got {output!r}.')
     check_writable(folder or '.')
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless this is the name of a timm model, with or without a tag."""
+    if not is_model(name):
+        raise ValueError(f'Expected the name of a timm model, but got {name!r}: see timm.list_models().')
 
 
 def create_model(name: str, model_kwargs: Mapping[str, Any], **kwargs: Any) -> nn.Module:

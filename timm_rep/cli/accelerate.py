@@ -25,6 +25,7 @@ from ._arguments import (
     create_model,
     default_device,
     folder,
+    fraction,
     output,
     positive_int,
     ratio,
@@ -53,7 +54,7 @@ def add_parser(commands: Commands) -> None:
         '--idle-ratio', type=ratio, metavar='R',
         help='share of the hidden channels that become linear, 0 to 1 (default: 0.75)')
     size.add_argument(
-        '--macs', type=ratio, metavar='R',
+        '--macs', type=fraction, metavar='R',
         help='share of the multiply-accumulates to keep, instead of --idle-ratio; chooses a ratio for each FFN')
     parser.add_argument(
         '--sweep', action='store_true', help=f'also measure the idle ratios {", ".join(map(str, _SWEEP))}')

@@ -1,13 +1,11 @@
 """``timm-rep convert``: convert a released checkpoint or file of scales into a folder that loads."""
 import argparse
 
-import timm
-
 from timm_rep.hub import split_name
 from timm_rep.publish import convert_released
 from timm_rep.utils.atomic import check_writable
 
-from ._arguments import Commands, add_model_kwargs, output
+from ._arguments import Commands, add_model_kwargs, check_name, output
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,8 +21,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not timm.is_model(args.model):
-        raise ValueError(f'Expected the name of a timm model, but got {args.model!r}: see timm.list_models().')
+    check_name(args.model)
     split_name(args.output)
     folder = check_writable(args.output)
     written = convert_released(args.file, args.model, folder, args.model_kwargs)

@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> None:
             f'{row["macs"]:,.0f}',
             f'{row["throughput"]:,.0f}',
         ))
-    plain, converted, repa, folded = (row['throughput'] for row in result.repa.rows.values())
+    plain, converted, repa, folded = (result.repa.rows[label]['throughput'] for label in (
+        'plain ViT', 'plain ViT, converted', 'RePa-DeiT', 'RePa-DeiT, folded'))
     print(
         f'\nThroughput of the folded RePa-DeiT: {folded / repa:.2f}x the unfolded model, '
         f'{folded / plain:.2f}x the plain ViT.\n'

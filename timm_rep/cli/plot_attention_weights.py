@@ -9,7 +9,7 @@ import torch.nn as nn
 from timm_rep.init import open_teacher
 from timm_rep.plotting import plot_attention
 
-from ._arguments import Commands
+from ._arguments import Commands, check_name
 from ._picture import add_picture, check_picture, save_picture
 
 
@@ -36,8 +36,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _model(source: str) -> nn.Module:
     name, _, checkpoint = source.partition('=')
-    if not timm.is_model(name):
-        raise ValueError(f'Expected the name of a timm model, but got {name!r}: see timm.list_models().')
+    check_name(name)
     torch.manual_seed(0)
     if not checkpoint:
         return timm.create_model(name, pretrained='.' in name)

@@ -13,7 +13,7 @@ from timm_rep.paper import VANILLA
 from timm_rep.plotting import plot_latency
 from timm_rep.utils.profiling import model_input_size
 
-from ._arguments import Commands, add_device, add_model_kwargs, create_model, default_device, positive_int
+from ._arguments import Commands, add_device, add_model_kwargs, check_name, create_model, default_device, positive_int
 from ._picture import add_picture, check_picture, save_picture
 
 
@@ -60,13 +60,12 @@ def _build(name: str, args: argparse.Namespace) -> Tuple[nn.Module, nn.Module]:
         raise ValueError(
             f'Expected an architecture such as repa_deit_tiny, but got {name!r}: times do not depend on weights, '
             "leave out the tag. For a converted model, pass 'repa_any' and --model-kwargs base=NAME.")
-    if not timm.is_model(name):
-        raise ValueError(f'Expected the name of a timm model, but got {name!r}: see timm.list_models().')
     both, own = _split(args.model_kwargs)
     base = own.pop('base', None)
     if (name == 'repa_any') != (base is not None):
         raise ValueError(
             f"--model-kwargs base=NAME must be given for 'repa_any', and only for it, got base={base!r} for {name!r}.")
+    check_name(base or name)
     fixed = timm.get_pretrained_cfg(base or name).fixed_input_size
     size = {'img_size': args.img_size} if args.img_size and fixed else {}
     if base is not None:

@@ -57,19 +57,19 @@ def run(args: argparse.Namespace) -> None:
     check_quantization(args.backend, args.calibrator, args.percentile)
     if args.qat_epochs and (
             args.backend != 'inductor' or args.per_tensor or args.calibrator != 'minmax' or args.keep_float
-            or args.diagnose or args.equalize):
+            or args.max_error is not None or args.max_accuracy_loss is not None or args.diagnose or args.equalize):
         raise ValueError(
             '--qat-epochs requires the backend inductor, a scale per channel, moving averages of the smallest and '
             'largest values, and all layers in int8: leave out --backend, --per-tensor, --calibrator, --keep-float, '
-            '--diagnose and --equalize.')
+            '--max-error, --max-accuracy-loss, --diagnose and --equalize.')
     keep_float = 'auto' if args.keep_float == ['auto'] else args.keep_float
     if args.resume and not args.qat_epochs:
         raise ValueError('--resume requires --qat-epochs: pass the value of the interrupted training.')
+    output = check_writable(args.output)
     model = create_from(args).eval()
     load_from(args, model)
     images = Images(
         model, args.data_dir, args.train_split, args.val_split, args.batch_size, args.workers, seed=args.seed)
-    output = check_writable(args.output)
     state = output / 'training.pth'
     if args.qat_epochs:
         if state.exists() and not args.resume:

@@ -2,7 +2,6 @@
 import argparse
 from pathlib import Path
 
-import timm
 import torch
 
 from timm_rep.init import weight_select_init
@@ -12,7 +11,7 @@ from timm_rep.init.weight_select import ELEMENT_CHOICES
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
 
-from ._arguments import Commands, add_model_kwargs, add_seed, check_output_file, create_model, positive_int
+from ._arguments import Commands, add_model_kwargs, add_seed, check_name, check_output_file, create_model, positive_int
 
 
 def add_parser(commands: Commands) -> None:
@@ -46,8 +45,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     check_output_file(args.output, '.safetensors')
     output = Path(args.output)
-    if not timm.is_model(args.student):
-        raise ValueError(f'Expected the name of a timm model, but got {args.student!r}: see timm.list_models().')
+    check_name(args.student)
     classes = {} if args.num_classes is None else {'num_classes': args.num_classes}
     if classes and 'num_classes' in args.model_kwargs:
         raise ValueError('Expected the number of classes once, but got --num-classes and --model-kwargs num_classes.')

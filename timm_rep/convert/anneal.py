@@ -174,6 +174,8 @@ def anneal_ffns(
     ratios = ratios_of([ffn.name for ffn in ffns], idle_ratio)
     chosen = [
         (ffn, active_channels(ffn.hidden_features, ratio)) for ffn, ratio in zip(ffns, ratios) if ratio is not None]
+    if not chosen:
+        raise ValueError('idle_ratio must be a number for at least one FFN, got None for all of them.')
     for ffn, _ in chosen:
         if ffn.hidden_norm is not None:
             raise ValueError(

@@ -176,5 +176,6 @@ def counts_for_budget(
             dropped = [ffn.hidden_features - ffn.pruned_features(a) for a in range(ffn.hidden_features, -1, -1)]
             loss = torch.minimum(loss, pruned[dropped])
         losses.append(loss)
-    idle = allocate(losses, macs, fraction * model_macs - others)
+    # the least may exceed the budget by rounding
+    idle = allocate(losses, macs, max(fraction * model_macs, least) - others)
     return {ffn.name: ffn.hidden_features - k for ffn, k in zip(ffns, idle)}

@@ -3,6 +3,7 @@
 The FFN ``y = W2 g(u) + b2`` with hidden features g becomes ``W2' g_A + M u + c``: the active channels A keep the
 activation, the others are replaced by their best linear predictor from the input u and the active features.
 """
+import inspect
 import math
 import warnings
 from numbers import Real
@@ -20,8 +21,8 @@ from timm_rep.utils.profiling import count_macs
 from ._reparameterize import add_reparameterize, check_unconverted
 from .budget import counts_for_budget
 from .calibration import HELD_OUT, MIN_HELD_OUT, CalibrationImages, TokenSampler
-from .ffn import Ffn, check_untied, find_ffns, ratios_of
-from .fitting import fit_ffn
+from .ffn import Ffn, check_untied, find_ffns, plain_ratio, ratios_of
+from .fitting import fit_ffn, sum_over_processes
 from .report import ConversionReport
 from .residual import Probe, probe
 from .streaming import ConvertingPass, record_original
@@ -47,6 +48,17 @@ def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
             + (f', {", ".join(reasons[:3])}{more}.' if reasons else '.'))
     check_untied(model, ffns)
     return ffns, others
+
+
+def check_size(idle_ratio: Any, macs: Optional[float]) -> None:
+    """Raise ValueError unless one of idle_ratio and macs, or none, is given and valid; see :func:`linearize_ffns`."""
+    if macs is not None and idle_ratio is not None:
+        raise ValueError(f'Expected either idle_ratio or macs, but got idle_ratio={idle_ratio!r} and macs={macs!r}.')
+    if macs is not None and (not isinstance(macs, Real) or not 0 < macs < 1):
+        raise ValueError(
+            f"macs must be a fraction of the model's multiply-accumulates, above 0 and below 1, got {macs!r}.")
+    if idle_ratio is not None:
+        plain_ratio(idle_ratio)
 
 
 @torch.no_grad()
@@ -116,11 +128,7 @@ def linearize_ffns(
     ffns, kept = check_convertible(model)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f'{type(model).__name__} is on the meta device and has no weights: load them first.')
-    if macs is not None and idle_ratio is not None:
-        raise ValueError(f'Expected either idle_ratio or macs, but got idle_ratio={idle_ratio!r} and macs={macs!r}.')
-    if macs is not None and (not isinstance(macs, Real) or not 0 < macs < 1):
-        raise ValueError(
-            f"macs must be a fraction of the model's multiply-accumulates, above 0 and below 1, got {macs!r}.")
+    check_size(idle_ratio, macs)
     if tokens_per_image is not None and (not isinstance(tokens_per_image, int) or tokens_per_image < 1):
         raise ValueError(f'tokens_per_image must be an integer >= 1, got {tokens_per_image!r}.')
     if not isinstance(ridge, Real) or not 0 < ridge < math.inf:
@@ -145,6 +153,7 @@ def linearize_ffns(
             for ffn in ffns}
         sampler = TokenSampler(probes, tokens)
         totals, inputs, predicted = record_original(model, ffns, images.shares, sampler, with_inputs=macs is not None)
+        predictions, = sum_over_processes(predicted.double())
         if macs is not None:
             counts = counts_for_budget(model, ffns, images, probes, inputs, ridge, before, macs, progress)
         converted = []
@@ -167,16 +176,16 @@ def linearize_ffns(
         model.get_submodule(ffn.name).train(ffn.module.training)
     add_reparameterize(model)
     if images.rank == 0:
-        _warn(model, images, predicted, report)
+        _warn(images, int(predictions.count_nonzero()), report)
     return report
 
 
-def _warn(model: nn.Module, images: CalibrationImages, predicted: torch.Tensor, report: ConversionReport) -> None:
+def _warn(images: CalibrationImages, predicted_classes: int, report: ConversionReport) -> None:
     """Warn of images that say little about others."""
     messages = []
     if images.count - images.unique > images.count / 10:
         messages.append(f'Only {images.unique} of the {images.count} calibration images are different ones.')
-    if getattr(model, 'num_classes', 0) > 1 and images.unique > 1 and len(predicted.unique()) == 1:
+    if images.unique > 1 and predicted_classes == 1:
         messages.append(
             'The model predicts the same class for all calibration images: pass images of all classes, in random '
             'order.')
@@ -191,8 +200,11 @@ def _warn(model: nn.Module, images: CalibrationImages, predicted: torch.Tensor, 
             f'{worst.name} loses {worst.held_out:.0%} of the variance on held-out images and {worst.lost_variance:.0%} '
             f'on those it is fitted to, {images.count}: pass more calibration images, about '
             f'{report.recommended_images}.')
+    frame, level = inspect.currentframe(), 0
+    while frame and frame.f_globals.get('__name__', '').partition('.')[0] in ('timm_rep', 'torch'):
+        frame, level = frame.f_back, level + 1
     for message in messages:
-        warnings.warn(message, stacklevel=4)  # where linearize_ffns() is called
+        warnings.warn(message, stacklevel=level + 1)  # where the user's code calls
 
 
 def _columns(ffn: Ffn) -> int:

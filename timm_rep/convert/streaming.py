@@ -51,14 +51,15 @@ def record_original(
 
     Returns:
         The residual stream after each FFN, ``s + scale * y``, (rows, out), for FFNs whose stream is known; the input of
-        each FFN, if asked for; and the predicted classes, (images,), empty if the model does not return logits.
+        each FFN, if asked for; and for each class whether it is predicted, (num_classes,), all False if the model does
+        not return logits.
     """
     totals: Dict[str, List[torch.Tensor]] = {}
     inputs: Dict[str, List[CalibrationRows]] = {}
     streams: Dict[str, torch.Tensor] = {}
-    predicted = []
     share: Share
     like = next(model.parameters())
+    predicted = torch.zeros(getattr(model, 'num_classes', 0), dtype=torch.bool, device=like.device)
 
     def see_features(ffn: Ffn, second: Affine, scale: torch.Tensor, g: torch.Tensor) -> None:
         g = sampler.take(ffn.name, share, tokens_of(g, ffn.use_conv)).to(scale)
@@ -93,12 +94,12 @@ def record_original(
                     lambda _, args, ffn=ffn: see_input(ffn, args[0])))
         for share in shares:
             output = model(share.x)
-            if isinstance(output, torch.Tensor) and output.ndim == 2 and output.shape[1] > 1:
-                predicted.append(output.argmax(1))
+            if isinstance(output, torch.Tensor) and output.ndim == 2 and output.shape[1] == len(predicted) > 1:
+                predicted[output.argmax(1)] = True
     return (
         {name: torch.cat(parts) for name, parts in totals.items()},
         {name: _concatenated(parts) for name, parts in inputs.items()},
-        torch.cat(predicted) if predicted else torch.zeros(0))
+        predicted)
 
 
 def _thread_state(device_type: str) -> Callable[[], ContextManager[None]]:

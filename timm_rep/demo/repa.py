@@ -50,7 +50,7 @@ def run_repa(
         trained[label] = model = training.create_model(name, seed, device, **_MODEL_ARGS)
         loader = training.create_loader_for(train_set, model, is_training=True)
         training.train(label, model, loader, epochs, device, opt='adamw', lr=2e-3, weight_decay=0.05)
-    plain, repa = trained.values()
+    plain, repa = trained['plain ViT'], trained['RePa-DeiT']
     converted = copy.deepcopy(plain)
     conversion = convert_to_repa(
         converted, idle_ratio=0.75, calibration=training.create_loader_for(train_set, plain, is_training=False))

@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 from timm.utils import unwrap_model
 
-from timm_rep._verify import Difference, check_finite, check_images, check_tolerance, compare
 from timm_rep.convert import folded_copy
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, foldable_layers
 from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.compare import Difference, check_finite, check_images, check_tolerance, compare
 from timm_rep.utils.files import Sidecar
 from timm_rep.utils.profiling import device_name, model_input_size
 
@@ -33,8 +33,8 @@ class Exported(Sidecar):
         reparameterized: Whether the model was folded first.
         input: Shape of the images; 'batch' stands for any batch size.
         tolerance: Largest ``relative_rms`` that passes.
-        differences: Differences between the outputs of the file and of the model, by kind of images: 'random' and,
-            with ``images``, 'real'.
+        images: Number of images by kind: 'random' and, with the argument ``images``, 'real'.
+        differences: Differences between the outputs of the file and of the model, by kind of images.
         machine: Processor.
         versions: Versions of the packages.
         path: Written file or folder; not in the JSON file.
@@ -44,6 +44,7 @@ class Exported(Sidecar):
     reparameterized: bool
     input: List[Union[int, str]]
     tolerance: float
+    images: Dict[str, int]
     differences: Dict[str, Difference]
     machine: str
     versions: Dict[str, str]
@@ -53,7 +54,7 @@ class Exported(Sidecar):
         return '\n'.join([
             f'{self.path}: {self.format}, {"" if self.reparameterized else "not "}folded'
             + ('' if FORMATS[self.format].dynamic_batch else ', batch size 1 only'),
-            *(f'{difference.images} {kind} images: relative rms difference {difference.relative_rms:.2g}, '
+            *(f'{self.images[kind]} {kind} images: relative rms difference {difference.relative_rms:.2g}, '
               f'at most {difference.max_difference:.2g}' for kind, difference in self.differences.items()),
         ])
 
@@ -125,7 +126,7 @@ def export(
         OSError: The path cannot be written, is a folder where a file is expected, or a folder that is not empty.
         RuntimeError: The exporter fails; the outputs differ by more than the tolerance; or the format requires a newer
             torch or a C++ compiler.
-        TypeError: ``model`` is not a module.
+        TypeError: model is not a module, or images is not a tensor.
         ValueError: An argument is invalid; the model is quantized, compiled, wrapped, on the meta device, not in
             float32, not yet annealed, not a timm model (format 'safetensors') or, with ``reparameterize=False``, in a
             training-only structure; or it cannot be folded, or its outputs are not finite.
@@ -171,6 +172,7 @@ def export(
             reparameterized=reparameterize,
             input=['batch' if target.dynamic_batch else 1, *example.shape[1:]],
             tolerance=tolerance,
+            images={kind: len(batch) for kind, batch in batches.items()},
             differences=differences,
             machine=device_name(torch.device('cpu')),
             versions=package_versions(target),
@@ -182,7 +184,7 @@ def export(
 def _measure(model: nn.Module, exported: Callable[..., Any], images: torch.Tensor, dynamic_batch: bool) -> Difference:
     """Difference on a batch and on its first image alone; or on each image alone, if the batch size is fixed."""
     batches = (images, images[:1]) if dynamic_batch else images.split(1)
-    return compare([model(x) for x in batches], [exported(x) for x in batches], len(images))
+    return compare([model(x) for x in batches], [exported(x) for x in batches])
 
 
 def _batches(

@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set,
 import torch
 import torch.nn as nn
 
-from timm_rep._verify import compare
+from timm_rep.utils.compare import compare
 from timm_rep.utils.training import evaluate
 
 from .observers import create_observer
@@ -74,7 +74,7 @@ def layer_errors(model: RoundedModel, images: torch.Tensor) -> Dict[str, float]:
     errors = {}
     for name in model.names:
         model.rounded = {name}
-        errors[name] = compare(expected, model(images), len(images)).relative_rms
+        errors[name] = compare(expected, model(images)).relative_rms
     return dict(sorted(errors.items(), key=lambda item: -item[1]))
 
 
@@ -91,7 +91,7 @@ def simulation_passes(
     """Whether a simulation keeps the limits of the error and of the loss of accuracy with these layers in float."""
     max_error, max_accuracy_loss = limits
     simulation.rounded = {*simulation.names}.difference(kept)
-    if max_error is not None and not compare(expected, simulation(images), len(images)).relative_rms <= max_error:
+    if max_error is not None and not compare(expected, simulation(images)).relative_rms <= max_error:
         return False
     return max_accuracy_loss is None or accuracy is None or validation_loader is None or (
         evaluate(simulation, validation_loader, torch.device('cpu'))[1] >= accuracy[0] - max_accuracy_loss)

@@ -66,12 +66,14 @@ class Backend(NamedTuple):
     """An int8 backend.
 
     Attributes:
+        runtime: Name of what runs the model, for model cards.
         program: Module of this package and class in it, a :class:`~timm_rep.deploy.program.Program`.
         files: Names of the files of a quantized model; the first one is loaded, the others hold its weights.
         packages: Modules to import besides torch; torchao has the calibrators.
         extra: Extra of this package that installs them.
         calibrators: Names of the calibrators that it has.
     """
+    runtime: str
     program: Tuple[str, str]
     files: Tuple[str, ...]
     packages: Tuple[str, ...]
@@ -224,15 +226,16 @@ FORMATS: Dict[str, Format] = {
 }
 
 BACKENDS: Dict[str, Backend] = {
-    'inductor': Backend(('inductor', 'InductorProgram'), ('model.pt2',), ('torchao',), 'deploy'),
+    'inductor': Backend('torch on x86', ('inductor', 'InductorProgram'), ('model.pt2',), ('torchao',), 'deploy'),
     'onnxruntime': Backend(
-        ('ort', 'OnnxProgram'), ('model.onnx', 'model.onnx.data'), ('onnx', 'onnxscript', 'onnxruntime', 'torchao'),
-        'deploy'),
+        'ONNX Runtime', ('ort', 'OnnxProgram'), ('model.onnx', 'model.onnx.data'),
+        ('onnx', 'onnxscript', 'onnxruntime', 'torchao'), 'deploy'),
     'openvino': Backend(
-        ('openvino_int8', 'OpenVinoProgram'), ('model.xml', 'model.bin'), ('openvino', 'nncf', 'torchao'), 'openvino',
-        calibrators=('minmax', 'percentile')),
+        'OpenVINO', ('openvino_int8', 'OpenVinoProgram'), ('model.xml', 'model.bin'), ('openvino', 'nncf', 'torchao'),
+        'openvino', calibrators=('minmax', 'percentile')),
     'executorch': Backend(
-        ('executorch_int8', 'ExecuTorchProgram'), ('model.pte',), ('executorch', 'torchao'), 'executorch'),
+        'ExecuTorch', ('executorch_int8', 'ExecuTorchProgram'), ('model.pte',), ('executorch', 'torchao'),
+        'executorch'),
 }
 
 

@@ -16,9 +16,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 import torch
 import torch.nn as nn
 
-from timm_rep._verify import check_finite, compare
 from timm_rep.convert import folded_copy
 from timm_rep.utils.atomic import check_writable, recover, replacing_files
+from timm_rep.utils.compare import check_finite, compare
 from timm_rep.utils.data import Images
 from timm_rep.utils.profiling import device_name, time_calls
 from timm_rep.utils.training import distil, evaluate
@@ -342,7 +342,7 @@ def _finish(
         int8, other = program.layers(first)
         seconds = time_calls(
             {'fp32': lambda: folded(first), 'int8': lambda: program(first)}, torch.device('cpu'), rounds=3)
-        error = compare(model(first), program(first), len(first)).relative_rms
+        error = compare(model(first), program(first)).relative_rms
     milliseconds = {name: round(1e3 * statistics.median(values), 3) for name, values in seconds.items()}
     report = QuantizationReport(
         backend, **settings, images=sum(map(len, batches)), input_size=tuple(first.shape[1:]), int8_layers=int8,

@@ -212,16 +212,16 @@ def _int8(folder: Path, name: str) -> str:
     if not files:
         return ''
     report, megabytes = read_report(folder), sum(path.stat().st_size for path in files) / 1e6
-    runtime = {'inductor': 'torch on x86', 'onnxruntime': 'ONNX Runtime'}.get(report.backend, report.backend)
+    backend = BACKENDS[report.backend]
     accuracy = (
         f' Top-1 accuracy on {report.accuracy.images} images: {report.accuracy.int8:.2f}%, in float32 '
         f'{report.accuracy.fp32:.2f}%.' if report.accuracy else '')
     return f'''## Int8
 
-The folded model with int8 weights and activations, for {runtime} on a CPU, {megabytes:.1f} MB.{accuracy}
+The folded model with int8 weights and activations, for {backend.runtime} on a CPU, {megabytes:.1f} MB.{accuracy}
 
 ```python
-import timm_rep   # pip install 'timm-rep[deploy]'
+import timm_rep   # pip install 'timm-rep[{backend.extra}]'
 from huggingface_hub import snapshot_download
 
 int8 = timm_rep.deploy.load_quantized(snapshot_download('{organization()}/{name}'))     # or a folder like this one
