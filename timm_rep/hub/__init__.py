@@ -1,5 +1,5 @@
 """Model folders, local or on the Hub: writing, reading and checking them; and models built from published weights."""
-from timm_rep.scales._transformers import SCALES_NAME
+from timm_rep.scales.files import SCALES_NAME
 
 from ._folder import (
     check_saveable,

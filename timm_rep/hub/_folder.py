@@ -13,7 +13,7 @@ from timm.models._hub import save_config_for_hf  # save_for_hf() writes contiguo
 
 from timm_rep.convert.record import is_folded, is_timm_model
 from timm_rep.scales import Scales
-from timm_rep.scales._transformers import SCALES_IN_FOLDER, SCALES_NAME
+from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
 from timm_rep.utils.compare import compare

@@ -23,7 +23,8 @@ from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, re
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, input_layers
 from timm_rep.init import weight_select_init
 from timm_rep.scales import recorded_scales
-from timm_rep.scales._transformers import SCALES_IN_FOLDER, SCALES_NAME, extend_timm_wrapper
+from timm_rep.scales._transformers import extend_timm_wrapper
+from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.checkpoints import read_state_dict
 from timm_rep.utils.files import argument_errors

@@ -10,11 +10,7 @@ from timm_rep.layers import foldable_layers
 from timm_rep.utils.network import hub_download
 
 from .attach import attach_grad_mults
-
-SCALES_NAME = 'scales.safetensors'
-# model_args['scales'] of a folder with scales. Libraries that create the model from model_args alone get one without
-# scales, which RepSGD refuses; if the argument was left out, it would train with other scales
-SCALES_IN_FOLDER = 'folder'
+from .files import SCALES_IN_FOLDER, SCALES_NAME
 
 _WRAPPER = 'transformers.models.timm_wrapper.modeling_timm_wrapper'
 

@@ -21,7 +21,10 @@ Layers = Mapping[str, Mapping[str, torch.Tensor]]
 # metadata key of the branches of each layer from input to output, as JSON, since safetensors sorts its tensors
 ORDER = 'layers'
 
-_HUB_FILE = 'scales.safetensors'
+SCALES_NAME = 'scales.safetensors'
+# model_args['scales'] of a folder with scales. Libraries that create the model from model_args alone get one without
+# scales, which RepSGD refuses; if the argument was left out, it would train with other scales
+SCALES_IN_FOLDER = 'folder'
 _HUB_ID = re.compile(r'(?:hf-hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?')
 _PICKLED = ('.pth', '.pt')
 # names in the authors' code; stage0 of RepOpt-VGG is the stem
@@ -50,11 +53,11 @@ def locate(source: Union[str, os.PathLike[str]]) -> str:
             f"scales must be a file, a Hub repository (owner/name), 'ones', 'init', False for no scales, or a model "
             f"with packaged scales ({', '.join(packaged_scales())}), but {source!r} does not exist.")
     try:
-        return hf_hub_download(hub_id['repo'], _HUB_FILE, revision=hub_id['revision'])
+        return hf_hub_download(hub_id['repo'], SCALES_NAME, revision=hub_id['revision'])
     except (OSError, ValueError) as e:
         raise FileNotFoundError(
-            f'Expected a file of scales, or a Hub repository with a {_HUB_FILE}, but {source!r} is neither, or the Hub '
-            f'cannot be reached: {e}') from e
+            f'Expected a file of scales, or a Hub repository with a {SCALES_NAME}, but {source!r} is neither, or the '
+            f'Hub cannot be reached: {e}') from e
 
 
 def read(path: str) -> Tuple[Layers, Mapping[str, str]]:
