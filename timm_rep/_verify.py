@@ -145,7 +145,8 @@ def verify(
     are_real = images is not None
     if images is None:
         if getattr(model, 'pretrained_cfg', None) is None:
-            raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass images.')
+            raise ValueError(
+                f'Expected a pretrained_cfg with an input size, but {type(model).__name__} has none: pass images.')
         images = torch.randn(8, *model_input_size(model), generator=torch.Generator().manual_seed(0))
     check_images(images)
     images = images.detach().cpu()
@@ -218,7 +219,8 @@ def check_finite(model: nn.Module, x: torch.Tensor) -> None:
         outputs = model(x)
     except (AssertionError, RuntimeError) as e:
         reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
-        raise ValueError(f'{type(model).__name__} does not take images of size {tuple(x.shape[1:])}: {reason}') from e
+        raise ValueError(
+            f'Expected images that {type(model).__name__} takes, but got size {tuple(x.shape[1:])}: {reason}') from e
     if _flat(outputs).isfinite().all():
         return
     for name, y in _record(model, [name for name, _ in model.named_modules() if name], x).items():
