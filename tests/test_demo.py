@@ -161,7 +161,7 @@ def test_learns(tmp_path):
 
 @pytest.mark.parametrize('args,message', [
     (['-o', '{file}'], "cannot write to the output folder '{file}'"),
-    (['--output', '{parent}'], "its demo.png is a folder"),
+    (['--output', '{parent}'], "{parent}/demo.png' must not be a folder"),
     (['--output', '{blocked}'], "cannot write to the output folder '{blocked}/model'"),
 ], ids=str)
 def test_refused_before_any_training(tmp_path, capsys, monkeypatch, args, message):
@@ -191,12 +191,12 @@ def test_arguments_refused_before_any_training(tmp_path, kwargs):
 @pytest.mark.parametrize('device', ['cuda:99', 'toaster', 'meta'])
 def test_device_refused_before_any_training(tmp_path, capsys, monkeypatch, device):
     monkeypatch.setattr('timm_rep.demo.training.train', lambda *a, **k: pytest.fail('trained'))
-    with pytest.raises(RuntimeError, match=f"cannot use the device '{device}'"):
+    with pytest.raises(RuntimeError, match=f"device must be .*got '{device}'"):
         run_demo(tmp_path / 'new', device=device)
     with pytest.raises(SystemExit) as stopped:
         main(['demo', '--output', str(tmp_path / 'new'), '--device', device])
     assert stopped.value.code == 2
-    assert f"argument --device: cannot use the device '{device}'" in capsys.readouterr().err
+    assert f"argument --device: expected a device that torch can use, got '{device}'" in capsys.readouterr().err
     assert not (tmp_path / 'new').exists()
 
 

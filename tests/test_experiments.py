@@ -185,9 +185,9 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     assert 'choose from [0] with --seeds' in message({}, 'x', '--set', 'seed=5')
     assert "model must be a model of timm, got 'foo'" in message({}, 'x', '--set', 'model=foo')
     assert "argument --set: expected NAME=VALUE, got 'epochs'" in message({}, 'x', '--set', 'epochs')
-    assert "cannot use the device 'foo'" in message({}, 'x', '--device', 'foo')
+    assert "device that torch can use, got 'foo'" in message({}, 'x', '--device', 'foo')
     if not torch.cuda.is_available():
-        assert "cannot use the device 'cuda'" in message({}, 'x', '--scale', 'gpu')
+        assert "device that torch can use, got 'cuda'" in message({}, 'x', '--scale', 'gpu')
     assert 'Cannot open the split' in message({})
     message({})
     (tmp_path / 'x.yaml').write_text('what: [')

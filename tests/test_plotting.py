@@ -141,10 +141,10 @@ def test_command_draws_one_checkpoint_twice(tmp_path, monkeypatch):
     (['{tmp}/nothing.safetensors'], 'nothing.safetensors'),
     (['nothing'], 'a model with packaged scales'),
     (['--kernels', '{tmp}/nothing.pth'], 'Expected a checkpoint'),
-    (['--kernels', __file__], 'as a checkpoint'),
+    (['--kernels', __file__], __file__),
     (['--kernels', '{tmp}/s.safetensors'], '3 x 3 kernel'),
     (['--kernels', '{tmp}/s.safetensors', '--layer', 'a', '--layer', 'b'], 'Expected --layer once'),
-    (['{tmp}/s.safetensors', '--layer', 'a'], '--layer requires --kernels'),
+    (['{tmp}/s.safetensors', '--layer', 'a'], '--kernels must be given with --layer'),
     (['{tmp}/s.safetensors', '-o', '{tmp}/figure.txt'], '--output must be a .png'),
 ], ids=str)
 def test_command_refuses(tmp_path, capsys, args, message):

@@ -120,7 +120,8 @@ def verify(
     are_real = images is not None
     if images is None:
         if getattr(model, 'pretrained_cfg', None) is None:
-            raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass images.')
+            raise ValueError(
+                f'Expected a pretrained_cfg with an input size, but {type(model).__name__} has none: pass images.')
         images = torch.randn(8, *model_input_size(model), generator=torch.Generator().manual_seed(0))
     check_images(images)
     images = images.detach().cpu()

@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_model(folder, capsys):
     torch.save(timm.create_model('repa_deit_tiny', **{**REPA[1], 'depth': 1}).state_dict(), 'other.pth')
     assert main(['card', str(folder), '--checkpoint', 'other.pth']) == 1
     error = capsys.readouterr().err
-    assert error.startswith("timm-rep: 'other.pth' does not fit the model")
+    assert error.startswith("timm-rep: Expected a checkpoint that fits the model, but got 'other.pth'")
     assert '(blocks.1.' in error
 
 
@@ -199,7 +199,7 @@ def test_metrics(folder, capsys, field, value, parts):
     ('', b'[' * 100_000, ['must be valid JSON', 'nested too deeply']),
     ('', b'\xff', ['UTF-8']),
     ('architecture', 5, ['architecture must be']),
-    ('architecture', 'nothing', ["model 'nothing'"]),
+    ('architecture', 'nothing', ["architecture' must be", "'nothing'"]),
     ('label_names', 5, ['label_names must be']),
     ('pretrained_cfg', [], ['pretrained_cfg must be']),
     ('pretrained_cfg.input_size', ['a', 'b', 'c'], ['input_size must be']),
@@ -212,13 +212,13 @@ def test_metrics(folder, capsys, field, value, parts):
     ('model_args.num_heads', 0, ['cannot be used: ZeroDivisionError']),
     ('model_args.num_heads', 7, ['cannot be used: AssertionError']),
     ('model_args.act_layer', 'nothing', ['cannot be used: KeyError']),
-    ('model_args.embed_dim', 12, ['model.safetensors', 'does not fit the model']),
+    ('model_args.embed_dim', 12, ['model.safetensors', 'weights that fit the model']),
     ('sha256', 5, ['sha256 must be']),
     ('sha256', {'model.safetensors': 5}, ['sha256: model.safetensors must be']),
 ])
 def test_configs(folder, capsys, field, value, parts):
     _edit(folder / CONFIG_NAME, field, value)
-    if 'does not fit the model' in parts:  # a list of tensors follows
+    if 'weights that fit the model' in parts:  # a list of tensors follows
         assert main(['card', str(folder)]) == 1
         line = capsys.readouterr().err.splitlines()[0]
         assert all(part in line for part in (str(folder), *parts))
@@ -231,9 +231,9 @@ def test_configs(folder, capsys, field, value, parts):
     (['card', NAME, '--data-dir', 'nowhere'], ["'nowhere'", 'CLASS/IMAGE']),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--dataset', '', '--data-dir', 'nowhere'],
      ["'nowhere'"]),
-    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors'], ["'torch/cifar100'", 'requires --data-dir']),
+    (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors'], ["'torch/cifar100'", '--data-dir must be given']),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--data-dir', '.', '--device', 'nothing'],
-     ["cannot use the device 'nothing'"]),
+     ["--device must be one that torch can use, got 'nothing'"]),
     (['profile', 'repa_deit_tiny', '--model-kwargs', 'num_heads=7'], ["{'num_heads': 7} cannot be used"]),
     (['profile', 'repa_deit_tiny', '--model-kwargs', 'nothing=7'], ["{'nothing': 7} cannot be used"]),
     (['weight-select', '--student', 'repa_deit_tiny', '--teacher', 'x', '-o', 'x.safetensors',
@@ -247,8 +247,8 @@ def test_wrong_arguments(folder, capsys, argv, parts):
 
 
 @pytest.mark.parametrize('argv,message', [
-    (['card', NAME, '--device', 'nothing'], "cannot use the device 'nothing'"),
-    (['profile', 'repa_deit_tiny', '--device', 'meta'], "cannot use the device 'meta'"),
+    (['card', NAME, '--device', 'nothing'], "device that torch can use, got 'nothing'"),
+    (['profile', 'repa_deit_tiny', '--device', 'meta'], "device that torch can use, got 'meta'"),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '9' * 20], 'from 0 to 2 ** 31 - 1'),
     (['weight-select', '--student', 'm', '--teacher', 'm', '-o', 's.safetensors', '--seed', '-1'],
      'from 0 to 2 ** 31 - 1'),

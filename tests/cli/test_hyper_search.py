@@ -66,7 +66,7 @@ def test_multi_branch_network_of_timm(images, tmp_path):
     (['--batch-size', '21'], '--batch-size must be'),
     (['--device', 'nothing'], 'nothing'),
     pytest.param(
-        ['--device', 'cuda'], "cannot use the device 'cuda'",
+        ['--device', 'cuda'], "--device must be one that torch can use, got 'cuda'",
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU here')),
     (['--epochs', '1', '--warmup-epochs', '1'], 'warmup_epochs must be less'),
     (['--lr', 'nan'], 'lr must be'),

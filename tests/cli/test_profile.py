@@ -71,7 +71,7 @@ def test_a_converted_model(tmp_path, profiled):
 
 @pytest.mark.parametrize('args,message', [
     (['repa_deit_tinny'], "'repa_deit_tinny'"),
-    (['resnet18'], 'Cannot convert ResNet'),
+    (['resnet18'], 'Each FFN of ResNet must be'),
     (['repa_lvvit_s.cifar10'], "but got 'repa_lvvit_s.cifar10': times do not depend on weights"),
     (['local-dir:fast'], "but got 'local-dir:fast'"),
     (['repa_any'], "got base=None for 'repa_any'"),

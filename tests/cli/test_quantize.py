@@ -55,7 +55,7 @@ def test_wrong_use(images, tmp_path, capsys, monkeypatch):
         assert error.count('\n') == 1
         return error
 
-    assert 'leave out --backend' in refused('--qat-epochs', '2', '--backend', 'onnxruntime')
+    assert 'without --backend' in refused('--qat-epochs', '2', '--backend', 'onnxruntime')
     assert '--max-error' in refused('--qat-epochs', '2', '--max-error', '.1')
     assert '--max-accuracy-loss' in refused('--qat-epochs', '2', '--max-accuracy-loss', '0')
     assert 'percentile must be' in refused('--percentile', '3')
@@ -103,4 +103,4 @@ def test_options_of_quantize_ptq(images, tmp_path, capsys, monkeypatch, args, ex
     assert {name: found[name] for name in expected} == expected
     if args:
         assert command(images, tmp_path / 'out', '--qat-epochs', '1', *args) == 1
-        assert 'leave out' in capsys.readouterr().err
+        assert 'must be given without' in capsys.readouterr().err

@@ -88,7 +88,7 @@ def build(ffn=UserFfn, register=True):
 def test_nothing_is_found_before_the_registration():
     model, x = build(register=False)
     assert find_ffns(model) == ([], {})
-    with pytest.raises(ValueError, match='no pointwise FFN'):
+    with pytest.raises(ValueError, match='pointwise FFN, but UserModel has none'):
         timm_rep.convert_to_repa(model, calibration=[x])
 
 

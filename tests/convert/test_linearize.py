@@ -160,7 +160,7 @@ def test_number_of_images():
             linearize_ffns(model, [x], max_images=max_images)
     # the number that suffices for all FFNs, not for the first
     model = timm.create_model('convnext_atto', depths=(1, 1, 1, 1), dims=(16, 24, 32, 40), num_classes=5)
-    message = r'stages\.2\.blocks\.0\.mlp has 160 .*sees 4 tokens.* at least 41 images, got 1'
+    message = r'at least 41 images for stages\.2\.blocks\.0\.mlp, with 160 .* 4 tokens .*got 1'
     with pytest.raises(ValueError, match=message):
         linearize_ffns(model, [x[:1]])
 
@@ -175,10 +175,10 @@ def test_number_of_images():
     ([['a', 1]], TypeError, 'batch'),
     ([torch.zeros(3, 32, 32)], ValueError, r'shape \(N, C, H, W\), got \(3, 32, 32\)'),
     # 24 + 96 channels, 17 tokens
-    ([torch.zeros(7, 3, 32, 32)], ValueError, r'blocks\.0\.mlp has 120 .* 17 tokens .* at least 8 images, got 7'),
+    ([torch.zeros(7, 3, 32, 32)], ValueError, r'at least 8 images for blocks\.0\.mlp, with 120 .* 17 tokens .*got 7'),
     ([torch.zeros(64, 3, 32, 32, dtype=torch.uint8)], TypeError, r'uint8: normalize'),
-    ([torch.full((8, 3, 32, 32), torch.nan)], ValueError, r'blocks\.0\.mlp are not finite'),
-    ([torch.full((8, 3, 32, 32), torch.inf)], ValueError, r'blocks\.0\.mlp are not finite'),
+    ([torch.full((8, 3, 32, 32), torch.nan)], ValueError, r'blocks\.0\.mlp must be finite'),
+    ([torch.full((8, 3, 32, 32), torch.inf)], ValueError, r'blocks\.0\.mlp must be finite'),
     ([images(8, 32), images(8, 48)], AssertionError, 'height'),
 ])
 def test_refused_loaders(loader, error, message):
@@ -199,7 +199,7 @@ def test_refused_loaders(loader, error, message):
     (dict(macs=0.), 'macs'),
     (dict(macs=1.), 'macs'),
     (dict(macs=.5, idle_ratio=.75), 'idle_ratio or macs'),
-    (dict(macs=.3), r'macs=0\.3 cannot be reached.*0\.\d+ '),
+    (dict(macs=.3), r'macs must be at least about 0\.\d+,.* got 0\.3'),
 ])
 def test_refused_arguments(kwargs, message):
     with Unchanged(model := vit()), pytest.raises(ValueError, match=message):
@@ -222,7 +222,7 @@ def test_kinds_of_ratios():
 
 
 def test_a_model_without_weights():
-    with torch.device('meta'), pytest.raises(ValueError, match='is on the meta device and has no weights'):
+    with torch.device('meta'), pytest.raises(ValueError, match=r'weights, but .* is on the meta device'):
         linearize_ffns(vit(), [torch.zeros(16, 3, 32, 32, device='cpu')])
 
 
@@ -384,7 +384,7 @@ def test_quantized_layers_are_refused():
     ('gmlp_s16_224', {}, 'spatial gating unit'),
     ('efficientformerv2_s0', {}, 'convolution between'),
     ('vit_tiny_patch16_224', dict(VIT, block_fn=ParallelScalingBlock), 'with one matrix'),
-    ('resnet18', {}, 'no pointwise FFN.$'),
+    ('resnet18', {}, 'pointwise FFN, but ResNet has none'),
 ])
 def test_architectures_without_pointwise_ffns(name, args, reason):
     with torch.device('meta'):
@@ -446,7 +446,7 @@ def test_ffns_of_one_token_and_unused_ones_stay():
     assert report.kept == {'unused': 'is not used in the forward pass'}
     model = vit()
     model.forward_features = lambda x, **kwargs: torch.zeros(len(x), 17, 24)
-    with pytest.raises(ValueError, match=r'nothing was changed: blocks\.0\.mlp is not used'):
+    with pytest.raises(ValueError, match=r'but blocks\.0\.mlp is not used'):
         linearize_ffns(model, [images(16, 32)])
 
 
@@ -624,7 +624,7 @@ def test_budget_with_outputs_that_are_not_finite():
         return torch.cat([y[:, :1] - torch.inf, y[:, 1:]], 1)
 
     assert linearize_ffns(Returning(vit(), ruled_out), loader, macs=.7).macs is not None
-    with Unchanged(model := Returning(vit(), lambda y: y * torch.nan)), pytest.raises(ValueError, match='not finite'):
+    with Unchanged(model := Returning(vit(), lambda y: y * torch.nan)), pytest.raises(ValueError, match='finite'):
         linearize_ffns(model, loader, macs=.7)
     linearize_ffns(model, loader)
 

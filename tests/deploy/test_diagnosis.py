@@ -215,7 +215,7 @@ def test_warns_if_the_limit_is_not_reached(net, unmeasured, inexact):
     (dict(max_error=.1), 'must be given together'),
     (dict(keep_float='auto', max_error=-1.), r'max_error must be a number >= 0, got -1\.0'),
     (dict(keep_float='auto', max_error='x'), "max_error must be a number >= 0, got 'x'"),
-    (dict(keep_float='auto', max_accuracy_loss=1.), 'max_accuracy_loss requires validation_loader'),
+    (dict(keep_float='auto', max_accuracy_loss=1.), 'validation_loader must be given with max_accuracy_loss'),
 ])
 def test_wrong_settings(net, unmeasured, kwargs, message):
     with pytest.raises(ValueError, match=message):

@@ -98,7 +98,7 @@ def test_misfits_are_all_named_and_nothing_is_loaded():
 
 
 def test_the_layouts_of_this_package_are_not_the_released_one():
-    with pytest.raises(RuntimeError, match=r"own key layout: use the model's load_state_dict"):
+    with pytest.raises(RuntimeError, match=r"own: use the model's load_state_dict"):
         timm_rep.load_released(tiny(), tiny().state_dict())
     for ratio in (0., .5, 1.):
         with pytest.raises(RuntimeError, match=r'deploy structure.*reparameterized=True'):
@@ -109,7 +109,7 @@ def test_damaged_files(tmp_path):
     for name in ('model.pth', 'model.safetensors'):
         path = tmp_path / name
         path.write_bytes(b'neither')
-        with pytest.raises(RuntimeError, match=rf'Cannot read .*{name}'):
+        with pytest.raises(RuntimeError, match=rf'Expected a checkpoint .*{name}'):
             timm_rep.load_released(tiny(), path)
 
 
@@ -174,7 +174,7 @@ def test_ratios():
     for ratio in (.25, .5, .75):
         assert match_released(files, 'repa_deit_base', ratio) == f'RePaViT-Base-{ratio}.pth'
     assert match_released(files, 'repa_deit_small', .5) == files[-1]
-    with pytest.raises(FileNotFoundError, match=r'of repa_deit_small with idle_ratio=0\.75, it has RePaViT-'):
+    with pytest.raises(FileNotFoundError, match=r'of repa_deit_small with idle_ratio=0\.75 .*it has RePaViT-'):
         match_released(files, 'repa_deit_small', .75)
     with pytest.raises(FileNotFoundError, match='no weights at all'):
         match_released(['README.md'], 'repa_deit_small', .75)
@@ -246,12 +246,12 @@ def test_a_new_release_and_a_pinned_one(hub, release, tmp_path):
 def test_the_argument_that_settles_it(hub, release, tmp_path):
     model, data = released_file(tmp_path / 'new.pth', 1)
     hub.add(RELEASED_REPO_ID, {'new/repavit_tiny.pth': data})
-    with pytest.raises(ValueError, match='several files'):
+    with pytest.raises(ValueError, match='hf_hub_filename'):
         create()
     overlay = dict(hf_hub_filename='new/repavit_tiny.pth')
     assert same(create(pretrained_cfg_overlay=overlay), model)
     assert same(create(idle_ratio=.5, pretrained_cfg_overlay=overlay), model)  # the name tells no ratio
-    with pytest.raises(FileNotFoundError, match=r"has no 'nothing\.pth', it has .*RePaViT-Tiny\.pth"):
+    with pytest.raises(FileNotFoundError, match=r"'nothing\.pth' .*but it has .*RePaViT-Tiny\.pth"):
         create(pretrained_cfg_overlay=dict(hf_hub_filename='nothing.pth'))
 
 
@@ -264,12 +264,12 @@ def test_other_ratios(hub, tmp_path):
     assert folded.blocks[0].mlp.fc_in.weight.shape == (48, 24)
     x = torch.randn(1, 3, 32, 32)
     assert relative(folded(x), model(x)) < 1e-5
-    with pytest.raises(RuntimeError, match=r'no weights of repa_deit_tiny with idle_ratio=0\.75'):
+    with pytest.raises(RuntimeError, match=r'weights of repa_deit_tiny with idle_ratio=0\.75'):
         create()
     named = dict(pretrained_cfg_overlay=dict(hf_hub_filename='RePaViT-Tiny-0.5.pth'))
     with pytest.raises(ValueError, match=r'idle_ratio=0\.5, .*RePaViT-Tiny-0\.5\.pth.* 0\.75'):
         create(**named)
-    with pytest.raises(ValueError, match='trained with idle_schedule='):
+    with pytest.raises(ValueError, match=r'idle_schedule must be .* trained'):
         create(idle_ratio=.5, idle_schedule='linear')
     create(idle_ratio=.5, **named)
 
@@ -305,12 +305,12 @@ def test_outage(hub, release, tmp_path):
 
 
 def test_models_that_are_not_in_it(hub, release):
-    with pytest.raises(FileNotFoundError, match='has no weights of repa_mixer_b16'):
+    with pytest.raises(FileNotFoundError, match='got repa_mixer_b16'):
         timm.create_model('repa_mixer_b16', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_id=RELEASED_REPO_ID))
     for name in ('RePaLV-ViT-S.pth', 'RePa-LV-ViT-S.pth', 'checkpoint_90.pth'):
         with pytest.raises(FileNotFoundError):
             match_released([name], 'repa_deit_small', .75)
-    with pytest.raises(FileNotFoundError, match='no weights of repa_lvvit_s, but of'):
+    with pytest.raises(FileNotFoundError, match='got repa_lvvit_s'):
         match_released(['a.pth'], 'repa_lvvit_s', .75)
 
 
@@ -329,7 +329,7 @@ def test_damaged(hub, release, tmp_path):
 def test_of_another_shape(hub, tmp_path):
     torch.save({'model': {'cls_token': torch.zeros(1)}}, tmp_path / 'x.pth')
     hub.add(RELEASED_REPO_ID, {'RePaViT-Tiny.pth': (tmp_path / 'x.pth').read_bytes()})
-    with pytest.raises(RuntimeError, match='does not fit RePaVisionTransformer'):
+    with pytest.raises(RuntimeError, match='fits RePaVisionTransformer'):
         create()
 
 

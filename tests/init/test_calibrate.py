@@ -94,7 +94,7 @@ def test_refusals():
         timm_rep.calibrate_batchnorm(model, batches(), identity_norms=['*.norm3', '*.norm2'])
     with pytest.raises(AssertionError, match='height'):  # timm's, of the second batch
         timm_rep.calibrate_batchnorm(model, [batches()[0], torch.zeros(2, 3, 8, 8)])
-    with pytest.raises(ValueError, match=r'statistics of blocks\.0\.mlp\.norm1 are not finite'):
+    with pytest.raises(ValueError, match=r'statistics of blocks\.0\.mlp\.norm1 must be finite'):
         timm_rep.calibrate_batchnorm(model, [batches()[0], torch.full((2, 3, 32, 32), float('nan'))])
     with pytest.raises(TypeError, match=r"model must be .*'repa_deit_tiny'"):
         timm_rep.calibrate_batchnorm('repa_deit_tiny', batches())

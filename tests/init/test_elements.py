@@ -129,7 +129,7 @@ def test_dtypes():
 
 def test_refusals():
     for shape in ((5, 3), (4,), (4, 3, 1)):
-        with pytest.raises(ValueError, match=r'Cannot select .* as many axes are needed, none longer'):
+        with pytest.raises(ValueError, match=r'^shape must .*\(4, 3\)'):
             select_elements(torch.zeros(4, 3), shape)
     with pytest.raises(ValueError, match=r"element_selection must .*, got 'even'"):
         select_elements(torch.zeros(4), (2,), 'even')

@@ -466,24 +466,24 @@ def test_bad_arguments(student, teacher, tmp_path):
             timm_rep.weight_select_init(student, teacher, include=word)
     with pytest.raises(ValueError, match='features_only'):
         timm_rep.weight_select_init(vit(**STUDENT, features_only=True, out_indices=(0,)), teacher)
-    with pytest.raises(ValueError, match="student is on 'meta'"):
+    with pytest.raises(ValueError, match=r"student .* on 'meta'"):
         timm_rep.weight_select_init(timm.create_model('vit_tiny_patch16_224', device='meta', **STUDENT), teacher)
     with pytest.raises(ValueError, match=r'teacher .* empty list'):
         timm_rep.weight_select_init(student, [])
     other = timm.create_model('resnet10t')
-    with pytest.raises(ValueError, match=r'30 of 32 tensors .* nothing was changed') as e:
+    with pytest.raises(ValueError, match=r'student, but 30 of 32 .* nothing was changed') as e:
         timm_rep.weight_select_init(student, other)
     assert len(str(e.value).splitlines()) == 22
     assert str(e.value).splitlines()[-1] == '  and 10 more'
     with pytest.raises(FileNotFoundError, match=r'^teacher must'):
         timm_rep.weight_select_init(student, tmp_path / 'nowhere.safetensors')
-    with pytest.raises(ValueError, match=r"no pretrained weights for 'mixer_s32_224'"):
+    with pytest.raises(ValueError, match=r"^teacher must have pretrained weights .*'mixer_s32_224'"):
         timm_rep.weight_select_init(student, 'mixer_s32_224')
     with pytest.raises(TypeError, match="values that are not tensors: 'epoch'"):
         timm_rep.weight_select_init(student, {**teacher.state_dict(), 'epoch': 3})
     for name in ('bad.pth', 'bad.safetensors'):
         (tmp_path / name).write_bytes(b'neither')
-        with pytest.raises(RuntimeError, match='Cannot read'):
+        with pytest.raises(RuntimeError, match=name):
             timm_rep.weight_select_init(student, tmp_path / name)
     assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())
 

@@ -262,7 +262,7 @@ def test_refusals():
     for value in (float('nan'), float('inf')):
         with pytest.raises(ValueError, match=r'conv3x3.*finite'):
             GradMult(csla, {'conv3x3': torch.full((8,), value), 'conv1x1': torch.ones(8)})
-    with pytest.raises(OverflowError, match=r'9e\+04.*exceeds the range of torch.float16'):
+    with pytest.raises(OverflowError, match=r'range of torch\.float16, got 9e\+04'):
         GradMult(csla, {'conv3x3': torch.full((8,), 300.), 'conv1x1': torch.zeros(8)}).dense('squared', torch.float16)
     with pytest.raises(ValueError, match="'conv1x1'"):
         GradMult(csla, {'conv3x3': torch.ones(8)})

@@ -57,7 +57,7 @@ def test_batch_norm(var, eps):
 def test_broken_statistics_are_refused(spoil):
     norm = nn.BatchNorm1d(6)
     spoil(norm)
-    with pytest.raises(ValueError, match='are not finite, or a variance is negative'):
+    with pytest.raises(ValueError, match=r'running statistics .* must be finite'):
         batch_norm_scale_shift(norm)
 
 
@@ -66,7 +66,7 @@ def test_overflow_of_one_entry_is_refused():
     affine = random_affine(3, 4)
     affine.weight[1, 2] = 1e5
     like = nn.Parameter(torch.zeros(1, dtype=torch.float16))
-    with pytest.raises(OverflowError, match=r'weight of shape \(3, 4\) reaches 1e\+05'):
+    with pytest.raises(OverflowError, match=r'weight of shape \(3, 4\) .*got 1e\+05'):
         affine.write_to(nn.Linear(4, 3), like)
     affine.weight[1, 2] = float('inf')
     affine.write_to(nn.Linear(4, 3), like)

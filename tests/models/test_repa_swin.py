@@ -108,7 +108,7 @@ def test_recorded_outputs(recorded):
     assert relative(model.reparameterize()(tensors['input']), tensors['output_reparameterized']) < 1e-5
     assert sum(p.numel() for p in model.parameters()) == config['parameters_reparameterized']
     deeper = timm.create_model('repa_swin_tiny', **dict(args, depths=(2, 2, 2), num_heads=(2, 4, 8)))
-    with pytest.raises(RuntimeError, match=r'(?s)does not fit RePaSwin.*missing: layers\.1\.downsample'):
+    with pytest.raises(RuntimeError, match=r'(?s)fits RePaSwin.*missing: layers\.1\.downsample'):
         timm_rep.load_released(deeper, weights)
 
 

@@ -113,7 +113,7 @@ def test_recorded_outputs(recorded, name, structure):
     assert relative(model.reparameterize()(tensors['input']), tensors['output']) < 1e-5
     other = timm.create_model(
         'repopt_ghostnet_050', width=.1, num_classes=10, structure='target' if structure == 'search' else 'search')
-    with pytest.raises(RuntimeError, match=r'(?s)does not fit RepOptGhostNet.*blocks\.0\.0\.ghost1'):
+    with pytest.raises(RuntimeError, match=r'(?s)fits RepOptGhostNet.*blocks\.0\.0\.ghost1'):
         timm_rep.load_released(other, weights)
 
 
@@ -163,7 +163,7 @@ def test_refusals():
         (dict(width=0), ValueError, 'width must be positive'),
         (dict(reparam=True), TypeError, 'reparam'),
         (dict(structure='search', scales=False), ValueError, "scales .*structure='search'"),
-        (dict(scales=normal_scales(tiny(width=2.), 0)), ValueError, r'(?s)do not fit RepOptGhostNet.*ghost1.*24'),
+        (dict(scales=normal_scales(tiny(width=2.), 0)), ValueError, r'(?s)scales of RepOptGhostNet.*ghost1.*24'),
         (dict(not_an_argument=1), TypeError, 'not_an_argument'),
     ]:
         with pytest.raises(error, match=match):

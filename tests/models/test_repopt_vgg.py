@@ -198,7 +198,7 @@ def test_refusals(tmp_path):
         (dict(output_stride=4), 'output_stride must'),
         (dict(strides=(2, 2, 2, 2, 4)), 'strides must'),
         (dict(strides=(1, 2, 2, 2, 2), output_stride=8), 'strides must .*output_stride'),
-        (dict(scales=random_scales(tiny(widths=(8, 16, 24, 40)))), r'(?s)do not fit RepOptVgg.*stages\.3\.0.*40'),
+        (dict(scales=random_scales(tiny(widths=(8, 16, 24, 40)))), r'(?s)scales of RepOptVgg.*stages\.3\.0.*40'),
         (dict(scales=random_scales(tiny(depths=(1, 2, 3, 1)))), r'stages\.2\.2\.conv\.0: not a layer'),
         (dict(scales=random_scales(tiny(depths=(1, 1, 2, 1)))), r"stages\.1\.1\.conv\.0: .*'conv3x3'"),
     ]:
@@ -547,7 +547,7 @@ def test_recorded_outputs(recorded, name, kwargs):
     model.eval()
     assert relative(model(tensors['input']), tensors['output']) < 1e-5
     assert relative(model.reparameterize()(tensors['input']), tensors['output']) < 1e-5
-    with pytest.raises(RuntimeError, match=r'(?s)does not fit RepOptVgg.*missing: stage0'):
+    with pytest.raises(RuntimeError, match=r'(?s)fits RepOptVgg.*missing: stage0'):
         timm_rep.load_released(released_size(structure='csla' if name.endswith('target') else 'target', **SE), weights)
 
 

@@ -55,7 +55,7 @@ def test_create_model_from_a_teacher(name, args):
 
 def test_refusals():
     for kwargs in (dict(features_only=True), dict(pretrained=True)):
-        with pytest.raises(ValueError, match=rf'weight_select .*{next(iter(kwargs))}=True'):
+        with pytest.raises(ValueError, match=rf'{next(iter(kwargs))} must .* weight_select'):
             timm.create_model('repa_deit_tiny', weight_select={}, **kwargs)
 
 

@@ -430,7 +430,7 @@ def test_a_multiplier_out_of_range_changes_nothing(rep, plain):
         for param in params:
             param.data = torch.ones_like(param, dtype=dtype)
             param.grad = torch.ones_like(param)
-        with pytest.raises(OverflowError, match=f'reaches 1e.*range of torch.{match}.*smaller scales'):
+        with pytest.raises(OverflowError, match=rf'range of torch\.{match}, got 1e.*smaller scales'):
             optimizer.step()
         assert all(torch.equal(p, torch.ones_like(p)) for p in params)
         assert not optimizer.state

@@ -57,12 +57,12 @@ def test_images_that_are_not_the_split_are_refused(folder, checkpoint, images, c
     broken.write_bytes(broken.read_bytes()[:20])
     assert main([*command, 'validation']) == 1
     error = capsys.readouterr().err
-    assert f"Cannot decode the image '{broken}'" in error
+    assert f"decoding '{broken}' failed" in error
     assert error.count('\n') == 1
     plain = tmp_path / 'plain.pth.tar'
     torch.save({'state_dict': checkpoint[0].state_dict(), 'args': argparse.Namespace(lr=.1)}, plain)
     assert main(['card', str(folder), '--checkpoint', str(plain), '--use-ema']) == 1
-    assert 'plain.pth.tar\' has no moving average of the weights' in capsys.readouterr().err
+    assert 'moving average of the weights, but' in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -325,7 +325,7 @@ def test_moving_average_and_half(folder, checkpoint):
     assert relative(found(x), average(x)) < 1e-2
     average.norm.weight.data[0] = 1e5
     before = (folder / 'model.safetensors').read_bytes()
-    with pytest.raises(OverflowError, match=r'norm\.weight holds 100000'):
+    with pytest.raises(OverflowError, match=r'norm\.weight must be .*got 100000'):
         write_folder(folder, average, REPA[1], half=True)
     assert (folder / 'model.safetensors').read_bytes() == before
 
@@ -473,9 +473,9 @@ def test_what_cannot_be_published(folder, checkpoint, tmp_path):
             lambda path: path.mkdir(), lambda path: path.symlink_to(tmp_path / 'secret'),
             lambda path: path.symlink_to(folder / 'nowhere')):
         create(folder / 'stray')
-        with pytest.raises(ValueError, match="stray' cannot be published"):
+        with pytest.raises(ValueError, match=r"published folder .*stray'"):
             prepare_folder(folder)
-        with pytest.raises(ValueError, match="stray' cannot be published"):
+        with pytest.raises(ValueError, match=r"published folder .*stray'"):
             verify_folder(folder)
         if (folder / 'stray').is_symlink():
             (folder / 'stray').unlink()

@@ -92,10 +92,10 @@ def test_refusals(released_vgg, released_scales, tmp_path, capsys):
     for args, message in [
         ([path, '--model', 'repopt_vgg_z', '-o', folder], "'repopt_vgg_z'"),
         (['nowhere', '--model', 'repopt_vgg_a0', '-o', folder], "'nowhere' does not exist"),
-        ([tmp_path / 'bad.pth', '--model', 'repopt_vgg_a0', '-o', folder], 'Cannot read'),
-        ([path, '--model', 'repopt_vgg_a0', '-o', folder], 'does not fit RepOptVgg'),
+        ([tmp_path / 'bad.pth', '--model', 'repopt_vgg_a0', '-o', folder], 'Expected a checkpoint'),
+        ([path, '--model', 'repopt_vgg_a0', '-o', folder], 'fits RepOptVgg'),
         ([path, '--model', 'repopt_vgg_a0', '-o', tmp_path / 'somewhere', *arguments(REPOPT[1])], 'MODEL.TAG'),
-        ([released_scales('RepOpt-VGG-B1-scales.pth'), '--model', 'repopt_vgg_a0', '-o', folder], 'do not fit'),
+        ([released_scales('RepOpt-VGG-B1-scales.pth'), '--model', 'repopt_vgg_a0', '-o', folder], 'of RepOptVgg, but'),
     ]:
         assert main(['convert', *map(str, args)]) == 1
         assert message in capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeyp
     convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     monkeypatch.setattr(hub_publish, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
-    with pytest.raises(RuntimeError, match='does not give the logits'):
+    with pytest.raises(RuntimeError, match='must give the logits'):
         convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 

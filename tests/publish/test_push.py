@@ -153,7 +153,7 @@ def test_folded(account, folder, capsys):
 def test_refused_before_anything_is_sent(account, folder, tmp_path, capsys):
     publish(folder)
     (folder / 'stray.txt').write_text('?')
-    with pytest.raises(RuntimeError, match=r'has no sha256 of stray\.txt: run timm-rep card'):
+    with pytest.raises(RuntimeError, match=r'sha256 of stray\.txt: run timm-rep card'):
         push_folder(folder, 'we')
     (folder / 'stray.txt').unlink()
     weights = (folder / 'model.safetensors').read_bytes()

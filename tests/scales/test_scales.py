@@ -250,10 +250,10 @@ def test_refusals(tmp_path, monkeypatch):
             Scales.load(name)
     with pytest.raises(ValueError, match="structure='search' or 'csla'"):
         Scales.from_model(tiny())
-    with pytest.raises(ValueError, match=r'ResNet has no target operator'):
+    with pytest.raises(ValueError, match=r'target operator .*ResNet'):
         timm_rep.attach_grad_mults(timm.create_model('test_resnet'), 'ones')
     for model in (tiny(structure='csla'), tiny().reparameterize()):
-        with pytest.raises(ValueError, match=r"no target operator.*structure='target'"):
+        with pytest.raises(ValueError, match=r"target operator .*structure='target'"):
             timm_rep.attach_grad_mults(model, 'ones')
 
 
@@ -263,7 +263,7 @@ def test_attach_checks_everything_before_it_changes_anything():
     scales = {n: dict(b) for n, b in some_scales().items()}
     scales['stages.3.0.conv.0']['conv1x1'] = torch.ones(31)
     del scales['stages.0.0.conv.0']
-    with pytest.raises(ValueError, match='do not fit') as e:
+    with pytest.raises(ValueError, match=r'fit .* layers') as e:
         timm_rep.attach_grad_mults(model, scales)
     assert re.search(r"stages\.3\.0\.conv\.0: .*'conv1x1'.*\(31,\)", str(e.value))
     assert re.search(r"stages\.0\.0\.conv\.0: .*'conv3x3'", str(e.value))
@@ -294,7 +294,7 @@ def test_attach_where_the_weight_is_not_a_parameter():
     ):
         model = tiny(scales=False)
         change(model.stages[1][1].conv[0])
-        with pytest.raises(ValueError, match=r'stages.1.1.conv.0: The weight is not a parameter.*weight_norm'):
+        with pytest.raises(ValueError, match=r'stages.1.1.conv.0: The weight must be a parameter.*weight_norm'):
             timm_rep.attach_grad_mults(model, 'ones')
         assert all(get_grad_mult(p) is None for p in model.parameters())
 
@@ -315,7 +315,7 @@ def test_a_model_of_your_own():
     timm_rep.attach_grad_mults(model, {n: {b: torch.rand(4) for b in csla.scaled_branches} for n in ('0', '2')})
     assert RepSGD(model.parameters(), lr=.1)
     for refused in (partial(timm_rep.scales.resolve_scales, scales='ones'), Scales.ones, Scales.initial):
-        with pytest.raises(ValueError, match='Linear has no CSLA layers'):
+        with pytest.raises(ValueError, match=r'CSLA layers.*Linear'):
             refused(nn.Linear(2, 2))
 
 
@@ -347,7 +347,7 @@ def test_released_layout(tmp_path):
         assert read.metadata == {'source': 'scales.pth'}
     assert csla_layers(tiny(scales=str(tmp_path / 'scales.pth')))['stem.conv.0'].grad_mult is not None
     torch.save({'conv.weight': torch.ones(3)}, tmp_path / 'scales.pth')
-    with pytest.raises(ValueError, match='no scales in a released layout'):
+    with pytest.raises(ValueError, match='must hold scales in a released layout'):
         Scales.load(tmp_path / 'scales.pth')
 
 
@@ -374,7 +374,7 @@ def test_norms_are_not_taken_for_scales(tmp_path):
     """A RepGhostNet's BatchNorms have the names of RepOpt-GhostNet's released scales, and so do our own target's."""
     for name in ('repghostnet_050', 'repopt_ghostnet_050'):
         torch.save(timm.create_model(name).state_dict(), tmp_path / 'x.pth')
-        with pytest.raises(ValueError, match='no scales in a released layout'):
+        with pytest.raises(ValueError, match='must hold scales in a released layout'):
             Scales.load(tmp_path / 'x.pth')
 
 

@@ -44,7 +44,7 @@ def test_moving_average(tmp_path):
         torch.save({'state_dict': {}, 'args': argparse.Namespace(lr=.1), **extra}, path)
         assert has_moving_average(path) == expected
     path.write_bytes(b'junk')
-    with pytest.raises(RuntimeError, match=r"Cannot read '.*c\.pth\.tar'"):
+    with pytest.raises(RuntimeError, match=r"Expected a checkpoint .*'.*c\.pth\.tar'"):
         has_moving_average(path)
 
 

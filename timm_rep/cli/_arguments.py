@@ -66,7 +66,8 @@ def device(text: str) -> torch.device:
         found = torch.device(text)
         torch.zeros(1, device=found).item()
     except (AssertionError, NotImplementedError, RuntimeError) as e:  # AssertionError: torch without CUDA
-        raise argparse.ArgumentTypeError(f'cannot use the device {text!r}: {" ".join(str(e).split())}') from e
+        raise argparse.ArgumentTypeError(
+            f'expected a device that torch can use, got {text!r}: {" ".join(str(e).split())}') from e
     return found
 
 

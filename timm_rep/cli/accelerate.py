@@ -80,7 +80,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     check_distillation(args.distil_epochs, args.lr)
     if args.resume and not args.distil_epochs:
-        raise ValueError('--resume requires --distil-epochs: pass the value of the interrupted distillation.')
+        raise ValueError('--distil-epochs must be given with --resume: pass the value of the interrupted distillation.')
     if args.sweep:
         check_matplotlib('accelerate --sweep')
     args.device = str(args.device or default_device())

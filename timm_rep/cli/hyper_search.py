@@ -58,15 +58,15 @@ def run(args: argparse.Namespace) -> None:
             f'--model-kwargs must not have {", ".join(sorted(own))}: the search sets structure and scales, and '
             '--num-classes sets the number of classes.')
     if not args.data_dir and args.dataset.partition('/')[0] in ('', 'torch'):
-        raise ValueError(f'The data set {args.dataset!r} requires --data-dir.')
+        raise ValueError(f'--data-dir must be given for the data set {args.dataset!r}.')
     check_output_file(args.output, '.safetensors')
     args.device = args.device or str(default_device())
     try:
         device = init_distributed_device(args)
     except (AssertionError, RuntimeError) as e:  # timm: missing device; torch: unknown device
-        raise RuntimeError(f'cannot use the device {args.device!r}: {e}') from e
+        raise RuntimeError(f'--device must be one that torch can use, got {args.device!r}: {e}') from e
     if args.dataset_download and args.distributed:
-        raise ValueError('--dataset-download requires a single process: download the data set before the search.')
+        raise ValueError('--dataset-download must be used in one process: download the data set before the search.')
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     if known and classes and classes < known:
         raise ValueError(f'--num-classes must be >= {known}, the classes of {args.dataset!r}, got {classes}.')
     if not classes:
-        raise ValueError(f'The data set {args.dataset!r} does not tell its number of classes: pass --num-classes.')
+        raise ValueError(f'--num-classes must be given for {args.dataset!r}, which does not tell how many it has.')
     if not len(loaders[0]):
         raise ValueError(f'--batch-size must be <= the number of images of {args.dataset!r}, got {args.batch_size}.')
     scales = hyper_search(

@@ -48,7 +48,7 @@ def _run_convertible(pattern: str) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.convertible:
         if args.filter == '*':
-            raise ValueError('--convertible requires a filter, because it builds each model: for example "convnext*".')
+            raise ValueError('filter must be given with --convertible, which builds each model: try "convnext*".')
         _run_convertible(args.filter)
         return
     rows = [row for row in PAPER_ROWS if fnmatch.fnmatch(row.model, args.filter)]

@@ -27,7 +27,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     output = check_picture(args.output, 'plot-scales')
     if args.layer and not args.kernels:
-        raise ValueError('--layer requires --kernels.')
+        raise ValueError('--kernels must be given with --layer.')
     if args.layer and len(args.layer) not in (1, len(args.sources)):
         raise ValueError(f'Expected --layer once, or once for each of the {len(args.sources)} checkpoints, but got it '
             f'{len(args.layer)} times.')

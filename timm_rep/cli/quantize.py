@@ -59,12 +59,12 @@ def run(args: argparse.Namespace) -> None:
             args.backend != 'inductor' or args.per_tensor or args.calibrator != 'minmax' or args.keep_float
             or args.max_error is not None or args.max_accuracy_loss is not None or args.diagnose or args.equalize):
         raise ValueError(
-            '--qat-epochs requires the backend inductor, a scale per channel, moving averages of the smallest and '
-            'largest values, and all layers in int8: leave out --backend, --per-tensor, --calibrator, --keep-float, '
-            '--max-error, --max-accuracy-loss, --diagnose and --equalize.')
+            '--qat-epochs must be given without --backend, --per-tensor, --calibrator, --keep-float, --max-error, '
+            '--max-accuracy-loss, --diagnose and --equalize: it is for the backend inductor, a scale per channel, '
+            'moving averages of the smallest and largest values, and all layers in int8.')
     keep_float = 'auto' if args.keep_float == ['auto'] else args.keep_float
     if args.resume and not args.qat_epochs:
-        raise ValueError('--resume requires --qat-epochs: pass the value of the interrupted training.')
+        raise ValueError('--qat-epochs must be given with --resume: pass the value of the interrupted training.')
     output = check_writable(args.output)
     model = create_from(args).eval()
     load_from(args, model)

@@ -26,7 +26,7 @@ def check_unconverted(model: nn.Module) -> None:
         raise ValueError(f'Expected a timm model, but {kind} wraps another model: convert it before wrapping it.')
     for name, module in model.named_modules():
         if hasattr(module, '_orig_mod') or module._compiled_call_impl is not None:
-            raise ValueError(f'{name or kind} is compiled: convert the model before compiling it.')
+            raise ValueError(f'Expected a model before compilation, but {name or kind} is compiled: convert it first.')
 
 
 def reparameterize(model: nn.Module) -> nn.Module:
@@ -58,8 +58,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
     lost = sorted(hooked - _hooked(reparameterize_model(model))) if hooked else ()
     if lost:
         raise ValueError(
-            f'{lost[0]} cannot be folded: it has hooks, or a forward() that was replaced, which folding would drop. '
-            'Remove hooks by their handle.remove(), and merge adapters into the weights.')
+            f'{lost[0]} must have no hooks, and the forward() of its class, since folding would drop others: remove '
+            'hooks by their handle.remove(), and merge adapters into the weights.')
     for parent, name, layer in fused:
         setattr(parent, name, layer)
     return reparameterize_model(model, inplace=True)

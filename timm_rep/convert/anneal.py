@@ -98,7 +98,7 @@ class AnnealedFfn(nn.Module):
         annealed.check_end()
         reason = ffn.unsupported_reason()
         if reason:
-            raise ValueError(f'The FFN {reason}.')
+            raise ValueError(f'Expected a pointwise FFN, but it {reason}.')
         first, out = find_linear(ffn.first).weight, ffn.fc_out()
         if isinstance(self.ls, (LayerScale, LayerScale2d)):
             out = out.scale_outputs(self.ls.gamma)

@@ -82,8 +82,8 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     sum_over_processes(count, *information.values())
     if not all(f.isfinite().all() for f in information.values()):
         raise ValueError(
-            'The outputs of the model, or their gradients, are not finite on the calibration images: macs cannot '
-            'compare them. Pass idle_ratio instead. Nothing was changed.')
+            'With macs, the outputs of the model and their gradients must be finite on the calibration images: pass '
+            'idle_ratio instead. Nothing was changed.')
     metrics = {}
     for name, f in information.items():
         f = f / count
@@ -162,8 +162,8 @@ def counts_for_budget(
     least = others + sum(m.min().item() for m in macs)
     if least > fraction * model_macs:
         raise ValueError(
-            f'macs={fraction} cannot be reached: with all hidden channels idle the model has {least / model_macs:.4f} '
-            'of its multiply-accumulates. Nothing was changed.')
+            f'macs must be at least about {least / model_macs:.4f}, the share of multiply-accumulates with all hidden '
+            f'channels idle, got {fraction}. Nothing was changed.')
     metrics = output_metrics(model, ffns, images)
     losses = []
     for ffn in tqdm(ffns, desc='Measuring FFNs', disable=not progress):

@@ -142,8 +142,8 @@ class TokenSampler:
                 scores.masked_fill_(~attended.cpu(), -1)
             elif is_padded(share.x):
                 raise ValueError(
-                    f'{name} sees padded patches, but its block is called without an attn_mask of its tokens: pass '
-                    'images without padding. Nothing was changed.')
+                    f'Expected images without padding, but {name} sees padded patches, and its block is called without '
+                    'an attn_mask of its tokens. Nothing was changed.')
             best = scores.topk(used)
             rows = best.indices + n * torch.arange(images)[:, None]
             self._chosen[key] = rows[best.values >= 0].sort().values

@@ -108,8 +108,8 @@ def least_squares(
     moments = _moments(rows, columns)
     if not all(x.isfinite().all() for x in (*second, *moments[0].sums(), *moments[1].sums())):
         raise ValueError(
-            f'The features of {ffn.name} are not finite on the calibration images: the images, or the weights up to '
-            'it, hold NaN or infinite values. Nothing was changed.')
+            f'The features of {ffn.name} must be finite on the calibration images: check the images, and the weights '
+            'up to it, for NaN and infinite values. Nothing was changed.')
     if channels is not None:
         rest = torch.eye(ffn.out_features).to(second.weight)
         second = Affine(torch.cat([second.weight[:, channels], rest], 1), torch.zeros_like(second.bias))

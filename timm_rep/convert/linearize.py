@@ -44,8 +44,8 @@ def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
         reasons = [f'{name} {reason}' for name, reason in others.items()]
         more = f' and {len(reasons) - 3} more' if len(reasons) > 3 else ''
         raise ValueError(
-            f'Cannot convert {type(model).__name__}, nothing was changed: it has no pointwise FFN'
-            + (f', {", ".join(reasons[:3])}{more}.' if reasons else '.'))
+            f'Expected a pointwise FFN, but {type(model).__name__} has none, nothing was changed'
+            + (f': {", ".join(reasons[:3])}{more}.' if reasons else '.'))
     check_untied(model, ffns)
     return ffns, others
 
@@ -127,7 +127,7 @@ def linearize_ffns(
     """
     ffns, kept = check_convertible(model)
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError(f'{type(model).__name__} is on the meta device and has no weights: load them first.')
+        raise ValueError(f'Expected weights, but {type(model).__name__} is on the meta device: load them first.')
     check_size(idle_ratio, macs)
     if tokens_per_image is not None and (not isinstance(tokens_per_image, int) or tokens_per_image < 1):
         raise ValueError(f'tokens_per_image must be an integer >= 1, got {tokens_per_image!r}.')
@@ -230,12 +230,12 @@ def _used(
             ordered.append(by_name[name])
     if not ordered:
         raise ValueError(
-            'No FFN can be converted, nothing was changed: '
-            + ', '.join(f'{name} {reason}' for name, reason in list(kept.items())[:3]) + '.')
+            'Expected an FFN that can be converted, but '
+            + ', '.join(f'{name} {reason}' for name, reason in list(kept.items())[:3]) + '. Nothing was changed.')
     needed = {ffn.name: math.ceil((_columns(ffn) + 1) / probes[ffn.name].tokens) for ffn in ordered}
     name = max(needed, key=needed.__getitem__)
     if images < needed[name]:
         raise ValueError(
-            f'{name} has {_columns(by_name[name])} input and hidden channels and sees {probes[name].tokens} tokens of '
-            f'each image: its conversion needs at least {needed[name]} images, got {images}. Nothing was changed.')
+            f'Expected at least {needed[name]} images for {name}, with {_columns(by_name[name])} input and hidden '
+            f'channels and {probes[name].tokens} tokens of each image, but got {images}. Nothing was changed.')
     return ordered

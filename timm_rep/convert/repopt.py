@@ -151,7 +151,7 @@ def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
     except ValueError as e:  # from a BatchNorm
         raise ValueError(f'{linear_sum.name}: {e}') from e
     if not all(x.is_meta or x.isfinite().all() for x in kernel):
-        raise ValueError(f'{linear_sum.name} has weights that are not finite: load others.')
+        raise ValueError(f'The weights of {linear_sum.name} must be finite: load others.')
     return kernel
 
 

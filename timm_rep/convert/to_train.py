@@ -32,9 +32,10 @@ def find_trainable_ffns(model: nn.Module) -> List[Ffn]:
         named = [f'{name} {reason}' for name, reason in list(reasons.items())[:5]]
         more = f' and {len(reasons) - 5} more' if len(reasons) > 5 else ''
         raise ValueError(
-            f'Cannot convert {type(model).__name__}, nothing was changed. Each FFN must be two linear layers with an '
-            'activation, such as timm.layers.Mlp, between the norm and the shortcut of a known block, but '
-            + (f'{", ".join(named)}{more}. Convert it with calibration instead.' if named else 'the model has none.'))
+            f'Each FFN of {type(model).__name__} must be two linear layers with an activation, such as '
+            'timm.layers.Mlp, between the norm and the shortcut of a known block, but '
+            + (f'{", ".join(named)}{more}. Convert it with calibration instead.' if named else 'the model has none.')
+            + ' Nothing was changed.')
     check_untied(model, ffns)
     return ffns
 

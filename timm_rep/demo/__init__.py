@@ -42,7 +42,8 @@ def _usable(device: Union[str, torch.device]) -> torch.device:
         device = torch.device(device)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:  # torch without CUDA raises AssertionError
-        raise RuntimeError(f'cannot use the device {str(device)!r}: {str(e).splitlines()[0]}') from e
+        raise RuntimeError(
+            f'device must be one that torch can use, got {str(device)!r}: {str(e).splitlines()[0]}') from e
     return device
 
 
@@ -52,7 +53,7 @@ def _usable_output(output: Union[str, os.PathLike[str]]) -> Path:
         check_writable(folder)
     for file in ('demo.png', 'digit.png', 'model/model.safetensors', 'model/config.json'):
         if (output / file).is_dir():
-            raise OSError(f'cannot write to the output folder {str(output)!r}: its {file} is a folder.')
+            raise OSError(f'{str(output / file)!r} must not be a folder: remove it, or name another output folder.')
     return output
 
 

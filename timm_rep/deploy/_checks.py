@@ -50,7 +50,7 @@ def check_keep_float(
         if x is not None and (not isinstance(x, (int, float)) or not x >= 0):
             raise ValueError(f'{name} must be a number >= 0, got {x!r}.')
     if max_accuracy_loss is not None and validation_loader is None:
-        raise ValueError('max_accuracy_loss requires validation_loader.')
+        raise ValueError('validation_loader must be given with max_accuracy_loss, got None.')
 
 
 def float_accuracy(

@@ -164,8 +164,9 @@ def export(
         for kind, difference in differences.items():
             if not difference.relative_rms <= tolerance:
                 raise RuntimeError(
-                    f'{type(model).__name__} as {format!r} differs from the model by {difference.relative_rms:.2g} '
-                    f'(relative rms) on {kind} images, more than the tolerance {tolerance:g}; nothing was written.')
+                    f'{type(model).__name__} as {format!r} must be within the tolerance {tolerance:g} of the model, '
+                    f'got {difference.relative_rms:.2g} (relative rms) on {kind} images: choose another format or '
+                    'tolerance. Nothing was written.')
         result = Exported(
             format=format,
             model=(getattr(model, 'pretrained_cfg', None) or {}).get('architecture') or type(model).__name__,
@@ -197,7 +198,8 @@ def _batches(
         check_images(images)
     if input_size is None:
         if images is None and getattr(model, 'pretrained_cfg', None) is None:
-            raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass input_size.')
+            raise ValueError(
+                f'Expected a pretrained_cfg with an input size, but {type(model).__name__} has none: pass input_size.')
         input_size = model_input_size(model) if images is None else images.shape[1:]
     sizes = input_size if isinstance(input_size, Sequence) else ()
     if len(sizes) != 3 or not all(isinstance(n, int) and n > 0 for n in sizes):
@@ -215,12 +217,12 @@ def check_model(model: nn.Module, reparameterize: bool = True) -> None:
         raise TypeError(f'model must be a module, got {model!r:.100}: create it with timm.create_model.')
     name = type(model).__name__
     if unwrap_model(model) is not model:
-        raise ValueError(f'{name} wraps another model (DDP, torch.compile): pass the wrapped model.')
+        raise ValueError(f'Expected an unwrapped model, but {name} wraps one (DDP, torch.compile): pass that one.')
     if _is_quantized(model):
-        raise ValueError(f'{name} is quantized: pass the float model. Quantized models have their own formats.')
+        raise ValueError(f'Expected a float model, but {name} is quantized: quantized models have their own formats.')
     tensors = [x for x in model.state_dict().values() if x.is_floating_point()]
     if any(x.is_meta for x in tensors):
-        raise ValueError(f'{name} is on the meta device and has no weights: load them first.')
+        raise ValueError(f'Expected weights, but {name} is on the meta device: load them first.')
     others = {str(x.dtype) for x in tensors} - {'torch.float32'}
     if others:
         raise ValueError(f'{name} must be in float32, got weights in {", ".join(sorted(others))}: pass model.float().')
@@ -230,7 +232,8 @@ def check_model(model: nn.Module, reparameterize: bool = True) -> None:
     structures = {layer.structure for _, layer in foldable_layers(model)} & {'search', 'csla'}
     if structures and not reparameterize:
         raise ValueError(
-            f'{name} has the {structures.pop()} structure, which is for training only: pass reparameterize=True.')
+            f'reparameterize must be True for the {structures.pop()} structure of {name}, which is for training only, '
+            'got False.')
 
 
 def _is_quantized(model: nn.Module) -> bool:

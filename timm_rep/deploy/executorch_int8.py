@@ -81,4 +81,5 @@ class ExecuTorchProgram(Program):
         try:
             return cls(buffer)
         except Exception as e:  # ExecuTorch raises RuntimeErrors without the file
-            raise RuntimeError(f'Cannot read {str(path)!r} as an ExecuTorch program: {type(e).__name__}: {e}') from e
+            raise RuntimeError(
+                f'Expected an ExecuTorch program, but reading {str(path)!r} failed: {type(e).__name__}: {e}') from e

@@ -202,10 +202,11 @@ def _load_folder(folder: Path) -> Runner:
         return load_folder(folder)
     except RuntimeError as e:
         raise ValueError(
-            'timm.create_model builds another structure from config.json. It rebuilds timm models whose arguments timm '
-            'recorded (timm >= 1.0.31) and what timm_rep.convert_to_repa and convert_to_repopt make of them, but not '
-            'blocks that timm folds itself, for example in MobileOne and RepVGG: export with reparameterize=False '
-            '(--no-reparam), convert the model first, or choose another format') from e
+            'Expected a model that timm.create_model builds from config.json, but it builds another structure. It '
+            'rebuilds timm models whose arguments timm recorded (timm >= 1.0.31) and what timm_rep.convert_to_repa and '
+            'convert_to_repopt make of them, but not blocks that timm folds itself, for example in MobileOne and '
+            'RepVGG: export with reparameterize=False (--no-reparam), convert the model first, or choose another '
+            'format') from e
 
 
 FORMATS: Dict[str, Format] = {

@@ -188,7 +188,8 @@ class InductorProgram(Program):
             program = torch.export.load(path)
             graph = program.module()
         except Exception as e:  # many types for damaged files
-            raise RuntimeError(f'Cannot read {str(path)!r} as an exported program: {type(e).__name__}: {e}') from e
+            raise RuntimeError(
+                f'Expected an exported program, but reading {str(path)!r} failed: {type(e).__name__}: {e}') from e
         if not torch.cpu._is_vnni_supported() and _input_levels(graph) > 127:
             warnings.warn(
                 f'{str(path)!r} was quantized on a CPU with VNNI. Its 8-bit inputs saturate on this CPU: quantize the '
@@ -220,22 +221,22 @@ def _take(scales: List[torch.Tensor], scale: Optional[torch.Tensor]) -> bool:
 
 def _check_archive(path: Path) -> None:
     """Raise RuntimeError if ``torch.export.load`` would unpickle something in an archive, or load machine code."""
-    refusal = f'{str(path)!r} is not a quantized program of this package'
+    refusal = f'{str(path)!r} must be a quantized program of this package'
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
             roots, names = zip(*(entry.filename.split('/', 1) for entry in entries))
             if len({*roots}) > 1 or len({*names}) < len(names):
-                raise RuntimeError(f'{refusal}: it has several folders, or several entries of the same name.')
+                raise RuntimeError(f'{refusal}, but has several folders, or several entries of the same name.')
             for name, entry in zip(names, entries):
                 if name.startswith('data/aotinductor/'):
-                    raise RuntimeError(f'{refusal}: {name!r} is machine code.')
+                    raise RuntimeError(f'{refusal}, but {name!r} is machine code.')
                 if name.endswith(('.pt', '.pkl')) and entry.file_size:
-                    raise RuntimeError(f'{refusal}: {name!r} is pickled.')
+                    raise RuntimeError(f'{refusal}, but {name!r} is pickled.')
                 if name.endswith('_config.json'):
                     for value in json.loads(archive.read(entry))['config'].values():
                         if value['use_pickle'] is not False or not _TENSORS.fullmatch(value['path_name']):
-                            raise RuntimeError(f'{refusal}: {value["path_name"]!r} is pickled.')
+                            raise RuntimeError(f'{refusal}, but {value["path_name"]!r} is pickled.')
     except (zipfile.BadZipFile, AttributeError, LookupError, TypeError, ValueError) as e:
         raise RuntimeError(f'{refusal}: {type(e).__name__}: {e}') from e
 

@@ -92,7 +92,8 @@ class OpenVinoProgram(Program):
         try:
             return cls(openvino.Core().read_model(path))
         except Exception as e:  # OpenVINO raises its own types
-            raise RuntimeError(f'Cannot read {str(path)!r} as an OpenVINO model: {type(e).__name__}: {e}') from e
+            raise RuntimeError(
+                f'Expected an OpenVINO model, but reading {str(path)!r} failed: {type(e).__name__}: {e}') from e
 
 
 def _module_names(program: 'torch.export.ExportedProgram') -> Dict[str, str]:

@@ -132,7 +132,8 @@ class OnnxProgram(Program):
         try:
             return cls(folder)
         except Exception as e:  # ONNX Runtime raises its own types
-            raise RuntimeError(f'Cannot read {str(path)!r} as an ONNX file: {type(e).__name__}: {e}') from e
+            raise RuntimeError(
+                f'Expected an ONNX file, but reading {str(path)!r} failed: {type(e).__name__}: {e}') from e
 
 
 def _unshare(graph: onnx.GraphProto) -> None:

@@ -66,7 +66,7 @@ class Quantized(nn.Module):
     def train(self, mode: bool = True) -> 'Quantized':
         """Raise ValueError if ``mode`` is True."""
         if mode:
-            raise ValueError('A quantized model cannot be trained: train the float model, or use quantize_qat.')
+            raise ValueError('A quantized model must stay in eval mode: train the float model, or use quantize_qat.')
         return super().train(mode)
 
     def save(self, folder: Union[str, os.PathLike[str]]) -> None:
@@ -263,7 +263,7 @@ def quantize_qat(
     if epochs < 1:
         raise ValueError(f'epochs must be an integer >= 1, got {epochs!r}.')
     if images.device.type != 'cpu':
-        raise ValueError(f'Quantization-aware training requires images on the CPU, got {images.device}.')
+        raise ValueError(f'Expected images on the CPU for quantization-aware training, but got {images.device}.')
     if checkpoint is not None:
         checkpoint = Path(checkpoint)
         check_writable(checkpoint.parent)

@@ -205,7 +205,8 @@ def load_folder(folder: PathLike, **kwargs: Any) -> nn.Module:
     architecture = read_folder(folder).config['architecture']  # timm's errors do not name the file
     if not timm.is_model(architecture):
         raise RuntimeError(
-            f'{str(Path(folder) / CONFIG_NAME)!r}: timm has no model {architecture!r}. Import the package that has it.')
+            f"{str(Path(folder) / CONFIG_NAME)!r}: 'architecture' must be the name of a timm model, got "
+            f'{architecture!r}: import the package that has it.')
     return timm.create_model(f'local-dir:{os.fspath(folder)}', pretrained=True, **kwargs).eval()
 
 
@@ -213,7 +214,8 @@ def _halved(model: nn.Module) -> Dict[str, torch.Tensor]:
     halved = {name: value.detach().half() for name, value in model.named_parameters()}
     for name, value in model.named_parameters():
         if not torch.isfinite(halved[name]).all() and torch.isfinite(value).all():
-            raise OverflowError(f'{name} holds {value.abs().max().item():g}, which float16 cannot represent.')
+            raise OverflowError(
+                f'{name} must be in the range of float16, got {value.abs().max().item():g}: leave out half.')
     return halved
 
 
@@ -244,8 +246,8 @@ def published_files(folder: Path) -> List[str]:
     for path in paths:
         if not path.is_file() or path.resolve().parent != folder.resolve():
             raise ValueError(
-                f'{os.fspath(path)!r} cannot be published: a published folder holds files only, and no links to files '
-                'elsewhere. Remove it, or replace the link by the file.')
+                'A published folder must hold files only, and no links to files elsewhere, got '
+                f'{os.fspath(path)!r}: remove it, or replace the link by the file.')
     return [path.name for path in paths]
 
 
@@ -266,5 +268,6 @@ def verify_folder(folder: PathLike) -> ModelRepository:
     missing = [name for name in published_files(repo.folder) if name not in repo.hashes]
     if missing:
         raise RuntimeError(
-            f'{CONFIG_NAME} in {os.fspath(folder)!r} has no sha256 of {", ".join(missing)}: run timm-rep card on it.')
+            f'{CONFIG_NAME} in {os.fspath(folder)!r} must have the sha256 of {", ".join(missing)}: run timm-rep card '
+            'on the folder.')
     return repo

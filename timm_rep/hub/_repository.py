@@ -77,7 +77,7 @@ class ModelRepository(NamedTuple):
             path = Path(hub_download(self.repo_id, name, self.folder.name, self.cache_dir))
         elif not path.is_file():
             kind = 'is not a regular file' if os.path.lexists(path) else 'does not exist'
-            raise FileNotFoundError(f'{name} in {self.where!r} {kind}')
+            raise FileNotFoundError(f'Expected {name} in {self.where!r}, but it {kind}.')
         if name in self.hashes:
             check_sha256(path, self.hashes[name], self.where)
         return os.fspath(path)

@@ -151,7 +151,8 @@ def _create_with_weights(
             strict=strict,
         )
     except (AttributeError, LookupError, RuntimeError) as e:  # the first two: classifier or first_conv of the cfg
-        raise RuntimeError(f'{weights.path!r} of {weights.source} does not fit the model. {e}') from e
+        raise RuntimeError(
+            f'Expected weights that fit the model, but got {weights.path!r} of {weights.source}. {e}') from e
     return model.reparameterize() if fold else model
 
 
@@ -172,8 +173,8 @@ def _check_idle_channels(
         value, trained = (mapping.get(name, defaults[name]) for mapping in (args, trained_with))
         if value != trained:
             raise ValueError(
-                f'The weights were trained with {name}={trained!r}, and compute something else with {name}={value!r}: '
-                'leave it out, or start from them with timm_rep.weight_select_init(model, path).')
+                f'{name} must be {trained!r}, with which the weights were trained, got {value!r}: leave it out, or '
+                'start from them with timm_rep.weight_select_init(model, path).')
 
 
 def _resolve(
@@ -192,7 +193,7 @@ def _resolve(
     for name, given in (('pretrained', pretrained), ('features_only', kwargs.get('features_only'))):
         if given and kwargs.get('weight_select') is not None:
             raise ValueError(
-                f'weight_select cannot be combined with {name}=True: use '
+                f'{name} must be False with weight_select, got True: use '
                 'timm_rep.weight_select_init(student, teacher).')
     cfg = kwargs.get('pretrained_cfg')
     cfg = {'tag': cfg} if isinstance(cfg, str) else cfg.to_dict() if isinstance(cfg, PretrainedCfg) else dict(cfg or {})

@@ -57,7 +57,8 @@ def match_released(files: Sequence[str], variant: str, idle_ratio: float) -> str
     A file without an idle ratio in its name has 0.75, as in the paper.
     """
     if not has_release(variant):
-        raise FileNotFoundError(f'{RELEASED_REPO_ID} has no weights of {variant}, but of {", ".join(_RELEASED)}.')
+        raise FileNotFoundError(
+            f'Expected a model of {RELEASED_REPO_ID}, one of {", ".join(_RELEASED)}, but got {variant}.')
     weights = [file for file in files if file.endswith(_SUFFIXES)]
     pattern = re.compile(rf'(?:^|/)repa[-_]?{_RELEASED[variant]}(?![a-z])')
     found = [
@@ -66,12 +67,12 @@ def match_released(files: Sequence[str], variant: str, idle_ratio: float) -> str
     ]
     if not found:
         raise FileNotFoundError(
-            f'{RELEASED_REPO_ID} has no weights of {variant} with idle_ratio={idle_ratio}, it has '
+            f'Expected weights of {variant} with idle_ratio={idle_ratio} in {RELEASED_REPO_ID}, but it has '
             f'{", ".join(weights) or "no weights at all"}.')
     if len(found) > 1:
         raise ValueError(
-            f'{RELEASED_REPO_ID} has several files that may be {variant} with idle_ratio={idle_ratio}: '
-            f'{", ".join(found)}. Choose one: pretrained_cfg_overlay=dict(hf_hub_filename={found[0]!r}).')
+            f'Expected one file of {variant} with idle_ratio={idle_ratio} in {RELEASED_REPO_ID}, but it has '
+            f'{", ".join(found)}: choose one, pretrained_cfg_overlay=dict(hf_hub_filename={found[0]!r}).')
     return found[0]
 
 
@@ -122,7 +123,7 @@ def _fetch(
 def _choose(files: List[str], variant: str, idle_ratio: float, filename: Optional[str]) -> str:
     file = filename or match_released(sorted(files), variant, idle_ratio)
     if file not in files:
-        raise FileNotFoundError(f'{RELEASED_REPO_ID} has no {file!r}, it has {", ".join(files)}.')
+        raise FileNotFoundError(f'Expected {file!r} in {RELEASED_REPO_ID}, but it has {", ".join(files)}.')
     ratio = _ratio(file, default=idle_ratio)
     if ratio != idle_ratio:
         raise ValueError(f'Expected idle_ratio={ratio}, as in the name of {file!r}, but the model has {idle_ratio}.')
@@ -159,20 +160,21 @@ def rename_released(
             'Expected a model in the training structure of released checkpoints, but it has the deploy structure: load '
             'into a model created without reparameterized=True, then call its reparameterize().')
     if isinstance(path_or_state_dict, Mapping):
-        checkpoint, state_dict = 'The checkpoint', state_dict_of(path_or_state_dict)
+        checkpoint, state_dict = 'the checkpoint', state_dict_of(path_or_state_dict)
     else:
         path = os.fspath(path_or_state_dict)
         if not os.path.isfile(path):
             raise FileNotFoundError(f'Expected a released checkpoint, but {path!r} does not exist.')
-        checkpoint, state_dict = f'The checkpoint {path!r}', read_state_dict(path, use_ema=False)
+        checkpoint, state_dict = f'the checkpoint {path!r}', read_state_dict(path, use_ema=False)
     released = {name: value for name, value in state_dict.items() if not _RELEASED_BUFFERS.search(name)}
     if holds_structure(model, released, 'deploy'):
         raise RuntimeError(
-            f"{checkpoint} holds this package's deploy structure, not a released layout: create the model with "
+            f"Expected a released layout, but {checkpoint} has this package's deploy structure: create the model with "
             'reparameterized=True and use its load_state_dict().')
     own = model.state_dict()
     if released.keys() == own.keys():
-        raise RuntimeError(f"{checkpoint} has this package's own key layout: use the model's load_state_dict().")
+        raise RuntimeError(
+            f"Expected a released layout, but {checkpoint} has this package's own: use the model's load_state_dict().")
 
     names = {}  # released key -> key here
     for key in [*own, *(f'{layer}.{kind}' for layer in classifier or () for kind in ('weight', 'bias'))]:
@@ -191,8 +193,9 @@ def rename_released(
     ]
     if problems:
         raise RuntimeError(
-            f'{checkpoint} does not fit {type(model).__name__}, nothing was loaded. Create the model with the '
-            'configuration it was trained with (structure, widths, depth, num_classes, img_size, ...).\n  '
+            f'Expected a checkpoint that fits {type(model).__name__}, but {checkpoint} does not; nothing was loaded. '
+            'Create the model with the configuration it was trained with (structure, widths, depth, num_classes, '
+            'img_size, ...).\n  '
             + '\n  '.join(problems))
     return {key: released[name] for name, key in names.items() if name in released}
 

@@ -78,8 +78,8 @@ def calibrate_batchnorm(
         for name, norm in norms.items():
             if not (norm.running_mean.isfinite().all() and norm.running_var.isfinite().all()):
                 raise ValueError(
-                    f'The statistics of {name} are not finite: the images, or the weights before it, hold NaN or '
-                    'infinite values. Nothing was changed.')
+                    f'The statistics of {name} must be finite: check the images, and the weights before it, for NaN '
+                    'and infinite values. Nothing was changed.')
     except BaseException:
         for norm, (_, buffers) in before.items():
             for name, value in buffers.items():

@@ -106,7 +106,7 @@ def select_elements(
         raise ValueError(
             f'element_selection must be one of {", ".join(ELEMENT_SELECTIONS)}, got {element_selection!r}.')
     if tensor.dim() != len(shape) or any(s > t for s, t in zip(shape, tensor.shape)):
-        raise ValueError(f'Cannot select {shape} from {tuple(tensor.shape)}: as many axes are needed, none longer.')
+        raise ValueError(f'shape must have as many axes as {tuple(tensor.shape)}, none longer, got {shape}.')
     if parts > 1 and element_selection != 'uniform' and not (shape[0] % parts or tensor.shape[0] % parts):
         selected, axes = zip(*(
             select_elements(part, (shape[0] // parts, *shape[1:]), element_selection, seed, f'{key} {i}')

@@ -37,7 +37,7 @@ class Teacher:
 def _from_state_dict(state_dict: Mapping[str, torch.Tensor], model: Optional[nn.Module] = None) -> Teacher:
     shapes = {name: tuple(value.shape) for name, value in state_dict.items()}
     if any(value.is_meta for value in state_dict.values()):
-        raise ValueError("The teacher is on 'meta', which has no weights: load them, on another device.")
+        raise ValueError("Expected a teacher with weights, but it is on 'meta': load them, on another device.")
     return Teacher(shapes, lambda name: state_dict[name].detach(), model)
 
 
@@ -50,7 +50,7 @@ def _from_safetensors(path: str, model: Optional[nn.Module] = None) -> Teacher:
         with safe_open(path, 'pt') as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except (SafetensorError, OSError) as e:
-        raise RuntimeError(f'Cannot read {path!r} as safetensors: {e}') from e
+        raise RuntimeError(f'Expected a safetensors file, but reading {path!r} failed: {e}') from e
     return Teacher(shapes, read, model)
 
 
@@ -126,8 +126,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
         raise FileNotFoundError(f'teacher must be a file or a timm model, got {path!r}.')
     if not timm.get_pretrained_cfg(path).has_weights:
         raise ValueError(
-            f'timm has no pretrained weights for {path!r}: name one of its tags, timm.list_pretrained({path!r}), or '
-            'give a model or a checkpoint.')
+            f'teacher must have pretrained weights in timm, got {path!r}: name one of its tags, '
+            f'timm.list_pretrained({path!r}), or give a model or a checkpoint.')
     return _open_cached(path) or open_teacher(timm.create_model(path, pretrained=True))
 
 

@@ -160,10 +160,10 @@ def weight_select_init(
     opened = open_teacher(first)
     student = unwrap_model(student)
     if isinstance(student, nn.ModuleDict):
-        raise ValueError('The student is a ModuleDict (features_only=True), whose names differ: use the plain model.')
+        raise ValueError('student must be the plain model, got a ModuleDict (features_only=True), whose names differ.')
     state_dict = student.state_dict()
     if any(value.is_meta for value in state_dict.values()):
-        raise ValueError("The student is on 'meta', which has no data to initialize: create it on another device.")
+        raise ValueError("Expected a student with data, but it is on 'meta': create it on another device.")
     layout = ModelLayout.from_model(student, {name: tuple(value.shape) for name, value in state_dict.items()})
     teacher_layout = ModelLayout.from_model(opened.model, opened.shapes)
 
@@ -173,8 +173,9 @@ def weight_select_init(
     problems = [s for s in selections if s.problem]
     if strict and problems:
         raise ValueError(
-            f'{len(problems)} of {len(selections)} tensors of the student have no counterpart in the teacher; nothing '
-            'was changed. strict=False leaves them at their own initialization, and returns the reasons of all.\n  '
+            f'Expected a counterpart in the teacher for each tensor of the student, but {len(problems)} of '
+            f'{len(selections)} have none; nothing was changed. strict=False leaves them at their own initialization, '
+            'and returns the reasons of all.\n  '
             + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems[:_NAMED])
             + (f'\n  and {len(problems) - _NAMED} more' if len(problems) > _NAMED else ''))
 

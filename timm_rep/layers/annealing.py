@@ -74,8 +74,8 @@ class _Annealed(nn.Module):
         """Raise ValueError if annealing is not finished."""
         if not self.step.is_meta and self.step < self.anneal_steps:
             raise ValueError(
-                f'Annealing is not finished (step {self.step.item()} of {self.anneal_steps}). Keep training, or create '
-                'the model with fewer anneal_steps. Steps are counted when the model itself is called, not by '
+                f'Annealing must be finished, got step {self.step.item()} of {self.anneal_steps}: keep training, or '
+                'create the model with fewer anneal_steps. Steps are counted when the model itself is called, not by '
                 'forward_features(). A moving average of the weights must copy the buffers, not average them.')
 
     def extra_repr(self) -> str:
@@ -106,8 +106,8 @@ def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mappin
     valid = _valid_patches(args, kwargs) if every else None
     if valid is not None and getattr(model, 'patch_drop', None) is not None:
         raise ValueError(
-            f'{type(model).__name__} drops patches at random, so that its annealed FFNs cannot tell which are padding: '
-            'create it with patch_drop_rate=0, or train on images without padding.')
+            f'{type(model).__name__} must not drop patches at random, since its annealed FFNs could not tell which are '
+            'padding: create it with patch_drop_rate=0, or train on images without padding.')
     for layer in every:
         layer.valid = valid
     layers = [m for m in every if not m.has_ended]

@@ -118,8 +118,8 @@ class Csla:
         has_identity = any(isinstance(branch, IdentityBranch) for branch in self.branches)
         if has_identity and (self.in_channels != self.out_channels or self.stride != (1, 1)):
             raise ValueError(
-                f'An identity branch needs as many output as input channels and stride 1, got {self.in_channels} to '
-                f'{self.out_channels} channels at stride {self.stride}: leave it out of this block.')
+                f'An identity branch must have as many output as input channels and stride 1, got {self.in_channels} '
+                f'to {self.out_channels} channels at stride {self.stride}: leave it out of this block.')
 
     @property
     def kernel_size(self) -> Tuple[int, int]:

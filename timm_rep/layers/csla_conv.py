@@ -71,8 +71,8 @@ class CslaConv2d(nn.Conv2d):
         """Raise ValueError unless the weight is a parameter, which a multiplier can be attached to."""
         if self._parameters.get('weight') is None:
             raise ValueError(
-                'The weight is not a parameter: a parametrization, weight_norm or pruning computes it from other '
-                'parameters, which the optimizer updates instead. Remove it before attaching the GradMult.')
+                'The weight must be a parameter, but a parametrization, weight_norm or pruning computes it from other '
+                'parameters, which the optimizer updates instead: remove it before attaching the GradMult.')
 
     @torch.no_grad()
     def reset_kernel(self, scales: Mapping[str, torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ def check_foldable(module: nn.Module) -> None:
     """Raise ValueError if a layer or a part of it has hooks, or a ``forward()`` that was replaced."""
     reason = unfoldable_reason(module)
     if reason:
-        raise ValueError(f'The {type(module).__name__} {reason}.')
+        raise ValueError(f'Expected a plain layer, but the {type(module).__name__} {reason}.')
 
 
 def to_float64(x: torch.Tensor) -> torch.Tensor:
@@ -51,11 +51,11 @@ def batch_norm_scale_shift(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch
     """
     if getattr(norm, 'running_mean', None) is None or norm.running_var is None:
         raise ValueError(
-            f'{norm} has no running statistics: folding needs a trained BatchNorm with track_running_stats=True.')
+            f'{norm} must have running statistics to be folded: train it with track_running_stats=True.')
     if not norm.running_var.is_meta and not (
             norm.running_mean.isfinite().all() and norm.running_var.isfinite().all() and (norm.running_var >= 0).all()):
         raise ValueError(
-            f'The running statistics of {type(norm).__name__}({norm.num_features}) are not finite, or a variance is '
+            f'The running statistics of {type(norm).__name__}({norm.num_features}) must be finite, and no variance '
             'negative: training has diverged or the checkpoint is damaged. Load an earlier one, or reset the '
             'statistics and run calibrate_batchnorm().')
     scale = torch.rsqrt(to_float64(norm.running_var) + norm.eps)
@@ -142,8 +142,8 @@ class Affine(NamedTuple):
             cast = value.to(dtype=like.dtype, device=like.device)
             if not cast.is_meta and not torch.equal(value.isfinite().to(cast.device), cast.isfinite()):
                 raise OverflowError(
-                    f'The folded {name} of shape {tuple(value.shape)} reaches {value.abs().max():.3g}, more than '
-                    f'{like.dtype} holds ({torch.finfo(like.dtype).max:.3g}): convert the model to float32 or '
+                    f'The folded {name} of shape {tuple(value.shape)} must be in the range of {like.dtype}, up to '
+                    f'{torch.finfo(like.dtype).max:.3g}, got {value.abs().max():.3g}: convert the model to float32 or '
                     'bfloat16 before reparameterizing.')
             cast = cast.reshape(getattr(linear, name).shape)
             cast = torch.empty_like(like).copy_(cast) if cast.shape == like.shape else cast.contiguous()

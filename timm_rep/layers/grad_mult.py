@@ -118,8 +118,8 @@ class GradMult:
             largest = max(x.max().item() for x in regions.values())
             if largest > torch.finfo(dtype).max:
                 raise OverflowError(
-                    f'The multiplier of a kernel of shape {self.shape} reaches {largest:.3g}, which exceeds the range '
-                    f'of {dtype}: keep the parameters in float32 or bfloat16, or use smaller scales.')
+                    f'The multiplier of a kernel of shape {self.shape} must be in the range of {dtype}, got '
+                    f'{largest:.3g}: keep the parameters in float32 or bfloat16, or use smaller scales.')
             ordered = sorted(regions, key=lambda r: (r[0], -r[1][0] * r[1][1]))
             self._cache[key] = [
                 (kernel_size, regions[diagonal, kernel_size].to(device, dtype)[:, None, None, None], diagonal)
@@ -218,7 +218,7 @@ def _rows_of_shard(param: torch.Tensor, grad_mult: GradMult) -> GradMult:
     sharded = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
     if len(sharded) > 1 or not all(param.placements[dim].is_shard(0) for dim in sharded):
         raise ValueError(
-            f'A GradMult needs a kernel sharded on dim 0 over one dim of the mesh, but one of shape '
+            'Expected a kernel sharded on dim 0 over one dim of the mesh for a GradMult, but one of shape '
             f'{tuple(param.shape)} has the placements {param.placements}.')
     start, rows = 0, param.to_local().shape[0]
     for dim in sharded:  # as torch.chunk() splits, so that only the last shards are smaller

@@ -62,8 +62,7 @@ class ConvPatchEmbed(PatchEmbed):
     @torch.jit.ignore
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
-            raise ValueError(
-                f'The patch size of a convolutional stem is fixed at {self.patch_size}, cannot set {patch_size}.')
+            raise ValueError(f'patch_size must be {self.patch_size} with a convolutional stem, got {patch_size}.')
         super().set_input_size(img_size=img_size)
 
 

@@ -52,7 +52,7 @@ class RepOptGhostNet(RepOptMixin, RepGhostNet):
         if not width > 0:
             raise ValueError(f'width must be positive, got {width!r}.')
         if 'reparam' in kwargs:
-            raise TypeError("RepOpt-GhostNet does not take reparam: structure='search' or 'csla' builds the branches.")
+            raise TypeError("reparam must not be given to RepOpt-GhostNet: pass structure='search' or 'csla' instead.")
         dd = {'device': device, 'dtype': dtype}
         super().__init__(cfgs, width=width, reparam=False, **dd, **kwargs)
         depth = 0

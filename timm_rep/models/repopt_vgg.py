@@ -145,7 +145,7 @@ class RepOptVgg(RepOptMixin, ByobNet):
         fixed = kwargs.keys() & {field.name for field in fields(ByoModelCfg)}
         if fixed:
             raise TypeError(
-                f'RepOpt-VGG does not take {", ".join(sorted(fixed))}: its blocks could not be folded otherwise.')
+                f'{", ".join(sorted(fixed))} must not be given for RepOpt-VGG, or its blocks could not be folded.')
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         block = partial(RepOptBlock, structure=structure, reparameterized=reparameterized)
         stages = tuple(

@@ -169,12 +169,12 @@ class _RepOptimizer(_Base):
         if grad_mult is None:
             if param.grad.is_sparse and (group['fused'] or not self._takes_sparse):
                 raise RuntimeError(
-                    f'{name}{" with fused=True" if self._takes_sparse else ""} needs dense gradients, but a parameter '
-                    f'of shape {tuple(param.shape)} has a sparse one: make the gradient dense.')
+                    f'Expected dense gradients for {name}{" with fused=True" if self._takes_sparse else ""}, but a '
+                    f'parameter of shape {tuple(param.shape)} has a sparse one: make the gradient dense.')
             return
         if param.grad.is_sparse or param.is_complex():
             raise RuntimeError(
-                f'{name} needs dense real gradients for parameters with a GradMult, but one of shape '
+                f'Expected dense real gradients of parameters with a GradMult for {name}, but one of shape '
                 f'{tuple(param.shape)} has a {"sparse" if param.grad.is_sparse else "complex"} one: remove its '
                 'GradMult, or make the gradient dense and real.')
         if param.dim() != 4:

@@ -124,7 +124,7 @@ def prepare_folder(
             _write_trained(draft, folder, Path(checkpoint), recipe, data_dir, split, half, use_ema)
         for name in CONFIG_NAME, WEIGHTS_NAME:
             if not (draft / name).is_file():
-                raise FileNotFoundError(f'{str(folder)!r} has no {name}: pass a checkpoint.')
+                raise FileNotFoundError(f'Expected {name} in {str(folder)!r}, but there is none: pass a checkpoint.')
         if checkpoint is None and half:
             model, config = load_folder(draft), read_folder(draft).config
             _set_pool_size(model)
@@ -203,8 +203,8 @@ def _write_trained(
             'its num_classes.')
     if use_ema and not has_moving_average(checkpoint):
         raise ValueError(
-            f'{str(checkpoint)!r} has no moving average of the weights: train with --model-ema, or leave out '
-            '--use-ema.')
+            f'Expected a moving average of the weights, but {str(checkpoint)!r} has none: train with --model-ema, or '
+            'leave out --use-ema.')
     load_checkpoint(model, checkpoint, use_ema)
     _drop_weights(draft)
     if recipe.resolve() != own.resolve():
@@ -299,7 +299,7 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
         with replacing_files(folder, copy=True) as draft:
             scales.save(draft / SCALES_NAME)
             if Scales.load(draft / SCALES_NAME) != scales:
-                raise RuntimeError(f'The scales read from {path!r} and those written to {SCALES_NAME} differ.')
+                raise RuntimeError(f'The scales in {SCALES_NAME} must equal those read from {path!r}, but differ.')
             if (draft / CONFIG_NAME).is_file():
                 write_hashes(draft)
         return folder / SCALES_NAME
@@ -318,7 +318,7 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
             expected, found = model(images), load_folder(draft)(images)
         if not torch.equal(expected, found):
             raise RuntimeError(
-                f'The folder does not give the logits of {path!r}, by up to {(expected - found).abs().max():g}.')
+                f'The folder must give the logits of {path!r}, but differs by {(expected - found).abs().max():g}.')
         write_hashes(draft)
     return folder / WEIGHTS_NAME
 

@@ -71,8 +71,8 @@ def push_folder(
     kept = [name for name in deleted if Path(name).suffix.lower() in _WEIGHT_SUFFIXES and name not in delete]
     if kept:
         raise ValueError(
-            f'{repository} has {", ".join(kept)}, which {str(folder)!r} does not have: to delete weights, name them '
-            f'(--delete {" ".join(kept)}).')
+            f'{str(folder)!r} must have the weights of {repository}, but lacks {", ".join(kept)}: to delete them '
+            f'there, name them (--delete {" ".join(kept)}).')
     # upload_folder() may split its work into several commits
     operations = [
         CommitOperationDelete(change.file) if change.what == 'delete' else

@@ -54,8 +54,8 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
     if problems:
         fitting = [name for name in layers if name not in problems]
         raise ValueError(
-            f'{scales!r} do not fit {type(model).__name__}: {len(fitting)} of its {len(layers)} layers have fitting '
-            f'scales{": " if fitting else ""}{", ".join(fitting)}. Scales belong to an architecture: search for them '
+            f'Expected scales of {type(model).__name__}, but {scales!r} fit {len(fitting)} of its {len(layers)} '
+            f'layers{": " if fitting else ""}{", ".join(fitting)}. Scales belong to an architecture: search for them '
             'again where depths or widths differ.\n  '
             + '\n  '.join(f'{name}: {problem}' for name, problem in problems.items()))
     return scales
@@ -86,9 +86,9 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
     targets = {name: layer for name, layer in csla_layers(model).items() if isinstance(layer, CslaConv2d)}
     if not targets:
         raise ValueError(
-            f"{type(model).__name__} has no target operator to attach a GradMult to: create a RepOpt model with "
-            "structure='target' (the default), and do not reparameterize it before training; in a model of your own "
-            'use timm_rep.layers.CslaConv2d.')
+            f'Expected a target operator to attach a GradMult to, but {type(model).__name__} has none: create a RepOpt '
+            "model with structure='target' (the default), and do not reparameterize it before training; in a model of "
+            'your own use timm_rep.layers.CslaConv2d.')
     scales = resolve_scales(model, scales)
     for name, layer in targets.items():
         try:

@@ -109,7 +109,7 @@ def _read_released(path: str) -> Tuple[Layers, Mapping[str, str]]:
     layers = {n: branches for n, branches in layers.items() if 'ghost' not in n or 'identity' in branches}
     if not layers:
         raise ValueError(
-            f'{path!r} holds no scales in a released layout, of RepOpt-VGG (stage1.0.scale_conv.weight, ...) or '
+            f'{path!r} must hold scales in a released layout, of RepOpt-VGG (stage1.0.scale_conv.weight, ...) or '
             'RepOpt-GhostNet (blocks.0.0.ghost1.fusion_scale.weight, ...).')
     return layers, {'source': os.path.basename(path)}
 

@@ -115,7 +115,8 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         layers = {name: layer for name, layer in csla_layers(model).items() if isinstance(layer, CslaBlock)}
         if not layers:
             raise ValueError(
-                f"{type(model).__name__} has no scales to read: create it with structure='search' or 'csla'.")
+                f"Expected a model with scales, but {type(model).__name__} has none: create it with structure='search' "
+                "or 'csla'.")
         return cls({
             name: {**layer.scales, **{k: w for k, w in layer.weights.items() if k not in layer.scales}}
             for name, layer in layers.items()
@@ -131,8 +132,9 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         layers = csla_layers(model)
         if not layers:
             raise ValueError(
-                f'{type(model).__name__} has no CSLA layers: scales are for RepOpt models before reparameterize(), for '
-                'models of convert_to_repopt(), and for those built with timm_rep.layers.Csla.')
+                f'Expected a model with CSLA layers, but {type(model).__name__} has none: scales are for RepOpt models '
+                'before reparameterize(), for models of convert_to_repopt(), and for those built with '
+                'timm_rep.layers.Csla.')
         return cls({name: layer.csla.initial_scales(device='cpu') for name, layer in layers.items()})
 
     @classmethod

@@ -254,16 +254,16 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
         raise TypeError(f'model must be a name to take arguments of create_model, got a {name} and {model_args}.')
     layers = [layer for layer in model.modules() if isinstance(layer, CslaBlock) and layer.structure == 'search']
     if not layers:
-        raise ValueError(f"{name} has no scales to search: create it with structure='search'.")
+        raise ValueError(f"Expected scales to search, but {name} has none: create it with structure='search'.")
     params = [p for layer in layers for p in layer.parameters()]
     if any(p.is_meta for p in params):
-        raise ValueError(f"{name} is on 'meta', which has no data to train: create it on another device.")
+        raise ValueError(f"Expected weights to train, but {name} is on 'meta': create it on another device.")
     if any(p.dtype not in (torch.float32, torch.float64) for p in params):
         raise ValueError(
             f'{name} must be float32 or float64 to be trained, got {params[0].dtype}: call its float(), and pass '
             'amp_dtype=torch.bfloat16 to compute in lower precision.')
     if not all(p.requires_grad for p in params):
-        raise ValueError(f'{name} has frozen kernels or scales, which would not be searched: call requires_grad_().')
+        raise ValueError(f'Kernels and scales of {name} must require gradients to be searched: call requires_grad_().')
     return model
 
 

@@ -23,8 +23,8 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except Exception as e:  # torch and safetensors raise many types for damaged files
         raise RuntimeError(
-            f'Cannot read {path!r} as a checkpoint (.safetensors, or torch.save() loaded with weights_only=True): '
-            f'{type(e.__cause__ or e).__name__}: {" ".join(str(e.__cause__ or e).split())}') from e
+            'Expected a checkpoint (.safetensors, or torch.save() loaded with weights_only=True), but reading '
+            f'{path!r} failed: {type(e.__cause__ or e).__name__}: {" ".join(str(e.__cause__ or e).split())}') from e
 
 
 def read_state_dict(
@@ -56,8 +56,8 @@ def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike[str]], use_em
     except RuntimeError as e:
         differences = _differences(model.state_dict(), state_dict)
         raise RuntimeError(
-            f'{os.fspath(path)!r} does not fit the model: {differences or e}. Create the model with the arguments that '
-            'it was trained with.') from e
+            f'Expected a checkpoint that fits the model, but got {os.fspath(path)!r}: {differences or e}. Create the '
+            'model with the arguments that it was trained with.') from e
 
 
 def _differences(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str:
@@ -146,13 +146,13 @@ def read_training_state(path: Path, settings: Mapping[str, Any], training: str) 
         state = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # torch raises many types for damaged files
         raise ValueError(
-            f'{str(path)!r} cannot be read as the checkpoint of a {training}: {type(e).__name__}: '
+            f'Expected the checkpoint of a {training}, but reading {str(path)!r} failed: {type(e).__name__}: '
             f'{" ".join(str(e).split())}') from e
     found = state.get('settings') if isinstance(state, dict) else None
     found = found if isinstance(found, dict) else {}
     others = [f'{k} is {found.get(k)!r} there and {v!r} here' for k, v in settings.items() if found.get(k) != v]
     if others:
         raise ValueError(
-            f'{str(path)!r} is the checkpoint of another {training}: {", ".join(others)}. Resume with the settings '
-            'there, or delete the file to start again.')
+            f'Expected the checkpoint of this {training}, but {str(path)!r} is of another one: {", ".join(others)}. '
+            'Resume with the settings there, or delete the file to start again.')
     return state

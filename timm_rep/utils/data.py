@@ -96,7 +96,7 @@ class ImageFolder(Dataset):
             with Image.open(path) as file:
                 image = file.convert(self.mode)
         except Exception as e:  # decoders raise many types for damaged files
-            raise ValueError(f'Cannot decode the image {path!r}: {type(e).__name__}: {e}') from e
+            raise ValueError(f'Expected an image, but decoding {path!r} failed: {type(e).__name__}: {e}') from e
         return (image if self.transform is None else self.transform(image)), target
 
 
