@@ -104,7 +104,7 @@ JOBS: Dict[str, Job] = {
         'repopt_vgg_b1': (), 'repopt_vgg_l1': (), 'repopt_vgg_b2': (), 'repopt_vgg_l2': (), 'repopt_vgg_a0': (),
         'repopt_vgg_a1': (), 'repopt_vgg_b0': (), 'repopt_ghostnet_050': ('--weight-decay', '1e-5')}.items()},
     **{name: experiment(name) for name in (
-        'repoptimizers', 'depth', 'repa', 'weight-selection', 'accelerate', 'linear-path', 'multi-branch',
+        'repoptimizers', 'depth', 'repa', 'hybrid', 'weight-selection', 'accelerate', 'linear-path', 'multi-branch',
         'quantization', 'packaged-scales', 'searches')},
 }
 
