@@ -140,6 +140,20 @@ def test_data_files(load_script, built, name, scale):
             assert row.settings['trained']['seed'] == row.seed
 
 
+def test_hybrids_of_equal_macs(load_script):
+    """A RePaFormer, folded, and its control, a plain network of narrower FFNs."""
+    build = load_script('experiments/train').build
+    macs = {}
+    for row in load_script('experiments/experiment').load('hybrid').rows:
+        if row.seed == 0:
+            macs[row.name] = count_macs(folded_copy(build(row.settings)), (3, 32, 32)).total
+    pairs = [name for name in macs if name.startswith('narrower')]
+    assert len(pairs) == 5
+    for name in pairs:
+        assert macs[name] == macs[name.replace('narrower, as', 'RePa')]
+    assert macs['plain'] == macs['RePa 0%'] > macs['RePa 25%'] > macs['RePa 50%'] > macs['RePa 75%'] > macs['RePa 100%']
+
+
 @pytest.mark.parametrize('name', sorted({*NAMES} - {'pretrained-teachers'}))  # its weights are not published
 def test_toy_jobs(load_script, name):
     """The settings of a GPU job at toy size fit every experiment."""
