@@ -1,4 +1,4 @@
-"""What replaces an FFN: its rows of calibration data, the choice among candidates on held-out rows, the matrices."""
+"""Fit the replacement of one FFN: collect moments, choose among candidates on held-out rows, build the matrices."""
 import dataclasses
 import math
 from typing import Callable, NamedTuple, Optional, Tuple
@@ -20,13 +20,12 @@ _FLOAT32_RIDGE = 1e-4  # least damping that rounding errors of moments of float3
 
 
 class CalibrationRows(NamedTuple):
-    """What an FFN sees of the calibration images of this process, and what it lacks.
+    """Calibration rows of an FFN in this process.
 
     Attributes:
         inputs: Input u, (rows, in).
         held_out: Whether a row is of a held-out image, (rows,).
-        wanted: Output that brings the residual stream to the original model's, (rows, out). None if the FFN is to give
-            what it gives on this input.
+        target: Output that would restore the original residual stream, (rows, out); None to fit the FFN's own output.
         metric: See :class:`LeastSquares`.
     """
     inputs: torch.Tensor
@@ -84,10 +83,11 @@ def least_squares(
         ridge: float,
         channels: Optional[torch.Tensor] = None,
 ) -> Tuple[LeastSquares, LeastSquares]:
-    """The problems of the fitted and the held-out rows.
+    """Least-squares problems of the fitted and of the held-out rows.
 
-    With channels, of an FFN whose LayerNorm will see only these: the hidden features are these features, then the part
-    of y that the kept columns of W2 do not give, as channels of their own.
+    ``channels`` is for FFNs with a LayerNorm, which will normalize these channels only: the hidden features are then
+    those of the reduced LayerNorm, followed by the part of y that the kept columns of W2 do not explain, as extra
+    channels.
     """
     second, exact = ffn.fc_out(), ffn.exact()
     dtype = torch.promote_types(rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
@@ -124,9 +124,17 @@ def fit_ffn(
         ridge: float,
         tokens: int = 0,
 ) -> Tuple[RePaMlpDeploy, ConvertedFfn]:
-    """Fit three matrices, or two with as many multiply-accumulates where these are better.
+    """Fit three matrices, or two with the same multiply-accumulates if those are better.
 
-    The path and the damping of the correction have the least loss on the held-out rows; the fit is then to all rows.
+    The number of matrices and the damping of the correction minimize the loss on the held-out rows; the final fit is to
+    all rows.
+
+    Args:
+        ffn: The FFN.
+        rows: Its calibration rows in this process.
+        active_features: Number of hidden channels that keep the activation in three matrices.
+        ridge: Damping of the fit to the FFN's own output, relative to the variance of every variable.
+        tokens: Number of tokens of one image, to report multiply-accumulates.
 
     Returns:
         The map of u to y, and the report.

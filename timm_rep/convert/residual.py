@@ -1,4 +1,4 @@
-"""How the outputs of FFNs enter the residual stream, found numerically, since each architecture has its own blocks."""
+"""Find numerically, for blocks of any architecture, where and how FFN outputs enter the residual stream."""
 import contextlib
 from collections import deque
 from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Set
@@ -32,7 +32,7 @@ def first_tensor(value: Any) -> Optional[torch.Tensor]:
 
 
 class Residual(NamedTuple):
-    """Where to see the residual stream s to which an FFN's output y is added, as ``s + scale * y``.
+    """Place where the residual stream s can be observed to which the output y of an FFN is added as ``s + scale * y``.
 
     Attributes:
         module: Module whose input or output is s.
@@ -47,13 +47,13 @@ class Residual(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a forward pass of a few images shows about an FFN.
+    """Properties of an FFN in its model, found by a forward pass of a few images.
 
     Attributes:
-        tokens: Tokens that it sees of each image.
+        tokens: Number of tokens of each image that it receives, in all calls.
         calls: Number of calls in a forward pass.
         prefix_tokens: Number of class and register tokens, the first ones of each image.
-        residual: Where its output is added to the residual stream; None if it is not, or not as a scaled addition.
+        residual: Residual stream that its output is added to; None if it is not, or not as a scaled addition.
     """
     tokens: int
     calls: int
@@ -79,7 +79,7 @@ class _Pending(NamedTuple):
 
 
 def _replaced_parts(ffn: Ffn) -> Set[nn.Module]:
-    """Modules of an FFN that its replacement lacks; whose activations cannot be seen once it is converted."""
+    """Modules of an FFN that its replacement no longer has, so that their activations vanish with the conversion."""
     return {*ffn.module.modules()} - {ffn.module, *ffn.around(nn.Identity()).modules()}
 
 

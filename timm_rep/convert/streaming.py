@@ -1,4 +1,4 @@
-"""One forward pass of the calibration images, during which the FFNs of a model are replaced one after another."""
+"""One forward pass of the calibration images, during which the FFNs of a model are replaced one by one."""
 import contextlib
 import threading
 from functools import cached_property, partial
@@ -20,7 +20,7 @@ def _hook_stream(
         module: nn.Module,
         record: Callable[[torch.Tensor], None],
 ) -> torch.utils.hooks.RemovableHandle:
-    """Call a function with the residual stream, (tokens, channels), whenever it is seen at a module."""
+    """Call a function with the residual stream, (tokens, channels), whenever it passes a module."""
     def see(value: Any) -> None:
         record(tokens_of(first_tensor(value), residual.channels_first))
 
@@ -138,7 +138,7 @@ class _Station(nn.Module):
 
 
 class _Runner(threading.Thread):
-    """Runs one batch through the model. One thread runs at a time: all others wait, at an FFN or for a batch to."""
+    """Runs one batch through the model. One thread runs at a time: the main one waits for a batch to reach an FFN."""
 
     def __init__(self, run: Callable[[], Any], name: str):
         super().__init__(name=name, daemon=True)
@@ -190,11 +190,11 @@ class _Runner(threading.Thread):
 
 
 class ConvertingPass:
-    """A forward pass of all batches in step: each waits at an FFN until this is converted, then goes on with it.
+    """A forward pass in which all batches advance together: each waits at an FFN until the FFN is converted.
 
     A batch is a thread, so that any architecture can wait in the middle of its forward pass; its state is what the
-    frames of ``forward()`` hold, about two activations. Used as a context manager: what enters an FFN comes from the
-    converted ones before it, an error or interrupt restores the model and ends the threads.
+    frames of ``forward()`` hold, about four activations. The input of an FFN comes from the converted ones before it.
+    Used as a context manager, which after an error or interrupt restores the model and ends the threads.
 
     ::
 
@@ -266,7 +266,7 @@ class ConvertingPass:
         runner, name = cast(_Runner, threading.current_thread()), station.ffn.name
         seen = runner.inputs.setdefault(name, [])
         seen.append(_sampled(station.ffn, u, self.sampler, self._shares[runner]))
-        # an FFN that is called several times in a pass is the original's in all calls but the last
+        # an FFN called several times per pass stays the original in all calls but the last
         if len(seen) == self.sampler.probes[name].calls:
             runner.wait(station)
 
@@ -285,5 +285,5 @@ class ConvertingPass:
         return rows, torch.cat(streams) if streams else None
 
     def convert(self, ffn: Ffn, converted: nn.Module) -> None:
-        """Let all batches go on with another map of u to y."""
+        """Replace an FFN by a new map of u to y, with which all batches continue."""
         self._stations[ffn.name].converted = converted
