@@ -13,7 +13,7 @@ from timm_rep.layers.fold import to_float64
 
 from .calibration import CalibrationImages, take
 from .ffn import Ffn
-from .fitting import CalibrationRows, least_squares, matrix_entries, sum_over_processes
+from .fitting import CalibrationRows, least_squares, macs_per_token, sum_over_processes
 from .residual import Probe, image_count, tokens_of
 
 _IMAGES, _CHUNK = 128, 16  # images in all, and in one backward pass
@@ -42,7 +42,7 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     """
     ys: Dict[str, List[torch.Tensor]] = {}
 
-    def see_output(ffn: Ffn, y: torch.Tensor) -> torch.Tensor:
+    def record_output(ffn: Ffn, y: torch.Tensor) -> torch.Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()  # the model is frozen
         ys.setdefault(ffn.name, []).append(y)
         return y
@@ -50,12 +50,12 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     device = next(model.parameters()).device
     information = {ffn.name: to_float64(torch.zeros(ffn.out_features, ffn.out_features, device=device)) for ffn in ffns}
     hooks = [
-        ffn.output_layer.register_forward_hook(lambda _, args, y, ffn=ffn: see_output(ffn, y)) for ffn in ffns]
-    of_each_batch, count = -(-_IMAGES // images.batches), to_float64(torch.zeros((), device=device))
+        ffn.output_layer.register_forward_hook(lambda _, args, y, ffn=ffn: record_output(ffn, y)) for ffn in ffns]
+    images_per_batch, count = -(-_IMAGES // images.batches), to_float64(torch.zeros((), device=device))
     try:
         for share in images.shares:
             # this process's part of the first images of the batch
-            x = take(share.x, slice(len(range(of_each_batch)[share.part])))
+            x = take(share.x, slice(len(range(images_per_batch)[share.part])))
             count += image_count(x)
             noise = None
             for start in range(0, image_count(x), _CHUNK):
@@ -158,9 +158,9 @@ def counts_for_budget(
     macs = []
     for ffn in ffns:
         idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
-        line = (ffn.in_features * ffn.out_features) * (idle > 0)
+        linear_path_macs = (ffn.in_features * ffn.out_features) * (idle > 0)
         macs.append(
-            probes[ffn.name].tokens * (matrix_entries(ffn.module) - ffn.channel_macs * idle + line))
+            probes[ffn.name].tokens * (macs_per_token(ffn.module) - ffn.channel_macs * idle + linear_path_macs))
     others = model_macs - sum(m[0].item() for m in macs)
     least = others + sum(m.min().item() for m in macs)
     if least > fraction * model_macs:

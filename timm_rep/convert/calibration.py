@@ -79,8 +79,8 @@ class CalibrationImages:
         """
         if len(batches) > _MAX_BATCHES and all(isinstance(batch, torch.Tensor) for batch in batches) and len(
                 {(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
-            every = torch.cat(list(batches))
-            batches = every.split(math.ceil(len(every) / _MAX_BATCHES))
+            all_images = torch.cat(list(batches))
+            batches = all_images.split(math.ceil(len(all_images) / _MAX_BATCHES))
         sizes = [image_count(batch) for batch in batches]
         self.batches, self.count = len(batches), sum(sizes)
         self.world_size, self.rank = world_size_and_rank()

@@ -115,7 +115,7 @@ class Ffn:
         return None
 
     @torch.no_grad()
-    def is_sum_of_parts(self) -> bool:
+    def matches_registered_parts(self) -> bool:
         """Whether the FFN equals the composition of its registered parts, checked on two random tokens in eval mode.
 
         True where this cannot be checked: on the meta device, for inline FFNs, or if the forward pass of the tokens
@@ -275,7 +275,7 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
             others[name] = reason
             continue
         ffn = Ffn(name, module, spec, key, blocks.get(module, ()))
-        if key.startswith('timm.') or ffn.is_sum_of_parts():  # timm's are tested
+        if key.startswith('timm.') or ffn.matches_registered_parts():  # timm's are tested
             ffns.append(ffn)
         else:
             others[name] = 'computes something else than its registered parts'

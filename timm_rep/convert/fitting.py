@@ -30,7 +30,7 @@ class CalibrationRows(NamedTuple):
     """
     inputs: torch.Tensor
     held_out: torch.Tensor
-    wanted: Optional[torch.Tensor] = None
+    target: Optional[torch.Tensor] = None
     metric: Optional[torch.Tensor] = None
 
 
@@ -42,7 +42,7 @@ def sum_over_processes(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     return tensors
 
 
-def matrix_entries(module: nn.Module) -> int:
+def macs_per_token(module: nn.Module) -> int:
     """Multiply-accumulates of an FFN for one token."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
 
@@ -92,18 +92,18 @@ def least_squares(
     second, exact = ffn.fc_out(), ffn.exact()
     dtype = torch.promote_types(rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
     weight, bias = (x.to(exact.fc_out.weight.device, dtype) for x in second)
-    every = _features(ffn, exact)
+    all_features = _features(ffn, exact)
     own = None if channels is None else _features(ffn, ffn.with_weights(channels))
 
     def columns(part: slice) -> torch.Tensor:
         u = rows.inputs[part]
-        g = every(u).to(dtype)
-        y = None if own is None and rows.wanted is None else g @ weight.T + bias
+        g = all_features(u).to(dtype)
+        y = None if own is None and rows.target is None else g @ weight.T + bias
         if own is not None:
             g = own(u).to(dtype)
             g = torch.cat([g, y - g @ weight[:, channels].T], 1)
         parts = [g, u.to(dtype)]
-        return torch.cat(parts if rows.wanted is None else [*parts, rows.wanted[part].to(dtype) - y], 1)
+        return torch.cat(parts if rows.target is None else [*parts, rows.target[part].to(dtype) - y], 1)
 
     moments = _moments(rows, columns)
     if not all(x.isfinite().all() for x in (*second, *moments[0].sums(), *moments[1].sums())):
@@ -148,7 +148,7 @@ def fit_ffn(
         forms = forms[-1:]
         kept = fitted.best_channels(active_features, ridge)
         fitted, held_out = least_squares(ffn, rows, ridge, kept)
-    ridges = (math.inf,) if rows.wanted is None else CORRECTION_RIDGES if has_held_out else (1.,)
+    ridges = (math.inf,) if rows.target is None else CORRECTION_RIDGES if has_held_out else (1.,)
     compared = held_out if has_held_out else fitted
     losses, fits = [], []
     for linear_path, count in forms:
@@ -164,16 +164,16 @@ def fit_ffn(
         fitted = dataclasses.replace(fitted, moments=fitted.moments + held_out.moments)
         fit, = fitted.solve(fit.active, ridge, fit.linear_path, (fit.correction_ridge,))
     loss, = fitted.losses([fit])
-    line, = fitted.losses(fitted.solve(fit.active[:0], ridge))
+    linear_only, = fitted.losses(fitted.solve(fit.active[:0], ridge))
     channels = fit.active if kept is None else kept
     matrices = ffn.with_weights(
         channels, Affine(fit.weight, fit.linear.bias), fit.linear if fit.linear_path else None)
     return matrices, ConvertedFfn(
         ffn.name, h, len(channels), fit.linear_path, fitted.share(loss),
-        macs=(tokens * matrix_entries(ffn.module), tokens * matrix_entries(ffn.around(matrices))),
+        macs=(tokens * macs_per_token(ffn.module), tokens * macs_per_token(ffn.around(matrices))),
         held_out=held_out_loss,
         other_held_out=other_loss,
-        linear_share=1 - fitted.share(line),
-        compensated=rows.wanted is not None,
+        linear_share=1 - fitted.share(linear_only),
+        compensated=rows.target is not None,
         correction_ridge=fit.correction_ridge if fit.correction_ridge < math.inf else None,
     )

@@ -108,18 +108,18 @@ def eliminate(residual: torch.Tensor, weight: torch.Tensor, fraction: float = 1 
         cost = weight.square().sum(0) / inverse.diagonal()
         size = max(1, int(fraction * len(left)))
         rank = cost.argsort()
-        gone, kept = rank[:size], rank[size:].sort().values
-        factor = torch.linalg.cholesky(inverse[gone][:, gone])
-        change = torch.linalg.solve_triangular(factor, weight[:, gone].T, upper=False)
+        removed, kept = rank[:size], rank[size:].sort().values
+        factor = torch.linalg.cholesky(inverse[removed][:, removed])
+        change = torch.linalg.solve_triangular(factor, weight[:, removed].T, upper=False)
         # the cost of the step, shared among its channels in proportion to their own
-        share = cost[gone].cumsum(0)
+        share = cost[removed].cumsum(0)
         total = change.square().sum()
         share = share / share[-1] if share[-1] > 0 else torch.linspace(0, 1, size + 1, dtype=share.dtype)[1:].to(share)
         loss.append(loss[-1][-1] + total * share)
-        rows = torch.linalg.solve_triangular(factor, inverse[gone][:, kept], upper=False)
+        rows = torch.linalg.solve_triangular(factor, inverse[removed][:, kept], upper=False)
         weight = weight[:, kept] - change.T @ rows
         inverse = inverse[kept][:, kept] - rows.T @ rows
-        order.append(left[gone])
+        order.append(left[removed])
         left = left[kept]
     return Elimination(torch.cat(order), torch.cat(loss))
 

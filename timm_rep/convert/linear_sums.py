@@ -145,13 +145,13 @@ def _repmixer(name: str, block: nn.Module) -> List[LinearSum]:
 def _large_kernel(name: str, block: nn.Module) -> List[LinearSum]:
     terms = _conv_norms([block.large_conv, getattr(block, 'small_conv', None)])
     return [LinearSum(
-        name, block, terms, 'reparam_conv', dict(large_conv=None, small_conv=None, reparameterize=_folded_already))]
+        name, block, terms, 'reparam_conv', dict(large_conv=None, small_conv=None, reparameterize=_noop))]
 
 
 def _position(name: str, block: nn.Module) -> List[LinearSum]:
     return [LinearSum(
         name, block, [Term(block.pos_enc), Term(None)], 'reparam_conv',
-        dict(pos_enc=None, reparameterize=_folded_already))]
+        dict(pos_enc=None, reparameterize=_noop))]
 
 
 def _repvgg_dw(name: str, block: nn.Module) -> List[LinearSum]:
@@ -199,11 +199,11 @@ def _lcnet(name: str, block: nn.Module) -> List[LinearSum]:
     return [LinearSum(name, block, _conv_norms(block.dw_conv_list), 'dw_conv', dict(dw_conv_list=None))]
 
 
-def _folded_already() -> None:
+def _noop() -> None:
     """Replaces ``reparameterize()`` in blocks of timm that require their branches for it."""
 
 
-_READERS: Dict[str, Callable[[str, nn.Module], List[LinearSum]]] = {
+_SUM_FINDERS: Dict[str, Callable[[str, nn.Module], List[LinearSum]]] = {
     'byobnet.MobileOneBlock': _mobileone,
     'byobnet.RepVggBlock': _repvgg,
     'fastvit.MobileOneBlock': _mobileone,
@@ -261,10 +261,10 @@ def find_linear_sums(model: nn.Module) -> Tuple[List[LinearSum], Dict[str, str]]
     parts: Set[nn.Module] = set()  # blocks inside sums that were found, which fold with these
     for name, module in model.named_modules():
         cls = type(module)
-        read = _READERS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))
-        if read is None or module in parts or _is_folded(module):
+        find = _SUM_FINDERS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))
+        if find is None or module in parts or _is_folded(module):
             continue
-        found = read(name, module)
+        found = find(name, module)
         reasons = {f'{name}.{s.slot}'.rstrip('.'): _unsupported_reason(s) for s in found}
         if any(reasons.values()):  # timm folds all sums of a block together
             others.update({slot: reason for slot, reason in reasons.items() if reason})

@@ -147,7 +147,7 @@ def linearize_ffns(
         probes = probe(model, ffns, images.first(4))
         if not compensate:
             probes = {name: seen._replace(residual=None) for name, seen in probes.items()}
-        ffns = _used(ffns, probes, kept, images.count)
+        ffns = _drop_unused(ffns, probes, kept, images.count)
         tokens = {
             ffn.name: tokens_per_image or max(_TOKENS, math.ceil(_ROWS_PER_COLUMN * _columns(ffn) / images.count))
             for ffn in ffns}
@@ -159,11 +159,11 @@ def linearize_ffns(
         converted = []
         with ConvertingPass(model, ffns, images.shares, sampler) as converting:
             for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
-                rows, stream = converting.arrive_at(ffn)
+                rows, stream = converting.run_until(ffn)
                 residual, total = probes[ffn.name].residual, totals.get(ffn.name)
                 if residual is not None:
-                    wanted = (total - stream.to(total)) / residual.scale.to(total)
-                    rows = rows._replace(wanted=wanted, metric=residual.scale.to(total.device))
+                    target = (total - stream.to(total)) / residual.scale.to(total)
+                    rows = rows._replace(target=target, metric=residual.scale.to(total.device))
                 with torch.autocast(rows.inputs.device.type, enabled=False):
                     matrices, found = fit_ffn(ffn, rows, counts[ffn.name], ridge, probes[ffn.name].tokens)
                 converting.convert(ffn, matrices)
@@ -211,13 +211,13 @@ def _columns(ffn: Ffn) -> int:
     return ffn.in_features + ffn.hidden_features
 
 
-def _used(
+def _drop_unused(
         ffns: Sequence[Ffn],
         probes: Dict[str, Probe],
         kept: Dict[str, str],
         images: int,
 ) -> List[Ffn]:
-    """FFNs that are worth converting, in the order of execution; checks that the images suffice."""
+    """The FFNs worth converting, in execution order; adds the others to ``kept``, checks that the images suffice."""
     by_name = {ffn.name: ffn for ffn in ffns}
     ordered = []
     for ffn in ffns:

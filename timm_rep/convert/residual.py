@@ -117,7 +117,7 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
     time = 0
     inner = {m for ffn in ffns for m in _replaced_parts(ffn)}
 
-    def see(module: nn.Module, is_input: bool, value: Any) -> None:
+    def record(module: nn.Module, is_input: bool, value: Any) -> None:
         nonlocal time
         x = first_tensor(value)
         if x is None or not x.is_floating_point() or x.ndim < 2:
@@ -143,14 +143,14 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
             if module not in inner:
                 recent.append(activation)
 
-    def see_input(ffn: Ffn, x: torch.Tensor) -> None:
+    def record_input(ffn: Ffn, x: torch.Tensor) -> None:
         n = len(tokens_of(x, ffn.use_conv)) // count
         tokens[ffn.name] = tokens.get(ffn.name, 0) + n
         calls[ffn.name] = calls.pop(ffn.name, 0) + 1  # in the order of the last calls
         first = getattr(model, 'num_prefix_tokens', 0)
         prefix[ffn.name] = first if x.ndim == 3 and len(x) == count and first < n else 0
 
-    def see_features(ffn: Ffn, x: torch.Tensor) -> None:
+    def record_features(ffn: Ffn, x: torch.Tensor) -> None:
         g = tokens_of(x, ffn.use_conv)
         n = len(g)
         g = to_float64(g[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
@@ -162,13 +162,13 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
     with contextlib.ExitStack() as hooks:
         for ffn in ffns:
             hooks.enter_context(
-                ffn.first.register_forward_pre_hook(lambda _, args, ffn=ffn: see_input(ffn, args[0])))
+                ffn.first.register_forward_pre_hook(lambda _, args, ffn=ffn: record_input(ffn, args[0])))
         for module in model.modules():
-            hooks.enter_context(module.register_forward_pre_hook(lambda m, args: see(m, True, args)))
-            hooks.enter_context(module.register_forward_hook(lambda m, args, out: see(m, False, out)))
-        for ffn in ffns:  # after the hooks that see its inputs
+            hooks.enter_context(module.register_forward_pre_hook(lambda m, args: record(m, True, args)))
+            hooks.enter_context(module.register_forward_hook(lambda m, args, out: record(m, False, out)))
+        for ffn in ffns:  # after the hooks that record its inputs
             hooks.enter_context(
-                ffn.last.register_forward_pre_hook(lambda _, args, ffn=ffn: see_features(ffn, args[0])))
+                ffn.last.register_forward_pre_hook(lambda _, args, ffn=ffn: record_features(ffn, args[0])))
         model(images)
     return {
         name: Probe(tokens[name], n, prefix[name], found.get(name) if n == 1 else None) for name, n in calls.items()}

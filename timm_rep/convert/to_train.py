@@ -115,11 +115,11 @@ def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: Optional[float], bn_eps:
     return repa.train(ffn.module.training)
 
 
-def _tell_padding(name: str, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Tell the RePaMlp of a block which tokens are padding; a forward pre-hook of the block."""
+def _set_valid_tokens(name: str, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Set which tokens of a RePaMlp's next input are not padding; a forward pre-hook of its block."""
     mlp = getattr(block, name)
     if isinstance(mlp, RePaMlp) and mlp.training:
-        mlp.valid = attended_tokens(kwargs.get('attn_mask'))
+        mlp.valid_tokens = attended_tokens(kwargs.get('attn_mask'))
 
 
 def use_repa_ffns(
@@ -179,7 +179,7 @@ def use_repa_ffns(
         else:
             mlp = _repa_mlp(ffn, ratio, bn_momentum, bn_eps)
             if is_naflex:
-                block.module.register_forward_pre_hook(partial(_tell_padding, block.mlp), with_kwargs=True)
+                block.module.register_forward_pre_hook(partial(_set_valid_tokens, block.mlp), with_kwargs=True)
         setattr(block.module, block.mlp, mlp)
         setattr(block.module, block.norm, nn.Identity())
         converted.append(ConvertedFfn(ffn.name, ffn.hidden_features, active))

@@ -102,15 +102,15 @@ def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mappin
     Raises:
         ValueError: Patches are padding, and the model drops patches at random.
     """
-    every = [m for m in model.modules() if isinstance(m, _Annealed) and m.training]
-    valid = _valid_patches(args, kwargs) if every else None
+    annealed = [m for m in model.modules() if isinstance(m, _Annealed) and m.training]
+    valid = _valid_patches(args, kwargs) if annealed else None
     if valid is not None and getattr(model, 'patch_drop', None) is not None:
         raise ValueError(
             f'{type(model).__name__} drops patches at random, so that its annealed FFNs cannot tell which are padding: '
             'create it with patch_drop_rate=0, or train on images without padding.')
-    for layer in every:
+    for layer in annealed:
         layer.valid = valid
-    layers = [m for m in every if not m.has_ended]
+    layers = [m for m in annealed if not m.has_ended]
     if not layers:
         return
     _collect_moments(model)

@@ -220,7 +220,7 @@ class RePaMlp(nn.Module):
         ls_layer = LayerScale2d if use_conv else LayerScale
         self.idle_ratio = idle_ratio
         self.use_conv = use_conv
-        self.valid: Optional[torch.Tensor] = None  # tokens (N, tokens) that are not padding, for the next forward pass
+        self.valid_tokens: Optional[torch.Tensor] = None  # (N, tokens), not padding in the next forward pass
         self.norm1 = norm_layer(in_features, **dd)
         self.fc1 = linear_layer(in_features, hidden_features, bias=bias, **dd)
         self.act = ChannelIdle(hidden_features, idle_ratio, act_layer, dim=1 if use_conv else -1)
@@ -235,8 +235,8 @@ class RePaMlp(nn.Module):
                 'pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of them.')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.jit.is_scripting() and self.valid is not None:
-            return self._forward_valid(x, self.valid)
+        if not torch.jit.is_scripting() and self.valid_tokens is not None:
+            return self._forward_valid(x, self.valid_tokens)
         if not torch.jit.is_scripting() and not torch.jit.is_tracing() and self._can_fuse_idle(x):
             y = self._forward_fused(x)
         else:
@@ -282,7 +282,7 @@ class RePaMlp(nn.Module):
     @torch.jit.unused
     def _forward_valid(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """The outputs of the tokens that are not padding, zeros for the others."""
-        self.valid = None
+        self.valid_tokens = None
         y = self.forward(x[valid])
         return x.new_zeros(x.shape, dtype=y.dtype).masked_scatter(valid[..., None], y)
 
