@@ -155,7 +155,7 @@ def test_batches_go_on_with_the_converted_ffns():
     recorded, maps = {}, {}
     with ConvertingPass(model, ffns, shares, sampler) as converting:
         for ffn in ffns:
-            recorded[ffn.name] = converting.arrive_at(ffn)
+            recorded[ffn.name] = converting.run_until(ffn)
             maps[ffn.name] = ffn.exact()
             with torch.no_grad():
                 maps[ffn.name].fc_out.weight.mul_(1.5)

@@ -1,4 +1,4 @@
-"""Fold a model into its deploy structure, and refuse checkpoints of another structure."""
+"""Fold a model into its deploy structure, and refuse checkpoints of a different structure."""
 import copy
 from functools import partial
 from typing import Any, Dict, Mapping, Set, Tuple
@@ -16,7 +16,7 @@ except ImportError:  # timm < 1.0.31
 
 
 def check_unconverted(model: nn.Module) -> None:
-    """Raise unless a model is an unwrapped, unconverted timm model, no part of which is compiled."""
+    """Raise TypeError for anything but a module, ValueError for a wrapped, converted or compiled model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f'Expected a timm model, but got {model!r}: create it with timm.create_model().')
     kind = type(model).__name__
@@ -32,8 +32,8 @@ def check_unconverted(model: nn.Module) -> None:
 def reparameterize(model: nn.Module) -> nn.Module:
     """Fold a model into its deploy structure, in place: the layers of this package, then the layers that timm folds.
 
-    If a layer cannot be folded, nothing is changed, unlike with ``timm.models.reparameterize_model`` alone, which
-    replaces layer after layer, and drops their hooks.
+    Either all layers are folded or none. ``timm.models.reparameterize_model``, by contrast, replaces layers one at a
+    time and silently drops their hooks.
 
     Args:
         model: Model of this package or of timm.
@@ -54,6 +54,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
                     fused.append((parent, name, child.fuse()))
                 except (ValueError, OverflowError) as e:
                     raise type(e)(f'{path}.{name} cannot be folded: {e}'.lstrip('.')) from e
+    # dry run on a copy: which modules with hooks would timm's folding drop?
     hooked = _hooked(model)
     lost = sorted(hooked - _hooked(reparameterize_model(model))) if hooked else ()
     if lost:
@@ -79,20 +80,31 @@ def _hooked(model: nn.Module) -> Set[str]:
 
 
 def folded_copy(model: nn.Module) -> nn.Module:
-    """A folded copy of a model of this package or of timm."""
+    """Fold a copy of a model; the model itself is unchanged.
+
+    Args:
+        model: Model of this package or of timm, or a converted one.
+
+    Returns:
+        The folded copy, in the mode of the model.
+
+    Raises:
+        ValueError: A layer cannot be folded, see :func:`timm_rep.convert.reparameterize`, or a folded weight exceeds
+            the range of the model's dtype; the message names the layer.
+    """
     folded = copy.deepcopy(model)
     try:
         if hasattr(folded, 'reparameterize'):
             folded.reparameterize()
         else:
             reparameterize(folded)
-    except OverflowError as e:
+    except OverflowError as e:  # one exception type for a model that cannot be folded
         raise ValueError(str(e)) from e
     return folded
 
 
 def check_loaded_structure(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-    """Refuse a state dict of another structure; a load_state_dict pre-hook, which runs before anything is loaded."""
+    """Refuse a state dict of a different structure; a load_state_dict pre-hook, so nothing has been loaded yet."""
     for name, layer in foldable_layers(model, prefix.rstrip('.')):
         found = structures_in(layer, state_dict, f'{name}.')
         if found and layer.structure not in found:
@@ -123,7 +135,7 @@ def _advice(found: Tuple[str, ...], own: str, model: nn.Module) -> str:
 
 
 class ReparameterizeMixin:
-    """Adds ``reparameterize()`` to a timm model with foldable layers, and refuses checkpoints of another structure."""
+    """Adds ``reparameterize()`` to a timm model with foldable layers; refuses checkpoints of a different structure."""
 
     __jit_unused_properties__ = ('reparameterized', '_model_args')
 

@@ -48,9 +48,9 @@ class AnnealedFfn(nn.Module):
     ):
         """
         Args:
-            ffn: The FFN, whose module gets another activation.
+            ffn: The FFN; the activation in its module is replaced.
             active_features: Number of hidden channels that keep the activation.
-            anneal_steps: Number of training steps.
+            anneal_steps: Training steps until the FFN is foldable, an integer >= 2.
             anneal_schedule: 'linear' or 'cosine'.
             norm: Norm before the FFN, a BatchNorm or an AnnealedNorm; None if it stays in the block.
             ls: Layer scale after the FFN; None if it stays in the block.
@@ -81,7 +81,7 @@ class AnnealedFfn(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and not self.act.has_ended:
             with torch.no_grad():
-                # weight of a channel's error in the output
+                # how much an error of a hidden channel changes the output: squared column norms of the last layer
                 self.act.importance.copy_(find_linear(self.pointwise.last).weight.flatten(1).square().sum(0))
         return self.ls(self.ffn(self.norm(x)))
 
@@ -107,7 +107,7 @@ class AnnealedFfn(nn.Module):
         slope, intercept = (v[idle].to(out.weight) for v in annealed.linear_fit())
         if deploy.has_idle:
             inner = self._after_norm(ffn.fc_in(idle))
-            # only the values of a gated unit, since its gates became constants
+            # keep the values of a gated unit only: its gates have become constants
             inner = Affine(*(v[-len(idle):] for v in inner))
             scale, shift = (intercept, 0 * intercept) if ffn.gated else (slope, intercept)
             inner = inner.scale_outputs(scale)
@@ -116,7 +116,7 @@ class AnnealedFfn(nn.Module):
         if deploy.has_active:
             self._after_norm(ffn.fc_in(active)).write_to(deploy.fc_in, like=first)
             Affine(out.weight[:, active], out.bias).write_to(deploy.fc_out, like=first)
-        # timm's function does not descend into the result of fuse(), which has the layers before the FFN
+        # timm's reparameterize_model() does not recurse into the result of fuse(): fold the layers around the FFN here
         return reparameterize(ffn.around(deploy).train(self.training))
 
     def _after_norm(self, linear: Affine) -> Affine:
@@ -131,24 +131,25 @@ def anneal_ffns(
         idle_ratio: Union[float, Sequence[Optional[float]]] = 0.75,
         norm: str = 'keep',
         anneal_schedule: str = 'linear',
-        bn_momentum: float = 0.1,
+        bn_momentum: Optional[float] = 0.1,
         bn_eps: float = 1e-5,
 ) -> ConversionReport:
     """Gradually turn the FFNs of a pretrained model into foldable RePa FFNs during training, in place.
 
     The first step computes the original function; from step ``anneal_steps`` on the model folds exactly. A step is a
     forward pass ``model(x)`` in training mode; where training calls other methods of the model, call
-    :func:`timm_rep.layers.advance_annealing` before each step. The state is in buffers. Moving averages of the weights
-    have to copy integer buffers: timm's ModelEmaV3 does, and torch's and Lightning's with ``use_buffers=False``.
+    :func:`timm_rep.layers.advance_annealing` before each step. The annealing state lives in buffers, so an EMA of the
+    model must copy integer buffers: timm's ModelEmaV3 does, and so do torch's AveragedModel and Lightning's callbacks
+    with ``use_buffers=False``.
 
     Args:
         model: timm model.
-        anneal_steps: Number of training steps, an integer >= 2.
+        anneal_steps: Training steps until the model is foldable, an integer >= 2.
         idle_ratio: Share of the hidden channels of an FFN that become linear, from 0 to 1; or one per FFN, None to keep
             an FFN.
         norm: 'keep', or 'batch' to turn the norms before the FFNs into BatchNorms too.
         anneal_schedule: 'linear' or 'cosine'.
-        bn_momentum: Momentum of the BatchNorms.
+        bn_momentum: Momentum of the BatchNorms; None for a cumulative average.
         bn_eps: Epsilon of the BatchNorms.
 
     Returns:
@@ -156,8 +157,8 @@ def anneal_ffns(
 
     Raises:
         TypeError: model is not a module.
-        ValueError: The model has no FFN that can be annealed, or is wrapped, compiled or converted; or an argument is
-            out of range. The model is unchanged.
+        ValueError: The model has no FFN that can be annealed or one with a tied parameter, or is wrapped, compiled or
+            converted; or an argument is out of range. The model is unchanged.
 
     Examples:
         >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=48, num_heads=3, depth=2)
@@ -203,7 +204,7 @@ def _anneal_with_norms(
         chosen: Sequence[Tuple[Ffn, int]],
         anneal_steps: int,
         anneal_schedule: str,
-        bn_momentum: float,
+        bn_momentum: Optional[float],
         bn_eps: float,
 ) -> None:
     check_batch_norm(bn_momentum, bn_eps)

@@ -1,4 +1,4 @@
-"""How many channels of every FFN become idle, for a given number of multiply-accumulates of the model.
+"""Choose the number of idle channels of each FFN for a given number of multiply-accumulates of the model.
 
 FFNs are compared by how much their errors change the outputs of the model, from one backward pass.
 """
@@ -13,7 +13,7 @@ from timm_rep.layers.fold import to_float64
 
 from .calibration import CalibrationImages, take
 from .ffn import Ffn
-from .fitting import CalibrationRows, least_squares, matrix_entries, sum_over_processes
+from .fitting import CalibrationRows, least_squares, macs_per_token, sum_over_processes
 from .residual import Probe, image_count, tokens_of
 
 _IMAGES, _CHUNK = 128, 16  # images in all, and in one backward pass
@@ -30,19 +30,19 @@ def logits_of(outputs: Any) -> torch.Tensor:
 
 
 def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationImages) -> Dict[str, torch.Tensor]:
-    """Metrics of the FFNs' outputs in which squared errors add up to the divergence of the model's outputs.
+    """Metric of each FFN output under which squared errors sum to the divergence of the model outputs.
 
     To second order, an error e of an FFN's output changes the Kullback-Leibler divergence of the model's outputs by
     ``e^T F e / 2``, where F is the Fisher information ``E g g^T`` and g the gradient of the log probability of a class
-    that is drawn from the outputs; errors of different tokens are taken as independent. Of a model with a single
-    output, g is its gradient.
+    that is drawn from the outputs; errors of different tokens are taken as independent. For a model with a
+    single output, g is the gradient of that output.
 
     Returns:
         By name a matrix R with ``R^T R = F``, (out, out), float64.
     """
     ys: Dict[str, List[torch.Tensor]] = {}
 
-    def see_output(ffn: Ffn, y: torch.Tensor) -> torch.Tensor:
+    def record_output(ffn: Ffn, y: torch.Tensor) -> torch.Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()  # the model is frozen
         ys.setdefault(ffn.name, []).append(y)
         return y
@@ -50,11 +50,12 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     device = next(model.parameters()).device
     information = {ffn.name: to_float64(torch.zeros(ffn.out_features, ffn.out_features, device=device)) for ffn in ffns}
     hooks = [
-        ffn.output_layer.register_forward_hook(lambda _, args, y, ffn=ffn: see_output(ffn, y)) for ffn in ffns]
-    of_each_batch, count = -(-_IMAGES // images.batches), to_float64(torch.zeros((), device=device))
+        ffn.output_layer.register_forward_hook(lambda _, args, y, ffn=ffn: record_output(ffn, y)) for ffn in ffns]
+    images_per_batch, count = -(-_IMAGES // images.batches), to_float64(torch.zeros((), device=device))
     try:
         for share in images.shares:
-            x = take(share.x, slice(len(range(of_each_batch)[share.part])))
+            # this process's part of the first images of the batch
+            x = take(share.x, slice(len(range(images_per_batch)[share.part])))
             count += image_count(x)
             noise = None
             for start in range(0, image_count(x), _CHUNK):
@@ -66,6 +67,7 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
                         if noise is None:
                             noise = -torch.empty(share.size, logits.shape[1]).exponential_(
                                 generator=torch.Generator().manual_seed(share.batch)).log()[share.part]
+                        # Gumbel-max sampling of a class; seeded per batch, whatever the number of processes
                         drawn = (logits.detach() + noise[start:start + len(logits)].to(logits)).argmax(1)
                         logits = logits.gather(1, drawn[:, None])
                     names = [name for name, outputs in ys.items() for _ in outputs]
@@ -87,13 +89,14 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     metrics = {}
     for name, f in information.items():
         f = f / count
+        # keeps F positive definite for its Cholesky factor
         floor = 1e-3 * f.diagonal().mean() + torch.finfo(f.dtype).tiny ** .5
         metrics[name] = torch.linalg.cholesky(f + floor * torch.eye(len(f)).to(f)).T
     return metrics
 
 
 def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budget: float) -> List[int]:
-    """Choose one point of the curve of every FFN: the least total loss within a budget.
+    """Choose the number of idle channels of each FFN: the least total loss within a budget of multiply-accumulates.
 
     Minimizes ``sum_f loss_f[k_f] + lambda * macs_f[k_f]`` for the smallest multiplier lambda that meets the budget,
     found by bisection. What is left of the budget goes to the FFN whose loss it lowers most.
@@ -122,7 +125,7 @@ def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budge
     low, high = 0., torch.finfo(torch.float64).tiny ** .5
     if total(choose(low)) <= budget:
         return choose(low)
-    # far above this the losses do not matter
+    # with a large enough multiplier the fewest multiply-accumulates win, which are within the budget
     while total(choose(high)) > budget:
         low, high = high, 10 * high
     for _ in range(60):
@@ -151,13 +154,13 @@ def counts_for_budget(
         fraction: float,
         progress: bool,
 ) -> Dict[str, int]:
-    """Active channels of every FFN for a fraction of the model's multiply-accumulates."""
+    """Number of active channels of each FFN, by name, for a fraction of the model's multiply-accumulates."""
     macs = []
     for ffn in ffns:
         idle = torch.arange(ffn.hidden_features + 1, dtype=torch.float64)
-        line = (ffn.in_features * ffn.out_features) * (idle > 0)
+        linear_path_macs = (ffn.in_features * ffn.out_features) * (idle > 0)
         macs.append(
-            probes[ffn.name].tokens * (matrix_entries(ffn.module) - ffn.channel_macs * idle + line))
+            probes[ffn.name].tokens * (macs_per_token(ffn.module) - ffn.channel_macs * idle + linear_path_macs))
     others = model_macs - sum(m[0].item() for m in macs)
     least = others + sum(m.min().item() for m in macs)
     if least > fraction * model_macs:

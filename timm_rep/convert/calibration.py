@@ -1,4 +1,4 @@
-"""Calibration images: what each process runs, which are held out, and the tokens of them that FFNs are fitted to.
+"""Calibration images: the part of each batch that this process runs, the held-out images, the tokens of the fits.
 
 The argument of a model is a tensor of images, or for NaFlexViT a dict with 'patches', 'patch_coord' and 'patch_valid',
 of whose patches some may be padding.
@@ -15,14 +15,14 @@ from timm_rep.utils.data import world_size_and_rank
 from .ffn import Ffn
 from .residual import Probe, image_count
 
-# one of this many images is held out, if there are so many to compare losses on
+# every HELD_OUT-th distinct image is held out, if that gives at least MIN_HELD_OUT
 HELD_OUT, MIN_HELD_OUT = 5, 4
 # largest number of batches that wait in the model at the same time, each in a thread
 _MAX_BATCHES = 64
 
 
 def take(images: Any, part: slice, **kwargs: Any) -> Any:
-    """Some of the images in the argument of a model; kwargs: device, and dtype of floating-point numbers."""
+    """Slice a model input (tensor or NaFlex dict); kwargs go to Tensor.to(), dtype for floating-point tensors only."""
     if isinstance(images, dict):
         return {name: take(x, part, **kwargs) for name, x in images.items()}
     if not images.is_floating_point():
@@ -45,14 +45,14 @@ def _hash(images: Any, index: int) -> int:
 
 
 class Share(NamedTuple):
-    """The images of a batch that this process runs.
+    """The part of a batch that this process runs.
 
     Attributes:
         batch: Index of the batch.
         size: Images of the batch, of all processes.
-        part: Which of them this process runs.
-        x: These, on the device and in the dtype of the model.
-        held_out: Whether each of these is held out.
+        part: Slice of the batch that this process runs.
+        x: The images of this part, on the model's device and in its dtype.
+        held_out: Whether each image of this part is held out.
     """
     batch: int
     size: int
@@ -66,9 +66,9 @@ class CalibrationImages:
 
     Attributes:
         count: Number of images.
-        unique: Number of different ones.
+        unique: Number of distinct images.
         batches: Number of batches.
-        shares: What this process runs of each batch, without empty shares.
+        shares: The parts of the batches that this process runs, without empty ones.
     """
 
     def __init__(self, batches: Sequence[Any], like: torch.Tensor):
@@ -79,8 +79,8 @@ class CalibrationImages:
         """
         if len(batches) > _MAX_BATCHES and all(isinstance(batch, torch.Tensor) for batch in batches) and len(
                 {(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
-            every = torch.cat(list(batches))
-            batches = every.split(math.ceil(len(every) / _MAX_BATCHES))
+            all_images = torch.cat(list(batches))
+            batches = all_images.split(math.ceil(len(all_images) / _MAX_BATCHES))
         sizes = [image_count(batch) for batch in batches]
         self.batches, self.count = len(batches), sum(sizes)
         self.world_size, self.rank = world_size_and_rank()
@@ -88,7 +88,7 @@ class CalibrationImages:
             raise ValueError(
                 f'Expected a batch with an image for each of {self.world_size} processes, but the largest has '
                 f'{max(sizes)}.')
-        # an image that is there twice is either held out or not
+        # duplicates must end up on the same side of the split
         first: Dict[int, int] = {}
         groups = [
             first.setdefault(_hash(batch, i), len(first))
@@ -108,10 +108,10 @@ class CalibrationImages:
 
 
 class TokenSampler:
-    """Which tokens of each image are used: all class tokens, and as many others as are asked for, at random.
+    """Selects the tokens of each image that FFNs are fitted to: prefix tokens first, then a random sample of others.
 
-    The choice depends on the position of an image in the batches alone, so that every pass and every process makes the
-    same one. Padding is not used.
+    The choice depends only on the position of an image in the batches, so it is the same in every pass and process.
+    Padding is not selected.
 
     Attributes:
         attended: Tokens that are not padding, (images, tokens), by the name of an FFN and the index of a batch.
@@ -120,15 +120,15 @@ class TokenSampler:
     def __init__(self, probes: Dict[str, Probe], counts: Dict[str, int]):
         """
         Args:
-            probes: What the FFNs see.
-            counts: Tokens of an image that are used of one call, for every FFN.
+            probes: Result of :func:`timm_rep.convert.residual.probe`, by FFN.
+            counts: Number of tokens to select per image and call, by FFN.
         """
         self.probes, self.counts = probes, counts
         self.attended: Dict[Tuple[str, int], torch.Tensor] = {}
         self._chosen: Dict[Tuple[Any, ...], torch.Tensor] = {}
 
     def __call__(self, name: str, share: Share, tokens: int) -> torch.Tensor:
-        """Rows of the matrix of tokens, of this length, that an FFN sees of the images in one call."""
+        """Indices of the selected rows in the token matrix, of this length, that an FFN receives in one call."""
         images = image_count(share.x)
         n = tokens // images
         attended = self.attended.get((name, share.batch))
@@ -150,11 +150,11 @@ class TokenSampler:
         return self._chosen[key]
 
     def take(self, name: str, share: Share, x: torch.Tensor) -> torch.Tensor:
-        """The chosen rows of such a matrix."""
+        """The selected rows of such a matrix."""
         return x[self(name, share, len(x)).to(x.device)]
 
     def held_out(self, name: str, share: Share, tokens: int) -> torch.Tensor:
-        """Whether each of the chosen rows is of a held-out image."""
+        """Whether each of the selected rows is of a held-out image."""
         return share.held_out[self(name, share, tokens) // (tokens // image_count(share.x))]
 
 
@@ -162,7 +162,7 @@ def attended_tokens(attn_mask: Optional[torch.Tensor]) -> Optional[torch.Tensor]
     """Tokens that at least one query attends to; the others are padding.
 
     Args:
-        attn_mask: Mask of attention (N, heads or 1, queries, tokens): bool, or additive with the least value of its
+        attn_mask: Attention mask (N, heads or 1, queries, tokens): bool, or additive with the least value of its
             dtype or -inf at masked positions. None without a mask.
 
     Returns:

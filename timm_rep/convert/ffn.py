@@ -24,7 +24,7 @@ _NORM_FOLDING = ('timm.models.nextvit.NextConvBlock', 'timm.models.nextvit.NextT
 
 
 class _One(nn.Module):
-    """1, the values of a gated unit in a block that multiplies them by gates with its whole function."""
+    """Returns 1. Replaces the value layer of an inline gated block, whose first layer then computes the whole FFN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_ones(())
@@ -95,15 +95,15 @@ class Ffn:
         return self.in_features * (2 if self.gated else 1) + self.out_features
 
     def pruned_features(self, active_features: int) -> int:
-        """Number of hidden channels of two matrices that cost as much as three with ``active_features``."""
+        """Hidden channels of a two-matrix FFN with the multiply-accumulates of three with ``active_features``."""
         return min(self.hidden_features, active_features + self.in_features * self.out_features // self.channel_macs)
 
     def unsupported_reason(self) -> Optional[str]:
-        """Why the module, which may have changed, is not a pointwise FFN; None if it is."""
+        """Reason why the module, which may have changed, is not a pointwise FFN; None if it is one."""
         return self._spec.unsupported_reason(self.module)
 
     def unsupported_training_reason(self) -> Optional[str]:
-        """Why norm, FFN and layer scale of a block cannot become a RePaMlp; None if they can."""
+        """Reason why norm, FFN and layer scale of a block cannot become a RePaMlp; None if they can."""
         spec = self._spec
         chains = [self._layers('first'), self._layers('last')]
         plain = all(len(layers) == 1 and type(layers[0]) in (nn.Linear, nn.Conv2d) for layers in chains)
@@ -115,10 +115,11 @@ class Ffn:
         return None
 
     @torch.no_grad()
-    def is_sum_of_parts(self) -> bool:
-        """Whether the FFN computes what its registered parts do, tried on two random tokens in eval mode.
+    def matches_registered_parts(self) -> bool:
+        """Whether the FFN equals the composition of its registered parts, checked on two random tokens in eval mode.
 
-        True where it cannot be tried: on the meta device, for a block with own layers, or for other shapes of input.
+        True where this cannot be checked: on the meta device, for inline FFNs, or if the forward pass of the tokens
+        fails.
         """
         like = find_linear(self.first).weight
         if like.is_meta or self._spec.inline:
@@ -161,7 +162,7 @@ class Ffn:
     def act(self, channels: torch.Tensor) -> nn.Module:
         """The map of the output of :meth:`fc_in` to the hidden features of the given channels.
 
-        A LayerNorm of the hidden features becomes one over these channels alone, which is another function.
+        A LayerNorm of the hidden features becomes one over these channels alone, which is a different function.
         """
         act = self.unit(self.module.get_submodule(self.act_name))
         if self.hidden_norm is None or not len(channels):
@@ -185,7 +186,7 @@ class Ffn:
         Args:
             active_features: Number of hidden channels that keep the activation.
             act: Map of the output of ``fc_in`` to the hidden features (default: of the first channels).
-            linear_path: Whether the idle channels become a matrix, or are dropped.
+            linear_path: Whether a matrix replaces the idle channels; if False they are dropped.
             dd: Device and dtype of the new parameters (default: of the FFN).
         """
         like = find_linear(self.first).weight
@@ -206,9 +207,10 @@ class Ffn:
             fc_out: Optional[Affine] = None,
             linear: Optional[Affine] = None,
     ) -> RePaMlpDeploy:
-        """:meth:`matrices` with the first layer of the active channels and given maps of these and of u.
+        """:meth:`matrices` with the original first layer of the active channels and the given output maps.
 
-        Without a linear map of two matrices; without ``fc_out`` only the hidden features can be computed.
+        ``linear=None`` gives two matrices. ``fc_out=None`` leaves the layer fc_out on 'meta', so that only the hidden
+        features can be computed.
         """
         new = self.matrices(len(active), self.act(active), linear is not None, device='meta')
         like = find_linear(self.last).weight
@@ -237,7 +239,7 @@ class Ffn:
         return deploy.train(self.module.training)
 
     def _block_with(self, deploy: nn.Module) -> nn.Module:
-        """A copy of the block with one of its layers for the whole FFN; the others are shared."""
+        """A copy of the block in which one layer computes the whole FFN; the layers outside of the FFN are shared."""
         block, spec = copy.copy(self.module), self._spec
         layers = {name: nn.Identity() for name in (*spec.first.split(), spec.act, *spec.last.split())}
         layers[spec.first.split()[0]] = deploy.train(block.training)
@@ -273,7 +275,7 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
             others[name] = reason
             continue
         ffn = Ffn(name, module, spec, key, blocks.get(module, ()))
-        if key.startswith('timm.') or ffn.is_sum_of_parts():  # timm's are tested
+        if key.startswith('timm.') or ffn.matches_registered_parts():  # timm's are tested
             ffns.append(ffn)
         else:
             others[name] = 'computes something else than its registered parts'
@@ -343,7 +345,7 @@ def ratios_of(
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in all places of another one, which several parents may share."""
+    """Replace a module wherever it occurs; several parents may share it."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is old:
@@ -355,7 +357,7 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _fold_norms(block: nn.Module) -> None:
-    """The ``reparameterize()`` of a NextViT block with a converted FFN, several of whose layers may have its input."""
+    """``reparameterize()`` of a NextViT block with a converted FFN, in which several layers may read the input."""
     mlp, norm = block.mlp, block.norm2 if hasattr(block, 'norm2') else block.norm
     first, *others = (m for name, m in mlp.named_modules() if name.split('.')[-1] in ('fc1', 'fc_in', 'fc_idle'))
     if not block.is_fused:

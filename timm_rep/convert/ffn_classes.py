@@ -1,4 +1,4 @@
-"""Registry of FFN classes, which are pointwise: applied to each token alone, and of the blocks around them.
+"""Registry of pointwise FFN classes, which are applied to each token alone, and of the blocks around them.
 
 A registration names the layers of an FFN; here they are found and checked.
 """
@@ -31,7 +31,7 @@ class FfnSpec(NamedTuple):
         return [module.get_submodule(name) for name in getattr(self, part).split()]
 
     def unsupported_reason(self, module: nn.Module) -> Optional[str]:
-        """Why a module of a registered class is not a pointwise FFN; None if it is."""
+        """Reason why a module of a registered class is not a pointwise FFN; None if it is one."""
         try:
             parts = {part: self.layers(module, part) for part in (
                 'first', 'act', 'last', 'value', 'drop', 'before', 'after')}
@@ -85,7 +85,7 @@ def _type_name(module: nn.Module) -> str:
 
 
 def _unsupported_linear(part: nn.Module) -> Optional[str]:
-    """Why a module in the place of a linear layer is not one, or one with BatchNorms; None if it is."""
+    """Reason why a module is neither a linear layer nor a part of one with BatchNorms; None if it is."""
     if type(part) is nn.Linear or type(part) is nn.Conv2d:
         if isinstance(part, nn.Conv2d) and not (
                 part.kernel_size == part.stride == (1, 1) and part.groups == 1
@@ -153,15 +153,19 @@ def register_ffn(
     (``'fc1.conv'``); several layers in a row are separated by spaces in the order of execution (``'fc1 bn1'``). Linear
     parts are ``nn.Linear``, ungrouped 1 x 1 ``nn.Conv2d`` with channels at dimension 1, BatchNorms after them, or
     timm's composites of these. An FFN is not converted if it has parameters outside of the named parts, hooks or a part
-    of another type, or if it computes something else than the parts do.
+    of a different type, or if it does not compute what the parts do.
 
-    A registration holds for the class that defines ``forward()`` and for subclasses that inherit it. A subclass with a
-    ``forward()`` of its own needs its own registration. It lasts as long as the process: register in the module that
-    defines the class.
+    A registration applies to the class that defines ``forward()`` and to subclasses that inherit it. A subclass with
+    its own ``forward()`` needs its own registration. Registrations are not saved: register in the module that defines
+    the class.
 
-    From data, all such FFNs convert. Annealed, those without ``norm``. To train, and annealed with ``norm='batch'``,
-    those with one plain layer each as ``first`` and ``last`` and without ``value``, ``packed``, ``before``, ``after``
-    and ``absent``, in a block that :func:`register_block` knows.
+    Which of these FFNs can be converted depends on the conversion:
+
+    - From data: all.
+    - Annealed: those without a LayerNorm in ``norm``.
+    - To train, and annealed with ``norm='batch'``: those whose ``first`` and ``last`` are one plain layer each, without
+      ``value``, ``packed``, ``before``, ``after``, ``absent``, ``attribute`` and ``inline``, in a block of a class
+      registered with :func:`register_block`.
 
     Example::
 
@@ -183,7 +187,7 @@ def register_ffn(
         value: Second linear layer on the same input, by whose output the activated one is multiplied (gated unit).
         packed: Whether the first linear layer computes gates and values of a gated unit, in this order unless the
             attribute ``gate_last`` of the FFN is True.
-        norm: LayerNorm of the hidden features before the last linear layer, or an attribute that is None.
+        norm: Attribute that holds the LayerNorm of the hidden features; it may hold None or an identity.
         drop: Dropouts after the activation and after the last linear layer: two names.
         before: Layers before the first linear layer; they are kept.
         after: Layers after the last linear layer; they are kept.

@@ -1,4 +1,4 @@
-"""What replaces an FFN: its rows of calibration data, the choice among candidates on held-out rows, the matrices."""
+"""Fit the replacement of one FFN: collect moments, choose among candidates on held-out rows, build the matrices."""
 import dataclasses
 import math
 from typing import Callable, NamedTuple, Optional, Tuple
@@ -20,18 +20,17 @@ _FLOAT32_RIDGE = 1e-4  # least damping that rounding errors of moments of float3
 
 
 class CalibrationRows(NamedTuple):
-    """What an FFN sees of the calibration images of this process, and what it lacks.
+    """Calibration rows of an FFN in this process.
 
     Attributes:
         inputs: Input u, (rows, in).
         held_out: Whether a row is of a held-out image, (rows,).
-        wanted: Output that brings the residual stream to the original model's, (rows, out). None if the FFN is to give
-            what it gives on this input.
+        target: Output that would restore the original residual stream, (rows, out); None to fit the FFN's own output.
         metric: See :class:`LeastSquares`.
     """
     inputs: torch.Tensor
     held_out: torch.Tensor
-    wanted: Optional[torch.Tensor] = None
+    target: Optional[torch.Tensor] = None
     metric: Optional[torch.Tensor] = None
 
 
@@ -43,7 +42,7 @@ def sum_over_processes(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     return tensors
 
 
-def matrix_entries(module: nn.Module) -> int:
+def macs_per_token(module: nn.Module) -> int:
     """Multiply-accumulates of an FFN for one token."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, (nn.Linear, nn.Conv2d)))
 
@@ -84,26 +83,27 @@ def least_squares(
         ridge: float,
         channels: Optional[torch.Tensor] = None,
 ) -> Tuple[LeastSquares, LeastSquares]:
-    """The problems of the fitted and the held-out rows.
+    """Least-squares problems of the fitted and of the held-out rows.
 
-    With channels, of an FFN whose LayerNorm will see only these: the hidden features are these features, then the part
-    of y that the kept columns of W2 do not give, as channels of their own.
+    ``channels`` is for FFNs with a LayerNorm, which will normalize these channels only: the hidden features are then
+    those of the reduced LayerNorm, followed by the part of y that the kept columns of W2 do not explain, as extra
+    channels.
     """
     second, exact = ffn.fc_out(), ffn.exact()
     dtype = torch.promote_types(rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
     weight, bias = (x.to(exact.fc_out.weight.device, dtype) for x in second)
-    every = _features(ffn, exact)
+    all_features = _features(ffn, exact)
     own = None if channels is None else _features(ffn, ffn.with_weights(channels))
 
     def columns(part: slice) -> torch.Tensor:
         u = rows.inputs[part]
-        g = every(u).to(dtype)
-        y = None if own is None and rows.wanted is None else g @ weight.T + bias
+        g = all_features(u).to(dtype)
+        y = None if own is None and rows.target is None else g @ weight.T + bias
         if own is not None:
             g = own(u).to(dtype)
             g = torch.cat([g, y - g @ weight[:, channels].T], 1)
         parts = [g, u.to(dtype)]
-        return torch.cat(parts if rows.wanted is None else [*parts, rows.wanted[part].to(dtype) - y], 1)
+        return torch.cat(parts if rows.target is None else [*parts, rows.target[part].to(dtype) - y], 1)
 
     moments = _moments(rows, columns)
     if not all(x.isfinite().all() for x in (*second, *moments[0].sums(), *moments[1].sums())):
@@ -124,9 +124,17 @@ def fit_ffn(
         ridge: float,
         tokens: int = 0,
 ) -> Tuple[RePaMlpDeploy, ConvertedFfn]:
-    """Fit three matrices, or two with as many multiply-accumulates where these are better.
+    """Fit three matrices, or two with the same multiply-accumulates if those are better.
 
-    The path and the damping of the correction have the least loss on the held-out rows; the fit is then to all rows.
+    The number of matrices and the damping of the correction minimize the loss on the held-out rows; the final fit is to
+    all rows.
+
+    Args:
+        ffn: The FFN.
+        rows: Its calibration rows in this process.
+        active_features: Number of hidden channels that keep the activation in three matrices.
+        ridge: Damping of the fit to the FFN's own output, relative to the variance of every variable.
+        tokens: Number of tokens of one image, to report multiply-accumulates.
 
     Returns:
         The map of u to y, and the report.
@@ -140,7 +148,7 @@ def fit_ffn(
         forms = forms[-1:]
         kept = fitted.best_channels(active_features, ridge)
         fitted, held_out = least_squares(ffn, rows, ridge, kept)
-    ridges = (math.inf,) if rows.wanted is None else CORRECTION_RIDGES if has_held_out else (1.,)
+    ridges = (math.inf,) if rows.target is None else CORRECTION_RIDGES if has_held_out else (1.,)
     compared = held_out if has_held_out else fitted
     losses, fits = [], []
     for linear_path, count in forms:
@@ -156,16 +164,16 @@ def fit_ffn(
         fitted = dataclasses.replace(fitted, moments=fitted.moments + held_out.moments)
         fit, = fitted.solve(fit.active, ridge, fit.linear_path, (fit.correction_ridge,))
     loss, = fitted.losses([fit])
-    line, = fitted.losses(fitted.solve(fit.active[:0], ridge))
+    linear_only, = fitted.losses(fitted.solve(fit.active[:0], ridge))
     channels = fit.active if kept is None else kept
     matrices = ffn.with_weights(
         channels, Affine(fit.weight, fit.linear.bias), fit.linear if fit.linear_path else None)
     return matrices, ConvertedFfn(
         ffn.name, h, len(channels), fit.linear_path, fitted.share(loss),
-        macs=(tokens * matrix_entries(ffn.module), tokens * matrix_entries(ffn.around(matrices))),
+        macs=(tokens * macs_per_token(ffn.module), tokens * macs_per_token(ffn.around(matrices))),
         held_out=held_out_loss,
         other_held_out=other_loss,
-        linear_share=1 - fitted.share(line),
-        compensated=rows.wanted is not None,
+        linear_share=1 - fitted.share(linear_only),
+        compensated=rows.target is not None,
         correction_ridge=fit.correction_ridge if fit.correction_ridge < math.inf else None,
     )

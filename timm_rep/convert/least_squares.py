@@ -1,8 +1,8 @@
 """Least squares for an FFN ``y = W2 g(u) + b2``: which hidden channels become idle, and what replaces them.
 
 The active channels A keep the activation, and ``W2' g_A + M u + c`` replaces the FFN. It is fitted to ``y + d``, where
-the correction d is what the residual stream lacks on the way to the original model's. All quantities follow from the
-mean and the covariance of (g, u), hidden features before inputs, and of d, in float64.
+the correction d is what the residual stream still lacks compared with the original model's. All quantities follow from
+the mean and the covariance of (g, u), hidden features before inputs, and of d, in float64.
 """
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ _STRIPS = 4  # strips in which the upper half of a symmetric product is computed
 class Moments:
     """Mean and covariance of the columns of a stream of matrices, accumulated in float64.
 
-    Products within one matrix are summed in its own dtype.
+    Products within one call of :meth:`add` are summed in the dtype of the rows.
     """
 
     def __init__(self, shift: torch.Tensor):
@@ -46,7 +46,7 @@ class Moments:
                 self.square[start:stop, start:] += to_float64(rows[:, start:stop].T @ rows[:, start:])
 
     def sums(self) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sums; those over other rows, with the same shift, may be added to them in place."""
+        """The accumulated sums; sums over other rows with the same shift may be added in place."""
         return self.count, self.total, self.square
 
     def __add__(self, other: 'Moments') -> 'Moments':
@@ -77,7 +77,7 @@ class Elimination(NamedTuple):
     """The order in which hidden channels become idle.
 
     Attributes:
-        order: Hidden channels, those first whose replacement costs least.
+        order: Hidden channels, cheapest to replace first.
         loss: Squared error of the output, as variance summed over its channels, with the first k channels of the order
             idle; entry k, of hidden_features + 1.
     """
@@ -108,18 +108,18 @@ def eliminate(residual: torch.Tensor, weight: torch.Tensor, fraction: float = 1 
         cost = weight.square().sum(0) / inverse.diagonal()
         size = max(1, int(fraction * len(left)))
         rank = cost.argsort()
-        gone, kept = rank[:size], rank[size:].sort().values
-        factor = torch.linalg.cholesky(inverse[gone][:, gone])
-        change = torch.linalg.solve_triangular(factor, weight[:, gone].T, upper=False)
+        removed, kept = rank[:size], rank[size:].sort().values
+        factor = torch.linalg.cholesky(inverse[removed][:, removed])
+        change = torch.linalg.solve_triangular(factor, weight[:, removed].T, upper=False)
         # the cost of the step, shared among its channels in proportion to their own
-        share = cost[gone].cumsum(0)
+        share = cost[removed].cumsum(0)
         total = change.square().sum()
         share = share / share[-1] if share[-1] > 0 else torch.linspace(0, 1, size + 1, dtype=share.dtype)[1:].to(share)
         loss.append(loss[-1][-1] + total * share)
-        rows = torch.linalg.solve_triangular(factor, inverse[gone][:, kept], upper=False)
+        rows = torch.linalg.solve_triangular(factor, inverse[removed][:, kept], upper=False)
         weight = weight[:, kept] - change.T @ rows
         inverse = inverse[kept][:, kept] - rows.T @ rows
-        order.append(left[gone])
+        order.append(left[removed])
         left = left[kept]
     return Elimination(torch.cat(order), torch.cat(loss))
 
@@ -212,7 +212,7 @@ class LeastSquares:
 
     def elimination(self, ridge: float, linear_path: bool = True) -> Elimination:
         """Choose the idle channels, see :func:`eliminate`."""
-        # less damping than the fits, since damped moments give the losses
+        # weaker damping than in the fits, because here the damped moments also give the losses
         h, weight, ridge = self.hidden, self._weighted(self.second.weight), ridge / 10
         hidden, inputs = slice(h), slice(h, h + self.in_features)
         covariance = self.covariance[hidden, hidden]
@@ -245,7 +245,7 @@ class LeastSquares:
             linear_path: bool = True,
             correction_ridges: Sequence[float] = (math.inf,),
     ) -> List[Fit]:
-        """Fit ``W2' g_A + M u + c`` to y, then what is left of y + d with another damping.
+        """Fit ``W2' g_A + M u + c`` to y, then what is left of y + d with a damping of its own.
 
         Args:
             active: Indices of the active channels A.

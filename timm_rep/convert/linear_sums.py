@@ -1,7 +1,7 @@
-"""Sums of linear branches in timm's blocks: their branches, and the attribute that takes the one convolution.
+"""Find the blocks of timm models that are sums of linear branches, and the place of the equivalent convolution.
 
-A sum consists of terms ``gain * norm(conv(x))``. The convolution that equals it takes the place that timm's own deploy
-structure gives it, so that the rest of the block's forward pass stays timm's.
+A sum consists of terms ``gain * norm(conv(x))``. The equivalent convolution goes where timm's own deploy structure has
+it, so that the rest of the block's forward pass stays timm's.
 """
 import dataclasses
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
@@ -35,7 +35,7 @@ class LinearSum:
         module: The module.
         terms: The branches.
         slot: Attribute of the module for timm's folded convolution; '' if the convolution replaces the module.
-        replaced: New values of the module's attributes that the convolution makes superfluous.
+        replaced: New values of the module's attributes that the convolution makes redundant.
         norm: BatchNorm applied to the sum, None without.
         act: Activation that timm's deploy structure puts after the convolution in the slot, None without.
     """
@@ -49,7 +49,7 @@ class LinearSum:
 
     @property
     def convs(self) -> List[nn.Conv2d]:
-        """The convolutions."""
+        """Convolutions of the branches, which identities do not have."""
         return [term.conv for term in self.terms if term.conv is not None]
 
     @property
@@ -145,13 +145,13 @@ def _repmixer(name: str, block: nn.Module) -> List[LinearSum]:
 def _large_kernel(name: str, block: nn.Module) -> List[LinearSum]:
     terms = _conv_norms([block.large_conv, getattr(block, 'small_conv', None)])
     return [LinearSum(
-        name, block, terms, 'reparam_conv', dict(large_conv=None, small_conv=None, reparameterize=_folded_already))]
+        name, block, terms, 'reparam_conv', dict(large_conv=None, small_conv=None, reparameterize=_noop))]
 
 
 def _position(name: str, block: nn.Module) -> List[LinearSum]:
     return [LinearSum(
         name, block, [Term(block.pos_enc), Term(None)], 'reparam_conv',
-        dict(pos_enc=None, reparameterize=_folded_already))]
+        dict(pos_enc=None, reparameterize=_noop))]
 
 
 def _repvgg_dw(name: str, block: nn.Module) -> List[LinearSum]:
@@ -199,11 +199,11 @@ def _lcnet(name: str, block: nn.Module) -> List[LinearSum]:
     return [LinearSum(name, block, _conv_norms(block.dw_conv_list), 'dw_conv', dict(dw_conv_list=None))]
 
 
-def _folded_already() -> None:
+def _noop() -> None:
     """Replaces ``reparameterize()`` in blocks of timm that require their branches for it."""
 
 
-_READERS: Dict[str, Callable[[str, nn.Module], List[LinearSum]]] = {
+_SUM_FINDERS: Dict[str, Callable[[str, nn.Module], List[LinearSum]]] = {
     'byobnet.MobileOneBlock': _mobileone,
     'byobnet.RepVggBlock': _repvgg,
     'fastvit.MobileOneBlock': _mobileone,
@@ -220,7 +220,7 @@ _READERS: Dict[str, Callable[[str, nn.Module], List[LinearSum]]] = {
 
 
 def _unsupported_reason(linear_sum: LinearSum) -> Optional[str]:
-    """Why one convolution with a BatchNorm cannot replace a sum; None if it can."""
+    """Reason why one convolution with a BatchNorm cannot replace a sum; None if it can."""
     if len(linear_sum.terms) < 2:
         return 'has a single branch'
     for conv, norm, _ in linear_sum.terms:
@@ -258,13 +258,13 @@ def find_linear_sums(model: nn.Module) -> Tuple[List[LinearSum], Dict[str, str]]
     """
     sums: List[LinearSum] = []
     others: Dict[str, str] = {}
-    parts: Set[nn.Module] = set()  # modules of the sums found so far
+    parts: Set[nn.Module] = set()  # blocks inside sums that were found, which fold with these
     for name, module in model.named_modules():
         cls = type(module)
-        read = _READERS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))
-        if read is None or module in parts or _is_folded(module):
+        find = _SUM_FINDERS.get(f'{cls.__module__}.{cls.__qualname__}'.removeprefix('timm.models.'))
+        if find is None or module in parts or _is_folded(module):
             continue
-        found = read(name, module)
+        found = find(name, module)
         reasons = {f'{name}.{s.slot}'.rstrip('.'): _unsupported_reason(s) for s in found}
         if any(reasons.values()):  # timm folds all sums of a block together
             others.update({slot: reason for slot, reason in reasons.items() if reason})

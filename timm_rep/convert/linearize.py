@@ -27,8 +27,8 @@ from .report import ConversionReport
 from .residual import Probe, probe
 from .streaming import ConvertingPass, record_original
 
-# Tokens of each image that are used at least, and rows for each column of the moments. Neighbouring tokens repeat each
-# other, so that few tokens of many images say more than all tokens of a few.
+# Least number of tokens per image; calibration rows per column of the moments, used and recommended. Neighbouring
+# tokens are redundant, so few tokens of many images are worth more than all tokens of a few.
 _TOKENS, _ROWS_PER_COLUMN, _RECOMMENDED_ROWS = 16, 4, 16
 
 
@@ -36,7 +36,7 @@ def check_convertible(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
     """The pointwise FFNs of a model, and the names of other FFNs with the reason why they cannot be converted.
 
     Raises ValueError if the model has no pointwise FFN or one with a tied parameter, or is wrapped, compiled or
-    converted.
+    converted; TypeError if it is not a module.
     """
     check_unconverted(model)
     ffns, others = find_ffns(model)
@@ -75,21 +75,21 @@ def linearize_ffns(
 ) -> ConversionReport:
     """Replace the FFNs of a pretrained model by two or three small matrices each, fitted to images without labels.
 
-    FFN after FFN in the order of execution, in one forward pass of the images, in step: what enters an FFN comes from
-    the converted ones before it. The idle channels are those whose best linear replacement costs least, see
-    :func:`timm_rep.convert.eliminate`; ``W2'``, M and c solve a least-squares problem with the damping
-    ``ridge * variance`` of every variable. Where the fit with M = 0 and more active channels, as many as have the
-    multiply-accumulates of M, is better on held-out images, the FFN becomes two matrices.
+    FFNs are converted in execution order during a single forward pass in which all batches advance together, so each
+    FFN is fitted to inputs that come from the FFNs already converted. The channels made idle are those whose best
+    linear replacement costs least, see :func:`timm_rep.convert.least_squares.eliminate`; ``W2'``, M and c solve a
+    least-squares problem with the damping ``ridge * variance`` of every variable. If dropping M and spending its
+    multiply-accumulates on additional active channels fits the held-out images better, the FFN becomes two matrices.
 
-    The target is what brings the residual stream back to the original model's: where an FFN's output is added to the
-    stream, with or without a layer scale, what the stream lacks so far is part of the target. This correction is
-    fitted with a stronger damping, chosen for each FFN on the held-out images. Elsewhere the target is what the FFN
-    gives on its new input. The block keeps its norm, layer scale and shortcut.
+    The target restores the residual stream of the original model: where an FFN's output is added to the stream, with or
+    without a layer scale, the errors that earlier FFNs left in the stream are part of the target. This correction has a
+    damping of its own, chosen for each FFN on the held-out images. Elsewhere the target is the output of the FFN on its
+    new input. The block keeps its norm, layer scale and shortcut.
 
-    Memory: all batches are in the model at once, each with about four activations; the recorded tokens of each FFN take
-    ``images * tokens * out_features`` numbers. For a ViT-B/16 at 224 pixels, both are 3.3 MB an image in float32, so
-    6.7 GB for 2,048; fewer images take less. In a process group the processes share the images, and all get the same
-    weights; each passes the same loader.
+    Memory: all batches are in the model at once and hold about four activations per image; the recorded tokens take
+    ``images * tokens * out_features`` numbers per FFN. For a ViT-B/16 at 224 pixels the two add up to 3.3 MB per image
+    in float32, 6.7 GB for 2,048 images. In a process group, the processes split the images and get the same weights;
+    pass the same loader in each.
 
     Args:
         model: timm model, in any mode, which is left as it is.
@@ -97,26 +97,26 @@ def linearize_ffns(
             used, of a dict the tensor of images. Labels are not used. For a NaFlexViT also batches of timm's NaFlex
             loader, of whose patches the padding is not used.
         idle_ratio: Share of the hidden channels that become linear, from 0 to 1 (default: 0.75); or one for each FFN,
-            None for those that stay as they are.
+            None to leave an FFN unchanged.
         max_images: Largest number of images to use; the report recommends one for the model. A fifth of them is held
-            out while path and damping are chosen.
+            out while the number of matrices and the damping of the correction are chosen.
         ridge: Damping of the least-squares problems, relative to the variance of every variable.
         progress: Whether to show a progress bar.
-        macs: Multiply-accumulates of the converted model as a fraction of the model's, above 0 and below 1. Takes the
-            place of idle_ratio: FFNs whose errors change the outputs less idle more, see
-            :func:`timm_rep.convert.budget.allocate`; this takes one backward pass of a part of the images.
+        macs: Multiply-accumulates of the converted model as a fraction of the model's, above 0 and below 1. Instead of
+            idle_ratio: FFNs whose errors affect the outputs less get more idle channels, see
+            :func:`timm_rep.convert.budget.allocate`; this costs one backward pass over about 128 images.
         tokens_per_image: Number of tokens of each image that an FFN is fitted to, class tokens first (default: 16, or
             as many as give four tokens for each channel of the FFN).
-        compensate: Whether the errors of the FFNs before it are a part of the target of an FFN.
+        compensate: Whether each FFN also corrects the errors that the FFNs before it left in the residual stream.
 
     Returns:
         The report.
 
     Raises:
         TypeError: model is not a module, a batch has no tensor of images, or, with macs, the outputs hold no tensor.
-        ValueError: The model has no FFN that can be converted, no weights, or is wrapped or converted already;
-            idle_ratio, ridge or max_images is out of range; macs cannot be reached; there are too few images; or
-            features or weights are not finite. The model is unchanged.
+        ValueError: The model has no FFN that can be converted, one with a tied parameter, or no weights, or is wrapped,
+            compiled or converted already; idle_ratio, ridge or max_images is out of range; macs cannot be reached;
+            there are too few images; or features or weights are not finite. The model is unchanged.
         OverflowError: A fitted weight does not fit the dtype of the model, which is unchanged.
 
     Examples:
@@ -147,7 +147,7 @@ def linearize_ffns(
         probes = probe(model, ffns, images.first(4))
         if not compensate:
             probes = {name: seen._replace(residual=None) for name, seen in probes.items()}
-        ffns = _used(ffns, probes, kept, images.count)
+        ffns = _drop_unused(ffns, probes, kept, images.count)
         tokens = {
             ffn.name: tokens_per_image or max(_TOKENS, math.ceil(_ROWS_PER_COLUMN * _columns(ffn) / images.count))
             for ffn in ffns}
@@ -159,11 +159,11 @@ def linearize_ffns(
         converted = []
         with ConvertingPass(model, ffns, images.shares, sampler) as converting:
             for ffn in tqdm(ffns, desc='Converting FFNs', disable=not progress):
-                rows, stream = converting.arrive_at(ffn)
+                rows, stream = converting.run_until(ffn)
                 residual, total = probes[ffn.name].residual, totals.get(ffn.name)
                 if residual is not None:
-                    wanted = (total - stream.to(total)) / residual.scale.to(total)
-                    rows = rows._replace(wanted=wanted, metric=residual.scale.to(total.device))
+                    target = (total - stream.to(total)) / residual.scale.to(total)
+                    rows = rows._replace(target=target, metric=residual.scale.to(total.device))
                 with torch.autocast(rows.inputs.device.type, enabled=False):
                     matrices, found = fit_ffn(ffn, rows, counts[ffn.name], ridge, probes[ffn.name].tokens)
                 converting.convert(ffn, matrices)
@@ -181,7 +181,7 @@ def linearize_ffns(
 
 
 def _warn(images: CalibrationImages, predicted_classes: int, report: ConversionReport) -> None:
-    """Warn of images that say little about others."""
+    """Warn if the calibration images are too few or too similar."""
     messages = []
     if images.count - images.unique > images.count / 10:
         messages.append(f'Only {images.unique} of the {images.count} calibration images are different ones.')
@@ -211,13 +211,13 @@ def _columns(ffn: Ffn) -> int:
     return ffn.in_features + ffn.hidden_features
 
 
-def _used(
+def _drop_unused(
         ffns: Sequence[Ffn],
         probes: Dict[str, Probe],
         kept: Dict[str, str],
         images: int,
 ) -> List[Ffn]:
-    """FFNs that are worth converting, in the order of execution; checks that the images suffice."""
+    """The FFNs worth converting, in execution order; adds the others to ``kept``, checks that the images suffice."""
     by_name = {ffn.name: ffn for ffn in ffns}
     ordered = []
     for ffn in ffns:

@@ -1,4 +1,4 @@
-"""What config.json says about a converted model: its architecture and arguments, and whether it is folded.
+"""Record a conversion for config.json: architecture and arguments of a converted model, and whether it is folded.
 
 timm's save_for_hf() reads them from ``_model_args``, ``pretrained_cfg`` and ``_traits`` of the model.
 """
@@ -16,12 +16,13 @@ from timm_rep.scales._transformers import extend_timm_wrapper
 
 from ._reparameterize import check_loaded_structure, reparameterize
 
-# arguments of create_model that its constructors do not take; some name files
+# arguments handled by create_model() and build_model_with_cfg(), not by model classes; some are file names, so they are
+# rejected in a downloaded config.json
 FACTORY_ARGS = {
     *inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters,
     'device', 'dtype', 'features_only', 'out_indices', 'weight_select', 'weights',
 }
-# fields of a pretrained_cfg: where its weights are
+# fields of a pretrained_cfg that locate its weights
 WEIGHT_SOURCE = ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source', 'tag', 'custom_load')
 
 
@@ -32,16 +33,16 @@ def is_timm_model(name: Any) -> bool:
 
 
 def recorded_base(model: nn.Module) -> Optional[str]:
-    """Name of the timm model that a model is; None if the name, or the arguments it was created with, are unknown."""
+    """Name under which timm created a model; None if the name or the arguments it was created with are unknown."""
     name = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
     return name if hasattr(model, '_model_args') and is_timm_model(name) else None
 
 
 def record_conversion(model: nn.Module, architecture: str, **args: Any) -> None:
-    """Let config.json say that a model is a registered architecture with ``base=`` what it was before the conversion.
+    """Record in a model's config that it is ``architecture`` with its original timm name as ``base``.
 
-    What describes the weights, such as their licence, is kept, and what locates them is not. A model without a recorded
-    base, see :func:`recorded_base`, stays as it is.
+    Fields that describe the weights, such as the license, are kept; fields that locate them are dropped. A model
+    without a recorded base, see :func:`recorded_base`, is left unchanged.
     """
     base = recorded_base(model)
     if base is None:
@@ -78,7 +79,7 @@ def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Un
 
 
 def describe_input(model: nn.Module) -> None:
-    """Let config.json say which layers images enter; timm reads it to load weights for other numbers of channels."""
+    """Record in a model's config which layers receive the images; timm adapts their weights to other input channels."""
     first_conv = input_layers(model, model.pretrained_cfg.get('first_conv'))
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'first_conv': first_conv}
     if hasattr(model, '_traits'):  # since timm 1.0.31
@@ -104,9 +105,9 @@ def is_folded(model: nn.Module) -> bool:
 
 
 def _describe(model: nn.Module, *hook_args: Any) -> None:
-    """Let config.json say whether a model is folded, and name its scales.
+    """Record in a model's config whether it is folded and which scales are attached.
 
-    These are the attached ones, not the argument that create_model records, which may be a file.
+    The argument ``scales`` that create_model records may be a file or differ from the attached scales.
     """
     if not _is_recorded(model) or model._model_args.get('reparameterized'):
         return
@@ -127,7 +128,7 @@ def _reparameterize(model: nn.Module) -> nn.Module:
 
 
 def make_foldable(model: nn.Module, folded: bool = False) -> None:
-    """Add ``reparameterize()`` to a converted model, and refuse checkpoints of another structure.
+    """Add ``reparameterize()`` to a converted model, and refuse checkpoints of a different structure.
 
     The next ``state_dict()``, which timm's save_for_hf() calls before it reads the arguments, records for config.json
     what happens later: create_model() sets its arguments, ``timm.utils.reparameterize_model`` folds the model without

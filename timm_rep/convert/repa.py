@@ -39,7 +39,8 @@ def convert_to_repa(
 
     - To train, without ``calibration`` and ``anneal_steps``, as the RePaFormer paper (eq. 3): the FFNs get BatchNorms
       and idle channels, so that the function changes and the model has to be trained; see
-      :func:`timm_rep.convert.use_repa_ffns`. All FFNs must be ``timm.layers.Mlp``.
+      :func:`timm_rep.convert.use_repa_ffns`. All FFNs must be two linear layers with an activation,
+      such as ``timm.layers.Mlp``.
     - From data, with ``calibration``: each FFN is replaced by at most three small matrices fitted to the images, which
       keeps the function approximately without training; see :func:`timm_rep.convert.linearize_ffns`.
     - Annealed, with ``anneal_steps``: the first training step computes the original function, and the FFNs fold after
@@ -55,7 +56,7 @@ def convert_to_repa(
             a sequence of one ratio per FFN. In a sequence, with calibration or anneal_steps, None keeps an FFN.
         calibration: Batches of images, preprocessed as for the model. The first ``max_images`` are used, 2,048 by
             default.
-        anneal_steps: Number of training steps over which the FFNs change.
+        anneal_steps: Training steps until the annealed FFNs are foldable, an integer >= 2.
         kwargs: Arguments of the chosen function: ``idle_schedule``, ``bn_momentum``, ``bn_eps`` to train; ``macs``,
             ``max_images``, ``tokens_per_image``, ``compensate``, ``ridge``, ``progress`` from data; ``norm``,
             ``anneal_schedule``, ``bn_momentum``, ``bn_eps`` annealed.
@@ -64,7 +65,7 @@ def convert_to_repa(
         The report of the conversion.
 
     Raises:
-        TypeError: model is not a module, an argument belongs to another way, or as the chosen function.
+        TypeError: model is not a module, an argument belongs to a different way, or as the chosen function.
         ValueError: Both calibration and anneal_steps are given, or as the chosen function. The model is unchanged.
     """
     if calibration is not None and anneal_steps is not None:

@@ -229,8 +229,8 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
 
     Args:
         model: timm model with its multi-branch blocks, not wrapped.
-        scales: Constants of the branches: :class:`timm_rep.Scales`, a path, 'ones', or 'init', the initial values of
-            Hyper-Search. False for a plain network without GradMults, for plain optimizers.
+        scales: Constants of the branches, as for :func:`timm_rep.attach_grad_mults`; the default 'init' are the initial
+            values of Hyper-Search. False for a plain network without GradMults, for plain optimizers.
 
     Returns:
         The report.
@@ -249,6 +249,6 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
     report = use_repopt_convs(model)
     set_scales(model, scales, reinit=False)
     record_conversion(model, 'repopt_any')
-    refuse_branches(model, names)  # before the other hooks: a checkpoint of RepGhostNet has plain names too
+    refuse_branches(model, names)  # registered first, because a RepGhostNet checkpoint also contains plain names
     make_foldable(model)
     return report

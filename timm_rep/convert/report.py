@@ -1,4 +1,4 @@
-"""What a conversion did to each FFN of a model."""
+"""Report of a conversion."""
 import dataclasses
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -11,19 +11,20 @@ class ConvertedFfn:
         name: Name of the module.
         hidden_features: Hidden channels before the conversion.
         active_features: Hidden channels that keep the activation.
-        linear_path: Whether the idle ones became a matrix; if not, they are dropped for more active ones.
+        linear_path: Whether a matrix replaces the idle channels; if False they were dropped in exchange for more active
+            channels.
         lost_variance: Share of the variance of the target that the converted FFN does not reproduce, on the calibration
-            images. The target is the FFN's output, with ``compensated`` what brings the residual stream back to the
-            original model's. None for a conversion without images.
+            images. The target is the FFN's output, with ``compensated`` the output that restores the residual stream of
+            the original model. None for a conversion without images.
         macs: Multiply-accumulates of the FFN for one image, before and after. None for a conversion without images.
-        held_out: The lost variance on held-out calibration images of a fit to the others, which the choice of the form
-            minimizes. None without them.
-        other_held_out: The same for the form that was not chosen, three matrices or two with as many
-            multiply-accumulates. None if there is only one form.
+        held_out: ``lost_variance`` on the held-out calibration images, of the fit to the remaining images; the choice
+            between two and three matrices minimizes it. None if no images were held out.
+        other_held_out: The same for the alternative that was not chosen, three matrices or two with as many
+            multiply-accumulates. None if there was no alternative.
         linear_share: Share of the variance of the target that a linear map of the input explains.
-        compensated: Whether the target includes what the residual stream lacks so far.
-        correction_ridge: Damping of the fit to this part, relative to the variance of every variable. None if only its
-            mean is fitted.
+        compensated: Whether the target includes the errors that earlier FFNs left in the residual stream.
+        correction_ridge: Damping of the fit to these errors, relative to the variance of every variable. None if only
+            their mean is fitted.
     """
     name: str
     hidden_features: int
@@ -57,7 +58,7 @@ class ConversionReport:
         kept: Names of the FFNs that were not converted, with the reason.
         images: Number of calibration images. None for a conversion without them.
         macs: Multiply-accumulates of the model for one image, before and after. None for a conversion without images.
-        recommended_images: Number of calibration images from which on more of them change little.
+        recommended_images: Number of calibration images beyond which more images make little difference.
     """
     ffns: List[ConvertedFfn]
     kept: Dict[str, str]

@@ -1,4 +1,4 @@
-"""How the outputs of FFNs enter the residual stream, found numerically, since each architecture has its own blocks."""
+"""Find numerically, for blocks of any architecture, where and how FFN outputs enter the residual stream."""
 import contextlib
 from collections import deque
 from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Set
@@ -32,7 +32,7 @@ def first_tensor(value: Any) -> Optional[torch.Tensor]:
 
 
 class Residual(NamedTuple):
-    """Where to see the residual stream s to which an FFN's output y is added, as ``s + scale * y``.
+    """Place where the residual stream s can be observed to which the output y of an FFN is added as ``s + scale * y``.
 
     Attributes:
         module: Module whose input or output is s.
@@ -47,13 +47,13 @@ class Residual(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a forward pass of a few images shows about an FFN.
+    """Properties of an FFN in its model, found by a forward pass of a few images.
 
     Attributes:
-        tokens: Tokens that it sees of each image.
+        tokens: Number of tokens of each image that it receives, in all calls.
         calls: Number of calls in a forward pass.
         prefix_tokens: Number of class and register tokens, the first ones of each image.
-        residual: Where its output is added to the residual stream; None if it is not, or not as a scaled addition.
+        residual: Residual stream that its output is added to; None if it is not, or not as a scaled addition.
     """
     tokens: int
     calls: int
@@ -79,7 +79,7 @@ class _Pending(NamedTuple):
 
 
 def _replaced_parts(ffn: Ffn) -> Set[nn.Module]:
-    """Modules of an FFN that its replacement lacks; whose activations cannot be seen once it is converted."""
+    """Modules of an FFN that its replacement no longer has, so that their activations vanish with the conversion."""
     return {*ffn.module.modules()} - {ffn.module, *ffn.around(nn.Identity()).modules()}
 
 
@@ -117,7 +117,7 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
     time = 0
     inner = {m for ffn in ffns for m in _replaced_parts(ffn)}
 
-    def see(module: nn.Module, is_input: bool, value: Any) -> None:
+    def record(module: nn.Module, is_input: bool, value: Any) -> None:
         nonlocal time
         x = first_tensor(value)
         if x is None or not x.is_floating_point() or x.ndim < 2:
@@ -143,14 +143,14 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
             if module not in inner:
                 recent.append(activation)
 
-    def see_input(ffn: Ffn, x: torch.Tensor) -> None:
+    def record_input(ffn: Ffn, x: torch.Tensor) -> None:
         n = len(tokens_of(x, ffn.use_conv)) // count
         tokens[ffn.name] = tokens.get(ffn.name, 0) + n
         calls[ffn.name] = calls.pop(ffn.name, 0) + 1  # in the order of the last calls
         first = getattr(model, 'num_prefix_tokens', 0)
         prefix[ffn.name] = first if x.ndim == 3 and len(x) == count and first < n else 0
 
-    def see_features(ffn: Ffn, x: torch.Tensor) -> None:
+    def record_features(ffn: Ffn, x: torch.Tensor) -> None:
         g = tokens_of(x, ffn.use_conv)
         n = len(g)
         g = to_float64(g[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
@@ -162,13 +162,13 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
     with contextlib.ExitStack() as hooks:
         for ffn in ffns:
             hooks.enter_context(
-                ffn.first.register_forward_pre_hook(lambda _, args, ffn=ffn: see_input(ffn, args[0])))
+                ffn.first.register_forward_pre_hook(lambda _, args, ffn=ffn: record_input(ffn, args[0])))
         for module in model.modules():
-            hooks.enter_context(module.register_forward_pre_hook(lambda m, args: see(m, True, args)))
-            hooks.enter_context(module.register_forward_hook(lambda m, args, out: see(m, False, out)))
-        for ffn in ffns:  # after the hooks that see its inputs
+            hooks.enter_context(module.register_forward_pre_hook(lambda m, args: record(m, True, args)))
+            hooks.enter_context(module.register_forward_hook(lambda m, args, out: record(m, False, out)))
+        for ffn in ffns:  # after the hooks that record its inputs
             hooks.enter_context(
-                ffn.last.register_forward_pre_hook(lambda _, args, ffn=ffn: see_features(ffn, args[0])))
+                ffn.last.register_forward_pre_hook(lambda _, args, ffn=ffn: record_features(ffn, args[0])))
         model(images)
     return {
         name: Probe(tokens[name], n, prefix[name], found.get(name) if n == 1 else None) for name, n in calls.items()}

@@ -1,4 +1,4 @@
-"""Which of timm's architectures have FFNs and sums of linear branches that this package converts."""
+"""Survey of the timm architectures that this package can convert."""
 import fnmatch
 from collections import Counter
 from typing import Dict, Iterator, NamedTuple, Optional
@@ -14,7 +14,7 @@ from .repopt import use_repopt_convs
 
 
 class Convertibility(NamedTuple):
-    """What can be converted in a timm model.
+    """Convertible FFNs and sums of linear branches of a timm model.
 
     Attributes:
         family: File of ``timm.models``.

@@ -41,7 +41,7 @@ def find_trainable_ffns(model: nn.Module) -> List[Ffn]:
 
 
 def affine_names(norm: nn.Module) -> Dict[str, str]:
-    """Names of scale and shift in the state dict of a norm, with the names in a BatchNorm."""
+    """Names of scale and shift in the state dict of a norm, mapped to their names in a BatchNorm."""
     renames = {'alpha': 'weight', 'beta': 'bias'}  # ResMLP's Affine
     names = {name: renames.get(name, name) for name in norm.state_dict()}
     return {name: affine for name, affine in names.items() if affine in ('weight', 'bias')}
@@ -66,7 +66,7 @@ def batch_norm_like(
         bn_eps: float,
         outputs: bool = False,
 ) -> nn.modules.batchnorm._BatchNorm:
-    """A BatchNorm for the inputs of a linear layer, or with ``outputs`` its outputs, like another norm or None."""
+    """A BatchNorm for the inputs of a linear layer, or with ``outputs`` its outputs, that takes over a given norm."""
     weight = linear.weight
     bn = (nn.BatchNorm2d if isinstance(linear, nn.Conv2d) else nn.BatchNorm1d)(
         weight.shape[0 if outputs else 1], eps=bn_eps, momentum=bn_momentum, device=weight.device, dtype=weight.dtype)
@@ -116,11 +116,11 @@ def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: Optional[float], bn_eps:
     return repa.train(ffn.module.training)
 
 
-def _tell_padding(name: str, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Tell the RePaMlp of a block which tokens are padding; a forward pre-hook of the block."""
+def _set_valid_tokens(name: str, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Set which tokens of a RePaMlp's next input are not padding; a forward pre-hook of its block."""
     mlp = getattr(block, name)
     if isinstance(mlp, RePaMlp) and mlp.training:
-        mlp.valid = attended_tokens(kwargs.get('attn_mask'))
+        mlp.valid_tokens = attended_tokens(kwargs.get('attn_mask'))
 
 
 def use_repa_ffns(
@@ -133,18 +133,18 @@ def use_repa_ffns(
 ) -> ConversionReport:
     """Replace the FFNs in the blocks of a timm model by RePa FFNs to train, in place.
 
-    In each block a RePaMlp takes the place of the FFN and includes its norm and layer scale, whose places hold
-    identities; shortcut, stochastic depth, and a layer scale that is a parameter of the block (BEiT, CaiT, ConvNeXt,
-    EVA) stay in the block. Linear layers, dropouts, activation, and scale and shift of the norm are kept. Idle channels
-    and batch statistics change the function, so the model has to be trained. Padded patches of a NaFlexViT are not in
-    the batch statistics.
+    In each block a RePaMlp takes the place of the FFN and includes its norm and layer scale, which are replaced by
+    ``nn.Identity``; shortcut, stochastic depth, and a layer scale that is a parameter of the block (BEiT, CaiT,
+    ConvNeXt, EVA) stay in the block. Linear layers, dropouts, activation, and scale and shift of the norm are kept.
+    Idle channels and batch statistics change the function, so the model has to be trained. Padded patches of a
+    NaFlexViT are excluded from the batch statistics.
 
     Args:
         model: Model whose FFNs are all two linear layers with an activation, such as ``timm.layers.Mlp``.
         idle_ratio: Share of the hidden channels of an FFN that skip the activation, from 0 to 1; or one per FFN.
         idle_schedule: 'constant' or 'linear' over all FFNs, see :func:`timm_rep.layers.idle_ratios`; 'constant' with
             several ratios.
-        bn_momentum: Momentum of the BatchNorms.
+        bn_momentum: Momentum of the BatchNorms; None for a cumulative average.
         bn_eps: Epsilon of the BatchNorms.
         reparameterized: Use the deploy structure, with new weights, for checkpoints of a folded model.
 
@@ -152,8 +152,8 @@ def use_repa_ffns(
         The report.
 
     Raises:
-        ValueError: The model has no such FFN, or others too, which are named; or an argument is out of range. The model
-            is unchanged.
+        ValueError: The model has no such FFN, others too, which are named, or one with a tied parameter; or an argument
+            is out of range. The model is unchanged.
 
     Examples:
         >>> model = timm.create_model('vit_tiny_patch16_224', embed_dim=48, num_heads=3, depth=3)
@@ -180,7 +180,7 @@ def use_repa_ffns(
         else:
             mlp = _repa_mlp(ffn, ratio, bn_momentum, bn_eps)
             if is_naflex:
-                block.module.register_forward_pre_hook(partial(_tell_padding, block.mlp), with_kwargs=True)
+                block.module.register_forward_pre_hook(partial(_set_valid_tokens, block.mlp), with_kwargs=True)
         setattr(block.module, block.mlp, mlp)
         setattr(block.module, block.norm, nn.Identity())
         converted.append(ConvertedFfn(ffn.name, ffn.hidden_features, active))

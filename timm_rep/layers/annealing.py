@@ -37,7 +37,7 @@ class _Annealed(nn.Module):
         self.anneal_steps, self.anneal_schedule = anneal_steps, anneal_schedule
         self.register_buffer('step', torch.zeros((), dtype=torch.long, device=device))
         self.is_counted = False  # whether a step was counted by this object
-        self.has_ended = False  # a copy of what the buffer says, which graphs and GPUs need not wait for
+        self.has_ended = False  # the end of annealing in Python, without a GPU sync or graph break
         self.valid: Optional[torch.Tensor] = None  # patches (N, patches) of this step that are not padding
 
     def train(self, mode: bool = True) -> '_Annealed':
@@ -53,7 +53,7 @@ class _Annealed(nn.Module):
         self.update_end()
 
     def valid_tokens(self, x: torch.Tensor) -> Optional[torch.Tensor]:
-        """Which tokens (N, tokens) of x (N, tokens, channels) are not padding, None if all; class tokens come first."""
+        """Mask (N, tokens) of the tokens of x (N, tokens, channels) that are not padding, None if none are padding."""
         if self.valid is None:
             return None
         images, prefix = len(self.valid), x.shape[1] - self.valid.shape[1]
@@ -83,7 +83,7 @@ class _Annealed(nn.Module):
 
 
 def add_annealing_hooks(model: nn.Module) -> None:
-    """Let a model count the steps of its annealed layers, and collect their statistics, whenever it is called."""
+    """Count the steps of a model's annealed layers, and collect their statistics, on every call of the model."""
     model.register_forward_pre_hook(advance_annealing, with_kwargs=True)
     model.register_forward_hook(_collect_moments)
 
@@ -102,15 +102,15 @@ def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mappin
     Raises:
         ValueError: Patches are padding, and the model drops patches at random.
     """
-    every = [m for m in model.modules() if isinstance(m, _Annealed) and m.training]
-    valid = _valid_patches(args, kwargs) if every else None
+    annealed = [m for m in model.modules() if isinstance(m, _Annealed) and m.training]
+    valid = _valid_patches(args, kwargs) if annealed else None
     if valid is not None and getattr(model, 'patch_drop', None) is not None:
         raise ValueError(
             f'{type(model).__name__} must not drop patches at random, since its annealed FFNs could not tell which are '
             'padding: create it with patch_drop_rate=0, or train on images without padding.')
-    for layer in every:
+    for layer in annealed:
         layer.valid = valid
-    layers = [m for m in every if not m.has_ended]
+    layers = [m for m in annealed if not m.has_ended]
     if not layers:
         return
     _collect_moments(model)
@@ -153,7 +153,7 @@ def _collect_moments(model: nn.Module, *args: Any) -> None:
         for batch, d in zip(batches, deviations)], counts)
     for layer, mean, second in zip(layers, means, seconds):
         last = torch.cat([mean, second, torch.ones_like(mean[:1])])
-        # a compiled model measures after the end, too
+        # a compiled model also measures after the end
         layer.pending.copy_(torch.where(layer.step < layer.anneal_steps, last, 0.))
         layer.batch = None
 
@@ -177,8 +177,8 @@ def _over_processes(tensors: Sequence[torch.Tensor], counts: Sequence[torch.Tens
 class AnnealedActivation(_Annealed):
     """An activation whose idle channels change into their least-squares lines: ``(1 - a) act(h) + a (s h + t)``.
 
-    ``s = Cov(h, act(h)) / Var(h)`` and ``t = E act(h) - s E h`` of every channel come from the training batches of the
-    steps before, as averages over all batches at first and over about the last 20 later; they are fixed at the end.
+    ``s = Cov(h, act(h)) / Var(h)`` and ``t = E act(h) - s E h`` of every channel are estimated from the preceding
+    training batches: a plain average at first, later a moving average over about 20 batches. They are fixed at the end.
     After the first step, the channels whose lines cost least, ``importance * E (act(h) - s h - t)^2``, become idle. The
     activation of gates has s = 0, since the gates are multiplied by values. In a process group the batches of all
     processes count, so that all have the same channels and lines.
@@ -202,7 +202,7 @@ class AnnealedActivation(_Annealed):
             act: Element-wise activation.
             channels: Number of channels.
             active_channels: Number of channels that keep the activation.
-            anneal_steps: Number of training steps.
+            anneal_steps: Training steps until the layer is foldable, an integer >= 2.
             anneal_schedule: 'linear' or 'cosine'.
             gates: Whether the lines are constants.
             dim: Channel dimension, -1 or 1.
@@ -242,8 +242,8 @@ class AnnealedActivation(_Annealed):
         shape = [1] * x.ndim
         shape[self.dim] = -1
         slope, intercept = (v.to(x.dtype).view(shape) for v in self.linear_fit())
-        line = (slope * x + intercept).to(y.dtype)  # under autocast, an activation with a parameter has another dtype
-        idle = self.idle.clone().view(shape)  # another pass before backward() writes to the buffer
+        line = (slope * x + intercept).to(y.dtype)  # dtypes differ under autocast for an activation with a parameter
+        idle = self.idle.clone().view(shape)  # the next forward pass may write to the buffer before backward()
         return torch.where(idle, torch.lerp(y, line, self.progress(y.dtype)), y)
 
     @torch.no_grad()
@@ -260,7 +260,7 @@ class AnnealedActivation(_Annealed):
     @torch.no_grad()
     def update_moments(self) -> None:
         """Add the moments of the last step to the averages, and choose the idle channels after the first one."""
-        # an overflow of mixed precision does not count
+        # ignore channels whose moments overflowed in mixed precision
         counts = (self.pending[5] > 0) & self.pending.isfinite().all(0)
         momentum = (1 / self.step.clamp(min=1)).clamp(min=0.05).to(self.moments.dtype)
         is_first = (self.moments[5] == 0).all() & counts.any()
@@ -279,7 +279,7 @@ class AnnealedActivation(_Annealed):
 class AnnealedNorm(_Annealed):
     """A norm that changes into a re-parameterized BatchNorm: ``(1 - a) norm(x) + a (BN(x) + alpha x)`` (SLAB, eq. 3).
 
-    The BatchNorm takes its statistics over all tokens of all images but padding, from the first step on.
+    From the first step on, the BatchNorm computes its statistics over all tokens of all images, excluding padding.
 
     Input and output: (..., channels), or with the channels at dimension 1.
     """
@@ -295,8 +295,8 @@ class AnnealedNorm(_Annealed):
         """
         Args:
             norm: Norm of the pretrained model.
-            bn: BatchNorm, of images with use_conv, of (tokens, channels) without.
-            anneal_steps: Number of training steps.
+            bn: BatchNorm2d with use_conv, otherwise BatchNorm1d.
+            anneal_steps: Training steps until the layer is foldable, an integer >= 2.
             anneal_schedule: 'linear' or 'cosine'.
             use_conv: Whether the channels are at dimension 1.
 

@@ -151,7 +151,7 @@ class Csla:
         )
 
     def padding(self, kernel_size: Tuple[int, int]) -> Tuple[int, int]:
-        """(height, width) of the padding with which kernels of all sizes share their centre."""
+        """Padding (height, width) that keeps kernels of every size centred on the same pixel."""
         return tuple(  # type: ignore[return-value]
             k // 2 * d for k, d in zip(kernel_size, self.dilation))  # type: ignore[arg-type]
 
@@ -166,7 +166,7 @@ class Csla:
             The scales of the conv branches, detached.
 
         Raises:
-            ValueError: A scale is missing or has another shape.
+            ValueError: A scale is missing or has the wrong shape.
         """
         for name in self.scaled_branches:
             if name not in scales:

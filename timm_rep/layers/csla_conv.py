@@ -59,7 +59,7 @@ class CslaConv2d(nn.Conv2d):
             scales: Constant scale of each conv branch, (out_channels,); None removes the multiplier.
 
         Raises:
-            ValueError: A scale is missing, has another shape or is not finite, or the weight is not a parameter.
+            ValueError: A scale is missing, has the wrong shape or is not finite, or the weight is not a parameter.
         """
         self.check_weight()
         old = self.grad_mult
@@ -82,7 +82,7 @@ class CslaConv2d(nn.Conv2d):
             scales: Constant scale of each conv branch, (out_channels,).
 
         Raises:
-            ValueError: A scale is missing or has another shape.
+            ValueError: A scale is missing or has the wrong shape.
         """
         block = CslaBlock(self.csla, scales, device=self.weight.device, dtype=self.weight.dtype)
         self.weight.copy_(block.equivalent_kernel())
@@ -177,7 +177,7 @@ class CslaBlock(nn.Module):
             dtype: Dtype of the parameters.
 
         Raises:
-            ValueError: A scale is missing or has another shape.
+            ValueError: A scale is missing or has the wrong shape.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
@@ -210,7 +210,7 @@ class CslaBlock(nn.Module):
             scales: Scale of each conv branch, (out_channels,).
 
         Raises:
-            ValueError: A scale is missing or has another shape.
+            ValueError: A scale is missing or has the wrong shape.
         """
         for name, scale in self.csla.check_scales(scales).items():
             self.scales[name].copy_(scale)

@@ -82,7 +82,7 @@ class Affine(NamedTuple):
         """The map of an ``nn.Linear`` or a 1 x 1 convolution; a missing bias is zero.
 
         Raises:
-            ValueError: The layer has another type, for example of an adapter, or is quantized.
+            ValueError: The layer has a different type, for example that of an adapter, or is quantized.
         """
         kind = type(linear).__bases__[0] if parametrize.is_parametrized(linear) else type(linear)
         if kind not in (nn.Linear, nn.Conv2d):

@@ -189,7 +189,7 @@ def fused_idle_ffn(
     if _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
         u = u.to(torch.get_autocast_dtype(x.device.type))  # cast once, not in each linear layer
     gram = _Gram.apply(u)
-    # 0 up to rounding, which is not small for inputs with a mean much larger than their deviation
+    # 0 up to rounding, which is not small for inputs with a mean much larger than their standard deviation
     mean, dtype = _all_reduce(u.sum(0, dtype=gram.dtype), group) / count, count.dtype
     w1, w2 = fc1.weight.flatten(1), fc2.weight.flatten(1)
     with _full_precision(x.device):

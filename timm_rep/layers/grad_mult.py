@@ -66,7 +66,7 @@ class GradMult:
             rows: Rows of the kernel that this multiplier is for, all by default. A shard on dim 0 has fewer.
 
         Raises:
-            ValueError: A scale is missing, has another shape or is not finite.
+            ValueError: A scale is missing, has the wrong shape or is not finite.
         """
         self.csla = csla
         self.start, self.stop, _ = rows.indices(csla.out_channels)
@@ -192,7 +192,7 @@ def set_grad_mult(param: torch.Tensor, grad_mult: Optional[GradMult]) -> None:
         grad_mult: Multiplier of the whole kernel; None removes the attached one.
 
     Raises:
-        ValueError: The shapes differ, or the parameter is sharded on another dim than 0.
+        ValueError: The shapes differ, or the parameter is sharded on a dim other than 0.
     """
     if grad_mult is not None and tuple(param.shape) != grad_mult.shape:
         raise ValueError(

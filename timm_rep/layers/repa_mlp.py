@@ -23,6 +23,13 @@ def active_channels(channels: int, idle_ratio: float) -> int:
     The product is computed in floating point, as in the released implementation, whose checkpoints depend on it: where
     ``1 - idle_ratio`` rounds up, the result can exceed the exact one by 1 (33 of 192 channels for the ratio 5 / 6).
 
+    Args:
+        channels: Number of channels.
+        idle_ratio: Share of the channels that skip the activation, from 0 to 1.
+
+    Returns:
+        Number of channels that are activated, 0 to ``channels``.
+
     Raises:
         ValueError: The ratio is not a number in [0, 1].
     """
@@ -65,7 +72,7 @@ def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'cons
 class ChannelIdle(nn.Module):
     """Activation applied to the first channels; the remaining ones are idle and pass through (eq. 3).
 
-    Input and output: (..., channels), or with the channels at another ``dim``; any dtype the activation supports.
+    Input and output: (..., channels), or with the channels at ``dim``; any dtype the activation supports.
 
     Examples:
         >>> ChannelIdle(4, idle_ratio=0.5, act_layer=nn.ReLU)(torch.tensor([-1., 2., -3., 4.]))
@@ -112,7 +119,7 @@ class ChannelIdle(nn.Module):
 class GatedUnit(nn.Module):
     """``act(gates) * values``, with the gates in the first half of the channels and the values in the second.
 
-    Input: (..., 2 * channels), or with the channels at another ``dim``. Output: the same with half of the channels.
+    Input: (..., 2 * channels), or with the channels at ``dim``. Output: the same with half of the channels.
     """
     dim: Final[int]
 
@@ -193,12 +200,13 @@ class RePaMlp(nn.Module):
             hidden_features: Number of hidden channels, in_features if None.
             idle_ratio: Share of the hidden channels that skip the activation, from 0 to 1.
             act_layer: Element-wise activation.
-            norm_layer: BatchNorm of a (tokens, channels) tensor, with use_conv of an image. BatchNorm1d or BatchNorm2d
-                by default.
+            norm_layer: BatchNorm class; nn.BatchNorm1d by default, nn.BatchNorm2d with use_conv.
             bias: Whether both linear layers have a bias.
             drop: Dropout rate after the activation and after the second linear layer.
             use_conv: Use 1 x 1 convolutions as linear layers, as in timm's Mlp.
             init_values: Initial layer scale; no layer scale if None or 0.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
 
         Raises:
             ValueError: The ratio is not in [0, 1].
@@ -212,7 +220,7 @@ class RePaMlp(nn.Module):
         ls_layer = LayerScale2d if use_conv else LayerScale
         self.idle_ratio = idle_ratio
         self.use_conv = use_conv
-        self.valid: Optional[torch.Tensor] = None  # tokens (N, tokens) that are not padding, for the next forward pass
+        self.valid_tokens: Optional[torch.Tensor] = None  # (N, tokens), not padding in the next forward pass
         self.norm1 = norm_layer(in_features, **dd)
         self.fc1 = linear_layer(in_features, hidden_features, bias=bias, **dd)
         self.act = ChannelIdle(hidden_features, idle_ratio, act_layer, dim=1 if use_conv else -1)
@@ -227,8 +235,8 @@ class RePaMlp(nn.Module):
                 'pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of them.')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.jit.is_scripting() and self.valid is not None:
-            return self._forward_valid(x, self.valid)
+        if not torch.jit.is_scripting() and self.valid_tokens is not None:
+            return self._forward_valid(x, self.valid_tokens)
         if not torch.jit.is_scripting() and not torch.jit.is_tracing() and self._can_fuse_idle(x):
             y = self._forward_fused(x)
         else:
@@ -274,7 +282,7 @@ class RePaMlp(nn.Module):
     @torch.jit.unused
     def _forward_valid(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """The outputs of the tokens that are not padding, zeros for the others."""
-        self.valid = None
+        self.valid_tokens = None
         y = self.forward(x[valid])
         return x.new_zeros(x.shape, dtype=y.dtype).masked_scatter(valid[..., None], y)
 
@@ -329,7 +337,7 @@ class RePaMlpDeploy(nn.Module):
     ``fc_out(act(fc_in(x))) + fc_idle(x)``; ``fc_idle`` is missing without idle channels, ``fc_in`` and ``fc_out``
     without active ones. The identity of the shortcut is not added to ``fc_idle``: the block's own addition costs little
     (``scripts/bench.py deploy-ffn``), and in int8 the identity's quantization step would swallow the small entries.
-    The layers are plain linear layers, so that hooks, adapters and quantization find them.
+    The linear layers are plain ``nn.Linear`` or ``nn.Conv2d``, so hooks, adapters and quantizers work on them.
 
     Input: (..., in_features), channels last; with ``use_conv`` (N, in_features, H, W). Output: the same with
     out_features.
@@ -369,6 +377,8 @@ class RePaMlpDeploy(nn.Module):
             out_features: Number of output channels, in_features if None.
             active_features: Number of activated hidden channels; from idle_ratio if None.
             gated: Whether act_layer halves the channels, see :class:`GatedUnit`.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
 
         Raises:
             ValueError: The ratio is not in [0, 1].

@@ -13,7 +13,7 @@ from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input,
 from timm_rep.hub import build_model
 from timm_rep.layers import AnnealedActivation, add_annealing_hooks
 
-# fields of a pretrained_cfg: what its weights are
+# fields of a pretrained_cfg that describe its weights
 _DESCRIPTION = ('license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
 
 
@@ -33,7 +33,7 @@ def base_cfg(
 ) -> Dict[str, Any]:
     """The pretrained_cfg of the base without its weights, completed by a given one.
 
-    What describes the weights of the base, such as their licence, is kept for a model that starts from them.
+    Fields that describe the weights of the base, such as the license, are kept for a model that starts from them.
     """
     cfg = get_pretrained_cfg(base)
     cfg = cfg.to_dict() if cfg is not None else {}
@@ -58,7 +58,7 @@ def _resize(
 ) -> Dict[str, Any]:
     own = model.state_dict()
     others = [name for name, value in state_dict.items() if name in own and value.shape != own[name].shape]
-    # the filter also renames, in NextViT by the order of the keys: only tensors of another shape are taken from it
+    # the filter also renames, in NextViT by the order of the keys: only tensors of a different shape are taken from it
     filtered = filter_fn(dict(state_dict), model) if others else {}
     resized = {name: filtered[name] for name in others if name in filtered and filtered[name].shape == own[name].shape}
     return {**state_dict, **resized}
@@ -91,8 +91,8 @@ def create_from_base(
         variant: Name of the architecture.
         model_cfgs: Default arguments, as for :func:`timm_rep.hub.build_model`.
         pretrained: Whether to load weights, of the converted model if pretrained_cfg says where they are.
-        start_from_base: Arguments of ``build`` with which the converted model starts from the weights of its base,
-            where those are to be loaded, with ``reparameterized=True`` folded afterwards; None if it cannot.
+        start_from_base: Arguments of ``build`` for starting from the base's pretrained weights (folded afterwards with
+            ``reparameterized=True``); None if that is not supported.
         advice: Other ways to start from the weights of the base, for the error of unpublished weights.
         kwargs: Arguments of ``create_model``.
     """

@@ -58,6 +58,7 @@ class RepOptMixin(ReparameterizeMixin):
     """
     scales_source: Optional[str] = None
 
+    # a property with the inherited setter; only the getter differs
     @ReparameterizeMixin._model_args.getter  # type: ignore[attr-defined]
     def _model_args(self) -> Dict[str, Any]:
         args = ReparameterizeMixin._model_args.__get__(self)

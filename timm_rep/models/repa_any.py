@@ -27,7 +27,7 @@ def _build(
         norm: str = 'keep',
         linear_path: Union[bool, Sequence[bool]] = True,
         idle_schedule: str = 'constant',
-        bn_momentum: float = 0.1,
+        bn_momentum: Optional[float] = 0.1,
         bn_eps: float = 1e-5,
         anneal_steps: int = 0,
         anneal_schedule: str = 'linear',
@@ -51,10 +51,10 @@ def _build(
     elif norm == 'keep':
         use_linearized_ffns(model, idle_ratio, linear_path)
     else:
-        use_repa_ffns(  # it refuses None
+        use_repa_ffns(  # raises for None
             model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)  # type: ignore[arg-type]
     if reparameterized:
-        reparameterize(model)  # also what timm folds
+        reparameterize(model)  # including the layers that timm folds
     make_foldable(model, reparameterized)
     return model
 
@@ -115,17 +115,17 @@ def repa_any(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
     Args (in addition to the base model's):
         base: Name of a model of timm, without tag.
-        idle_ratio: Share of the hidden channels that are idle, from 0 to 1; or one for each FFN, with ``norm='keep'``
-            each pointwise one, None for those that stay as they are.
+        idle_ratio: Share of the hidden channels that are idle, from 0 to 1; or a sequence with one ratio per FFN (per
+            pointwise FFN with ``norm='keep'``, None to leave an FFN unchanged).
         norm: 'keep' for the structure of ``timm_rep.convert_to_repa(model, calibration=loader)``: three matrices for
             each FFN, norms and shortcuts as they are. 'batch' for the structure of the paper, to train:
             ``timm_rep.convert_to_repa(model)``, which folds.
-        linear_path: For ``norm='keep'``, whether the idle channels become a matrix, or are dropped; also one for each
-            pointwise FFN.
+        linear_path: For ``norm='keep'``, whether a matrix replaces the idle channels; if False they are dropped. Or a
+            sequence with one bool per pointwise FFN.
         idle_schedule, bn_momentum, bn_eps: For ``norm='batch'``, see :func:`timm_rep.convert_to_repa`.
-        anneal_steps: Number of training steps over which the pretrained base becomes this model, see
-            :func:`timm_rep.convert.anneal_ffns`; it loads checkpoints of the base, and with ``pretrained=True`` its
-            published weights. 0 for the structure of the end.
+        anneal_steps: Training steps of the annealing from the pretrained base, see
+            :func:`timm_rep.convert.anneal_ffns`. Such a model also loads checkpoints of the base and, with
+            ``pretrained=True``, the base's published weights. 0 builds the final structure.
         anneal_schedule: 'linear' or 'cosine'.
         reparameterized: Build the deploy structure: folded FFNs, and what timm folds in the base.
     """

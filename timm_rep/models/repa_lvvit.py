@@ -146,7 +146,7 @@ class TokenLabelMixin(_Base):
             nn.init.zeros_(self.aux_head.bias)
 
     @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
+    def get_classifier(self) -> Union[nn.Module, Tuple[nn.Module, nn.Module]]:
         return (self.head, self.aux_head) if self.return_dense else self.head
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:

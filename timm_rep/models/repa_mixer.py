@@ -19,7 +19,7 @@ __all__ = ['RePaMlpMixer']
 
 
 class TokenNormMixerBlock(MixerBlock):
-    """timm's block with the norm before the token MLP over the tokens, the axis that this MLP mixes, as released.
+    """timm's MixerBlock, except that the norm before the token MLP normalizes over the tokens, as in the released code.
 
     Input and output: (N, seq_len, dim).
     """
@@ -53,7 +53,7 @@ class RePaMlpMixer(RePaMixin, MlpMixer):
             kwargs: Arguments of RePaMixin and of timm's MlpMixer, except block_layer.
 
         Raises:
-            ValueError: An argument is out of range, or mlp_layer is not timm's Mlp.
+            ValueError: An argument is out of range, or mlp_layer is not two linear layers with an activation.
         """
         super().__init__(block_layer=TokenNormMixerBlock, **kwargs)
 

@@ -80,7 +80,7 @@ class RePaPoolFormer(RePaMixin, MetaFormer):
 
 register_released_keys(RePaPoolFormer, [
     (r'^stem\.conv\.', 'patch_embed.proj.'),
-    # there stages and downsamplings take turns in one list
+    # the release interleaves stages and downsampling in one list
     (r'^stages\.(\d+)\.downsample\.conv\.', lambda match: f'network.{2 * int(match[1]) - 1}.proj.'),
     (r'^stages\.(\d+)\.blocks\.', lambda match: f'network.{2 * int(match[1])}.'),
     (r'\.layer_scale1\.scale$', '.layer_scale_1'),

@@ -19,7 +19,7 @@ class RePaSwinTransformer(RePaMixin, SwinTransformer):
 
 
 register_released_keys(RePaSwinTransformer, [
-    # a stage here begins with its downsampling, there it ends with the next one's
+    # timm downsamples at the start of a stage, the release at the end of the previous one
     (r'^layers\.(\d+)\.downsample\.', lambda match: f'layers.{int(match[1]) - 1}.downsample.'),
     (r'^head\.fc\.', 'head.'),
 ])

@@ -29,7 +29,7 @@ class RePaVisionTransformer(RePaMixin, VisionTransformer):
             kwargs: Arguments of RePaMixin, and other arguments of timm's VisionTransformer.
 
         Raises:
-            ValueError: An argument is out of range, or mlp_layer is not timm's Mlp.
+            ValueError: An argument is out of range, or mlp_layer is not two linear layers with an activation.
         """
         super().__init__(norm_layer=norm_layer, **kwargs)
         if norm_layer is None:

@@ -43,7 +43,7 @@ def _build(
                 for part in layer:
                     part.reset_parameters()
         set_scales(model, scales, reinit)
-    refuse_branches(model, names)  # first: RepGhostNet's has names of the plain structure too
+    refuse_branches(model, names)  # registered first, because a RepGhostNet checkpoint also contains plain names
     make_foldable(model, reparameterized)
     return model
 
