@@ -1,8 +1,7 @@
 """A faster model from a pretrained one: conversion from data, distillation, measurements, a folder to load it from."""
 import copy
-import os
 from pathlib import Path
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -16,6 +15,7 @@ from timm_rep.publish import REPORT_NAME, AccelerationReport, accelerated_card, 
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.compare import check_finite, compare
 from timm_rep.utils.data import PREPROCESSING, Images, batch_images, world_size_and_rank
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
 from timm_rep.utils.training import check_distillation, distil, evaluate
 
@@ -86,7 +86,7 @@ def accelerate(
         distil_epochs: int = 0,
         lr: float = 1e-5,
         sweep: Sequence[float] = (),
-        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
+        checkpoint: Optional[StrPath] = None,
         resume: bool = False,
 ) -> Accelerated:
     """Convert a copy of a pretrained model from data, distil it if asked to, and measure both.
@@ -173,7 +173,7 @@ def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
             'timm_rep.verify(model) finds the layer.')
 
 
-def check_output(folder: Union[str, os.PathLike[str]]) -> Path:
+def check_output(folder: StrPath) -> Path:
     """Check that :func:`write_model` replaces no files of others in a folder; finishes an interrupted write.
 
     Raises:

@@ -1,6 +1,5 @@
 """Export of models for inference, checked against eager mode."""
 import copy
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from timm_rep.convert import folded_copy
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, foldable_layers
 from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.compare import Difference, check_finite, check_images, check_tolerance, compare
-from timm_rep.utils.files import Sidecar
+from timm_rep.utils.files import Sidecar, StrPath
 from timm_rep.utils.profiling import device_name, model_input_size
 
 from .formats import FORMATS, Format, check_format, package_versions
@@ -59,7 +58,7 @@ class Exported(Sidecar):
         ])
 
 
-def check_target(path: Union[str, os.PathLike[str]], format: str) -> Format:
+def check_target(path: StrPath, format: str) -> Format:
     """Check, before any model is loaded, that this machine can write a format to a path; raises as :func:`export`."""
     target, path = check_format(format), Path(path)
     if target.suffix is None:
@@ -80,7 +79,7 @@ def check_target(path: Union[str, os.PathLike[str]], format: str) -> Format:
 @torch.no_grad()
 def export(
         model: nn.Module,
-        path: Union[str, os.PathLike[str]],
+        path: StrPath,
         format: str = 'safetensors',
         reparameterize: bool = True,
         images: Optional[torch.Tensor] = None,

@@ -5,7 +5,6 @@ RepOptimizers, section 4.4 and appendix C.
 import contextlib
 import copy
 import importlib
-import os
 import statistics
 import warnings
 from dataclasses import replace
@@ -20,6 +19,7 @@ from timm_rep.convert import folded_copy
 from timm_rep.utils.atomic import check_writable, recover, replacing_files
 from timm_rep.utils.compare import check_finite, compare
 from timm_rep.utils.data import Images
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.profiling import device_name, time_calls
 from timm_rep.utils.training import distil, evaluate
 
@@ -69,7 +69,7 @@ class Quantized(nn.Module):
             raise ValueError('A quantized model cannot be trained: train the float model, or use quantize_qat.')
         return super().train(mode)
 
-    def save(self, folder: Union[str, os.PathLike[str]]) -> None:
+    def save(self, folder: StrPath) -> None:
         """Write the files of the backend and quantization.json, for :func:`load_quantized`.
 
         Existing files of these names are replaced. If the folder has a report, the files of its backend are removed.
@@ -85,7 +85,7 @@ class Quantized(nn.Module):
             self.report.to_json(draft / REPORT_NAME)
 
 
-def load_quantized(folder: Union[str, os.PathLike[str]]) -> Quantized:
+def load_quantized(folder: StrPath) -> Quantized:
     """Load a folder written by :meth:`Quantized.save`.
 
     Nothing is unpickled, and files with pickled values are refused. A graph is a program nevertheless: load only files
@@ -227,7 +227,7 @@ def quantize_qat(
         epochs: int = 10,
         lr: float = 1e-4,
         max_images: int = 512,
-        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
+        checkpoint: Optional[StrPath] = None,
         resume: bool = False,
         validation_loader: Optional[Iterable[Any]] = None,
 ) -> Quantized:

@@ -17,13 +17,13 @@ from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
 from timm_rep.utils.compare import compare
-from timm_rep.utils.files import read_config
+from timm_rep.utils.files import StrPath, read_config
 from timm_rep.utils.profiling import model_input_size
 
-from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, PathLike, read_folder, sha256
+from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder, sha256
 
 
-def split_name(folder: PathLike) -> Tuple[str, str]:
+def split_name(folder: StrPath) -> Tuple[str, str]:
     """Split the name of a folder, ``repa_lvvit_s.cifar10``, into model and tag; ValueError if it is of another form."""
     variant, _, tag = Path(folder).resolve().name.partition('.')
     if not tag or not timm.is_model(variant):
@@ -35,7 +35,7 @@ def split_name(folder: PathLike) -> Tuple[str, str]:
 
 def save_folder(
         model: nn.Module,
-        folder: PathLike,
+        folder: StrPath,
         *,
         model_args: Optional[Mapping[str, Any]] = None,
         scales: Optional[Scales] = None,
@@ -192,7 +192,7 @@ def check_saveable(model: nn.Module) -> None:
     _check_rebuilt(model, rebuilt.to(next(model.parameters()).dtype))
 
 
-def load_folder(folder: PathLike, **kwargs: Any) -> nn.Module:
+def load_folder(folder: StrPath, **kwargs: Any) -> nn.Module:
     """Create the model of a folder with its weights, in eval mode.
 
     Args:
@@ -223,7 +223,7 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     temporary.replace(folder / CONFIG_NAME)
 
 
-def write_hashes(folder: PathLike) -> None:
+def write_hashes(folder: StrPath) -> None:
     """Write the sha256 of every file of the folder, except hidden ones, into its config.json.
 
     Raises:
@@ -249,7 +249,7 @@ def published_files(folder: Path) -> List[str]:
     return [path.name for path in paths]
 
 
-def verify_folder(folder: PathLike) -> ModelRepository:
+def verify_folder(folder: StrPath) -> ModelRepository:
     """Check that a folder is complete and unchanged since ``timm-rep card`` wrote it.
 
     Raises:

@@ -5,7 +5,7 @@ import inspect
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Union, cast
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, cast
 
 import timm
 import torch
@@ -27,7 +27,7 @@ from timm_rep.scales._transformers import extend_timm_wrapper
 from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.checkpoints import read_state_dict
-from timm_rep.utils.files import argument_errors
+from timm_rep.utils.files import StrPath, argument_errors
 
 from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder, read_repository
 from .released import DEFAULT_IDLE_RATIO, RELEASED_REPO_ID, fetch_released, has_release, rename_released
@@ -317,7 +317,7 @@ def find_weights(
         repo_id: Optional[str] = None,
         file: Optional[str] = None,
         idle_ratio: float = DEFAULT_IDLE_RATIO,
-        cache_dir: Optional[Union[str, os.PathLike[str]]] = None,
+        cache_dir: Optional[StrPath] = None,
 ) -> Tuple[str, Optional[ModelRepository]]:
     """Find published weights: in TIMM_REP_HUB, on the Hub, in the authors' release, in this order.
 

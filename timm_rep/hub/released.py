@@ -10,6 +10,7 @@ from huggingface_hub import HfApi, constants
 
 from timm_rep.layers import holds_structure, is_reparameterized
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.network import hub_download, hub_errors, is_reachable
 
 from ._repository import check_sha256
@@ -80,7 +81,7 @@ def fetch_released(
         idle_ratio: float = DEFAULT_IDLE_RATIO,
         filename: Optional[str] = None,
         revision: Optional[str] = None,
-        cache_dir: Optional[Union[str, os.PathLike[str]]] = None,
+        cache_dir: Optional[StrPath] = None,
 ) -> str:
     """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary, and checked.
 
@@ -98,7 +99,7 @@ def _fetch(
         idle_ratio: float,
         filename: Optional[str],
         revision: Optional[str],
-        cache_dir: Optional[Union[str, os.PathLike[str]]],
+        cache_dir: Optional[StrPath],
 ) -> str:
     try:
         with hub_errors():
@@ -141,7 +142,7 @@ def register_released_keys(cls: Type[nn.Module], keys: ReleasedKeys) -> None:
 
 def rename_released(
         model: nn.Module,
-        path_or_state_dict: Union[str, os.PathLike[str], Mapping[str, torch.Tensor]],
+        path_or_state_dict: Union[StrPath, Mapping[str, torch.Tensor]],
         classifier: Optional[Sequence[str]] = None,
 ) -> Dict[str, torch.Tensor]:
     """Read a checkpoint as :func:`load_released`, under the keys of the model.
@@ -199,7 +200,7 @@ def rename_released(
 
 def load_released(
         model: nn.Module,
-        path_or_state_dict: Union[str, os.PathLike[str], Mapping[str, torch.Tensor]],
+        path_or_state_dict: Union[StrPath, Mapping[str, torch.Tensor]],
 ) -> nn.Module:
     """Load a checkpoint of the papers' released implementations into a model of this package, strictly.
 

@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from timm.utils import unwrap_model
 
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
-from timm_rep.utils.files import config_errors
+from timm_rep.utils.files import StrPath, config_errors
 from timm_rep.utils.network import hub_errors
 
 from .matching import Shape
 
-TeacherSource = Union[str, os.PathLike[str], nn.Module, Mapping[str, torch.Tensor]]
+TeacherSource = Union[StrPath, nn.Module, Mapping[str, torch.Tensor]]
 
 
 @dataclass

@@ -17,7 +17,6 @@ from timm_rep.hub import (
     CONFIG_NAME,
     SCALES_NAME,
     WEIGHTS_NAME,
-    PathLike,
     load_folder,
     load_released,
     published_files,
@@ -31,7 +30,7 @@ from timm_rep.scales import Scales, attach_grad_mults, resolve_scales
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint, read_state_dict
 from timm_rep.utils.data import PREPROCESSING, ImageFolder, check_preprocessing
-from timm_rep.utils.files import argument_errors, parse, read_text
+from timm_rep.utils.files import StrPath, argument_errors, parse, read_text
 from timm_rep.utils.profiling import model_input_size
 
 from ._card import RECIPE_NAME, write_card
@@ -74,9 +73,9 @@ _TRAIN_ARGS = set('''
 
 
 def prepare_folder(
-        folder: PathLike,
-        checkpoint: Optional[PathLike] = None,
-        recipe: Optional[PathLike] = None,
+        folder: StrPath,
+        checkpoint: Optional[StrPath] = None,
+        recipe: Optional[StrPath] = None,
         data_dir: Optional[str] = None,
         split: str = 'val',
         dataset: Optional[str] = None,
@@ -177,7 +176,7 @@ def _write_trained(
         draft: Path,
         folder: Path,
         checkpoint: Path,
-        recipe: Optional[PathLike],
+        recipe: Optional[StrPath],
         data_dir: Optional[str],
         split: str,
         half: bool,
@@ -264,7 +263,7 @@ def _set_pool_size(model: torch.nn.Module) -> None:
         cfg['pool_size'] = tuple(features.shape[dim] for dim in dims)
 
 
-def convert_released(path: PathLike, model_name: str, folder: PathLike, model_args: Dict[str, Any]) -> Path:
+def convert_released(path: StrPath, model_name: str, folder: StrPath, model_args: Dict[str, Any]) -> Path:
     """Convert a released checkpoint or file of scales into a folder, and check the folder by loading it.
 
     Args:
@@ -323,7 +322,7 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
     return folder / WEIGHTS_NAME
 
 
-def write_folded(folder: PathLike, parent: PathLike) -> Path:
+def write_folded(folder: StrPath, parent: StrPath) -> Path:
     """Write the folded form of a published model, which is smaller and cannot be trained further.
 
     Args:

@@ -8,7 +8,8 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
 from timm_rep.deploy import BACKENDS, FORMATS
-from timm_rep.hub import CONFIG_NAME, PathLike, organization, sha256, verify_folder
+from timm_rep.hub import CONFIG_NAME, organization, sha256, verify_folder
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.network import hub_errors
 
 _WEIGHT_SUFFIXES = frozenset({
@@ -25,7 +26,7 @@ class Change(NamedTuple):
 
 
 def push_folder(
-        folder: PathLike,
+        folder: StrPath,
         org: Optional[str] = None,
         revision: str = 'main',
         private: bool = False,

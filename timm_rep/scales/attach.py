@@ -8,12 +8,13 @@ from timm.utils import unwrap_model
 
 from timm_rep.layers import CslaConv2d, csla_layers
 from timm_rep.layers.grad_mult import MultipliedLayers
+from timm_rep.utils.files import StrPath
 
 from .packaged import packaged_scales
 from .released import RELEASED_PREFIX
 from .scales import Scales
 
-ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike[str], Literal[False]]
+ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], StrPath, Literal[False]]
 
 
 def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[Scales]:

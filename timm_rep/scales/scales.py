@@ -5,13 +5,13 @@
 import json
 import os
 from types import MappingProxyType
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn as nn
 
 from timm_rep.layers import CslaBlock, csla_layers
-from timm_rep.utils.files import parse_json
+from timm_rep.utils.files import StrPath, parse_json
 
 from .files import ORDER, locate, read, write
 
@@ -207,7 +207,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             layer: {branch: fn(scale) for branch, scale in branches.items()} for layer, branches in self.items()
         }, metadata)
 
-    def save(self, path: Union[str, os.PathLike[str]]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write a safetensors file; a failure leaves an existing one intact.
 
         Raises:
@@ -219,7 +219,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         write(self._layers, {**self.metadata, **history}, path)
 
     @classmethod
-    def load(cls, source: Union[str, os.PathLike[str]]) -> 'Scales':
+    def load(cls, source: StrPath) -> 'Scales':
         """Read scales from a file or the Hub.
 
         Args:

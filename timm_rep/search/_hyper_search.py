@@ -3,7 +3,6 @@
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.3 and 4.1.
 """
 import math
-import os
 from datetime import date
 from numbers import Real
 from pathlib import Path
@@ -22,6 +21,7 @@ from timm_rep.scales.scales import check_metadata
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.data import Loader, batches_of, labelled_images, world_size_and_rank
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.training import evaluate, fit
 from timm_rep.version import __version__
 
@@ -66,7 +66,7 @@ def hyper_search(
         amp_dtype: Optional[torch.dtype] = None,
         channels_last: bool = False,
         seed: int = 0,
-        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
+        checkpoint: Optional[StrPath] = None,
         checkpoint_epochs: int = 1,
         resume: bool = False,
         overwrite: bool = False,

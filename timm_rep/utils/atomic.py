@@ -9,16 +9,18 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Iterable, Iterator, List, Union
+from typing import Iterable, Iterator, List
 
 from filelock import FileLock, Timeout
+
+from .files import StrPath
 
 _DRAFT = '.writing'
 _PENDING = '.written'
 _REMOVED = '.removed.json'
 
 
-def check_writable(folder: Union[str, os.PathLike[str]]) -> Path:
+def check_writable(folder: StrPath) -> Path:
     """Check that a folder exists or can be created, and that files can be written there, before any long work."""
     folder = Path(folder)
     missing = _missing(folder)
@@ -34,7 +36,7 @@ def check_writable(folder: Union[str, os.PathLike[str]]) -> Path:
 
 
 @contextlib.contextmanager
-def locking_folder(folder: Union[str, os.PathLike[str]], wait: bool = True) -> Iterator[Path]:
+def locking_folder(folder: StrPath, wait: bool = True) -> Iterator[Path]:
     """Hold the lock of a folder, which one process has at a time; without ``wait``, BlockingIOError if another has it.
 
     The folder is created if necessary, and removed again if the body raises and leaves it empty. Files can still be
@@ -47,7 +49,7 @@ def locking_folder(folder: Union[str, os.PathLike[str]], wait: bool = True) -> I
 
 @contextlib.contextmanager
 def replacing_files(
-        folder: Union[str, os.PathLike[str]],
+        folder: StrPath,
         copy: bool = False,
         outdated: Iterable[Path] = (),
 ) -> Iterator[Path]:
@@ -96,7 +98,7 @@ def replacing_files(
             shutil.rmtree(folder / _DRAFT, ignore_errors=True)
 
 
-def recover(folder: Union[str, os.PathLike[str]]) -> bool:
+def recover(folder: StrPath) -> bool:
     """Finish the moves of a process that was killed at the end of :func:`replacing_files`; whether there was one."""
     folder = Path(folder)
     if not (folder / _PENDING).is_dir():
