@@ -28,7 +28,7 @@ class Verification:
         images: Number of images.
         max_difference: Largest absolute difference of the outputs, folded and unfolded in float32.
         relative_rms: Root mean square of that difference, relative to the unfolded outputs.
-        same_top1: Share of the images with the same largest output, 0 to 1.
+        top1_agreement: Share of the images with the same largest output, 0 to 1.
         unfolded_error: Error of the unfolded outputs in float32, due to rounding alone.
         folded_error: Error of the folded outputs in float32.
         folded: Number of folded layers, 0 if the model has nothing to fold.
@@ -43,7 +43,7 @@ class Verification:
     images: int
     max_difference: float = 0.
     relative_rms: float = 0.
-    same_top1: float = 1.
+    top1_agreement: float = 1.
     unfolded_error: float = 0.
     folded_error: float = 0.
     folded: int = 0
@@ -73,7 +73,7 @@ class Verification:
         lines = [
             f'{self.folded} folded layers, {self.images} images',
             f'folded - unfolded: at most {self.max_difference:.2g}, relative rms {self.relative_rms:.2g}, '
-            f'top-1 equal for {self.same_top1:.1%}',
+            f'top-1 equal for {self.top1_agreement:.1%}',
             f'error against float64: unfolded {self.unfolded_error:.2g}, folded {self.folded_error:.2g}, '
             f'tolerance {self._limit(self.unfolded_error):.2g}',
         ]
@@ -117,7 +117,7 @@ def verify(
     """
     if tolerance is not None:
         check_tolerance(tolerance)
-    are_real = images is not None
+    has_real_images = images is not None
     if images is None:
         if getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(f'{type(model).__name__} has no pretrained_cfg with an input size: pass images.')
@@ -149,14 +149,14 @@ def verify(
         images=len(images),
         max_difference=largest.item(),
         relative_rms=relative_rms(outputs[4], outputs[1]),
-        same_top1=same_top1 / len(images),
+        top1_agreement=same_top1 / len(images),
         unfolded_error=relative_rms(outputs[2], outputs[0]),
         folded_error=relative_rms(outputs[3], outputs[0]),
         folded=len(names),
         layers={
             name: (relative_rms(x[2], x[0]), relative_rms(x[3], x[0])) for name, x in sums.items() if name is not None},
         tolerance=tolerance,
-        causes=find_causes(model, unfolded, folded, images[:_MAX_IMAGES].float(), are_real),
+        causes=find_causes(model, unfolded, folded, images[:_MAX_IMAGES].float(), has_real_images),
     )
 
 

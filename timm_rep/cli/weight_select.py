@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> None:
     if args.verbose:
         print(report)
     else:
-        print('\n'.join(str(s) for s in report.own) + f'\n{report.coverage:.1f}% of the student is from the teacher.')
+        print(
+            '\n'.join(str(s) for s in report.not_selected)
+            + f'\n{report.coverage:.1f}% of the student is from the teacher.')
     with replacing_files(output.parent) as draft:
         write_safetensors(student.state_dict(), draft / output.name)
     print(f'{output}: start from it with train.py --initial-checkpoint {output}')

@@ -85,7 +85,7 @@ class SelectionReport(NamedTuple):
         return 100 * sum(torch.Size(s.shape).numel() for s in self.selections if s.teacher_name) / total
 
     @property
-    def own(self) -> Tuple[TensorSelection, ...]:
+    def not_selected(self) -> Tuple[TensorSelection, ...]:
         """The tensors that keep their own initialization."""
         return tuple(s for s in self.selections if s.teacher_name is None)
 
