@@ -98,7 +98,8 @@ def _plot_history(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> Op
 
 
 def kernel_layer(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Name of the kernel that the paper draws, the middle 3 x 3 one of the stage with most of them (8th of 16 in B1).
+    """Name of the kernel that the paper draws: the middle 3 x 3 one of the stage that has the most of them (8th of 16
+    in B1).
     """
     stages: Dict[Tuple[str, ...], List[str]] = {}
     for name, value in state_dict.items():
@@ -232,7 +233,8 @@ def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 
     """Draw the products of attention weights of models (weight selection, figure 5).
 
     One column per model, ``W_q W_k^T`` (mean over heads) above ``W_v W_proj``. In pretrained models the first often has
-    a positive diagonal and the second a negative one; the titles show their strength, see :func:`diagonal_strength`.
+    a positive diagonal and the second a negative one; the titles show their strength, see
+    :func:`diagonal_strength`.
 
     Args:
         models: timm models with ``qkv`` attention, by title.

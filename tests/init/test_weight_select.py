@@ -63,8 +63,8 @@ def test_vit(student, teacher):
         'blocks.1.attn.qkv.weight (72, 24) <- blocks.1.attn.qkv.weight (144, 48): '
         '[0, 2, 4, ..., 142] x [0, 2, 4, ..., 46]') in lines
     assert 'pos_embed (1, 17, 24) <- pos_embed (1, 17, 48): : x : x [0, 2, 4, ..., 46]' in lines
-    assert 'head.bias (5,): its own initialization, a classifier' in lines
-    assert lines[-1] == f'{report.coverage:.1f}% of the student is from the teacher.'
+    assert 'head.bias (5,): not selected (classifier)' in lines
+    assert lines[-1] == f"{report.coverage:.1f}% of the student's values were selected from the teacher."
 
 
 @pytest.mark.parametrize('include,exclude,changed', [

@@ -27,7 +27,7 @@ class Exported(Sidecar):
     """Result of :func:`export`, and contents of its JSON file.
 
     Attributes:
-        format: Format.
+        format: Key of ``timm_rep.deploy.FORMATS``.
         model: Architecture, or class of a model that timm did not create.
         reparameterized: Whether the model was folded first.
         input: Shape of the images; 'batch' stands for any batch size.
@@ -100,11 +100,11 @@ def export(
     =============  =========================================================  ==================================
 
     The batch size is dynamic, except for 'executorch', which takes one image at a time. The image size is fixed, except
-    for 'safetensors'. A copy of the model is exported in eval mode and loaded again. Its outputs, for a batch
-    and for a single image, must be those of the given, unfolded model up to the tolerance. The differences are written
+    for 'safetensors'. A copy of the model is exported in eval mode and loaded again. For a batch and for a single
+    image, the outputs must match those of the given, unfolded model within the tolerance. The differences are written
     as JSON: ``FILE.verify.json``, or ``verify.json`` in a folder. An existing file is replaced; a folder must be new or
-    empty. OpenVINO is compared in float32; by itself it computes in bfloat16 on CPUs with AMX, unless its
-    ``INFERENCE_PRECISION_HINT`` is 'f32'.
+    empty. OpenVINO is compared in float32; by default it computes in bfloat16 on CPUs with AMX, so set its
+    ``INFERENCE_PRECISION_HINT`` to 'f32' to reproduce these outputs.
 
     Args:
         model: Model of this package or of timm, or a network around one, with float32 parameters. Its input is one

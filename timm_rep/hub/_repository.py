@@ -82,7 +82,7 @@ class ModelRepository(NamedTuple):
 
 
 def read_folder(folder: StrPath) -> ModelRepository:
-    """Read the config.json of a local folder, after the end of an interrupted write.
+    """Complete any interrupted write of a local folder, then read its config.json.
 
     Raises:
         FileNotFoundError: The folder has no config.json.

@@ -72,9 +72,12 @@ def build_model(
             teacher for :func:`timm_rep.weight_select_init`.
 
     Raises:
-        ValueError: As :func:`timm_rep.weight_select_init`; the weights have another idle ratio; several files of the
-            authors' release match; or the published arguments, with the given ones, cannot be used.
-        RuntimeError: The weights are not found, are damaged, belong to another model, or do not fit.
+        ValueError: As :func:`timm_rep.weight_select_init`; the weights were trained with a different idle ratio;
+            several files of the authors' release match; or the published arguments, with the given ones, cannot be
+            used.
+        RuntimeError: The weights are not found, are damaged, are for a different model, or do not fit.
+        OSError: A folder, repository or file of the authors' release that the caller names does not exist, or the Hub
+            cannot be reached.
         TypeError: A given argument is unknown.
     """
     kwargs = {**model_cfgs[variant], **_resolve(cls, variant, pretrained, model_cfgs, kwargs)}
@@ -143,7 +146,7 @@ def _create_with_weights(
     try:
         load_pretrained(
             model,
-            # a folded model has another first layer
+            # a folded model has a different first layer
             dict(cfg, source='', state_dict=state_dict, first_conv=input_layers(model, cfg.get('first_conv'))),
             num_classes=model.num_classes,
             in_chans=model_args.get('in_chans', 3),
@@ -335,7 +338,8 @@ def find_weights(
     Raises:
         RuntimeError: The weights are not found, or the Hub cannot be reached; the message has every place and its
             reason. Or the file is damaged.
-        ValueError: Several files of the release match.
+        OSError: ``repo_id`` is the authors' release, and it has no such file or cannot be reached.
+        ValueError: Several files of the release match, or the name of ``file`` has a different idle ratio.
     """
     name, reasons = f'{variant}.{tag}', []
     owner, _, revision = (repo_id or '').partition('@')

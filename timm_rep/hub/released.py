@@ -53,9 +53,21 @@ def _ratio(file: str, default: float) -> float:
 
 
 def match_released(files: Sequence[str], variant: str, idle_ratio: float) -> str:
-    """Select the file of the release that holds the weights of a model; FileNotFoundError or ValueError if not one.
+    """Select the file of the release that holds the weights of a model.
 
     A file without an idle ratio in its name has 0.75, as in the paper.
+
+    Args:
+        files: Names of the files of the release.
+        variant: Name of the model.
+        idle_ratio: Idle ratio of the weights.
+
+    Returns:
+        The name of the file.
+
+    Raises:
+        FileNotFoundError: No file matches.
+        ValueError: Several files match.
     """
     if not has_release(variant):
         raise FileNotFoundError(f'{RELEASED_REPO_ID} has no weights of {variant}, but of {", ".join(_RELEASED)}.')
@@ -86,6 +98,19 @@ def fetch_released(
     """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary, and checked.
 
     If the Hub cannot be reached, the file of the revision as it was last seen is used.
+
+    Args:
+        variant: Name of the model.
+        idle_ratio: Idle ratio of the weights.
+        filename: Name of the file. Default: the one that :func:`match_released` selects.
+        revision: Branch, tag or commit of the release. Default: its main branch.
+        cache_dir: Folder of the Hub's cache. Default: the client's.
+
+    Raises:
+        FileNotFoundError: The release has no such file.
+        ConnectionError: The Hub cannot be reached, and the file is not in its cache.
+        RuntimeError: The file is damaged.
+        ValueError: Several files match, or the name of ``filename`` has a different idle ratio.
     """
     path = _fetch(variant, idle_ratio, filename, revision, cache_dir)
     digest = Path(os.path.realpath(path)).name  # the Hub's cache names large files by their sha256

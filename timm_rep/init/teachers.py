@@ -100,8 +100,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
         FileNotFoundError: The source is neither a file nor a timm model.
         RuntimeError: The file cannot be read.
         TypeError: The file or mapping does not hold a state dict.
-        ValueError: timm has no pretrained weights for the model, its config.json is of another library, or the path
-            is a folder.
+        ValueError: timm has no pretrained weights for the model, its config.json is of a different library, or the
+            path is a folder.
     """
     if isinstance(source, nn.Module):
         source = unwrap_model(source)

@@ -82,7 +82,7 @@ class _RepOptimizer(_Base):
 
         Raises:
             RuntimeError: A gradient is sparse or complex where a dense real one is needed.
-            ValueError: A parameter with a GradMult is not the 4-dimensional weight of its layer any more.
+            ValueError: A parameter with a GradMult is no longer the 4-dimensional weight of its layer.
             OverflowError: A multiplier exceeds the range of the dtype of its parameter.
         """
         if 'capturable' in self.defaults:  # the check reads this option
@@ -199,8 +199,8 @@ class RepSGD(_RepOptimizer, SGD):
     weight decay is not multiplied, and ``p.grad`` is left unchanged. Parameters without a GradMult are updated as by
     torch. The multiplier is not part of the state: state dicts can be exchanged with ``torch.optim.SGD``.
 
-    Clipping the gradients breaks the equivalence with the CSLA block, whose gradients have another norm. Hugging Face's
-    Trainer clips at 1.0 by default: set ``max_grad_norm=0`` there.
+    Clipping the gradients breaks the equivalence with the CSLA block, whose gradients have a different norm. Hugging
+    Face's Trainer clips at 1.0 by default: set ``max_grad_norm=0`` there.
     """
     _rule = 'squared'
     _takes_sparse = True

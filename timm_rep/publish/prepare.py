@@ -49,7 +49,7 @@ _RECIPE = {
     'num_classes': Optional[int], 'img_size': Optional[int], 'in_chans': Optional[int], 'global_pool': Optional[str],
     'model_kwargs': Optional[Dict[str, Any]],
 }
-# arguments of timm's train.py; another file, which may hold secrets, must not be published by mistake
+# arguments of timm's train.py; any other file, which may hold secrets, must not be published by mistake
 _TRAIN_ARGS = set('''
     aa amp amp_dtype amp_impl attn_pool aug_repeats aug_splits batch_size bce_loss bce_pos_weight bce_sum
     bce_target_thresh bn_eps bn_momentum channels_last checkpoint_hist class_map clip_grad clip_mode color_jitter
@@ -87,8 +87,9 @@ def prepare_folder(
 ) -> None:
     """Bring a folder up to date: weights from a checkpoint, measured figures, model card, hashes.
 
-    Figures stay as long as their weights do, and so does the int8 form that ``timm-rep quantize -o FOLDER`` added; its
-    speed is measured on a CPU only. If an error is raised, the folder stays as it was.
+    Measurements and the int8 model added by ``timm-rep quantize -o FOLDER`` are kept as long as the weights do not
+    change. The throughput of the int8 model is measured only with ``device='cpu'``. If an error is raised, the folder
+    stays as it was.
 
     Args:
         folder: Folder named MODEL.TAG, for instance ``hub/repa_lvvit_s.cifar10``.
@@ -99,10 +100,10 @@ def prepare_folder(
         data_dir: Folder of images to measure the accuracy on, with a sample of the predictions. Default: both stay.
         split: Name of the folder in it.
         dataset: Name of the images, for the card.
-        half: Write parameters as float16, also of weights that are in the folder.
+        half: Write parameters as float16; without a checkpoint, convert the weights of the folder.
         use_ema: Use the moving average of the weights in the checkpoint.
         device: Device to measure on.
-        batch_size: Batch size of the throughput.
+        batch_size: Batch size to measure the throughput with.
         measure: Measure size and speed even if they are known.
 
     Raises:
@@ -193,7 +194,7 @@ def _write_trained(
     classes: Optional[Sequence[str]] = None
     if data_dir is not None:
         classes = ImageFolder(data_dir, split).classes
-    elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # another recipe may be of other classes
+    elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # a different recipe may have different classes
         classes = _label_names(folder)
     model = _create_trained(settings, recipe, f'{variant}.{tag}')
     if classes is not None and len(classes) != model.num_classes:

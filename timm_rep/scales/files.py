@@ -61,7 +61,7 @@ def locate(source: StrPath) -> str:
 
 
 def read(path: str) -> Tuple[Layers, Mapping[str, str]]:
-    """Read the layers and the metadata of a file of scales; ValueError if it has another layout."""
+    """Read the layers and the metadata of a file of scales; ValueError if its layout is unknown."""
     return _read_released(path) if path.endswith(_PICKLED) else _read_safetensors(path)
 
 

@@ -1,4 +1,4 @@
-"""Writing files so that a folder holds the old state or the new one, also after a failure or a killed process.
+"""Atomic updates of a folder: even after a failure or a killed process it holds either all old or all new files.
 
 New files are written to a draft inside their folder. Renaming the complete draft is the commit: from then on the files
 move to their places, and :func:`recover` finishes the moves of a process that was killed meanwhile.
@@ -127,7 +127,7 @@ def _finish(folder: Path) -> None:
 
 
 def _rename_in_message(e: Exception, old: str, new: str) -> None:
-    """Let an error name another folder, also in the file names of an OSError, which are not in its arguments."""
+    """Replace the folder that an error names, including in the file names of an OSError, which are not in its args."""
     e.args = tuple(arg.replace(old, new) if isinstance(arg, str) else arg for arg in e.args)
     for name in 'filename', 'filename2':
         if isinstance(getattr(e, name, None), str):

@@ -55,7 +55,7 @@ def read_json(path: StrPath) -> Any:
 
 
 def parse(kind: Any, value: Any, source: str) -> Any:
-    """Check a value that was read from JSON or YAML, and convert it to a type; RuntimeError if it has another one.
+    """Check a value that was read from JSON or YAML, and convert it to a type; RuntimeError if it has the wrong one.
 
     Args:
         kind: ``str``, ``bool``, ``int``, ``float`` (finite), ``Any``, a dataclass, or ``Optional``, ``Union``,
@@ -140,7 +140,7 @@ _CONFIG = {
 
 
 def read_config(path: StrPath) -> Dict[str, Any]:
-    """Read a config.json of timm's ``save_for_hf``; RuntimeError if a field is missing or of another type."""
+    """Read a config.json of timm's ``save_for_hf``; RuntimeError if a field is missing or of the wrong type."""
     source = repr(os.fspath(path))
     config = parse(Dict[str, Any], read_json(path), source)
     if 'architecture' not in config:
