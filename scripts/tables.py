@@ -44,7 +44,7 @@ from typing import Any, Dict, List, Mapping, Optional
 
 import yaml
 
-from timm_rep.plotting import tidy
+from timm_rep.plotting import style_axes
 from timm_rep.utils.atomic import replacing_files
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ def draw(name: str, declared: Mapping[str, Any]):
     if declared.get('log'):
         axes.set_xscale('log')
     axes.set_ylim(declared.get('limits'))
-    tidy(axes, declared['title'], declared['x'], declared['y'])
+    style_axes(axes, declared['title'], declared['x'], declared['y'])
     axes.legend(frameon=False, fontsize=8)
     return figure
 

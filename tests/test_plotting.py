@@ -7,7 +7,7 @@ from tests.helpers import normal_scales, tiny
 from timm_rep.cli import main
 from timm_rep.init import attention_products, mimetic_init_
 from timm_rep.plotting import (
-    diagonal,
+    diagonal_strength,
     kernel_layer,
     plot_accuracy,
     plot_attention,
@@ -190,7 +190,7 @@ def test_figure_5(tmp_path, capsys):
     assert abs(strength[2]) < 1
     assert strength[1] > 5
     assert strength[3] < -5
-    assert diagonal(torch.tensor([[3., 1.], [-1., 5.]])) == pytest.approx(4 / 2 ** .5)
+    assert diagonal_strength(torch.tensor([[3., 1.], [-1., 5.]])) == pytest.approx(4 / 2 ** .5)
     with pytest.raises(ValueError, match=r'block must .*got 2: random has 2'):
         plot_attention(models, block=2)
     with pytest.raises(ValueError, match='columns'):

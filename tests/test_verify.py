@@ -40,7 +40,7 @@ def test_every_family(name, kwargs, layers):
     assert all(0 < folded < 4 * max(unfolded, 2 ** -23) for unfolded, folded in result.layers.values())
     assert str(result).endswith('\npassed')
     assert result.images == 8
-    assert result.same_top1 == 1
+    assert result.top1_agreement == 1
 
 
 @pytest.mark.parametrize('name', [

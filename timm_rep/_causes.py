@@ -1,4 +1,4 @@
-"""Conditions under which a folded model differs from the model it is compared with; for :func:`timm_rep.verify`."""
+"""Conditions that make a folded model differ from the given one, used by :func:`timm_rep.verify`."""
 import copy
 from contextlib import ExitStack
 from typing import Any, Callable, Dict, List
@@ -18,20 +18,23 @@ def find_causes(
         unfolded: nn.Module,
         folded: nn.Module,
         images: torch.Tensor,
-        are_real: bool,
+        has_real_images: bool,
 ) -> Dict[str, str]:
-    """Conditions under which the folded model differs from the given one, with remedies, by name.
+    """Find conditions that make the folded model differ from the given one.
 
     Args:
         model: The given model, on its device, in its mode and dtype.
         unfolded: Copy in eval mode and float32 on the CPU.
         folded: Folded copy of ``unfolded``.
         images: A batch of finite images (N, channels, height, width), float32, on the CPU.
-        are_real: Whether the images are real, so that statistics can be measured on them.
+        has_real_images: Whether the images are real, so that statistics can be measured on them.
+
+    Returns:
+        The conditions that hold, with remedies, by name.
     """
     found = {
         'train mode': _train_mode(model, unfolded, images),
-        'BatchNorm statistics': _statistics(unfolded, images) if are_real else '',
+        'BatchNorm statistics': _statistics(unfolded, images) if has_real_images else '',
         'float16 overflow': _float16(model, unfolded, folded, images),
         'TF32': _tf32(model),
     }
@@ -58,7 +61,7 @@ def _train_mode(model: nn.Module, unfolded: nn.Module, images: torch.Tensor) -> 
 
 
 def _statistics(unfolded: nn.Module, images: torch.Tensor) -> str:
-    moved: List[str] = []
+    shifted: List[str] = []
 
     def measure(name: str) -> Callable[..., None]:
         def hook(norm: nn.Module, args: Any) -> None:
@@ -69,18 +72,19 @@ def _statistics(unfolded: nn.Module, images: torch.Tensor) -> str:
             shift = ((x.mean(1) - norm.running_mean) / std).square().mean().sqrt().item()
             ratio = ((x.var(1) + norm.eps).sqrt() / std).log().square().mean().sqrt().exp().item()
             if not (shift <= _MEAN_SHIFT and ratio <= _STD_RATIO):
-                moved.append(f'{name} (mean by {shift:.2g} standard deviations, deviation by a factor of {ratio:.2g})')
+                shifted.append(
+                    f'{name} (mean by {shift:.2g} standard deviations, standard deviation by a factor of {ratio:.2g})')
         return hook
 
     _with_hooks(unfolded, images, {
         name: measure(name) for name, module in unfolded.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)}, before=True)
-    if not moved:
+    if not shifted:
         return ''
-    others = f' and {len(moved) - 1} more' if len(moved) > 1 else ''
+    others = f' and {len(shifted) - 1} more' if len(shifted) > 1 else ''
     return (
-        f'running statistics differ from the images in {moved[0]}{others}. Folding uses them: check the normalization '
-        'of the images, or, if weights changed after the last pass in train mode, measure them again by '
+        f'running statistics differ from the images in {shifted[0]}{others}. Folding uses them: check the '
+        'normalization of the images, or, if weights changed after the last pass in train mode, measure them again by '
         'timm_rep.calibrate_batchnorm(model, loader) and fold again.')
 
 

@@ -14,7 +14,7 @@ from ._causes import find_causes
 
 # largest folded error that passes, in multiples of the rounding error of the unfolded model
 _FACTOR = 16
-# images of the one batch in which find_causes() passes them
+# most images that find_causes() runs as one batch
 _MAX_IMAGES = 64
 
 
@@ -28,22 +28,23 @@ class Verification:
         images: Number of images.
         max_difference: Largest absolute difference of the outputs, folded and unfolded in float32.
         relative_rms: Root mean square of that difference, relative to the unfolded outputs.
-        same_top1: Share of the images with the same largest output, 0 to 1.
+        top1_agreement: Fraction of the images with equal top-1 predictions, 0 to 1.
         unfolded_error: Error of the unfolded outputs in float32, due to rounding alone.
         folded_error: Error of the folded outputs in float32.
         folded: Number of folded layers, 0 if the model has nothing to fold.
         layers: Errors (unfolded, folded) of the outputs of each folded layer by name, in the order of execution.
         tolerance: Largest folded error that passes, for outputs and layers. None: 16 times the unfolded error of the
-            same outputs, at least 16 * 2 ** -23. Folding rounds each weight once more and sums in another order, so
-            its error is of the size of rounding, which the unfolded error measures for this model and these images.
-        causes: Conditions under which the folded model differs from the given one, with remedies: 'train mode',
+            same outputs, at least 16 * 2 ** -23. Folding rounds each weight once more and sums in a different order, so
+            its error should be comparable to the rounding error, which ``unfolded_error`` measures for this model and
+            these images.
+        causes: Conditions that make the folded model differ from the given one, with remedies, by name: 'train mode',
             'BatchNorm statistics' (only with real images), 'float16 overflow', 'TF32'. The comparison itself
             excludes them.
     """
     images: int
     max_difference: float = 0.
     relative_rms: float = 0.
-    same_top1: float = 1.
+    top1_agreement: float = 1.
     unfolded_error: float = 0.
     folded_error: float = 0.
     folded: int = 0
@@ -73,7 +74,7 @@ class Verification:
         lines = [
             f'{self.folded} folded layers, {self.images} images',
             f'folded - unfolded: at most {self.max_difference:.2g}, relative rms {self.relative_rms:.2g}, '
-            f'top-1 equal for {self.same_top1:.1%}',
+            f'top-1 equal for {self.top1_agreement:.1%}',
             f'error against float64: unfolded {self.unfolded_error:.2g}, folded {self.folded_error:.2g}, '
             f'tolerance {self._limit(self.unfolded_error):.2g}',
         ]
@@ -97,7 +98,7 @@ def verify(
 
     Folds a copy by :func:`timm_rep.convert.folded_copy`: models of this package,
     of :func:`timm_rep.convert_to_repa`, and timm's own (RepVGG, MobileOne, FastViT, RepViT, ...). Also looks for
-    conditions under which the folded model differs from the given one elsewhere.
+    conditions that make the folded model differ from the given one elsewhere.
 
     Args:
         model: Unfolded model. Not modified.
@@ -117,7 +118,7 @@ def verify(
     """
     if tolerance is not None:
         check_tolerance(tolerance)
-    are_real = images is not None
+    has_real_images = images is not None
     if images is None:
         if getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(
@@ -150,14 +151,14 @@ def verify(
         images=len(images),
         max_difference=largest.item(),
         relative_rms=relative_rms(outputs[4], outputs[1]),
-        same_top1=same_top1 / len(images),
+        top1_agreement=same_top1 / len(images),
         unfolded_error=relative_rms(outputs[2], outputs[0]),
         folded_error=relative_rms(outputs[3], outputs[0]),
         folded=len(names),
         layers={
             name: (relative_rms(x[2], x[0]), relative_rms(x[3], x[0])) for name, x in sums.items() if name is not None},
         tolerance=tolerance,
-        causes=find_causes(model, unfolded, folded, images[:_MAX_IMAGES].float(), are_real),
+        causes=find_causes(model, unfolded, folded, images[:_MAX_IMAGES].float(), has_real_images),
     )
 
 

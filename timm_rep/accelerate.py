@@ -1,8 +1,7 @@
-"""A faster model from a pretrained one: conversion from data, distillation, measurements, a folder to load it from."""
+"""Convert a pretrained timm model to a faster one from unlabelled images, distil it, measure both, write a folder."""
 import copy
-import os
 from pathlib import Path
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -16,6 +15,7 @@ from timm_rep.publish import REPORT_NAME, AccelerationReport, accelerated_card, 
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.compare import check_finite, compare
 from timm_rep.utils.data import PREPROCESSING, Images, batch_images, world_size_and_rank
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
 from timm_rep.utils.training import check_distillation, distil, evaluate
 
@@ -32,16 +32,17 @@ def measure(
         images: Images,
         batch_sizes: Sequence[int] = (1, 8),
 ) -> Dict[str, Dict[str, Any]]:
-    """Measure accuracy, size and speed of a model and of converted ones.
+    """Measure accuracy, size and throughput of a model and of models converted from it.
 
     Args:
-        models: Models by name, the original first.
-        images: Images to measure the accuracy on.
-        batch_sizes: Batch sizes of the throughput.
+        models: Models by name, the original first. They are moved to ``images.device`` and left in eval mode.
+        images: Images whose validation split the accuracy is measured on, see :class:`timm_rep.utils.data.Images`.
+        batch_sizes: Batch sizes to measure the throughput with.
 
     Returns:
-        By name: 'top1' in percent; 'agreement', the percentage of images with the prediction of the original; 'params';
-        'gmacs' of one image; 'images_per_second' by batch size.
+        By name of the model: 'top1' in percent, and 'agreement', the percentage of images with the same prediction as
+        the original, both rounded to two decimals; 'params', the number of parameters; 'gmacs', the
+        multiply-accumulates per image in 1e9; 'images_per_second' by batch size, which is a string, as in JSON.
     """
     size = images.config['input_size']
     figures, original = {}, None
@@ -69,8 +70,8 @@ class Accelerated(NamedTuple):
     Attributes:
         model: The converted model, a ``repa_any``, folded.
         report: Report of the conversion.
-        figures: Figures of :func:`measure`, by 'original', 'converted', 'distilled' and, of a sweep, idle ratios; none
-            in the other processes of a group.
+        figures: Result of :func:`measure`, with the keys 'original', 'converted', 'distilled' (if distilled) and 'idle
+            ratio R' for each ratio of a sweep. Empty on ranks other than 0.
     """
     model: nn.Module
     report: ConversionReport
@@ -86,30 +87,34 @@ def accelerate(
         distil_epochs: int = 0,
         lr: float = 1e-5,
         sweep: Sequence[float] = (),
-        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
+        checkpoint: Optional[StrPath] = None,
         resume: bool = False,
 ) -> Accelerated:
     """Convert a copy of a pretrained model from data, distil it if asked to, and measure both.
 
-    A distillation seeds the generators of torch, NumPy and Python. In a process group, the processes share the images
-    of conversion and distillation and get the same model; the first one measures.
+    A distillation seeds the global random number generators of torch, NumPy and Python. In a process group, the ranks
+    split the images of conversion and distillation and end up with the same model; rank 0 measures.
 
     Args:
         model: timm model; unchanged.
-        images: Images to calibrate, distil and measure with.
-        idle_ratio: Fraction of the hidden channels of every FFN that become linear. Default: 0.75, without macs.
+        images: Images to calibrate, distil and measure with, see :class:`timm_rep.utils.data.Images`.
+        idle_ratio: Fraction of the hidden channels of every FFN that become linear, 0 to 1. Default: 0.75, without
+            macs.
         macs: Fraction of the model's multiply-accumulates to keep, instead of idle_ratio.
         calibration_images: Largest number of images to fit to.
         distil_epochs: Epochs of distillation from the original; 0 for none.
         lr: Learning rate of the distillation.
-        sweep: Idle ratios to convert with and measure too, without distillation.
-        checkpoint: File for the state of the distillation.
+        sweep: Distinct idle ratios to convert with and measure too, without distillation.
+        checkpoint: File for the state of the distillation, written after each epoch. Default: none.
         resume: Continue the distillation from that file, if it exists.
+
+    Returns:
+        The folded model, distilled if asked for, the report of the conversion, and the measurements.
 
     Raises:
         ValueError: A setting is invalid; the model is not a timm model, was changed after its creation, does not take
-            images of this size, or cannot be converted; or the checkpoint belongs to another distillation. Except for
-            the checkpoint, it is raised before any image is read.
+            images of this size, or cannot be converted; or the checkpoint belongs to a different distillation. Except
+            for the checkpoint, it is raised before any image is read.
         RuntimeError: The distillation diverged, or the folded model gives different outputs than the unfolded one.
     """
     check_size(idle_ratio, macs)
@@ -142,7 +147,8 @@ def accelerate(
         converted.pretrained_cfg.update({name: images.config[name] for name in PREPROCESSING})
         if not converted.pretrained_cfg.get('label_names'):
             converted.pretrained_cfg['label_names'] = list(images.classes)
-        if not any(p.requires_grad for p in converted.parameters()):  # frozen for inference
+        # a fully frozen model was frozen for inference; the converted one must be trainable
+        if not any(p.requires_grad for p in converted.parameters()):
             converted.requires_grad_()
         return converted, report
 
@@ -173,8 +179,8 @@ def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
             'timm_rep.verify(model) finds the layer.')
 
 
-def check_output(folder: Union[str, os.PathLike[str]]) -> Path:
-    """Check that :func:`write_model` replaces no files of others in a folder; finishes an interrupted write.
+def check_output(folder: StrPath) -> Path:
+    """Raise if a folder holds model files that :func:`write_model` did not write. Completes an interrupted write first.
 
     Raises:
         FileExistsError: The folder holds a file that would be replaced, and no report.json.
@@ -188,11 +194,11 @@ def check_output(folder: Union[str, os.PathLike[str]]) -> Path:
 
 
 def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
-    """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` loads, with every figure.
+    """Write a folder that ``timm.create_model('local-dir:FOLDER', pretrained=True)`` loads, with all measurements.
 
     Files: model.safetensors, config.json, report.json, README.md, and accuracy.png if there are several idle ratios.
-    An int8 form and a picture of an earlier model are removed, as is the state of the distillation that made the model;
-    the state of another one stays, to be resumed.
+    The int8 model and the plot of a previous model are removed and, if ``result`` is distilled, the state of its
+    distillation. The state of an unfinished distillation is kept.
 
     Args:
         folder: Folder, which is created or whose files are replaced.

@@ -71,8 +71,8 @@ def profile_latency(
 ) -> Dict[str, Dict[str, float]]:
     """Latency of a forward pass by part: patch embedding, token mixers, FFNs, head (RePaFormer, figure 3).
 
-    Norms, layer scales and shortcuts count with their half of the block, downsampling and position embeddings with the
-    patch embedding. The models take turns, and each part's latency is the median over the rounds.
+    Norms, layer scales and shortcuts are attributed to the token mixer or FFN they belong to, downsampling and position
+    embeddings to the patch embedding. The models take turns, and each part's latency is the median over the rounds.
 
     Args:
         models: Models in eval mode by name, on the device of the inputs: RePaFormers, folded or not, and timm models

@@ -37,7 +37,7 @@ class PaperRow(NamedTuple):
 # timm's ViT-Huge has patch size 14 and, by the default of its first tag, no classifier
 _VIT_HUGE_16 = dict(patch_size=16, num_classes=1000)
 _HEADLESS = dict(num_classes=0)
-_POOLFORMER_S12 = 'table 1 has 1.8 for RePa-PoolFormer-s12 before folding, which has the same layers'
+_POOLFORMER_S12 = 'table 1 lists 1.8 for the unfolded RePa-PoolFormer-s12, which has the same layers'
 
 # For each RePaFormer, the vanilla backbone that table 2 compares it with, and arguments of create_model
 VANILLA: Dict[str, Tuple[str, Dict[str, Any]]] = {

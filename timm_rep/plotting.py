@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    'diagonal',
+    'diagonal_strength',
     'kernel_layer',
     'plot_accuracy',
     'plot_attention',
     'plot_kernels',
     'plot_latency',
     'plot_scales',
-    'tidy',
+    'style_axes',
 ]
 
 _COLORS = (
@@ -37,7 +37,7 @@ def _figure(columns: int, rows: int) -> 'Figure':
     return Figure(figsize=(1.5 + 5.5 * columns, 3.6 * rows), layout='constrained')
 
 
-def tidy(axes: 'Axes', title: str, x: str = '', y: str = '') -> None:
+def style_axes(axes: 'Axes', title: str, x: str = '', y: str = '') -> None:
     """Set the title and labels of matplotlib axes and hide the upper and right spines."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x, fontsize=8)
@@ -67,17 +67,17 @@ def plot_scales(scales: Mapping[str, Scales]) -> 'Figure':
     figure = _figure(len(scales), rows)
     grid = figure.subplots(rows, len(scales), squeeze=False, sharey='row')
     for column, (name, each) in zip(grid.T, scales.items()):
-        _draw_depth(column[0], each, colors)
-        tidy(column[0], name, 'block', 'mean of the scales')
+        _plot_by_depth(column[0], each, colors)
+        style_axes(column[0], name, 'block', 'mean of the scales')
         if rows > 1:
-            layer = _draw_course(column[1], each, colors)
-            tidy(column[1], layer or f'{name}: history not in the file', 'epoch', 'mean of the scales')
+            layer = _plot_history(column[1], each, colors)
+            style_axes(column[1], layer or f'{name}: history not in the file', 'epoch', 'mean of the scales')
     handles = [Line2D([], [], color=color, marker='.', label=branch) for branch, color in colors.items()]
     grid[0, 0].legend(handles=handles, frameon=False, fontsize=8)
     return figure
 
 
-def _draw_depth(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> None:
+def _plot_by_depth(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> None:
     index = {layer: i + 1 for i, layer in enumerate(scales)}
     for branch, color in colors.items():
         for layers in scales.stages().values():
@@ -87,7 +87,7 @@ def _draw_depth(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> None
                 axes.plot([index[layer] for layer in layers], means, color=color, marker='.')
 
 
-def _draw_course(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> Optional[str]:
+def _plot_history(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> Optional[str]:
     """Draw the history of the last layer of the longest stage, and return its name; None without a history."""
     longest = max(scales.stages().values(), key=len)[-1]
     if longest not in scales.history:
@@ -98,7 +98,8 @@ def _draw_course(axes: 'Axes', scales: Scales, colors: Mapping[str, str]) -> Opt
 
 
 def kernel_layer(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Name of the kernel that the paper draws, the middle 3 x 3 one of the stage with most of them (8th of 16 in B1).
+    """Name of the kernel that the paper draws: the middle 3 x 3 one of the stage that has the most of them (8th of 16
+    in B1).
     """
     stages: Dict[Tuple[str, ...], List[str]] = {}
     for name, value in state_dict.items():
@@ -151,7 +152,7 @@ def plot_kernels(
                 values.numpy(), bins=100, range=(-limit, limit) if limit else None, density=True, alpha=.6, color=color,
                 label=f'{label}, std {values.std():.4f}')
         axes.legend(frameon=False, fontsize=8, title=f'std {entries.std():.4f}', title_fontsize=8)
-        tidy(axes, f'{name}\n{layer}', 'value', 'density')
+        style_axes(axes, f'{name}\n{layer}', 'value', 'density')
     return figure
 
 
@@ -175,7 +176,7 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]) -> '
         for i, total in enumerate(bottom):
             axes.text(i, total, f'{total:.1f}', ha='center', va='bottom', fontsize=8)
         axes.margins(y=.12)
-        tidy(axes, title, y='milliseconds')
+        style_axes(axes, title, y='milliseconds')
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc='outside right upper')
     return figure
@@ -216,13 +217,13 @@ def plot_accuracy(figures: Mapping[str, Mapping[str, Any]]) -> 'Figure':
                 *points[name], marker, color=_COLORS[1], fillstyle='none', markersize=9, linestyle='',
                 label=f'{name} model')
         axes.margins(x=.2, y=.12)
-        tidy(axes, f'batch size {size}', 'throughput, images/s', 'top-1 accuracy, %')
+        style_axes(axes, f'batch size {size}', 'throughput, images/s', 'top-1 accuracy, %')
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc='outside lower center', ncols=len(labels), frameon=False, fontsize=8)
     return figure
 
 
-def diagonal(product: torch.Tensor) -> float:
+def diagonal_strength(product: torch.Tensor) -> float:
     """Strength of the diagonal of a square matrix: its mean, divided by the standard deviation of the other entries."""
     on = torch.eye(len(product), dtype=torch.bool)
     return (product[on].mean() / product[~on].std()).item()
@@ -232,7 +233,8 @@ def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 
     """Draw the products of attention weights of models (weight selection, figure 5).
 
     One column per model, ``W_q W_k^T`` (mean over heads) above ``W_v W_proj``. In pretrained models the first often has
-    a positive diagonal and the second a negative one; the titles show their strength, see :func:`diagonal`.
+    a positive diagonal and the second a negative one; the titles show their strength, see
+    :func:`diagonal_strength`.
 
     Args:
         models: timm models with ``qkv`` attention, by title.
@@ -258,6 +260,6 @@ def plot_attention(models: Mapping[str, nn.Module], block: int = 0, clip: int = 
         for axes, (product, matrix) in zip(column, matrices.items()):
             limit = 3 * matrix.std().item()
             axes.imshow(matrix[:clip, :clip], cmap='RdBu_r', vmin=-limit, vmax=limit)
-            tidy(axes, f'{name}\n{product}, diagonal {diagonal(matrix):+.1f}')
+            style_axes(axes, f'{name}\n{product}, diagonal {diagonal_strength(matrix):+.1f}')
             axes.set_axis_off()
     return figure

@@ -31,8 +31,8 @@ def test_weight_select(teacher, tmp_path, capsys):
     assert written.keys() == expected.state_dict().keys()
     assert all(torch.equal(v, written[k]) for k, v in expected.state_dict().items())
     out = capsys.readouterr().out
-    assert f'{report.coverage:.1f}% of the student is from the teacher.' in out
-    assert 'head.bias (7,): its own initialization, a classifier' in out
+    assert f"{report.coverage:.1f}% of the student's values were selected from the teacher." in out
+    assert 'head.bias (7,): not selected (classifier)' in out
     assert 'blocks.0.attn.qkv.weight' not in out
     # as timm's train.py reads it with --initial-checkpoint
     started = timm.create_model('vit_tiny_patch16_224', checkpoint_path=str(output), **KWARGS)

@@ -171,7 +171,7 @@ def test_report(model, quantized, calibration):
     predicted = [torch.cat([f(x) for x in calibration]).argmax(1) for f in (model, quantized)]
     assert [report.accuracy.fp32, report.accuracy.int8] == [
         round((p == 0).float().mean().item() * 100, 2) for p in predicted]
-    assert 'int8: 8 convolutions and linear layers\nfloat: no products' in str(report)
+    assert 'int8: 8 convolutions and linear layers\nfloat32: no convolutions and matrix products' in str(report)
 
 
 def test_saved_and_loaded(quantized, tmp_path):

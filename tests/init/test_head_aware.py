@@ -153,7 +153,7 @@ def test_what_cannot_be_selected_is_listed():
     with pytest.raises(ValueError, match=r'(?s)but 3 of 20 .*attn\.qkv\.weight.*attn\.qkv\.bias.*attn\.proj\.weight'):
         init(student, teacher)
     report = init(student, teacher, strict=False)
-    assert {s.name for s in report.own if s.problem} == {
+    assert {s.name for s in report.not_selected if s.problem} == {
         f'blocks.0.attn.{name}' for name in ('qkv.weight', 'qkv.bias', 'proj.weight')}
     assert torch.equal(student.blocks[0].attn.qkv.weight, before['blocks.0.attn.qkv.weight'])
     assert torch.equal(student.norm.bias, teacher.norm.bias[evenly_spaced(80, 24)])
@@ -176,7 +176,7 @@ def test_swin():
     assert torch.equal(getattr(ours, table), getattr(theirs, table)[:, [0, 2]])
     assert torch.equal(ours.qkv.bias[:12], theirs.qkv.bias[:12])
     assert torch.equal(ours.qkv.bias[12:24], theirs.qkv.bias[24:36])
-    assert {s.component for s in report.own} == {'head'}
+    assert {s.component for s in report.not_selected} == {'head'}
     wider = build(
         0, 'swin_tiny_patch4_window7_224', embed_dim=24, num_heads=(2, 4), window_size=8, img_size=64, **args)
     constant = copy.deepcopy(teacher)
@@ -251,7 +251,7 @@ def test_groups():
 def test_the_pairs_of_the_paper(pair):
     student, teacher = (timm.create_model(name, num_classes=2) for name in pair)
     report = init(student, teacher)
-    assert {s.component for s in report.own} == {'head'}
+    assert {s.component for s in report.not_selected} == {'head'}
     assert student.eval()(torch.randn(1, 3, 224, 224)).isfinite().all()
 
 
@@ -419,5 +419,5 @@ def test_windows_of_maxvit():
 def test_pairs(pair):
     student, teacher = (timm.create_model(name, num_classes=2) for name in pair)
     report = timm_rep.weight_select_init(student, teacher, element_selection='uniform_heads')
-    assert {s.component for s in report.own} == {'head'}
+    assert {s.component for s in report.not_selected} == {'head'}
     assert student.eval()(torch.randn(1, *student.default_cfg['input_size'])).isfinite().all()

@@ -55,7 +55,7 @@ def test_vit(student, teacher):
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(student(x), by_hand(x))
     assert [s.name for s in report.selections] == list(student.state_dict())
-    assert [s.name for s in report.own] == ['head.weight', 'head.bias']
+    assert [s.name for s in report.not_selected] == ['head.weight', 'head.bias']
     numbers = sum(v.numel() for v in student.state_dict().values())
     assert report.coverage == pytest.approx(100 * (1 - (24 * 5 + 5) / numbers))
     lines = str(report).splitlines()
@@ -63,8 +63,8 @@ def test_vit(student, teacher):
         'blocks.1.attn.qkv.weight (72, 24) <- blocks.1.attn.qkv.weight (144, 48): '
         '[0, 2, 4, ..., 142] x [0, 2, 4, ..., 46]') in lines
     assert 'pos_embed (1, 17, 24) <- pos_embed (1, 17, 48): : x : x [0, 2, 4, ..., 46]' in lines
-    assert 'head.bias (5,): its own initialization, a classifier' in lines
-    assert lines[-1] == f'{report.coverage:.1f}% of the student is from the teacher.'
+    assert 'head.bias (5,): not selected (classifier)' in lines
+    assert lines[-1] == f"{report.coverage:.1f}% of the student's values were selected from the teacher."
 
 
 @pytest.mark.parametrize('include,exclude,changed', [
@@ -80,7 +80,7 @@ def test_components(student, teacher, include, exclude, changed):
     after = student.state_dict()
     differ = {component_of(name, ['head']) for name in after if not torch.equal(after[name], before[name])}
     assert differ == changed
-    assert {s.name for s in report.own} == {name for name in after if torch.equal(after[name], before[name])}
+    assert {s.name for s in report.not_selected} == {name for name in after if torch.equal(after[name], before[name])}
 
 
 def test_component_of():
@@ -143,7 +143,7 @@ def test_head(student, teacher):
     before = other.head.weight.clone()
     report = timm_rep.weight_select_init(other, teacher, include_head=True)
     assert torch.equal(other.head.weight, before)
-    assert [s.reason for s in report.own] == ['a classifier of 4 classes, the teacher has 5'] * 2
+    assert [s.reason for s in report.not_selected] == ['a classifier of 4 classes, the teacher has 5'] * 2
 
 
 def test_what_has_no_counterpart(student):
@@ -164,11 +164,11 @@ def test_what_has_no_counterpart(student):
         assert line in message
     report = timm_rep.weight_select_init(student, shallow, strict=False)
     after = student.state_dict()
-    own = {s.name for s in report.own}
+    own = {s.name for s in report.not_selected}
     assert all(torch.equal(after[k], before[k]) for k in own)
     assert 'cls_token' in own
     assert torch.equal(student.blocks[0].attn.qkv.weight, shallow.blocks[0].attn.qkv.weight)
-    assert all(s.problem == (not s.name.startswith('head.')) for s in report.own)
+    assert all(s.problem == (not s.name.startswith('head.')) for s in report.not_selected)
 
 
 @pytest.mark.parametrize('form', [
@@ -327,7 +327,7 @@ def test_families(family):
             weights[key] = selected(other.reshape(other.shape + (1,) * (value.dim() - other.dim())), value.shape)
     by_hand.load_state_dict(weights)
     report = timm_rep.weight_select_init(student, teacher)
-    assert {s.name for s in report.own} == {f'{classifier}.weight', f'{classifier}.bias'}
+    assert {s.name for s in report.not_selected} == {f'{classifier}.weight', f'{classifier}.bias'}
     size = args.get('img_size', 224 if family == 'swin' else 64)
     x = torch.randn(1, 3, size, size) if 'repa' not in family else torch.randn(1, 3, 224, 224)
     assert torch.equal(student(x), by_hand(x))
@@ -363,8 +363,8 @@ def test_between_plain_models_and_repaformers(family, way):
         for p in teacher.parameters():
             p.normal_()
     report = timm_rep.weight_select_init(student, teacher)
-    assert {s.component for s in report.own if 'BatchNorm' not in s.reason} == {'head'}
-    kinds = {s.name.split('.')[-2] for s in report.own if 'BatchNorm' in s.reason}
+    assert {s.component for s in report.not_selected if 'BatchNorm' not in s.reason} == {'head'}
+    kinds = {s.name.split('.')[-2] for s in report.not_selected if 'BatchNorm' in s.reason}
     assert kinds == (set() if way == 'plain from repa' else {'norm1', 'norm2'})
 
     def ffn(model):
@@ -384,9 +384,9 @@ def test_what_convert_to_repa_makes_starts_from_the_plain_model(name):
     student, teacher = (timm.create_model(name) for _ in range(2))
     timm_rep.convert_to_repa(student)
     report = timm_rep.weight_select_init(student, teacher, include_head=True)
-    assert all('BatchNorm' in s.reason or 'no shift' in s.reason for s in report.own)
-    assert any('no shift' in s.reason for s in report.own) == (name == 'caformer_s18')
-    assert not timm_rep.weight_select_init(timm.create_model(name), student, include_head=True).own
+    assert all('BatchNorm' in s.reason or 'no shift' in s.reason for s in report.not_selected)
+    assert any('no shift' in s.reason for s in report.not_selected) == (name == 'caformer_s18')
+    assert not timm_rep.weight_select_init(timm.create_model(name), student, include_head=True).not_selected
 
 
 def test_a_shift_is_excused_by_its_scale_only():
@@ -395,7 +395,7 @@ def test_a_shift_is_excused_by_its_scale_only():
     teacher = timm.create_model('vit_tiny_patch16_224', **TEACHER)
     weights = {name: value for name, value in teacher.state_dict().items() if '.norm2.' not in name}
     report = timm_rep.weight_select_init(student, weights, strict=False)
-    reasons = {s.name: s.reason for s in report.own}
+    reasons = {s.name: s.reason for s in report.not_selected}
     assert {reasons[f'blocks.0.mlp.norm1.{kind}'] for kind in ('weight', 'bias')} == {'the teacher has none'}
 
 

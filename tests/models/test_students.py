@@ -19,9 +19,9 @@ def test_sizes_and_teachers(name, millions, teacher):
     numbers = sum(t.numel() for t in (*counted.parameters(), *counted.buffers()))
     assert abs(numbers / 1e6 - millions) < .05
     report = timm_rep.weight_select_init(student, timm.create_model(teacher))
-    assert {s.component for s in report.own} == {'head'}
+    assert {s.component for s in report.not_selected} == {'head'}
     assert student.eval()(images(1, 224)).shape == (1, 10)
-    assert student.pretrained_cfg['classifier'].split('.')[0] in {s.name.split('.')[0] for s in report.own}
+    assert student.pretrained_cfg['classifier'].split('.')[0] in {s.name.split('.')[0] for s in report.not_selected}
     assert isinstance(counted.get_submodule(counted.pretrained_cfg['first_conv']), torch.nn.Conv2d)
 
 

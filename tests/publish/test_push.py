@@ -29,7 +29,7 @@ def account(hub, monkeypatch):
 
 
 def whats(changes):
-    return {change.file: change.what for change in changes}
+    return {change.file: change.action for change in changes}
 
 
 def test_round_trip(account, folder, capsys):

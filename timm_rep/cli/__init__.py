@@ -3,8 +3,8 @@
 Each command is a module with ``add_parser(commands)``, which adds its arguments and ends with
 ``parser.set_defaults(run=run)``, and ``run(args)``, which calls the public API and returns the exit status, 0 if None.
 ``args`` has three reserved names: ``run``, ``command`` (the command line as text) and ``traceback``. A command may set
-``args.interrupt_hint``, which is printed after an interruption. Errors of users are printed as one line without
-a traceback, so they should be found before models are loaded.
+``args.interrupt_hint``, which is printed after an interruption. User errors are printed as one line without
+a traceback; validate arguments before loading models.
 """
 import argparse
 import shlex
@@ -39,7 +39,7 @@ __all__ = ['main']
 _COMMANDS = (
     accelerate, card, convert, demo, export, hyper_search, models, plot_attention_weights, plot_scales, profile, push,
     quantize, run, verify, weight_select)
-# printed as one line, unless --traceback is given; all others are bugs of this package and show their traceback
+# printed as one line, unless --traceback is given; any other type is a bug in this package and shows its traceback
 _ERRORS = (OSError, ValueError, RuntimeError, ImportError, OverflowError, SafetensorError, TypeError)
 
 
@@ -71,6 +71,6 @@ def _print_error(message: str) -> None:
     if 'Original Traceback' in message:  # from a data loading process; the last line is the error
         message = message.strip().splitlines()[-1]
     message = ' '.join(message.split())
-    # names of layers and data sets come from files and may hold terminal escapes
+    # names of layers and datasets come from files and may hold terminal escapes
     message = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in message)
     print(f'timm-rep: {message}', file=sys.stderr)

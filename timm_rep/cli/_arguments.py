@@ -1,4 +1,4 @@
-"""Arguments shared by commands: their types, groups of them, and models created with them."""
+"""Shared command-line arguments: types, groups, and helpers that create models from them."""
 import argparse
 import os
 from contextlib import nullcontext
@@ -54,7 +54,7 @@ def folder(text: str) -> str:
 
 
 def output(text: str) -> str:
-    """Path of a file or folder to write, which is not the current folder for want of a name, nor the root."""
+    """Path of a file or folder to write; rejects the empty string and the root of a file system."""
     if not text or os.path.dirname(os.path.abspath(text)) == os.path.abspath(text):
         raise argparse.ArgumentTypeError(f'expected a path with a name, got {text!r}')
     return text
@@ -126,7 +126,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add --device, whose default is None; see :func:`default_device`."""
-    parser.add_argument('--device', type=device, help='(the GPU if there is one, otherwise the CPU)')
+    parser.add_argument('--device', type=device, help='device (default: the GPU if there is one, otherwise the CPU)')
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,6 @@ from ._arguments import (
 )
 from ._picture import check_matplotlib
 
-# idle ratios of --sweep
 _SWEEP = (0.25, 0.5, 0.75, 0.9, 1.)
 # interpolation modes of timm's transforms
 _INTERPOLATIONS = ('nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos')
@@ -52,10 +51,10 @@ def add_parser(commands: Commands) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         '--idle-ratio', type=ratio, metavar='R',
-        help='share of the hidden channels that become linear, 0 to 1 (default: 0.75)')
+        help='fraction of the hidden channels that become linear, 0 to 1 (default: 0.75)')
     size.add_argument(
         '--macs', type=fraction, metavar='R',
-        help='share of the multiply-accumulates to keep, instead of --idle-ratio; chooses a ratio for each FFN')
+        help='fraction of the multiply-accumulates to keep, instead of --idle-ratio; chooses a ratio for each FFN')
     parser.add_argument(
         '--sweep', action='store_true', help=f'also measure the idle ratios {", ".join(map(str, _SWEEP))}')
     parser.add_argument(
@@ -70,8 +69,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument('--mean', type=float, nargs='+', metavar='X', help="mean of the channels (the model's)")
     parser.add_argument(
         '--std', type=float, nargs='+', metavar='X', help="standard deviation of the channels (the model's)")
-    parser.add_argument('--interpolation', choices=_INTERPOLATIONS, help="of the images (the model's)")
-    parser.add_argument('--crop-pct', type=share, metavar='X', help="share of the image that is kept (the model's)")
+    parser.add_argument('--interpolation', choices=_INTERPOLATIONS, help="mode for resizing images (the model's)")
+    parser.add_argument('--crop-pct', type=share, metavar='X', help="fraction of the image to keep (the model's)")
     add_seed(parser)
     add_device(parser)
     parser.set_defaults(run=run)
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         check_matplotlib('accelerate --sweep')
     args.device = str(args.device or default_device())
     device = init_distributed_device(args)
-    primary = is_primary(args)  # the process that measures and writes
+    primary = is_primary(args)  # rank 0, which measures and writes
     output = check_output(args.output) if primary else Path(args.output)
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
     if not hasattr(model, '_model_args'):  # timm records them since 1.0.31

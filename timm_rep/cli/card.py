@@ -21,11 +21,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument('--data-dir', metavar='DIR', help='measure the accuracy on these images')
     parser.add_argument(
         '--val-split', default='val', metavar='SPLIT', help='folder in DIR (%(default)s)')
-    parser.add_argument('--dataset', metavar='NAME', help='name of the data set, for the card, e.g. CIFAR-10')
+    parser.add_argument('--dataset', metavar='NAME', help='name of the dataset, for the card, e.g. CIFAR-10')
     add_device(parser)
     parser.add_argument(
         '--batch-size', type=positive_int, default=8, metavar='N',
-        help='batch size of the throughput (%(default)s)')
+        help='batch size to measure the throughput with (%(default)s)')
     parser.add_argument('--measure', action='store_true', help='measure size and speed even if they are known')
     parser.set_defaults(run=run)
 

@@ -15,26 +15,30 @@ from ._arguments import Commands, add_model_kwargs, add_seed, check_output_file,
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small data set')
+    parser = commands.add_parser('hyper-search', help='find the scales of a RepOpt model on a small dataset')
     parser.add_argument('model', help='name of a RepOpt model, e.g. repopt_vgg_b1')
     add_model_kwargs(parser, example='base=mobileone_s0 for repopt_any')
     parser.add_argument('-o', '--output', required=True, metavar='FILE', help='.safetensors file of scales to write')
     parser.add_argument(
         '--dataset', default='torch/cifar100',
-        help="name of the data set in timm, '' for folders of images, --data-dir/SPLIT/CLASS/IMAGE (%(default)s)")
-    parser.add_argument('--data-dir', metavar='DIR', help='folder of the data set')
-    parser.add_argument('--dataset-download', action='store_true', help='download the data set, if timm can')
-    parser.add_argument('--train-split', default='train', metavar='SPLIT', help='(%(default)s)')
-    parser.add_argument('--val-split', default='validation', metavar='SPLIT', help="'' for none (%(default)s)")
-    parser.add_argument('--num-classes', type=positive_int, help='number of classes, if the data set does not tell it')
-    parser.add_argument('--img-size', type=positive_int, default=32, help='pixels (%(default)s)')
-    parser.add_argument('--epochs', type=positive_int, default=240, help='(%(default)s)')
-    parser.add_argument('--warmup-epochs', type=count, default=5, help='(%(default)s)')
-    parser.add_argument('--batch-size', type=positive_int, default=256, help='for each process (%(default)s)')
-    parser.add_argument('--lr', type=float, default=0.1, help='(%(default)s)')
-    parser.add_argument('--weight-decay', type=float, default=4e-5, help='(%(default)s)')
+        help="name of the dataset in timm, '' for folders of images, --data-dir/SPLIT/CLASS/IMAGE (%(default)s)")
+    parser.add_argument('--data-dir', metavar='DIR', help='folder of the dataset')
+    parser.add_argument('--dataset-download', action='store_true', help='download the dataset, if timm can')
+    parser.add_argument(
+        '--train-split', default='train', metavar='SPLIT', help='name of the training split (%(default)s)')
+    parser.add_argument(
+        '--val-split', default='validation', metavar='SPLIT',
+        help="name of the validation split, '' for none (%(default)s)")
+    parser.add_argument(
+        '--num-classes', type=positive_int, help='number of classes, if the dataset does not report it')
+    parser.add_argument('--img-size', type=positive_int, default=32, help='image size in pixels (%(default)s)')
+    parser.add_argument('--epochs', type=positive_int, default=240, help='number of epochs (%(default)s)')
+    parser.add_argument('--warmup-epochs', type=count, default=5, help='epochs of warm-up (%(default)s)')
+    parser.add_argument('--batch-size', type=positive_int, default=256, help='batch size of each process (%(default)s)')
+    parser.add_argument('--lr', type=float, default=0.1, help='learning rate after the warm-up (%(default)s)')
+    parser.add_argument('--weight-decay', type=float, default=4e-5, help='weight decay (%(default)s)')
     add_seed(parser)
-    parser.add_argument('--device', help='(the GPU if there is one, otherwise the CPU)')
+    parser.add_argument('--device', help='device (default: the GPU if there is one, otherwise the CPU)')
     parser.add_argument('--amp', action='store_true', help='autocast to bfloat16')
     parser.add_argument('--channels-last', action='store_true', help='train in channels-last memory')
     parser.add_argument(

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> None:
             folder, org, revision=args.revision, private=args.private, dry_run=args.dry_run, message=args.message,
             delete=args.delete)
     for change in changes:
-        print(f'{change.what:<8}{change.file}' + (f' ({change.size} bytes)' if change.size else ''))
-    changed = [change for change in changes if change.what != 'same']
+        print(f'{change.action:<8}{change.file}' + (f' ({change.size} bytes)' if change.size else ''))
+    changed = [change for change in changes if change.action != 'same']
     state = 'is up to date' if not changed else f'would have {len(changed)} changes' if args.dry_run else (
         f'has {len(changed)} changes in one commit')
     print(f'{org}/{folder.name}: {state}.')

@@ -24,12 +24,12 @@ def add_parser(commands: Commands) -> None:
     add_model(parser)
     parser.add_argument(
         '--data-dir', type=folder, required=True, metavar='DIR',
-        help='folder of images: DIR/train/CLASS/IMAGE, DIR/val/CLASS/IMAGE')
+        help='folder of images: DIR/train/IMAGE, or in folders by class, and DIR/val/CLASS/IMAGE for the accuracy')
     parser.add_argument('-o', '--output', type=output, required=True, metavar='DIR', help='folder to write')
-    parser.add_argument('--backend', choices=BACKENDS, default='inductor', help='(%(default)s)')
+    parser.add_argument('--backend', choices=BACKENDS, default='inductor', help='int8 backend (%(default)s)')
     parser.add_argument('--per-tensor', action='store_true', help='one scale per weight, instead of one per channel')
     parser.add_argument(
-        '--calibrator', choices=CALIBRATORS, default='minmax', help='ranges of the activations (%(default)s)')
+        '--calibrator', choices=CALIBRATORS, default='minmax', help='choice of the ranges of activations (%(default)s)')
     parser.add_argument(
         '--percentile', type=float, default=99.99, metavar='P',
         help='percentage of values covered by --calibrator percentile (%(default)s)')
@@ -37,9 +37,10 @@ def add_parser(commands: Commands) -> None:
         '--images', type=positive_int, default=512, metavar='N', help='number of calibration images (%(default)s)')
     parser.add_argument(
         '--keep-float', nargs='+', default=(), metavar='LAYER',
-        help="layers that stay in float; 'auto': the most harmful ones, for --max-error or --max-accuracy-loss")
+        help="layers that stay in float; 'auto': the most sensitive ones, for --max-error or --max-accuracy-loss")
     parser.add_argument('--max-error', type=float, metavar='X', help='largest relative rms difference of the outputs')
-    parser.add_argument('--max-accuracy-loss', type=float, metavar='P', help='largest loss of accuracy, in points')
+    parser.add_argument(
+        '--max-accuracy-loss', type=float, metavar='P', help='largest loss of accuracy, in percentage points')
     parser.add_argument('--diagnose', action='store_true', help='measure the error that each layer adds alone')
     parser.add_argument(
         '--equalize', action='store_true', help='equalize the ranges of weights between consecutive layers first')

@@ -14,7 +14,8 @@ _STARTUP = Path(__file__).resolve().parent / 'startup'
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         'run', help="run one of timm's scripts (validate.py, benchmark.py, ...) with this package's models registered")
-    parser.add_argument('script', help='path of the script, e.g. validate.py; reaches scripts that it starts, too')
+    parser.add_argument(
+        'script', help='path of the script, e.g. validate.py; scripts that it launches get the models too')
     parser.add_argument('args', nargs=argparse.REMAINDER, help='arguments of the script')
     parser.set_defaults(run=run)
 

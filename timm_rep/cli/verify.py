@@ -15,7 +15,7 @@ def add_parser(commands: Commands) -> None:
     add_model(parser)
     parser.add_argument(
         '--convert-to-repa', nargs='*', action=ModelKwargs, metavar='K=V',
-        help='convert another timm model with convert_to_repa() before the checkpoint is loaded, e.g. idle_ratio=0.5')
+        help='convert the model with convert_to_repa() before the checkpoint is loaded, e.g. idle_ratio=0.5')
     add_images(parser)
     parser.add_argument(
         '--tolerance', type=float, metavar='X',

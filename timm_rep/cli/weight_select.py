@@ -26,11 +26,14 @@ def add_parser(commands: Commands) -> None:
         '--num-classes', type=positive_int, metavar='N', help="classes of the student (the model's default)")
     add_model_kwargs(parser, of='the student')
     parser.add_argument(
-        '--element-selection', choices=ELEMENT_CHOICES, default='uniform', help='elements of a tensor (%(default)s)')
+        '--element-selection', choices=ELEMENT_CHOICES, default='uniform',
+        help='choice of the elements of a tensor (%(default)s)')
     parser.add_argument(
-        '--heads', choices=HEADS, default='whole', help='for uniform_heads (%(default)s)')
+        '--heads', choices=HEADS, default='whole',
+        help='unit of uniform_heads: whole heads, or channels within all heads (%(default)s)')
     parser.add_argument(
-        '--layer-selection', choices=LAYER_SELECTIONS, default='first', help='blocks of a stage (%(default)s)')
+        '--layer-selection', choices=LAYER_SELECTIONS, default='first',
+        help='choice of the blocks of a stage (%(default)s)')
     parser.add_argument('--include', nargs='+', metavar='PART', help='components or patterns of names to select (all)')
     parser.add_argument('--exclude', nargs='+', metavar='PART', help='components or patterns of names to leave out')
     parser.add_argument('--include-head', action='store_true', help='select the classifier too, if the classes match')
@@ -66,7 +69,9 @@ def run(args: argparse.Namespace) -> None:
     if args.verbose:
         print(report)
     else:
-        print('\n'.join(str(s) for s in report.own) + f'\n{report.coverage:.1f}% of the student is from the teacher.')
+        print(
+            '\n'.join(str(s) for s in report.not_selected)
+            + f"\n{report.coverage:.1f}% of the student's values were selected from the teacher.")
     with replacing_files(output.parent) as draft:
         write_safetensors(student.state_dict(), draft / output.name)
     print(f'{output}: start from it with train.py --initial-checkpoint {output}')

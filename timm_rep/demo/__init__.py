@@ -1,11 +1,11 @@
 """Demo: a RePaFormer, a RepOpt-VGG and a converted ViT, trained on small real images within minutes."""
-import os
 from pathlib import Path
 from typing import NamedTuple, Union
 
 import torch
 
 from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.files import StrPath
 
 from .picture import draw
 from .repa import RePaResult, run_repa, save_folded
@@ -47,7 +47,7 @@ def _usable(device: Union[str, torch.device]) -> torch.device:
     return device
 
 
-def _usable_output(output: Union[str, os.PathLike[str]]) -> Path:
+def _usable_output(output: StrPath) -> Path:
     output = Path(output).resolve()
     for folder in (output, output / 'model'):
         check_writable(folder)
@@ -58,7 +58,7 @@ def _usable_output(output: Union[str, os.PathLike[str]]) -> Path:
 
 
 def run_demo(
-        output: Union[str, os.PathLike[str]] = 'timm-rep-demo',
+        output: StrPath = 'timm-rep-demo',
         device: Union[str, torch.device] = 'cpu',
         seed: int = 0,
         epochs: int = 12,

@@ -2,7 +2,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, List
 
-from timm_rep.plotting import tidy
+from timm_rep.plotting import style_axes
 from timm_rep.utils.atomic import replacing_files
 
 from .repa import RePaResult
@@ -37,7 +37,7 @@ def _draw_rates(axes: 'Axes', accuracy: Dict[str, Dict[float, float]]) -> None:
     axes.minorticks_off()
     axes.legend(frameon=False)
     title = 'Plain net of 28 convolutions,\nfour learning rates:\n' + ', '.join(ranges)
-    tidy(axes, title, 'learning rate', 'validation accuracy (%)')
+    style_axes(axes, title, 'learning rate', 'validation accuracy (%)')
 
 
 def _draw_branches(axes: 'Axes', difference: Dict[str, List[float]]) -> None:
@@ -51,7 +51,7 @@ def _draw_branches(axes: 'Axes', difference: Dict[str, List[float]]) -> None:
     largest = max(difference['RepSGD'])
     title = ('With RepSGD, one convolution a layer trains as three parallel branches do:\n'
              f'the outputs differ by {largest:.0e} at most, in float64')
-    tidy(axes, title, 'training step', 'relative difference\nfrom the multi-branch net')
+    style_axes(axes, title, 'training step', 'relative difference\nfrom the multi-branch net')
 
 
 def _draw_speed(axes: 'Axes', result: RePaResult) -> None:
@@ -73,4 +73,4 @@ def _draw_speed(axes: 'Axes', result: RePaResult) -> None:
         for before, after in (('RePa-DeiT', 'RePa-DeiT, folded'), ('plain ViT', 'plain ViT, converted')))
     title = (f'Folding: {folded:.1f} times as fast,\nequal outputs ({result.logits_difference:.0e});\n'
              f'converting: {converted:.1f} times, {result.agreement:.1f}% equal')
-    tidy(axes, title, 'images per second', 'validation accuracy (%)')
+    style_axes(axes, title, 'images per second', 'validation accuracy (%)')

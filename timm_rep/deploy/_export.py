@@ -1,6 +1,5 @@
 """Export of models for inference, checked against eager mode."""
 import copy
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from timm_rep.convert import folded_copy
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, foldable_layers
 from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.compare import Difference, check_finite, check_images, check_tolerance, compare
-from timm_rep.utils.files import Sidecar
+from timm_rep.utils.files import Sidecar, StrPath
 from timm_rep.utils.profiling import device_name, model_input_size
 
 from .formats import FORMATS, Format, check_format, package_versions
@@ -28,7 +27,7 @@ class Exported(Sidecar):
     """Result of :func:`export`, and contents of its JSON file.
 
     Attributes:
-        format: Format.
+        format: Key of ``timm_rep.deploy.FORMATS``.
         model: Architecture, or class of a model that timm did not create.
         reparameterized: Whether the model was folded first.
         input: Shape of the images; 'batch' stands for any batch size.
@@ -59,7 +58,7 @@ class Exported(Sidecar):
         ])
 
 
-def check_target(path: Union[str, os.PathLike[str]], format: str) -> Format:
+def check_target(path: StrPath, format: str) -> Format:
     """Check, before any model is loaded, that this machine can write a format to a path; raises as :func:`export`."""
     target, path = check_format(format), Path(path)
     if target.suffix is None:
@@ -80,7 +79,7 @@ def check_target(path: Union[str, os.PathLike[str]], format: str) -> Format:
 @torch.no_grad()
 def export(
         model: nn.Module,
-        path: Union[str, os.PathLike[str]],
+        path: StrPath,
         format: str = 'safetensors',
         reparameterize: bool = True,
         images: Optional[torch.Tensor] = None,
@@ -101,11 +100,11 @@ def export(
     =============  =========================================================  ==================================
 
     The batch size is dynamic, except for 'executorch', which takes one image at a time. The image size is fixed, except
-    for 'safetensors'. A copy of the model is exported in eval mode and loaded again. Its outputs, for a batch
-    and for a single image, must be those of the given, unfolded model up to the tolerance. The differences are written
+    for 'safetensors'. A copy of the model is exported in eval mode and loaded again. For a batch and for a single
+    image, the outputs must match those of the given, unfolded model within the tolerance. The differences are written
     as JSON: ``FILE.verify.json``, or ``verify.json`` in a folder. An existing file is replaced; a folder must be new or
-    empty. OpenVINO is compared in float32; by itself it computes in bfloat16 on CPUs with AMX, unless its
-    ``INFERENCE_PRECISION_HINT`` is 'f32'.
+    empty. OpenVINO is compared in float32; by default it computes in bfloat16 on CPUs with AMX, so set its
+    ``INFERENCE_PRECISION_HINT`` to 'f32' to reproduce these outputs.
 
     Args:
         model: Model of this package or of timm, or a network around one, with float32 parameters. Its input is one

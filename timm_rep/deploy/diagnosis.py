@@ -98,7 +98,7 @@ def simulation_passes(
 
 
 def fewest_to_keep(names: Sequence[str], passes: Callable[[List[str]], bool], least: int = 0) -> List[str]:
-    """The fewest of the first names that pass, at least so many, by bisection.
+    """The shortest prefix of ``names``, of at least ``least`` names, that passes; found by bisection.
 
     ``passes`` is assumed to become true, and stay so, as more layers stay in float; if it never does, all are returned.
     """

@@ -47,7 +47,7 @@ class Format(NamedTuple):
         load: Function from the file or folder to a function from images to outputs.
         packages: Modules to import besides torch.
         extra: Extra of this package that installs them.
-        dynamic_batch: Whether the result takes any batch size, instead of only the traced images' size.
+        dynamic_batch: Whether the exported model takes any batch size; otherwise only that of the traced batch.
         check_machine: Raises if this machine cannot write the format.
         check_model: Raises if the format cannot hold a model.
     """

@@ -248,7 +248,7 @@ def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphMo
     """
     graph = _graph(model, images)
     _fuse_conv_bn_(graph)  # as in prepare_pt2e; prepare_qat_pt2e would use batch statistics
-    # torchao's default, FusedMovingAvgObsFakeQuantize, rounds with another scale than the converted graph
+    # torchao's default, FusedMovingAvgObsFakeQuantize, rounds with a different scale than the converted graph
     prepared = prepare_qat_pt2e(graph, _quantizer(
         FakeQuantize.with_args(observer=MovingAverageMinMaxObserver),
         FakeQuantize.with_args(observer=MovingAveragePerChannelMinMaxObserver, averaging_constant=1.)))

@@ -150,7 +150,7 @@ def _unshare(graph: onnx.GraphProto) -> None:
 
 
 def _keep_float_inputs(graph: onnx.GraphProto, quantized: Set[str], outputs: Set[str]) -> None:
-    """Let all but the quantized nodes read float tensors: ONNX Runtime rounds a quantized input for all its readers.
+    """Reconnect all unquantized nodes to the float tensors: ONNX Runtime rounds a quantized input for all consumers.
 
     A shortcut next to a layer would be rounded in each block. Tensors that the int8 kernels write stay rounded.
 

@@ -11,7 +11,7 @@ __all__ = ['Program', 'QuantizationSettings', 'module_name', 'output_structure',
 
 
 class QuantizationSettings(NamedTuple):
-    """How weights and activations are rounded.
+    """Rounding of weights and activations.
 
     Attributes:
         per_channel: One scale for each output channel of a weight, instead of one for the weight.
@@ -24,7 +24,7 @@ class QuantizationSettings(NamedTuple):
 
 
 class Program(ABC):
-    """A quantized model compiled by a backend; called as the model."""
+    """A quantized model compiled by a backend; called like the model."""
 
     @abstractmethod
     def __call__(self, images: torch.Tensor) -> Any:
@@ -44,7 +44,7 @@ class Program(ABC):
         Args:
             model: Folded model in eval mode on the CPU.
             batches: Calibration batches of images (N, channels, height, width), float32.
-            settings: How weights and activations are rounded.
+            settings: Rounding of weights and activations.
             keep_float: Names of layers that are not quantized.
         """
 

@@ -5,7 +5,6 @@ RepOptimizers, section 4.4 and appendix C.
 import contextlib
 import copy
 import importlib
-import os
 import statistics
 import warnings
 from dataclasses import replace
@@ -20,6 +19,7 @@ from timm_rep.convert import folded_copy
 from timm_rep.utils.atomic import check_writable, recover, replacing_files
 from timm_rep.utils.compare import check_finite, compare
 from timm_rep.utils.data import Images
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.profiling import device_name, time_calls
 from timm_rep.utils.training import distil, evaluate
 
@@ -33,8 +33,8 @@ from .report import REPORT_NAME, Accuracy, QuantizationReport, read_report
 class Quantized(nn.Module):
     """A model with int8 weights and activations, for inference on the CPU.
 
-    Called as the original model. With the backend 'inductor', the first batch of a new size takes longer, while code is
-    generated: once for the first size and once for all others.
+    Call it like the original model. With the backend 'inductor', the first call compiles for its batch size, and the
+    first call with a different batch size compiles once more, for any batch size.
 
     Attributes:
         report: Settings, layers in int8 and in float, and errors; ``print(model.report)`` shows them.
@@ -52,7 +52,7 @@ class Quantized(nn.Module):
             images: Images (N, channels, height, width) of the calibrated size, float32, on the CPU.
 
         Raises:
-            ValueError: The images have another size, dtype or device.
+            ValueError: The images have the wrong size, dtype or device.
         """
         size = self.report.input_size
         if images.ndim != 4 or tuple(images.shape[1:]) != size or not len(images):
@@ -69,7 +69,7 @@ class Quantized(nn.Module):
             raise ValueError('A quantized model must stay in eval mode: train the float model, or use quantize_qat.')
         return super().train(mode)
 
-    def save(self, folder: Union[str, os.PathLike[str]]) -> None:
+    def save(self, folder: StrPath) -> None:
         """Write the files of the backend and quantization.json, for :func:`load_quantized`.
 
         Existing files of these names are replaced. If the folder has a report, the files of its backend are removed.
@@ -85,7 +85,7 @@ class Quantized(nn.Module):
             self.report.to_json(draft / REPORT_NAME)
 
 
-def load_quantized(folder: Union[str, os.PathLike[str]]) -> Quantized:
+def load_quantized(folder: StrPath) -> Quantized:
     """Load a folder written by :meth:`Quantized.save`.
 
     Nothing is unpickled, and files with pickled values are refused. A graph is a program nevertheless: load only files
@@ -146,9 +146,10 @@ def quantize_ptq(
         max_images: Largest number of calibration images; they are held in memory.
         validation_loader: Batches of images and labels (N,) to measure the accuracy on, before and after. Default: it
             is not measured.
-        keep_float: Names of layers of the folded model that stay in float; or 'auto', the fewest of the most harmful
-            layers so that ``max_error`` or ``max_accuracy_loss`` holds when the others are rounded. If it does not hold
-            for the quantized model, more layers are added, with a few quantizations of the model, until it does.
+        keep_float: Names of layers of the folded model that stay in float; or 'auto': keep as few of the most sensitive
+            layers in float as are needed to meet ``max_error`` or ``max_accuracy_loss``. The number is first estimated
+            by simulation; if the quantized model misses the limit, more layers are kept, with a few more quantizations
+            of the model.
         max_error: Largest relative root mean square of the difference of the outputs, on the first calibration batch,
             for ``keep_float='auto'``.
         max_accuracy_loss: Largest loss of top-1 accuracy on ``validation_loader`` in percentage points, for
@@ -169,8 +170,8 @@ def quantize_ptq(
         RuntimeError: The backend cannot compute the model.
         TypeError: ``model`` is not a module, a batch has no images, or a batch of ``validation_loader`` no labels.
         ValueError: An argument is invalid, a loader is empty, batches differ in size, images are not finite, labels
-            have no class, or the model is in training mode, not yet annealed, on another device, of another dtype,
-            quantized or wrapped.
+            have no class, or the model is in training mode, not yet annealed, not on the CPU, not in float32, quantized
+            or wrapped.
     """
     check_quantization(backend, calibrator, percentile)
     check_keep_float(keep_float, max_error, max_accuracy_loss, validation_loader)
@@ -227,7 +228,7 @@ def quantize_qat(
         epochs: int = 10,
         lr: float = 1e-4,
         max_images: int = 512,
-        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
+        checkpoint: Optional[StrPath] = None,
         resume: bool = False,
         validation_loader: Optional[Iterable[Any]] = None,
 ) -> Quantized:
@@ -243,7 +244,8 @@ def quantize_qat(
 
     Args:
         model: As for :func:`quantize_ptq`.
-        images: Training images on the CPU; labels are not used.
+        images: Training images, see :class:`timm_rep.utils.data.Images`; ``images.device`` must be the CPU. Labels are
+            not used.
         epochs: Number of epochs; 10 in the paper.
         lr: Initial learning rate of AdamW, with a cosine schedule.
         max_images: Largest number of images for the comparison in the report.
@@ -335,7 +337,7 @@ def _finish(
         backend: str,
         **settings: Any,
 ) -> Quantized:
-    """Quantize, and report."""
+    """Quantize, and measure what the report holds: layers in int8, difference of the outputs, time, accuracy."""
     first = batches[0]
     with _errors(model, backend):
         program = quantize()

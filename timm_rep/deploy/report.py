@@ -38,11 +38,12 @@ class QuantizationReport(Sidecar):
         qat_epochs: Epochs of quantization-aware training, 0 for none.
         input_size: (channels, height, width) of the images that the quantized model takes.
         int8_layers: Names of the layers that the compiled graph computes in int8, in the order of execution.
-        float_layers: Operators of the products computed in float, by name of the layer or of the module around them.
+        float_layers: Operators of the convolutions and matrix products computed in float, by name of the layer or of
+            the module around them.
         relative_rms: Root mean square of the difference between quantized and float outputs, relative to the float
             outputs' own, on the first batch of calibration images.
         accuracy: Accuracy before and after, if measured.
-        layers: Error that each layer adds alone, as ``relative_rms``, by name, the most harmful first; if diagnosed.
+        layers: Error that each layer adds alone, as ``relative_rms``, by name, the most sensitive first; if diagnosed.
         equalized: Number of pairs of consecutive layers whose ranges of weights were equalized, None if not asked for.
         milliseconds: Time of the first batch with the folded float model, in eager mode, and with the quantized model,
             by 'fp32' and 'int8'.
@@ -79,7 +80,7 @@ class QuantizationReport(Sidecar):
             f'{self.images} calibration images{training}',
             *([f'ranges equalized: {self.equalized} pairs of layers'] if self.equalized is not None else []),
             f'int8: {len(self.int8_layers)} convolutions and linear layers',
-            f'float: {len(self.float_layers) or "no"} products',
+            f'float32: {len(self.float_layers) or "no"} convolutions and matrix products',
             *(f'  {name}: {operator}' for name, operator in self.float_layers.items()),
             f'relative rms difference of the outputs: {self.relative_rms:.2g}',
         ]
@@ -89,7 +90,7 @@ class QuantizationReport(Sidecar):
                 f'top-1 accuracy: {before:.2f}% before, {after:.2f}% after ({after - before:+.2f}), '
                 f'{self.accuracy.images} images')
         if self.layers:
-            lines.append('relative rms difference by each layer alone, the largest:')
+            lines.append('most sensitive layers (relative rms difference with only this layer in int8):')
             lines += [f'  {name}: {error:.2g}' for name, error in list(self.layers.items())[:5]]
         return '\n'.join(lines)
 

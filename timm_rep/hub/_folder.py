@@ -17,14 +17,14 @@ from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
 from timm_rep.utils.compare import compare
-from timm_rep.utils.files import read_config
+from timm_rep.utils.files import StrPath, read_config
 from timm_rep.utils.profiling import model_input_size
 
-from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, PathLike, read_folder, sha256
+from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder, sha256
 
 
-def split_name(folder: PathLike) -> Tuple[str, str]:
-    """Split the name of a folder, ``repa_lvvit_s.cifar10``, into model and tag; ValueError if it is of another form."""
+def split_name(folder: StrPath) -> Tuple[str, str]:
+    """Split the name of a folder, ``repa_lvvit_s.cifar10``, into model and tag; ValueError if it is not MODEL.TAG."""
     variant, _, tag = Path(folder).resolve().name.partition('.')
     if not tag or not timm.is_model(variant):
         raise ValueError(
@@ -35,7 +35,7 @@ def split_name(folder: PathLike) -> Tuple[str, str]:
 
 def save_folder(
         model: nn.Module,
-        folder: PathLike,
+        folder: StrPath,
         *,
         model_args: Optional[Mapping[str, Any]] = None,
         scales: Optional[Scales] = None,
@@ -105,7 +105,7 @@ def _config(
         label_names: Optional[Sequence[str]] = None,
         tag: Optional[str] = None,
 ) -> Dict[str, Any]:
-    """timm's config.json of a model, completed; it is written to the folder on the way."""
+    """Contents of timm's config.json for a model, completed. Side effect: timm's version is written to the folder."""
     check_timm_model(model)
     args = {**getattr(model, '_model_args', {}), **(model_args or {})}
     if has_scales:
@@ -121,7 +121,7 @@ def _config(
                 f'The model argument {name} must be a JSON value to be written to config.json, got {value!r}.') from e
     if label_names is None:
         recorded = model.pretrained_cfg.get('label_names')
-        # timm also takes names by number, with gaps; the model may have been created with another num_classes
+        # timm also takes names by number, with gaps; the model may have a different num_classes
         if isinstance(recorded, (list, tuple)) and len(recorded) == model.num_classes:
             label_names = recorded
     labels = {'label_names': list(label_names)} if label_names else None
@@ -132,7 +132,7 @@ def _config(
     if tag is not None:
         config['pretrained_cfg']['tag'] = tag
     config['model_args'] = {**config.get('model_args', {}), **args}
-    # it is at the top level, and create_model() in transformers gets it twice if it is in model_args too
+    # num_classes is at the top level; in model_args too, transformers would pass it to create_model() twice
     config['model_args'].pop('num_classes', None)
     return config
 
@@ -153,7 +153,7 @@ def _check_rebuilt(model: nn.Module, rebuilt: nn.Module) -> None:
     expected, found = (m(images.to(next(m.parameters()).dtype)) for m in (model, rebuilt.eval()))
     try:
         is_equal = compare(expected, found).relative_rms < 1e-3
-    except ValueError:  # another number of outputs
+    except ValueError:  # a different number of outputs
         is_equal = False
     if not is_equal:
         raise ValueError(
@@ -192,7 +192,7 @@ def check_saveable(model: nn.Module) -> None:
     _check_rebuilt(model, rebuilt.to(next(model.parameters()).dtype))
 
 
-def load_folder(folder: PathLike, **kwargs: Any) -> nn.Module:
+def load_folder(folder: StrPath, **kwargs: Any) -> nn.Module:
     """Create the model of a folder with its weights, in eval mode.
 
     Args:
@@ -225,7 +225,7 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     temporary.replace(folder / CONFIG_NAME)
 
 
-def write_hashes(folder: PathLike) -> None:
+def write_hashes(folder: StrPath) -> None:
     """Write the sha256 of every file of the folder, except hidden ones, into its config.json.
 
     Raises:
@@ -251,7 +251,7 @@ def published_files(folder: Path) -> List[str]:
     return [path.name for path in paths]
 
 
-def verify_folder(folder: PathLike) -> ModelRepository:
+def verify_folder(folder: StrPath) -> ModelRepository:
     """Check that a folder is complete and unchanged since ``timm-rep card`` wrote it.
 
     Raises:

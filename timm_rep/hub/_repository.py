@@ -2,21 +2,19 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional
 
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.data import check_preprocessing
-from timm_rep.utils.files import read_config
+from timm_rep.utils.files import StrPath, read_config
 from timm_rep.utils.network import hub_download
-
-PathLike = Union[str, os.PathLike[str]]
 
 CONFIG_NAME = 'config.json'
 CARD_NAME = 'README.md'
 WEIGHTS_NAME = 'model.safetensors'
 
 
-def sha256(path: PathLike) -> str:
+def sha256(path: StrPath) -> str:
     """SHA-256 of a file, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, 'rb') as file:
@@ -25,7 +23,7 @@ def sha256(path: PathLike) -> str:
     return digest.hexdigest()
 
 
-def check_sha256(path: PathLike, expected: str, source: str) -> None:
+def check_sha256(path: StrPath, expected: str, source: str) -> None:
     """Raise RuntimeError unless a file has the SHA-256 that ``source``, a folder or repository, published."""
     found = sha256(path)
     if found != expected:
@@ -48,7 +46,7 @@ class ModelRepository(NamedTuple):
     folder: Path
     config: Mapping[str, Any]
     repo_id: str = ''
-    cache_dir: Optional[PathLike] = None
+    cache_dir: Optional[StrPath] = None
 
     @property
     def where(self) -> str:
@@ -83,8 +81,8 @@ class ModelRepository(NamedTuple):
         return os.fspath(path)
 
 
-def read_folder(folder: PathLike) -> ModelRepository:
-    """Read the config.json of a local folder, after the end of an interrupted write.
+def read_folder(folder: StrPath) -> ModelRepository:
+    """Complete any interrupted write of a local folder, then read its config.json.
 
     Raises:
         FileNotFoundError: The folder has no config.json.
@@ -99,7 +97,7 @@ def read_folder(folder: PathLike) -> ModelRepository:
     return ModelRepository(path.parent, _read_config(path))
 
 
-def read_repository(repo_id: str, cache_dir: Optional[PathLike] = None) -> ModelRepository:
+def read_repository(repo_id: str, cache_dir: Optional[StrPath] = None) -> ModelRepository:
     """Read the config.json of a repository on the Hub; its other files come from the same commit.
 
     Args:

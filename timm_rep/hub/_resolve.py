@@ -5,7 +5,7 @@ import inspect
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Union, cast
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, cast
 
 import timm
 import torch
@@ -27,7 +27,7 @@ from timm_rep.scales._transformers import extend_timm_wrapper
 from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.checkpoints import read_state_dict
-from timm_rep.utils.files import argument_errors
+from timm_rep.utils.files import StrPath, argument_errors
 
 from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder, read_repository
 from .released import DEFAULT_IDLE_RATIO, RELEASED_REPO_ID, fetch_released, has_release, rename_released
@@ -72,9 +72,12 @@ def build_model(
             teacher for :func:`timm_rep.weight_select_init`.
 
     Raises:
-        ValueError: As :func:`timm_rep.weight_select_init`; the weights have another idle ratio; several files of the
-            authors' release match; or the published arguments, with the given ones, cannot be used.
-        RuntimeError: The weights are not found, are damaged, belong to another model, or do not fit.
+        ValueError: As :func:`timm_rep.weight_select_init`; the weights were trained with a different idle ratio;
+            several files of the authors' release match; or the published arguments, with the given ones, cannot be
+            used.
+        RuntimeError: The weights are not found, are damaged, are for a different model, or do not fit.
+        OSError: A folder, repository or file of the authors' release that the caller names does not exist, or the Hub
+            cannot be reached.
         TypeError: A given argument is unknown.
     """
     kwargs = {**model_cfgs[variant], **_resolve(cls, variant, pretrained, model_cfgs, kwargs)}
@@ -143,7 +146,7 @@ def _create_with_weights(
     try:
         load_pretrained(
             model,
-            # a folded model has another first layer
+            # a folded model has a different first layer
             dict(cfg, source='', state_dict=state_dict, first_conv=input_layers(model, cfg.get('first_conv'))),
             num_classes=model.num_classes,
             in_chans=model_args.get('in_chans', 3),
@@ -318,7 +321,7 @@ def find_weights(
         repo_id: Optional[str] = None,
         file: Optional[str] = None,
         idle_ratio: float = DEFAULT_IDLE_RATIO,
-        cache_dir: Optional[Union[str, os.PathLike[str]]] = None,
+        cache_dir: Optional[StrPath] = None,
 ) -> Tuple[str, Optional[ModelRepository]]:
     """Find published weights: in TIMM_REP_HUB, on the Hub, in the authors' release, in this order.
 
@@ -336,7 +339,8 @@ def find_weights(
     Raises:
         RuntimeError: The weights are not found, or the Hub cannot be reached; the message has every place and its
             reason. Or the file is damaged.
-        ValueError: Several files of the release match.
+        OSError: ``repo_id`` is the authors' release, and it has no such file or cannot be reached.
+        ValueError: Several files of the release match, or the name of ``file`` has a different idle ratio.
     """
     name, reasons = f'{variant}.{tag}', []
     owner, _, revision = (repo_id or '').partition('@')

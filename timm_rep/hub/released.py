@@ -10,6 +10,7 @@ from huggingface_hub import HfApi, constants
 
 from timm_rep.layers import holds_structure, is_reparameterized
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.network import hub_download, hub_errors, is_reachable
 
 from ._repository import check_sha256
@@ -52,9 +53,21 @@ def _ratio(file: str, default: float) -> float:
 
 
 def match_released(files: Sequence[str], variant: str, idle_ratio: float) -> str:
-    """Select the file of the release that holds the weights of a model; FileNotFoundError or ValueError if not one.
+    """Select the file of the release that holds the weights of a model.
 
     A file without an idle ratio in its name has 0.75, as in the paper.
+
+    Args:
+        files: Names of the files of the release.
+        variant: Name of the model.
+        idle_ratio: Idle ratio of the weights.
+
+    Returns:
+        The name of the file.
+
+    Raises:
+        FileNotFoundError: No file matches.
+        ValueError: Several files match.
     """
     if not has_release(variant):
         raise FileNotFoundError(
@@ -81,11 +94,24 @@ def fetch_released(
         idle_ratio: float = DEFAULT_IDLE_RATIO,
         filename: Optional[str] = None,
         revision: Optional[str] = None,
-        cache_dir: Optional[Union[str, os.PathLike[str]]] = None,
+        cache_dir: Optional[StrPath] = None,
 ) -> str:
     """Path of the authors' file of a model's weights in the Hub's cache, downloaded if necessary, and checked.
 
     If the Hub cannot be reached, the file of the revision as it was last seen is used.
+
+    Args:
+        variant: Name of the model.
+        idle_ratio: Idle ratio of the weights.
+        filename: Name of the file. Default: the one that :func:`match_released` selects.
+        revision: Branch, tag or commit of the release. Default: its main branch.
+        cache_dir: Folder of the Hub's cache. Default: the client's.
+
+    Raises:
+        FileNotFoundError: The release has no such file.
+        ConnectionError: The Hub cannot be reached, and the file is not in its cache.
+        RuntimeError: The file is damaged.
+        ValueError: Several files match, or the name of ``filename`` has a different idle ratio.
     """
     path = _fetch(variant, idle_ratio, filename, revision, cache_dir)
     digest = Path(os.path.realpath(path)).name  # the Hub's cache names large files by their sha256
@@ -99,7 +125,7 @@ def _fetch(
         idle_ratio: float,
         filename: Optional[str],
         revision: Optional[str],
-        cache_dir: Optional[Union[str, os.PathLike[str]]],
+        cache_dir: Optional[StrPath],
 ) -> str:
     try:
         with hub_errors():
@@ -142,7 +168,7 @@ def register_released_keys(cls: Type[nn.Module], keys: ReleasedKeys) -> None:
 
 def rename_released(
         model: nn.Module,
-        path_or_state_dict: Union[str, os.PathLike[str], Mapping[str, torch.Tensor]],
+        path_or_state_dict: Union[StrPath, Mapping[str, torch.Tensor]],
         classifier: Optional[Sequence[str]] = None,
 ) -> Dict[str, torch.Tensor]:
     """Read a checkpoint as :func:`load_released`, under the keys of the model.
@@ -202,7 +228,7 @@ def rename_released(
 
 def load_released(
         model: nn.Module,
-        path_or_state_dict: Union[str, os.PathLike[str], Mapping[str, torch.Tensor]],
+        path_or_state_dict: Union[StrPath, Mapping[str, torch.Tensor]],
 ) -> nn.Module:
     """Load a checkpoint of the papers' released implementations into a model of this package, strictly.
 

@@ -21,7 +21,8 @@ def fused_projections(name: str) -> int:
 
 
 class AttentionLayout(NamedTuple):
-    """
+    """Order of heads and projections along the axes of an attention's tensors.
+
     Attributes:
         heads: Number of heads.
         head_first: Whether fused projections are ordered by head first, as in TinyViT and LeViT, instead of by
@@ -62,7 +63,7 @@ class AttentionLayout(NamedTuple):
         return 'v' if dim == 1 and parts[0] in _OUTPUTS and parts[-1] == 'weight' else ''
 
     def positions(self, projections: str, length: int) -> Optional[List[torch.Tensor]]:
-        """Positions along an axis of each projection, (heads, channels of a head); None if the length is another."""
+        """Positions along an axis of each projection, (heads, channels of a head); None if the length does not fit."""
         if self.widths is None:
             sizes = [length // len(projections) // self.heads] * len(projections)
         else:
@@ -75,7 +76,7 @@ class AttentionLayout(NamedTuple):
         return [part.reshape(self.heads, -1) for part in every.split([self.heads * size for size in sizes])]
 
     def scaled(self, length: int, other: int) -> 'AttentionLayout':
-        """The layout of a larger attention, guessed from the lengths of an axis of this one and of the larger one.
+        """The layout of a larger attention, guessed from the length of one axis in this one and in the larger one.
 
         Its heads are assumed to be as wide, if that divides the axis; otherwise there are as many.
         """

@@ -18,7 +18,7 @@ def calibrate_batchnorm(
         batches: Optional[int] = None,
         identity_norms: Union[str, Sequence[str]] = (),
 ) -> nn.Module:
-    """Set the running statistics of all BatchNorms of a model from a data set, in place.
+    """Set the running statistics of all BatchNorms of a model from a dataset, in place.
 
     The statistics are averages over the batches with equal weights. During calibration, every BatchNorm normalizes by
     its batch, and all other modules are in eval mode; then the modes are restored. An error leaves the statistics
@@ -30,8 +30,8 @@ def calibrate_batchnorm(
         loader: Batches of images (N, C, H, W) on any device; tuples or lists with the images first; or dicts with
             one tensor of images.
         batches: Number of batches to use, all if None.
-        identity_norms: Patterns of names of BatchNorms whose scale and shift are set to undo their statistics, so that
-            they are the identity in eval mode: ``['*.mlp.norm2']`` brings a RePaFormer closest to the plain model.
+        identity_norms: Name patterns of BatchNorms to turn into the identity in eval mode, by setting scale and shift
+            to undo the running statistics: ``['*.mlp.norm2']`` brings a RePaFormer closest to the plain model.
 
     Returns:
         The model.

@@ -81,7 +81,8 @@ def select_elements(
       select the same channels.
     - 'random_inconsistent': random positions, different for every axis of every tensor.
     - 'l1': along every axis the positions with the largest L1 norms (a baseline).
-    - 'magnitude': the entries with the largest magnitudes, in their order, regardless of their position (a baseline).
+    - 'magnitude': the entries of the flattened tensor with the largest magnitudes, in their original order (a
+      baseline).
 
     Positions are ascending; an axis of equal length is kept whole.
 

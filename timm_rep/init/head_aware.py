@@ -62,7 +62,7 @@ class ModelLayout(NamedTuple):
         return None, parts
 
     def projections(self, name: str) -> int:
-        """Number of projections that follow one another along the first axis of a tensor."""
+        """Number of projections one after the other along the first axis of a tensor."""
         attention, parts = self.attention_of(name)
         if attention is None or not attention.projections(parts, 0):
             return fused_projections(name)
@@ -187,9 +187,9 @@ def head_aware_indices(
 ) -> Indices:
     """Evenly spaced positions within each unit of the axes of a tensor, from names and shapes.
 
-    - A ``qkv``, ``kv`` or ``q`` (ViT, Swin, PVT, TinyViT), in either order of heads and projections: of each projection
-      evenly spaced heads, and of each head evenly spaced channels; with ``heads='within'`` evenly spaced channels of
-      all heads together.
+    - A ``qkv``, ``kv`` or ``q`` (ViT, Swin, PVT, TinyViT), in either order of heads and projections: for each
+      projection, evenly spaced heads and evenly spaced channels within each head; with ``heads='within'``, evenly
+      spaced channels across all heads.
     - The inputs of an attention's ``proj``: the same channels as its values.
     - ``relative_position_bias_table`` (Swin, BEiT, MaxViT): the selected heads; :func:`interpolate_positions` fits the
       window.

@@ -64,7 +64,7 @@ def without_ones(shape: Shape) -> Shape:
 
 
 def match_outer_ones(shape: Shape, like: Shape) -> Shape:
-    """A shape with the leading and trailing ones of another instead of its own.
+    """A shape with the leading and trailing ones of ``like`` instead of its own.
 
     With equal rank but different inner axes, return ``shape`` unchanged: the table of one head, for example, has an
     axis of length 1 that counts.

@@ -14,7 +14,7 @@ from .attention import AttentionLayout
 def attentions(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
     """Names and modules of the attentions of a timm model with a ``qkv``, the queries of all heads first.
 
-    Attentions whose inputs and outputs differ in width, and those with another order of the projections, are left out.
+    Attentions whose inputs and outputs differ in width, and those with a different order of projections, are left out.
     """
     for name, module in model.named_modules():
         qkv, proj, layout = getattr(module, 'qkv', None), getattr(module, 'proj', None), AttentionLayout.of(module)

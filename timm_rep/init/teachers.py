@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from timm.utils import unwrap_model
 
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
-from timm_rep.utils.files import config_errors
+from timm_rep.utils.files import StrPath, config_errors
 from timm_rep.utils.network import hub_errors
 
 from .matching import Shape
 
-TeacherSource = Union[str, os.PathLike[str], nn.Module, Mapping[str, torch.Tensor]]
+TeacherSource = Union[StrPath, nn.Module, Mapping[str, torch.Tensor]]
 
 
 @dataclass
@@ -100,8 +100,8 @@ def open_teacher(source: TeacherSource) -> Teacher:
         FileNotFoundError: The source is neither a file nor a timm model.
         RuntimeError: The file cannot be read.
         TypeError: The file or mapping does not hold a state dict.
-        ValueError: timm has no pretrained weights for the model, its config.json is of another library, or the path
-            is a folder.
+        ValueError: timm has no pretrained weights for the model, its config.json is of a different library, or the
+            path is a folder.
     """
     if isinstance(source, nn.Module):
         source = unwrap_model(source)

@@ -56,7 +56,7 @@ class TensorSelection(NamedTuple):
 
     def __str__(self) -> str:
         if self.teacher_shape is None:
-            return f'{self.name} {self.shape}: its own initialization, {self.reason}'
+            return f'{self.name} {self.shape}: not selected ({self.reason})'
         lengths = match_outer_ones(self.teacher_shape, self.shape)
         axes = [
             _shortened(positions.tolist()) if positions is not None else ':' if length == before else '[...]'
@@ -85,13 +85,14 @@ class SelectionReport(NamedTuple):
         return 100 * sum(torch.Size(s.shape).numel() for s in self.selections if s.teacher_name) / total
 
     @property
-    def own(self) -> Tuple[TensorSelection, ...]:
+    def not_selected(self) -> Tuple[TensorSelection, ...]:
         """The tensors that keep their own initialization."""
         return tuple(s for s in self.selections if s.teacher_name is None)
 
     def __str__(self) -> str:
         """One line for each tensor, and the coverage."""
-        return '\n'.join(map(str, self.selections)) + f'\n{self.coverage:.1f}% of the student is from the teacher.'
+        return '\n'.join(map(str, self.selections)) + (
+            f"\n{self.coverage:.1f}% of the student's values were selected from the teacher.")
 
 
 def weight_select_init(
@@ -248,7 +249,7 @@ def _choose_tensors(
         elif matches(name, component, exclude or ()):
             reason = 'excluded'
         elif component == 'head' and not include_head:
-            reason = 'a classifier'
+            reason = 'classifier'
         elif teacher_name is None:
             reason = absent_in_plain(name, names)
             reason, problem = reason or 'the teacher has none', not reason

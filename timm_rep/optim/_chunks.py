@@ -20,7 +20,7 @@ def row_chunks(param: torch.Tensor) -> Iterator[slice]:
     row_bytes = max(1, param[:1].numel() * param.element_size())
     has_rows = param.stride(0) * rows == param.numel() or not is_dense(param)
     step = max(1, _CHUNK_BYTES // row_bytes if has_rows else rows)
-    for start in range(0, max(rows, 1), step):  # an empty shard is one chunk, which counts the step
+    for start in range(0, max(rows, 1), step):  # an empty shard is one chunk, so that its step count advances
         yield slice(start, min(start + step, rows))
 
 

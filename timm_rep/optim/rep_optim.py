@@ -21,14 +21,14 @@ States = Iterator[Tuple[List[torch.Tensor], Dict[str, List[Any]], Dict[str, Any]
 class _Pieces(NamedTuple):
     """Whole local parameters, or the rows of one of them from ``start`` on, with their gradients and GradMults.
 
-    ``empty_like`` makes a buffer for a piece, ``in_order`` arranges a piece for torch's kernel.
+    ``empty_like`` makes a buffer for a piece, ``relayout`` arranges a piece for torch's kernel.
     """
     params: List[torch.Tensor]
     grads: List[torch.Tensor]
     grad_mults: List[Any]
     start: int = 0
     empty_like: Callable[..., torch.Tensor] = torch.empty_like
-    in_order: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    relayout: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 
 
 _Base: Any = object  # a subclass has torch's optimizer as its second base
@@ -82,7 +82,7 @@ class _RepOptimizer(_Base):
 
         Raises:
             RuntimeError: A gradient is sparse or complex where a dense real one is needed.
-            ValueError: A parameter with a GradMult is not the 4-dimensional weight of its layer any more.
+            ValueError: A parameter with a GradMult is no longer the 4-dimensional weight of its layer.
             OverflowError: A multiplier exceeds the range of the dtype of its parameter.
         """
         if 'capturable' in self.defaults:  # the check reads this option
@@ -125,13 +125,13 @@ class _RepOptimizer(_Base):
         for i in [i for i, p in enumerate(params) if in_chunks(p)]:
             param, grad, *own = (xs[i] for xs in lists)
             fused = use_fused(param, group)
-            in_order, chunk_group = flat if fused else lambda x: x, {**group, 'foreach': False, 'fused': fused}
+            relayout, chunk_group = flat if fused else lambda x: x, {**group, 'foreach': False, 'fused': fused}
             for rows in row_chunks(param):
-                chunks = [x if x is None or not x.dim() else in_order(x[rows]) for x in own]
+                chunks = [x if x is None or not x.dim() else relayout(x[rows]) for x in own]
                 if rows.stop < len(param):  # the kernel advances the number of steps once
                     chunks = [x.clone() if x is not None and not x.dim() else x for x in chunks]
                 pieces = _Pieces(
-                    [param[rows]], [grad[rows]], [get_grad_mult(params[i])], rows.start, scratch.like, in_order)
+                    [param[rows]], [grad[rows]], [get_grad_mult(params[i])], rows.start, scratch.like, relayout)
                 self._update(pieces, {name: [x] for name, x in zip(state, chunks)}, chunk_group)
 
     @property
@@ -156,7 +156,7 @@ class _RepOptimizer(_Base):
         layers = [item for model in models.values() for item in model.items()]
         lost = [
             name for name, layer in layers
-            if layer.grad_mult is None or any(_is_copy(param, layer.weight) for param in plain)]
+            if layer.grad_mult is None or any(_has_equal_values(param, layer.weight) for param in plain)]
         if lost:
             raise ValueError(
                 f'Expected a GradMult for every layer that was given one, but {len(lost)} of {len(layers)} have lost '
@@ -199,8 +199,8 @@ class RepSGD(_RepOptimizer, SGD):
     weight decay is not multiplied, and ``p.grad`` is left unchanged. Parameters without a GradMult are updated as by
     torch. The multiplier is not part of the state: state dicts can be exchanged with ``torch.optim.SGD``.
 
-    Clipping the gradients breaks the equivalence with the CSLA block, whose gradients have another norm. Hugging Face's
-    Trainer clips at 1.0 by default: set ``max_grad_norm=0`` there.
+    Clipping the gradients breaks the equivalence with the CSLA block, whose gradients have a different norm. Hugging
+    Face's Trainer clips at 1.0 by default: set ``max_grad_norm=0`` there.
     """
     _rule = 'squared'
     _takes_sparse = True
@@ -276,11 +276,11 @@ class RepSGD(_RepOptimizer, SGD):
             yield some, {'momentum_buffer_list': [to_local(self.state[p]['momentum_buffer']) for p in some]}, shared
 
     def _update(self, pieces: _Pieces, state: Dict[str, List[Any]], group: Dict[str, Any]) -> None:
-        params, grads, grad_mults, start, empty_like, in_order = pieces
+        params, grads, grad_mults, start, empty_like, relayout = pieces
         products = [
             grad_mult.multiply(grad, self._rule, out=empty_like(param), start=start)
             for param, grad, grad_mult in zip(params, grads, grad_mults)]
-        self._sgd(list(map(in_order, params)), list(map(in_order, products)), group=group, **state)
+        self._sgd(list(map(relayout, params)), list(map(relayout, products)), group=group, **state)
 
 
 class RepAdamW(_RepOptimizer, AdamW):
@@ -378,12 +378,12 @@ class RepAdamW(_RepOptimizer, AdamW):
         self._adamw(params, [p.grad for p in params], self._state_of(params, group), group)
 
     def _update(self, pieces: _Pieces, state: Dict[str, List[Any]], group: Dict[str, Any]) -> None:
-        params, grads, grad_mults, start, empty_like, in_order = pieces
+        params, grads, grad_mults, start, empty_like, relayout = pieces
         found_inf = self._scalers['found_inf']
         # torch's arithmetic on parameters of zeros gives the bare update
         updates = [empty_like(param).zero_() for param in params]
-        grads = [in_order(match_strides(param, grad)) for param, grad in zip(params, grads)]
-        self._adamw(list(map(in_order, updates)), grads, state, {**group, 'weight_decay': 0.})
+        grads = [relayout(match_strides(param, grad)) for param, grad in zip(params, grads)]
+        self._adamw(list(map(relayout, updates)), grads, state, {**group, 'weight_decay': 0.})
         for param, update, grad_mult in zip(params, updates, grad_mults):
             # with GradScaler, a fused kernel skips a step by itself, and found_inf says whether it did
             taken = 1 if found_inf is None else 1 - found_inf.to(param.device)
@@ -391,7 +391,7 @@ class RepAdamW(_RepOptimizer, AdamW):
             grad_mult.add_product(param, update, self._rule, start=start)
 
 
-def _is_copy(param: torch.Tensor, weight: torch.Tensor) -> bool:
+def _has_equal_values(param: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a parameter has the values of a weight, such as a float32 copy that a trainer made."""
     if param is weight or param.shape != weight.shape:
         return False

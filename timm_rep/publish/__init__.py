@@ -1,4 +1,4 @@
-"""Model folders made ready for the Hub: weights of a training run, measured figures, card, hashes; and their upload."""
+"""Prepare model folders (weights, measurements, model card, hashes) and push them to the Hub."""
 from ._card import accelerated_card, card_text, figures_table
 from ._metrics import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
 from .prepare import convert_released, prepare_folder, write_folded

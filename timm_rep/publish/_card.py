@@ -11,12 +11,11 @@ from timm_rep.hub import (
     CONFIG_NAME,
     SCALES_NAME,
     WEIGHTS_NAME,
-    PathLike,
     organization,
     read_folder,
     split_name,
 )
-from timm_rep.utils.files import parse, read_text
+from timm_rep.utils.files import StrPath, parse, read_text
 
 from ._metrics import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
 
@@ -67,7 +66,7 @@ def write_card(folder: Path) -> None:
     (folder / CARD_NAME).write_text(card_text(folder), encoding='utf-8')
 
 
-def card_text(folder: PathLike) -> str:
+def card_text(folder: StrPath) -> str:
     """Model card for the Hub, with the measured and cited figures of metrics.json.
 
     Raises:

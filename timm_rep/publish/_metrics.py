@@ -31,13 +31,18 @@ Prediction = Tuple[str, int, int]  # file, class, predicted class
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Measured accuracy, in percent.
+    """Measured accuracy.
 
     Attributes:
+        top1: Top-1 accuracy in percent.
+        top5: Top-5 accuracy in percent.
+        images: Number of images.
         split: Name of the folder of the images.
+        machine: GPU, or CPU and number of threads.
         date: Date in ISO format.
+        versions: Versions of the software.
         weights: SHA-256 of the weights.
-        of: Name of the measured folder, if another form of the model was measured.
+        of: Folder whose model was measured, as text for the card, if it is not this one.
     """
     top1: float
     top5: float
@@ -67,8 +72,11 @@ class Cost:
     """Measured size and speed.
 
     Attributes:
-        forms: Figures by form, including 'folded'.
+        forms: Measurements by form: 'folded', and where measured 'unfolded' and 'int8'.
+        batch_size: Images per batch.
         img_size: Height and width of the images.
+        dtype: Dtype of the images, without 'torch.'.
+        machine: GPU, or CPU and number of threads.
         date: Date in ISO format.
         versions: Versions of the software, including 'torch'.
         weights: SHA-256 of the weights.
@@ -109,7 +117,7 @@ def read_metrics(folder: Path) -> Metrics:
     """Figures in metrics.json of a folder, without those measured with other weights than the present ones.
 
     Raises:
-        RuntimeError: The file cannot be read, or a field is missing or of another type.
+        RuntimeError: The file cannot be read, or a field is missing or of the wrong type.
     """
     path = folder / METRICS_NAME
     if not path.is_file():
@@ -129,6 +137,8 @@ class AccelerationReport(Sidecar):
         figures: Accuracy, size and speed by model, see :func:`timm_rep.accelerate.measure`.
         conversion: Report of the conversion, as a mapping.
         command: Command that repeats it.
+        machine: GPU, or CPU and number of threads.
+        versions: Versions of the software.
     """
     figures: Dict[str, Dict[str, Any]]
     conversion: Dict[str, Any]

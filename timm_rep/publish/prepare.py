@@ -17,7 +17,6 @@ from timm_rep.hub import (
     CONFIG_NAME,
     SCALES_NAME,
     WEIGHTS_NAME,
-    PathLike,
     load_folder,
     load_released,
     published_files,
@@ -31,7 +30,7 @@ from timm_rep.scales import Scales, attach_grad_mults, resolve_scales
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint, read_state_dict
 from timm_rep.utils.data import PREPROCESSING, ImageFolder, check_preprocessing
-from timm_rep.utils.files import argument_errors, parse, read_text
+from timm_rep.utils.files import StrPath, argument_errors, parse, read_text
 from timm_rep.utils.profiling import model_input_size
 
 from ._card import RECIPE_NAME, write_card
@@ -50,7 +49,7 @@ _RECIPE = {
     'num_classes': Optional[int], 'img_size': Optional[int], 'in_chans': Optional[int], 'global_pool': Optional[str],
     'model_kwargs': Optional[Dict[str, Any]],
 }
-# arguments of timm's train.py; another file, which may hold secrets, must not be published by mistake
+# arguments of timm's train.py; any other file, which may hold secrets, must not be published by mistake
 _TRAIN_ARGS = set('''
     aa amp amp_dtype amp_impl attn_pool aug_repeats aug_splits batch_size bce_loss bce_pos_weight bce_sum
     bce_target_thresh bn_eps bn_momentum channels_last checkpoint_hist class_map clip_grad clip_mode color_jitter
@@ -74,9 +73,9 @@ _TRAIN_ARGS = set('''
 
 
 def prepare_folder(
-        folder: PathLike,
-        checkpoint: Optional[PathLike] = None,
-        recipe: Optional[PathLike] = None,
+        folder: StrPath,
+        checkpoint: Optional[StrPath] = None,
+        recipe: Optional[StrPath] = None,
         data_dir: Optional[str] = None,
         split: str = 'val',
         dataset: Optional[str] = None,
@@ -88,8 +87,9 @@ def prepare_folder(
 ) -> None:
     """Bring a folder up to date: weights from a checkpoint, measured figures, model card, hashes.
 
-    Figures stay as long as their weights do, and so does the int8 form that ``timm-rep quantize -o FOLDER`` added; its
-    speed is measured on a CPU only. If an error is raised, the folder stays as it was.
+    Measurements and the int8 model added by ``timm-rep quantize -o FOLDER`` are kept as long as the weights do not
+    change. The throughput of the int8 model is measured only with ``device='cpu'``. If an error is raised, the folder
+    stays as it was.
 
     Args:
         folder: Folder named MODEL.TAG, for instance ``hub/repa_lvvit_s.cifar10``.
@@ -100,10 +100,10 @@ def prepare_folder(
         data_dir: Folder of images to measure the accuracy on, with a sample of the predictions. Default: both stay.
         split: Name of the folder in it.
         dataset: Name of the images, for the card.
-        half: Write parameters as float16, also of weights that are in the folder.
+        half: Write parameters as float16; without a checkpoint, convert the weights of the folder.
         use_ema: Use the moving average of the weights in the checkpoint.
         device: Device to measure on.
-        batch_size: Batch size of the throughput.
+        batch_size: Batch size to measure the throughput with.
         measure: Measure size and speed even if they are known.
 
     Raises:
@@ -177,7 +177,7 @@ def _write_trained(
         draft: Path,
         folder: Path,
         checkpoint: Path,
-        recipe: Optional[PathLike],
+        recipe: Optional[StrPath],
         data_dir: Optional[str],
         split: str,
         half: bool,
@@ -194,7 +194,7 @@ def _write_trained(
     classes: Optional[Sequence[str]] = None
     if data_dir is not None:
         classes = ImageFolder(data_dir, split).classes
-    elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # another recipe may be of other classes
+    elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # a different recipe may have different classes
         classes = _label_names(folder)
     model = _create_trained(settings, recipe, f'{variant}.{tag}')
     if classes is not None and len(classes) != model.num_classes:
@@ -264,7 +264,7 @@ def _set_pool_size(model: torch.nn.Module) -> None:
         cfg['pool_size'] = tuple(features.shape[dim] for dim in dims)
 
 
-def convert_released(path: PathLike, model_name: str, folder: PathLike, model_args: Dict[str, Any]) -> Path:
+def convert_released(path: StrPath, model_name: str, folder: StrPath, model_args: Dict[str, Any]) -> Path:
     """Convert a released checkpoint or file of scales into a folder, and check the folder by loading it.
 
     Args:
@@ -323,7 +323,7 @@ def convert_released(path: PathLike, model_name: str, folder: PathLike, model_ar
     return folder / WEIGHTS_NAME
 
 
-def write_folded(folder: PathLike, parent: PathLike) -> Path:
+def write_folded(folder: StrPath, parent: StrPath) -> Path:
     """Write the folded form of a published model, which is smaller and cannot be trained further.
 
     Args:

@@ -8,7 +8,8 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
 from timm_rep.deploy import BACKENDS, FORMATS
-from timm_rep.hub import CONFIG_NAME, PathLike, organization, sha256, verify_folder
+from timm_rep.hub import CONFIG_NAME, organization, sha256, verify_folder
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.network import hub_errors
 
 _WEIGHT_SUFFIXES = frozenset({
@@ -18,14 +19,14 @@ _WEIGHT_SUFFIXES = frozenset({
 
 
 class Change(NamedTuple):
-    """Change of a file by a push: ``what`` is 'add', 'change', 'delete' or 'same', ``size`` is in bytes."""
+    """Change of a file by a push: ``action`` is 'add', 'change', 'delete' or 'same', ``size`` is in bytes."""
     file: str
-    what: str
+    action: str
     size: int
 
 
 def push_folder(
-        folder: PathLike,
+        folder: StrPath,
         org: Optional[str] = None,
         revision: str = 'main',
         private: bool = False,
@@ -67,7 +68,7 @@ def push_folder(
     published = {file.rfilename: file for file in info.siblings} if info else {}
     changes = [_change(folder / name, name, published.get(name)) for name in names]
     changes += [Change(name, 'delete', 0) for name in sorted(published) if name not in [*names, '.gitattributes']]
-    deleted = [change.file for change in changes if change.what == 'delete']
+    deleted = [change.file for change in changes if change.action == 'delete']
     kept = [name for name in deleted if Path(name).suffix.lower() in _WEIGHT_SUFFIXES and name not in delete]
     if kept:
         raise ValueError(
@@ -75,9 +76,9 @@ def push_folder(
             f'there, name them (--delete {" ".join(kept)}).')
     # upload_folder() may split its work into several commits
     operations = [
-        CommitOperationDelete(change.file) if change.what == 'delete' else
+        CommitOperationDelete(change.file) if change.action == 'delete' else
         CommitOperationAdd(change.file, folder / change.file)
-        for change in changes if change.what != 'same'
+        for change in changes if change.action != 'same'
     ]
     if operations and not dry_run:
         with hub_errors():

@@ -16,11 +16,11 @@ _WRAPPER = 'transformers.models.timm_wrapper.modeling_timm_wrapper'
 
 
 def extend_timm_wrapper() -> None:
-    """Let transformers attach the scales of a folder, save a model's structure, and refuse weights of another one.
+    """Make transformers attach the scales of a folder, save a model's structure, and refuse weights of a different one.
 
-    By itself, ``save_pretrained`` in transformers writes the arguments that the model was created with, also if the
-    model was folded or converted since then; and ``from_pretrained`` initializes layers without weights, and ignores
-    weights without layers, with no more than a warning. This does nothing until transformers has loaded its wrapper.
+    Without this, transformers' ``save_pretrained`` writes the arguments that the model was created with, even if it has
+    since been folded or converted, and ``from_pretrained`` only warns about missing and unexpected keys. Does nothing
+    until transformers has loaded its wrapper of timm models.
     """
     cls = getattr(sys.modules.get(_WRAPPER), 'TimmWrapperPreTrainedModel', None)
     if cls is None or hasattr(cls.save_pretrained, 'extended'):

@@ -8,12 +8,13 @@ from timm.utils import unwrap_model
 
 from timm_rep.layers import CslaConv2d, csla_layers
 from timm_rep.layers.grad_mult import MultipliedLayers
+from timm_rep.utils.files import StrPath
 
 from .packaged import packaged_scales
 from .released import RELEASED_PREFIX
 from .scales import Scales
 
-ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], str, os.PathLike[str], Literal[False]]
+ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], StrPath, Literal[False]]
 
 
 def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[Scales]:
@@ -70,9 +71,10 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
 
     Args:
         model: A model with target operators (:class:`CslaConv2d`), wrapped or not.
-        scales: Scales, a mapping of vectors by branch by layer, a source of :meth:`Scales.load` (a path, a Hub
-            repository, the name of a model with packaged scales), ``'ones'`` or ``'init'``. False or None for no
-            scales, which removes the GradMults; timm's create_model drops arguments that are None.
+        scales: Scales; a nested mapping from layers to branches to vectors (channels,); a source of
+            :meth:`Scales.load` (a path, a Hub repository, the name of a model with packaged scales); ``'ones'`` or
+            ``'init'``. False or None for no scales, which removes the GradMults; timm's create_model drops arguments
+            that are None.
 
     Returns:
         The model.
@@ -80,8 +82,8 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
     Raises:
         FileNotFoundError: The file does not exist.
         ValueError: The model has no target operator, the scales do not fit it, a weight is not a parameter (a
-            parametrization computes it), or a weight is sharded on another dim. The model is unchanged except in the
-            last case.
+            parametrization computes it), or a weight is sharded on a dim other than 0. The model is unchanged except
+            in the last case.
     """
     targets = {name: layer for name, layer in csla_layers(model).items() if isinstance(layer, CslaConv2d)}
     if not targets:

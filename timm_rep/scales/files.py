@@ -3,7 +3,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Dict, Mapping, Tuple, Union
+from typing import Dict, Mapping, Tuple
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import read_state_dict, write_safetensors
-from timm_rep.utils.files import parse_json
+from timm_rep.utils.files import StrPath, parse_json
 
 from .packaged import locate_packaged, packaged_scales
 from .released import RELEASED_PREFIX, locate_released
@@ -37,7 +37,7 @@ _RELEASED_BRANCHES = {
 }
 
 
-def locate(source: Union[str, os.PathLike[str]]) -> str:
+def locate(source: StrPath) -> str:
     """The path of a file of scales, of packaged or released scales by their name, or of a download in the Hub's cache.
     """
     source = os.fspath(source)
@@ -61,11 +61,11 @@ def locate(source: Union[str, os.PathLike[str]]) -> str:
 
 
 def read(path: str) -> Tuple[Layers, Mapping[str, str]]:
-    """Read the layers and the metadata of a file of scales; ValueError if it has another layout."""
+    """Read the layers and the metadata of a file of scales; ValueError if its layout is unknown."""
     return _read_released(path) if path.endswith(_PICKLED) else _read_safetensors(path)
 
 
-def write(layers: Layers, metadata: Mapping[str, str], path: Union[str, os.PathLike[str]]) -> None:
+def write(layers: Layers, metadata: Mapping[str, str], path: StrPath) -> None:
     """Write a safetensors file; a failure leaves an existing one intact."""
     path = Path(path)
     if path.suffix != '.safetensors':

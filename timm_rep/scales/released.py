@@ -76,13 +76,13 @@ def locate_released(model_name: str) -> str:
 
 
 def _download(file: ReleasedFile, path: str) -> Optional[str]:
-    """Download a file in place of an incomplete or another one; the reason if that is not possible."""
+    """Download a file, replacing an incomplete or corrupt one. Returns the reason if that fails."""
     if constants.HF_HUB_OFFLINE:
         return 'HF_HUB_OFFLINE is set'
     if not is_reachable(file.url):  # torch's download has no time limit
         return 'the server does not answer'
     try:
         download_url_to_file(file.url, path, hash_prefix=file.sha256, progress=False)
-    except (OSError, RuntimeError) as e:  # no connection, no such file, another checksum
+    except (OSError, RuntimeError) as e:  # no connection, no such file, wrong checksum
         return str(e)
     return None

@@ -5,13 +5,13 @@
 import json
 import os
 from types import MappingProxyType
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn as nn
 
 from timm_rep.layers import CslaBlock, csla_layers
-from timm_rep.utils.files import parse_json
+from timm_rep.utils.files import StrPath, parse_json
 
 from .files import ORDER, locate, read, write
 
@@ -52,7 +52,8 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
     Attributes:
         source: Argument of :meth:`load`, or 'ones' or 'init', of attached scales; None for others.
         metadata: Origin of the scales, strings by name.
-        history: Means after each epoch of a search, by branch, for the last layer of each stage (figure 6).
+        history: Nested mapping from layers to branches to lists of means, one per epoch of a search, for the last
+            layer of each stage (figure 6).
     """
 
     source: Optional[str] = None
@@ -65,9 +66,9 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
     ):
         """
         Args:
-            layers: Vectors by branch, by layer, from input to output.
+            layers: Nested mapping from layers, in the order from input to output, to branches to vectors (channels,).
             metadata: Strings by name.
-            history: Means by epoch, by branch, by layer.
+            history: Nested mapping from layers to branches to lists of means, one per epoch.
 
         Raises:
             ValueError: A scale is not a finite vector, the name of a branch has a dot, or the metadata cannot be saved.
@@ -110,7 +111,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         """Copy the scales of a model in the search or CSLA structure.
 
         Raises:
-            ValueError: The model is in another structure.
+            ValueError: The model is in a different structure.
         """
         layers = {name: layer for name, layer in csla_layers(model).items() if isinstance(layer, CslaBlock)}
         if not layers:
@@ -209,7 +210,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
             layer: {branch: fn(scale) for branch, scale in branches.items()} for layer, branches in self.items()
         }, metadata)
 
-    def save(self, path: Union[str, os.PathLike[str]]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write a safetensors file; a failure leaves an existing one intact.
 
         Raises:
@@ -221,7 +222,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
         write(self._layers, {**self.metadata, **history}, path)
 
     @classmethod
-    def load(cls, source: Union[str, os.PathLike[str]]) -> 'Scales':
+    def load(cls, source: StrPath) -> 'Scales':
         """Read scales from a file or the Hub.
 
         Args:

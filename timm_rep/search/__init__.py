@@ -1,4 +1,4 @@
-"""Hyper-Search for the constants of RepOptimizers, and its data sets."""
+"""Hyper-Search for the constants of RepOptimizers, and its datasets."""
 from ._hyper_search import hyper_search, parameter_groups
 from .data import DeviceLoader, count_classes, create_search_dataset, create_search_loader
 

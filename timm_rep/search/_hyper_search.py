@@ -3,7 +3,6 @@
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.3 and 4.1.
 """
 import math
-import os
 from datetime import date
 from numbers import Real
 from pathlib import Path
@@ -22,6 +21,7 @@ from timm_rep.scales.scales import check_metadata
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.data import Loader, batches_of, labelled_images, world_size_and_rank
+from timm_rep.utils.files import StrPath
 from timm_rep.utils.training import evaluate, fit
 from timm_rep.version import __version__
 
@@ -66,7 +66,7 @@ def hyper_search(
         amp_dtype: Optional[torch.dtype] = None,
         channels_last: bool = False,
         seed: int = 0,
-        checkpoint: Optional[Union[str, os.PathLike[str]]] = None,
+        checkpoint: Optional[StrPath] = None,
         checkpoint_epochs: int = 1,
         resume: bool = False,
         overwrite: bool = False,
@@ -81,10 +81,11 @@ def hyper_search(
 
     Args:
         model: Name of a RepOpt model, or a model in the search structure, which is trained in place.
-        train_loader: Batches of images (N, 3, H, W) and targets (N,), as many as its length every epoch. Its randomness
-            comes from the generators of torch, NumPy and Python, which are seeded before each epoch, so that a resumed
-            search equals an uninterrupted one; workers must not outlive an epoch (no ``persistent_workers``). If its
-            sampler has a ``set_epoch()``, as a DistributedSampler has, that is called.
+        train_loader: Batches of images (N, 3, H, W) and targets (N,), exactly ``len(train_loader)`` of them per epoch.
+            Its randomness must come from the global random number generators of torch, NumPy and Python: they are
+            seeded before each epoch, so that a resumed search equals an uninterrupted one. Workers must not outlive an
+            epoch (no ``persistent_workers``). If its sampler has a ``set_epoch()``, as a DistributedSampler has, that
+            is called.
         val_loader: Batches to measure the accuracy in the metadata with; not measured if None.
         epochs: Number of epochs.
         lr: Learning rate at the end of the warm-up.
@@ -96,12 +97,12 @@ def hyper_search(
         amp_dtype: Dtype of autocast, torch.bfloat16; no autocast if None.
         channels_last: Train in channels-last memory format, which is faster on most devices.
         seed: Seed of the initialization and of every epoch.
-        checkpoint: File that the first process writes during the search; none if None.
+        checkpoint: File that rank 0 writes during the search; none if None.
         checkpoint_epochs: Epochs between two checkpoints; the last epoch always writes one.
         resume: Continue from the checkpoint if it exists.
         overwrite: Replace an existing checkpoint by a new search.
         progress: Show a progress bar.
-        metadata: Further metadata of the scales, such as the data set.
+        metadata: Further metadata of the scales, such as the dataset.
         model_args: Arguments of create_model, if ``model`` is a name.
 
     Returns:
@@ -111,7 +112,7 @@ def hyper_search(
     Raises:
         TypeError: A loader has no length or batches of something else, or there are model_args without a name.
         ValueError: The model is not in the search structure or cannot be trained, an argument is out of range, a label
-            has no class, the metadata are not strings, or the checkpoint belongs to another search.
+            has no class, the metadata are not strings, or the checkpoint belongs to a different search.
         OSError: The checkpoint cannot be written, is a folder, or exists without ``resume`` or ``overwrite``.
     """
     recipe = dict(

@@ -1,4 +1,4 @@
-"""Data sets and loaders for Hyper-Search: images of any data set that timm opens, with random crops and flips."""
+"""Datasets and loaders for Hyper-Search: images of any dataset that timm opens, with random crops and flips."""
 from typing import Iterator, Optional, Tuple, Union
 
 import torch
@@ -21,22 +21,22 @@ def create_search_dataset(
         raw: bool = False,
         download: bool = False,
 ) -> Dataset:
-    """Open a data set with the transforms of the paper: random crops with 4 pixels of padding, and flips (section 4.1).
+    """Open a dataset with the transforms of the paper: random crops with 4 pixels of padding, and flips (section 4.1).
 
     Args:
         name: Name for timm's ``create_dataset``: '' for folders of images, 'torch/cifar100', 'hfds/...'.
-        root: Folder of the data set; for 'hfds/...' the cache folder.
+        root: Folder of the dataset; for 'hfds/...' the cache folder.
         split: Name of the split.
         img_size: Height and width of the images in pixels, to which they are resized.
         is_training: Crop and flip the images.
         raw: Only resize, to images of bytes (3, H, W), for a :class:`DeviceLoader`.
-        download: Download the data set, if timm can.
+        download: Download the dataset, if timm can.
 
     Returns:
-        A data set of images (3, H, W), float32 and normalized, and integer targets.
+        A dataset of images (3, H, W), float32 and normalized, and integer targets.
 
     Raises:
-        ValueError: The data set cannot be opened, is empty, or its images do not have 3 channels.
+        ValueError: The dataset cannot be opened, is empty, or its images do not have 3 channels.
     """
     from torchvision import transforms
 
@@ -50,7 +50,7 @@ def create_search_dataset(
             *([transforms.PILToTensor()] if raw else normalize),
         ])
         image, _ = dataset[0]
-    except Exception as e:  # every kind of data set has errors of its own
+    except Exception as e:  # every kind of dataset has errors of its own
         raise ValueError(
             f'Cannot open the split {split!r} of the data set {name!r} in {root!r}: {type(e).__name__}: {e}') from e
     if image.shape[0] != 3:
@@ -59,7 +59,7 @@ def create_search_dataset(
 
 
 def _sampler(dataset: Dataset, is_training: bool) -> Sampler:
-    """Sampler of a data set, in training of this process's share of it in a process group."""
+    """Sampler of a dataset; in training in a process group, of this rank's part of it."""
     if not is_training:
         return SequentialSampler(dataset)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -71,7 +71,7 @@ def create_search_loader(dataset: Dataset, batch_size: int, is_training: bool, w
     """Create a loader for :func:`hyper_search`, with new random numbers in every epoch.
 
     Args:
-        dataset: Data set from :func:`create_search_dataset`.
+        dataset: Dataset from :func:`create_search_dataset`.
         batch_size: Images in a batch of each process.
         is_training: Shuffle, and drop the last incomplete batch.
         workers: Number of processes that load images; 0 loads them in this process.
@@ -87,7 +87,7 @@ def create_search_loader(dataset: Dataset, batch_size: int, is_training: bool, w
 
 
 class DeviceLoader:
-    """Loader of a small data set in the memory of a device, with random crops and flips there.
+    """Loader of a small dataset in the memory of a device, with random crops and flips there.
 
     Yields images (N, 3, H, W), float32, normalized, in channels-last memory format, and targets (N,), with the
     distribution of :func:`create_search_loader`. Decoding each image once lets a small net on 32 x 32 images keep a GPU
@@ -106,7 +106,7 @@ class DeviceLoader:
     ):
         """
         Args:
-            dataset: Data set from ``create_search_dataset(raw=True)``.
+            dataset: Dataset from ``create_search_dataset(raw=True)``.
             batch_size: Images in a batch of each process.
             is_training: Shuffle, crop and flip, and drop the last incomplete batch.
             device: Device of the images.
@@ -155,7 +155,7 @@ class DeviceLoader:
 
 
 def count_classes(dataset: Dataset) -> Optional[int]:
-    """Number of classes of a data set, None if unknown."""
+    """Number of classes of a dataset, None if unknown."""
     for names in (getattr(dataset, 'classes', None), getattr(getattr(dataset, 'reader', None), 'class_to_idx', None)):
         if names:
             return len(names)

@@ -1,4 +1,4 @@
-"""Writing files so that a folder holds the old state or the new one, also after a failure or a killed process.
+"""Atomic updates of a folder: even after a failure or a killed process it holds either all old or all new files.
 
 New files are written to a draft inside their folder. Renaming the complete draft is the commit: from then on the files
 move to their places, and :func:`recover` finishes the moves of a process that was killed meanwhile.
@@ -9,16 +9,18 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Iterable, Iterator, List, Union
+from typing import Iterable, Iterator, List
 
 from filelock import FileLock, Timeout
+
+from .files import StrPath
 
 _DRAFT = '.writing'
 _PENDING = '.written'
 _REMOVED = '.removed.json'
 
 
-def check_writable(folder: Union[str, os.PathLike[str]]) -> Path:
+def check_writable(folder: StrPath) -> Path:
     """Check that a folder exists or can be created, and that files can be written there, before any long work."""
     folder = Path(folder)
     missing = _missing(folder)
@@ -34,7 +36,7 @@ def check_writable(folder: Union[str, os.PathLike[str]]) -> Path:
 
 
 @contextlib.contextmanager
-def locking_folder(folder: Union[str, os.PathLike[str]], wait: bool = True) -> Iterator[Path]:
+def locking_folder(folder: StrPath, wait: bool = True) -> Iterator[Path]:
     """Hold the lock of a folder, which one process has at a time; without ``wait``, BlockingIOError if another has it.
 
     The folder is created if necessary, and removed again if the body raises and leaves it empty. Files can still be
@@ -47,7 +49,7 @@ def locking_folder(folder: Union[str, os.PathLike[str]], wait: bool = True) -> I
 
 @contextlib.contextmanager
 def replacing_files(
-        folder: Union[str, os.PathLike[str]],
+        folder: StrPath,
         copy: bool = False,
         outdated: Iterable[Path] = (),
 ) -> Iterator[Path]:
@@ -96,7 +98,7 @@ def replacing_files(
             shutil.rmtree(folder / _DRAFT, ignore_errors=True)
 
 
-def recover(folder: Union[str, os.PathLike[str]]) -> bool:
+def recover(folder: StrPath) -> bool:
     """Finish the moves of a process that was killed at the end of :func:`replacing_files`; whether there was one."""
     folder = Path(folder)
     if not (folder / _PENDING).is_dir():
@@ -125,7 +127,7 @@ def _finish(folder: Path) -> None:
 
 
 def _rename_in_message(e: Exception, old: str, new: str) -> None:
-    """Let an error name another folder, also in the file names of an OSError, which are not in its arguments."""
+    """Replace the folder that an error names, including in the file names of an OSError, which are not in its args."""
     e.args = tuple(arg.replace(old, new) if isinstance(arg, str) else arg for arg in e.args)
     for name in 'filename', 'filename2':
         if isinstance(getattr(e, name, None), str):

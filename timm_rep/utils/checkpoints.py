@@ -3,7 +3,7 @@ import argparse
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, Mapping, Optional, Sequence
 
 import torch
 import torch.nn as nn
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from timm.models import clean_state_dict, load_state_dict
 
 from .atomic import replacing_files
+from .files import StrPath
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def read_state_dict(
-        path: Union[str, os.PathLike[str]],
+        path: StrPath,
         use_ema: bool = True,
         wrappers: Sequence[str] = ('state_dict', 'model'),
 ) -> Dict[str, torch.Tensor]:
@@ -48,7 +49,7 @@ def read_state_dict(
         raise TypeError(f'{path!r}: {e}') from e
 
 
-def load_checkpoint(model: nn.Module, path: Union[str, os.PathLike[str]], use_ema: bool = False) -> None:
+def load_checkpoint(model: nn.Module, path: StrPath, use_ema: bool = False) -> None:
     """Load a checkpoint, or with use_ema its moving average if it has one, into a model, strictly."""
     state_dict = read_state_dict(path, use_ema)
     try:
@@ -73,7 +74,7 @@ def _differences(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch
         for kind, names in kinds.items() if names)
 
 
-def has_moving_average(path: Union[str, os.PathLike[str]]) -> bool:
+def has_moving_average(path: StrPath) -> bool:
     """Whether a checkpoint of timm's train.py has a moving average of the weights."""
     path = os.fspath(path)
     if path.endswith('.safetensors'):
@@ -106,7 +107,7 @@ def state_dict_of(
 
 def write_safetensors(
         tensors: Mapping[str, torch.Tensor],
-        path: Union[str, os.PathLike[str]],
+        path: StrPath,
         metadata: Optional[Mapping[str, str]] = None,
 ) -> None:
     """``save_file`` of safetensors, for tensors of any layout that may share memory, with an OSError if it fails."""
@@ -123,7 +124,7 @@ def write_safetensors(
         raise OSError(f'cannot write {os.path.basename(path)!r}: {e}') from e
 
 
-def write_checkpoint(state: Mapping[str, Any], path: Union[str, os.PathLike[str]]) -> None:
+def write_checkpoint(state: Mapping[str, Any], path: StrPath) -> None:
     """``torch.save``, with an OSError if the disk is full."""
     try:
         torch.save(state, path)

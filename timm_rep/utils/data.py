@@ -1,4 +1,4 @@
-"""Data sets that raise an error where timm falls back to other images."""
+"""Datasets, loaders and batch helpers. Unlike timm's, the datasets raise instead of falling back to other images."""
 import os
 from typing import Any, Dict, Iterable, Iterator, List, Literal, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
@@ -60,7 +60,7 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
 class ImageFolder(Dataset):
     """Images in folders by class, in the order of their paths; an image that cannot be decoded is an error.
 
-    timm's ImageDataset yields the next image instead, with the target of that one.
+    timm's ImageDataset silently returns the next image and its target instead.
 
     Attributes:
         classes: Names of the classes, by index.
@@ -110,8 +110,8 @@ def image_config(
 ) -> Dict[str, Any]:
     """timm's ``resolve_data_config`` for the size and the number of channels that a model takes.
 
-    If mean or deviation in the pretrained_cfg have another number of channels, each channel gets their average, as in
-    timm's scripts.
+    If mean or standard deviation in the pretrained_cfg have a different number of channels, each channel gets their
+    average, as in timm's scripts.
 
     Args:
         model: timm model.
@@ -164,7 +164,7 @@ def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Te
 
 
 def batches_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over the batches of a loader; TypeError for a path, a tensor or another object without batches."""
+    """Iterate over the batches of a loader; TypeError for a path, a tensor or anything else without batches."""
     if isinstance(loader, (str, bytes, torch.Tensor)) or not hasattr(loader, '__iter__'):
         found = f'a tensor {tuple(loader.shape)}' if isinstance(loader, torch.Tensor) else f'{loader!r:.100}'
         raise TypeError(
@@ -218,6 +218,13 @@ def take_images(loader: Iterable[Any], max_images: int, naflex: bool = False) ->
         max_images: Largest number of images.
         naflex: Whether a batch may also be, or have as its first item, a dict of timm's NaFlex loader with 'patches',
             'patch_coord' and 'patch_valid'.
+
+    Returns:
+        The images of the batches, at most ``max_images`` in all: tensors (N, C, H, W), or dicts with these three keys.
+
+    Raises:
+        TypeError: The loader has no batches, or a batch has no floating-point images.
+        ValueError: ``max_images`` is not an integer >= 1, images are not (N, C, H, W), or there are none.
     """
     if not isinstance(max_images, int) or max_images < 1:
         raise ValueError(f'max_images must be an integer >= 1, got {max_images!r}.')
@@ -321,7 +328,7 @@ class Images:
         return self._loader(dataset)
 
     def training(self) -> Loader:
-        """Loader of the training split, of this process's share in a process group, with random crops and flips."""
+        """Loader of the training split, of this rank's part in a process group, with random crops and flips."""
         return self._loader(
             self._folder(self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None,
             distributed=world_size_and_rank()[0] > 1)

@@ -25,10 +25,11 @@ from typing import (
     get_type_hints,
 )
 
+StrPath = Union[str, os.PathLike[str]]
 SidecarType = TypeVar('SidecarType', bound='Sidecar')
 
 
-def read_text(path: Union[str, os.PathLike[str]]) -> str:
+def read_text(path: StrPath) -> str:
     """Read a text file; RuntimeError if it is not UTF-8."""
     try:
         return Path(path).read_text(encoding='utf-8')
@@ -44,7 +45,7 @@ def parse_json(text: str) -> Any:
         raise ValueError('JSON that is nested too deeply') from e
 
 
-def read_json(path: Union[str, os.PathLike[str]]) -> Any:
+def read_json(path: StrPath) -> Any:
     """Read a JSON file; RuntimeError if it is not JSON in UTF-8."""
     text = read_text(path)
     try:
@@ -54,7 +55,7 @@ def read_json(path: Union[str, os.PathLike[str]]) -> Any:
 
 
 def parse(kind: Any, value: Any, source: str) -> Any:
-    """Check a value that was read from JSON or YAML, and convert it to a type; RuntimeError if it has another one.
+    """Check a value that was read from JSON or YAML, and convert it to a type; RuntimeError if it has the wrong one.
 
     Args:
         kind: ``str``, ``bool``, ``int``, ``float`` (finite), ``Any``, a dataclass, or ``Optional``, ``Union``,
@@ -115,11 +116,11 @@ class Sidecar:
     __dataclass_fields__: ClassVar[Dict[str, Any]]
 
     @classmethod
-    def from_json(cls: Type[SidecarType], path: Union[str, os.PathLike[str]]) -> SidecarType:
+    def from_json(cls: Type[SidecarType], path: StrPath) -> SidecarType:
         """Read the dataclass from a file."""
         return parse(cls, read_json(path), repr(os.fspath(path)))
 
-    def to_json(self, path: Union[str, os.PathLike[str]]) -> None:
+    def to_json(self, path: StrPath) -> None:
         """Write the dataclass to a file; fields that are None are left out."""
         def without_none(items: List[Tuple[str, Any]]) -> Dict[str, Any]:
             return {name: value for name, value in items if value is not None}
@@ -138,8 +139,8 @@ _CONFIG = {
 }
 
 
-def read_config(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
-    """Read a config.json of timm's ``save_for_hf``; RuntimeError if a field is missing or of another type."""
+def read_config(path: StrPath) -> Dict[str, Any]:
+    """Read a config.json of timm's ``save_for_hf``; RuntimeError if a field is missing or of the wrong type."""
     source = repr(os.fspath(path))
     config = parse(Dict[str, Any], read_json(path), source)
     if 'architecture' not in config:

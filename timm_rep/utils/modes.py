@@ -7,7 +7,7 @@ import torch.nn as nn
 
 @contextlib.contextmanager
 def keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Give all modules of a model their present mode again at the end, those that are replaced meanwhile included."""
+    """Restore the mode of every module of a model on exit, including modules that were replaced in the meantime."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield

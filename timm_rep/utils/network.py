@@ -1,14 +1,15 @@
 """Downloads from the Hugging Face Hub."""
 import contextlib
-import os
 import socket
 import threading
-from typing import Iterator, Optional, Union
+from typing import Iterator, Optional
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from .files import StrPath
 
 # base error of the client's HTTP library (requests, then httpx); a failed connection raises it, not OSError
 _HTTP_ERROR = HfHubHTTPError.__bases__[0]
@@ -53,7 +54,7 @@ def hub_download(
         repo_id: str,
         filename: str,
         revision: Optional[str] = None,
-        cache_dir: Optional[Union[str, os.PathLike[str]]] = None,
+        cache_dir: Optional[StrPath] = None,
 ) -> str:
     """``hf_hub_download``, which takes the file from the Hub's cache at once if the Hub cannot be reached."""
     with hub_errors():

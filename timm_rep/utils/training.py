@@ -58,8 +58,9 @@ def fit(
         clip_grad: Maximum norm of all gradients together; no clipping if None.
         amp_dtype: Dtype of autocast; no autocast if None.
         channels_last: Move the images to channels-last memory format.
-        seed: Seed of the generators of torch, NumPy and Python, and of a loader's sampler with a ``set_epoch()``, set
-            before each epoch so that it depends only on its initial weights; if None, generators are left alone.
+        seed: If given, reseeds the global random number generators of torch, NumPy and Python, and the loader's sampler
+            by its ``set_epoch()`` if it has one, before each epoch, so that an epoch depends only on its initial
+            weights and a resumed run is reproducible. None leaves the generators alone.
         after_epoch: Called after each epoch with the number of epochs done.
         description: Label of the progress bar.
         progress: Show a progress bar.
@@ -89,7 +90,7 @@ def fit(
                 images, targets = batch if teacher is not None else labelled_images(batch)
                 scheduler.step_update(epoch * steps + step)
                 images = images.to(device, non_blocking=True, memory_format=memory_format)
-                # on a GPU, looking at labels would wait for it
+                # checking labels on a GPU would wait for it, so only its first batch is checked
                 if teacher is None and (targets.device.type == 'cpu' or not (losses or step)):
                     _check_labels(targets, getattr(model, 'num_classes', math.inf))
                 targets = targets.to(device, torch.long, non_blocking=True)
@@ -155,11 +156,11 @@ def distil(
         resume: bool = False,
         settings: Optional[Mapping[str, Any]] = None,
 ) -> None:
-    """Train a model, in place, on the outputs of another one, without labels.
+    """Train a model, in place, on the outputs of a teacher, without labels.
 
-    AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs. The generators
-    of torch, NumPy and Python are seeded. In a process group the processes share the images, and the first one writes
-    the checkpoint.
+    AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs. The global random
+    number generators of torch, NumPy and Python are seeded. In a process group the ranks split the images, and rank 0
+    writes the checkpoint.
 
     Args:
         model: Converted or quantized model.
@@ -211,7 +212,7 @@ def distil(
 
 
 def _digest(model: nn.Module, values: bool = False) -> str:
-    """A digest of the names and shapes of a model's parameters and buffers, on request also of their values."""
+    """A digest of the names and shapes of a model's parameters and buffers and, on request, of their values."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         digest.update(f'{name} {tuple(value.shape)}\n'.encode())

@@ -1,4 +1,4 @@
-"""Searched scales in this package, one file for each model; README.md lists the data set of each search."""
+"""Searched scales in this package, one file for each model; README.md lists the dataset of each search."""
 from pathlib import Path
 from typing import List
 
