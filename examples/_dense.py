@@ -1,4 +1,4 @@
-"""Shared by the dense examples: data sets, training, and arguments for a backbone."""
+"""Shared by the dense examples: datasets, training, and arguments for a backbone."""
 import argparse
 import re
 from pathlib import Path

@@ -195,8 +195,8 @@ def test_knn(dino):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['--data-dir', '{tmp}/nothing'], "Cannot open the split 'train' of the data set '' in '{tmp}/nothing'"),
-    (['--data-dir', '{tmp}/half'], "Cannot open the split 'val' of the data set '' in '{tmp}/half'"),
+    (['--data-dir', '{tmp}/nothing'], "Cannot open the split 'train' of the dataset '' in '{tmp}/nothing'"),
+    (['--data-dir', '{tmp}/half'], "Cannot open the split 'val' of the dataset '' in '{tmp}/half'"),
     (['--model', 'repa_vit_smal'], "--model: timm and timm_rep have no 'repa_vit_smal'"),
     (['--output', '{tmp}/x.pth'], "--output is a .safetensors file to write, got '{tmp}/x.pth'"),
     (['--output', '{tmp}/half/train/0/0.png/x.safetensors'], 'cannot write to the output folder'),

@@ -285,7 +285,7 @@ def straight(train_script):
 @pytest.mark.skipif(not _CHECKOUT, reason='TIMM_CHECKOUT is not set to a checkout of timm')
 @pytest.mark.timeout(1800)
 class TestTrainScript:
-    """timm's unmodified train.py. The batch is the whole data set, so that a resumed run has the same steps."""
+    """timm's unmodified train.py. The batch is the whole dataset, so that a resumed run has the same steps."""
 
     @staticmethod
     def difference(a, b, key='state_dict'):

@@ -148,7 +148,7 @@ def num_classes(settings: Mapping[str, Any]) -> int:
 
 
 def _evenly_spaced(dataset, count: int):
-    """Evenly spaced images: the data sets are sorted by class or shuffled once."""
+    """Evenly spaced images: the datasets are sorted by class or shuffled once."""
     count = min(count, len(dataset))
     return torch.utils.data.Subset(dataset, [i * len(dataset) // count for i in range(count)])
 

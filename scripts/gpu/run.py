@@ -113,7 +113,7 @@ def data_folder(options: argparse.Namespace) -> Path:
     """Path of the folders of images, unpacked from the archive if --data-dir does not exist."""
     if options.data_dir.is_dir():
         return options.data_dir
-    folder = options.output / 'cifar10'  # searches record its name as the data set
+    folder = options.output / 'cifar10'  # searches record its name as the dataset
     if not folder.is_dir():
         if not options.archive.is_file():
             raise FileNotFoundError(

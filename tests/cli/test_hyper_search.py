@@ -57,9 +57,9 @@ def test_multi_branch_network_of_timm(images, tmp_path):
 
 
 @pytest.mark.parametrize('change,message', [
-    (['--data-dir', '/nowhere'], "Cannot open the split 'train' of the data set ''"),
+    (['--data-dir', '/nowhere'], "Cannot open the split 'train' of the dataset ''"),
     (['--val-split', 'nothing'], "Cannot open the split 'nothing'"),
-    (['--dataset', 'torch/nothing'], "Cannot open the split 'train' of the data set 'torch/nothing'"),
+    (['--dataset', 'torch/nothing'], "Cannot open the split 'train' of the dataset 'torch/nothing'"),
     (['-o', '{tmp}/scales.pth'], '--output must be a .safetensors file'),
     (['-o', '{tmp}/file/s.safetensors'], "cannot write to the output folder '{tmp}/file'"),
     (['--num-classes', '3'], '--num-classes must be >= 4'),
@@ -106,7 +106,7 @@ def test_models_that_cannot_be_searched(images, tmp_path, capsys):
 
 
 def test_cifar100(tmp_path, monkeypatch, capsys):
-    """The default data set, as torchvision keeps it; of noise, which its checksums are told to accept."""
+    """The default dataset, as torchvision keeps it; of noise, which its checksums are told to accept."""
     folder = tmp_path / 'cifar-100-python'
     folder.mkdir()
     generator = np.random.default_rng(0)
@@ -119,7 +119,7 @@ def test_cifar100(tmp_path, monkeypatch, capsys):
         '--epochs', '1', '--warmup-epochs', '0', '--batch-size', '5', '-j', '0']
     assert main(command) == 1
     message = capsys.readouterr().err
-    assert "Cannot open the split 'train' of the data set 'torch/cifar100'" in message
+    assert "Cannot open the split 'train' of the dataset 'torch/cifar100'" in message
     assert "--dataset-download downloads it, if timm can; --dataset '' reads folders of images" in message
     monkeypatch.setattr('torchvision.datasets.cifar.check_integrity', lambda *args: True)
     assert main(command) == 0

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
             f'--model-kwargs must not have {", ".join(sorted(own))}: the search sets structure and scales, and '
             '--num-classes sets the number of classes.')
     if not args.data_dir and args.dataset.partition('/')[0] in ('', 'torch'):
-        raise ValueError(f'--data-dir must be given for the data set {args.dataset!r}.')
+        raise ValueError(f'--data-dir must be given for the dataset {args.dataset!r}.')
     check_output_file(args.output, '.safetensors')
     args.device = args.device or str(default_device())
     try:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     except (AssertionError, RuntimeError) as e:  # timm: missing device; torch: unknown device
         raise RuntimeError(f'--device must be one that torch can use, got {args.device!r}: {e}') from e
     if args.dataset_download and args.distributed:
-        raise ValueError('--dataset-download must be used in one process: download the data set before the search.')
+        raise ValueError('--dataset-download must be used in one process: download the dataset before the search.')
     loaders = []
     for split, is_training in ((args.train_split, True), (args.val_split, False)):
         if split:

@@ -52,7 +52,7 @@ def create_search_dataset(
         image, _ = dataset[0]
     except Exception as e:  # every kind of dataset has errors of its own
         raise ValueError(
-            f'Cannot open the split {split!r} of the data set {name!r} in {root!r}: {type(e).__name__}: {e}') from e
+            f'Cannot open the split {split!r} of the dataset {name!r} in {root!r}: {type(e).__name__}: {e}') from e
     if image.shape[0] != 3:
         raise ValueError(f'Expected images of 3 channels, but {name!r} in {root!r} has images of {image.shape[0]}.')
     return dataset

@@ -45,7 +45,7 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
     """
     if name and '/' not in name:
         raise ValueError(
-            f"The name of a data set must have a prefix, as in 'torch/cifar10' or 'hfds/owner/name', got {name!r}: for "
+            f"The name of a dataset must have a prefix, as in 'torch/cifar10' or 'hfds/owner/name', got {name!r}: for "
             "folders of images it is ''.")
     if not name and not os.path.exists(root or ''):
         raise FileNotFoundError(f'Expected images in {root}/{split}/CLASS/IMAGE, but {root!r} does not exist.')
