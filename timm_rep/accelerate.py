@@ -122,7 +122,7 @@ def accelerate(
         idle_ratio = 0.75
     labels = [f'idle ratio {ratio:g}' for ratio in sweep]
     if len({*labels}) < len(labels) or not all(0 <= ratio <= 1 for ratio in sweep):
-        raise ValueError(f'sweep must be different numbers from 0 to 1, got {list(sweep)}.')
+        raise ValueError(f'sweep must hold distinct numbers from 0 to 1, got {list(sweep)}.')
     if resume and checkpoint is None:
         raise ValueError('checkpoint must be given with resume=True, got None.')
     check_distillation(distil_epochs, lr)
@@ -175,8 +175,8 @@ def _check_folded(unfolded: nn.Module, folded: nn.Module, batch: Any) -> None:
     error = compare(expected, found).relative_rms
     if not error < 1e-3:
         raise RuntimeError(
-            f'The folded model must compute what the model does, but differs by {error:.2g} (relative rms): '
-            'timm_rep.verify(model) finds the layer.')
+            f'Folding must keep the outputs, but changes them by {error:.2g} (relative rms): timm_rep.verify(model) '
+            'finds the layer.')
 
 
 def check_output(folder: StrPath) -> Path:
@@ -189,7 +189,7 @@ def check_output(folder: StrPath) -> Path:
     recover(path)
     found = [name for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME, _PICTURE) if (path / name).exists()]
     if found and not (path / REPORT_NAME).is_file():
-        raise FileExistsError(f'The folder {str(path)!r} holds {found[0]}, which would be replaced: name a new one.')
+        raise FileExistsError(f'The folder {str(path)!r} holds {found[0]} of another model: choose a new folder.')
     return path
 
 

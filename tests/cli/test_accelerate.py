@@ -362,7 +362,7 @@ def test_files_of_others_stay(data, tmp_path, capsys, kind):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert main(command(data, folder, *more)) == 1
     captured = capsys.readouterr()
-    assert 'which would be replaced: name a new one.' in captured.err
+    assert 'of another model: choose a new folder.' in captured.err
     assert captured.err.count('\n') == 1
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -543,7 +543,7 @@ def test_a_diverged_distillation_is_named(data, monkeypatch):
 def test_a_folded_model_with_outputs_that_are_not_finite(data):
     model, broken = original(data), original(data)
     broken.head.bias.data.fill_(float('nan'))
-    with pytest.raises(RuntimeError, match='folded'):
+    with pytest.raises(RuntimeError, match='Folding'):
         _check_folded(model, broken, [torch.zeros(2, 3, 32, 32)])
 
 

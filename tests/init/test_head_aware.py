@@ -381,7 +381,7 @@ def test_other_layouts_are_refused():
         (AttentionLayout(2, fused='kv'), shapes[1]),
         (AttentionLayout(5), shapes[1]),
     ))
-    for teacher, message in zip(teachers, ('other projections than qkv', 'not 5 heads of equal width')):
+    for teacher, message in zip(teachers, ('projections other than qkv', 'into 5 heads of equal width')):
         name = 'attn.qkv.weight'
         with pytest.raises(Unselectable, match=message):
             head_aware_indices(name, name, (48, 8), student, teacher)

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     if known and classes and classes < known:
         raise ValueError(f'--num-classes must be >= {known}, the classes of {args.dataset!r}, got {classes}.')
     if not classes:
-        raise ValueError(f'--num-classes must be given for {args.dataset!r}, which does not tell how many it has.')
+        raise ValueError(f'--num-classes must be given for {args.dataset!r}, which does not report it.')
     if not len(loaders[0]):
         raise ValueError(f'--batch-size must be <= the number of images of {args.dataset!r}, got {args.batch_size}.')
     scales = hyper_search(

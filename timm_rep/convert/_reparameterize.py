@@ -59,8 +59,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
     lost = sorted(hooked - _hooked(reparameterize_model(model))) if hooked else ()
     if lost:
         raise ValueError(
-            f'{lost[0]} must have no hooks, and the forward() of its class, since folding would drop others: remove '
-            'hooks by their handle.remove(), and merge adapters into the weights.')
+            f'{lost[0]} must have no hooks, and the forward() of its class, since folding would drop its own: remove '
+            'hooks by handle.remove(), and merge adapters into the weights.')
     for parent, name, layer in fused:
         setattr(parent, name, layer)
     return reparameterize_model(model, inplace=True)

@@ -25,8 +25,8 @@ def logits_of(outputs: Any) -> torch.Tensor:
         if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim:
             return x.reshape(len(x), -1)
     raise TypeError(
-        'Expected the model to return a floating-point tensor with a row for each image, which macs needs, but got '
-        f'{type(outputs).__name__}. Let it return its logits, or pass idle_ratio instead. Nothing was changed.')
+        'Expected the model to return a floating-point tensor with a row for each image, as macs requires, but got '
+        f'{type(outputs).__name__}. Return the logits, or pass idle_ratio instead of macs. Nothing was changed.')
 
 
 def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationImages) -> Dict[str, torch.Tensor]:

@@ -278,7 +278,7 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
         if key.startswith('timm.') or ffn.matches_registered_parts():  # timm's are tested
             ffns.append(ffn)
         else:
-            others[name] = 'computes something else than its registered parts'
+            others[name] = 'does not compute what its registered parts do'
     return ffns, others
 
 
@@ -296,8 +296,8 @@ def check_untied(model: nn.Module, ffns: Sequence[Ffn]) -> None:
             for name in others:
                 if not name.startswith(tuple(paths[ffn.module])):
                     raise ValueError(
-                        f'Expected FFNs with parameters of their own, but {own} is {name} too: assign a copy of it to '
-                        'one of them. Nothing was changed.')
+                        f'Expected FFNs whose parameters are not shared, but {own} is shared with {name}: replace one '
+                        'of them with a copy. Nothing was changed.')
 
 
 def plain_ratio(idle_ratio: Any) -> Union[float, List[Optional[float]]]:

@@ -184,7 +184,7 @@ def _warn(images: CalibrationImages, predicted_classes: int, report: ConversionR
     """Warn if the calibration images are too few or too similar."""
     messages = []
     if images.count - images.unique > images.count / 10:
-        messages.append(f'Only {images.unique} of the {images.count} calibration images are different ones.')
+        messages.append(f'Only {images.unique} of the {images.count} calibration images are distinct.')
     if images.unique > 1 and predicted_classes == 1:
         messages.append(
             'The model predicts the same class for all calibration images: pass images of all classes, in random '
@@ -192,8 +192,8 @@ def _warn(images: CalibrationImages, predicted_classes: int, report: ConversionR
     worst = max(report.ffns, key=lambda ffn: (ffn.held_out or 0) - (ffn.lost_variance or 0))
     if worst.held_out is None:
         messages.append(
-            f'{images.unique} different calibration images are too few to hold some out, so that the form of the '
-            f'FFNs and their damping are not chosen on data: pass at least {HELD_OUT * MIN_HELD_OUT}, better '
+            f'{images.unique} distinct calibration images are too few to hold some out, so that the number of matrices '
+            f'and the damping are not chosen on data: pass at least {HELD_OUT * MIN_HELD_OUT}, better '
             f'{report.recommended_images}.')
     elif worst.lost_variance is not None and worst.held_out > 1.5 * worst.lost_variance + 0.02:
         messages.append(
@@ -225,7 +225,7 @@ def _drop_unused(
             kept[ffn.name] = 'is not used in the forward pass'
     for name, seen in probes.items():
         if seen.tokens == seen.calls:
-            kept[name] = 'sees one token of each image, so that converting it saves next to nothing'
+            kept[name] = 'sees only one token of each image, so converting it saves almost nothing'
         else:
             ordered.append(by_name[name])
     if not ordered:

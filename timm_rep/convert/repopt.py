@@ -83,7 +83,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
     if dropping is not None:
         raise ValueError(
             f'Expected branches without stochastic depth, but {dropping.name} drops them at a rate of '
-            f'{dropping.drop_rate:g}, which one convolution cannot: create the model with drop_path_rate=0.')
+            f'{dropping.drop_rate:g}, which a single convolution cannot do: create the model with drop_path_rate=0.')
     layers, cslas = [], []
     depths: Dict[str, int] = Counter()
     for linear_sum in sums:
@@ -151,7 +151,7 @@ def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
     except ValueError as e:  # from a BatchNorm
         raise ValueError(f'{linear_sum.name}: {e}') from e
     if not all(x.is_meta or x.isfinite().all() for x in kernel):
-        raise ValueError(f'The weights of {linear_sum.name} must be finite: load others.')
+        raise ValueError(f'The weights of {linear_sum.name} must be finite: load a different checkpoint.')
     return kernel
 
 

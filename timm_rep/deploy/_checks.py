@@ -79,5 +79,5 @@ def float_accuracy(
     if labels.min() < 0 or labels.max() >= classes:
         raise ValueError(
             f'validation_loader must have labels from 0 to {classes - 1}, got {labels.min().item()} to '
-            f'{labels.max().item()}: the accuracy is measured with the labels of the model.')
+            f'{labels.max().item()}: labels are indices of the classes of the model.')
     return top1, len(logits)

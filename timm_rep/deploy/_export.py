@@ -68,7 +68,7 @@ def check_target(path: StrPath, format: str) -> Format:
                 f'path must be a folder for format={format!r}, got the file {str(path)!r}: name a folder'
                 + (f', or pass {" or ".join(others)}.' if others else '.'))
         if path.is_dir() and any(path.iterdir()):
-            raise FileExistsError(f'The folder {str(path)!r} is not empty: name a new one.')
+            raise FileExistsError(f'The folder {str(path)!r} is not empty: choose a new one.')
     elif path.suffix != target.suffix:
         raise ValueError(f'path must end with {target.suffix} for format={format!r}, got {str(path)!r}.')
     elif path.is_dir():

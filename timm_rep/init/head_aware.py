@@ -170,10 +170,10 @@ def _attention_units(
     elif _BIAS_TABLE.search(name):
         larger = larger._replace(widths=None)
     elif larger.projections(larger_parts, dim) != projections:
-        raise Unselectable(f'with other projections than {projections}')
+        raise Unselectable(f'with projections other than {projections}')
     theirs = larger.positions(projections, teacher_length)
     if theirs is None:
-        raise Unselectable(f'which is not {larger.heads} heads of equal width')
+        raise Unselectable(f'which does not split into {larger.heads} heads of equal width')
     return [_Unit(*pair, 'heads') for pair in zip(ours, theirs)]
 
 

@@ -273,7 +273,7 @@ def _why_impossible(
     shape, reason = student.shapes[name], ''
     teacher_shape = match_outer_ones(teacher.shapes[teacher_name], shape)
     if len(shape) != len(teacher_shape):
-        reason = 'with another number of axes'
+        reason = 'with a different number of axes'
     elif heads is not None:
         try:
             head_aware_indices(name, teacher_name, teacher_shape, student, teacher, heads)

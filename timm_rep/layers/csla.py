@@ -26,8 +26,7 @@ def _check_name(name: str) -> None:
     """Raise ValueError unless a name can be a parameter's name and a part of a key in a file."""
     if not name.isidentifier() or hasattr(nn.ParameterDict, name):
         raise ValueError(
-            f'The name of a branch must consist of letters, digits and underscores and not be a method of a dict, got '
-            f'{name!r}.')
+            f'The name of a branch must be an identifier and not the name of a method of dict, got {name!r}.')
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class _RepOptimizer(_Base):
             raise ValueError(
                 f'Expected a GradMult for every layer that was given one, but {len(lost)} of {len(layers)} have lost '
                 f'theirs: {", ".join(lost)}. Their parameters were replaced or copied, or a parametrization computes '
-                f'them: remove it and {how}. Pass strict=False to train these layers like other ones.')
+                f'them: remove it and {how}. Pass strict=False to train these layers as plain ones.')
 
     def _check(self, param: torch.Tensor, group: Dict[str, Any]) -> None:
         """Raise the errors of step() if a parameter cannot be updated."""

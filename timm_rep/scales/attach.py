@@ -56,8 +56,8 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         fitting = [name for name in layers if name not in problems]
         raise ValueError(
             f'Expected scales of {type(model).__name__}, but {scales!r} fit {len(fitting)} of its {len(layers)} '
-            f'layers{": " if fitting else ""}{", ".join(fitting)}. Scales belong to an architecture: search for them '
-            'again where depths or widths differ.\n  '
+            f'layers{": " if fitting else ""}{", ".join(fitting)}. Scales belong to an architecture: search again '
+            'for other depths or widths.\n  '
             + '\n  '.join(f'{name}: {problem}' for name, problem in problems.items()))
     return scales
 

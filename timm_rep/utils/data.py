@@ -125,8 +125,8 @@ def image_config(
     channels = input_size[0]
     if channels not in _MODES:
         raise ValueError(
-            f'Expected a model of RGB (3 channels) or grey images (1 channel), as files are read, but '
-            f'{type(model).__name__} takes {channels} channels: pass tensors of your own to the function of timm_rep.')
+            f'Expected a model of images with 3 channels (RGB) or 1 (grayscale), as files are read, but '
+            f'{type(model).__name__} takes {channels}: use the Python API with your own tensors.')
     given: Dict[str, Any] = {'mean': mean, 'std': std, 'interpolation': interpolation, 'crop_pct': crop_pct}
     given = {name: value for name, value in given.items() if value is not None}
     given['input_size'] = input_size if img_size is None else (channels, img_size, img_size)
