@@ -1,3 +1,4 @@
+import copy
 import os
 import re
 import statistics
@@ -10,6 +11,7 @@ from PIL.Image import BICUBIC
 from safetensors.torch import load_file
 from torchvision.transforms.functional import to_tensor
 
+from tests.helpers import same_weights
 from timm_rep import convert_to_repa
 from timm_rep.cli import main
 from timm_rep.demo import repa, repopt, run_demo, training
@@ -53,7 +55,7 @@ def test_results(demo):
     assert converted['params'] < 0.7 * plain['params']
     assert (plain['macs'], converted['macs']) == demo.repa.conversion.macs
     assert demo.repa.logits_difference < 1e-5
-    assert set(demo.repopt.accuracy) == {'SGD', 'RepSGD'}
+    assert list(demo.repopt.accuracy) == ['SGD', 'SGD, kernels of RepSGD', 'RepSGD']
     for found in demo.repopt.accuracy.values():
         assert len(found) == 4
         assert all(0 <= accuracy <= 100 for accuracy in found.values())
@@ -118,19 +120,27 @@ def test_reproducible_by_seed(demo, no_picture, tmp_path):
 def test_seed_and_device_of_the_training(small, no_picture, tmp_path, monkeypatch):
     seeds = {seed: [list(part.targets) for part in load_split(seed)] for seed in (3, 4)}
     assert seeds[3] != seeds[4]
-    devices, settings = [], []
+    devices, rates, starts = [], {}, {}
 
     def train(name, model, loader, epochs, device, **kwargs):
         devices.append(device)
-        settings.append((kwargs['opt'], kwargs['lr'], epochs))
+        if epochs == 3:  # half of them
+            label = name.removeprefix('plain VGG, ').rpartition(', lr')[0]
+            rates.setdefault((label, kwargs['opt']), []).append(kwargs['lr'])
+            starts[label, kwargs['lr']] = copy.deepcopy(model)
 
     monkeypatch.setattr(repopt, '_STEPS', 2)
     monkeypatch.setattr('timm_rep.demo.training.train', train)
     run_demo(tmp_path, seed=4, device='cpu:0', epochs=5)
-    assert devices == [torch.device('cpu:0')] * 10
-    rates = {opt: [lr for o, lr, epochs in settings if (o, epochs) == (opt, 3)] for opt in ('sgd', 'repsgd')}
-    assert rates['sgd'] == rates['repsgd'] == sorted({*rates['sgd']})  # half of the epochs, four different rates
-    assert len(rates['sgd']) == 4
+    assert devices == [torch.device('cpu:0')] * 14
+    assert list(rates) == [('SGD', 'sgd'), ('SGD, kernels of RepSGD', 'sgd'), ('RepSGD', 'repsgd')]
+    found = list(rates.values())
+    assert found[0] == found[1] == found[2] == sorted({*found[0]})
+    assert len(found[0]) == 4
+    for lr in found[0]:
+        plain, kernels, rep = (starts[label, lr] for label, _ in rates)
+        assert same_weights(kernels, rep)
+        assert not same_weights(plain, rep)
 
 
 @pytest.mark.slow

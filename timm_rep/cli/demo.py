@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     accuracy, difference = result.repopt
     print('\nAccuracy of a stack of 28 plain convolutions by learning rate:')
     for label, found in accuracy.items():
-        print(f'{label:<8}' + ''.join(f'{lr:>6g}: {top1:.1f}%' for lr, top1 in found.items()))
+        print(f'{label:<24}' + ''.join(f'{lr:>6g}: {top1:.1f}%' for lr, top1 in found.items()))
     print(
         f'Relative difference from the logits of the multi-branch (CSLA) net after {len(difference["SGD"])} steps in '
         f"float64:\n{difference['RepSGD'][-1]:.1e} with RepSGD, {difference['SGD'][-1]:.1e} with SGD.")

@@ -66,9 +66,10 @@ def run_demo(
     """Train, fold and compare small models on handwritten digits.
 
     The first part trains a RePa-DeiT and a plain ViT of its size, folds the RePa-DeiT and compares the three. The
-    second part trains a deep stack of plain convolutions with RepSGD and with SGD at four learning rates each, and
-    compares both with the multi-branch network step by step. The third part converts the plain
-    ViT by :func:`timm_rep.convert_to_repa`, from its weights and training images, without labels or training.
+    second part trains a deep stack of plain convolutions at four learning rates with SGD, with SGD from the kernels
+    that RepSGD starts from, and with RepSGD, and compares both optimizers with the multi-branch network step by step.
+    The third part converts the plain ViT by :func:`timm_rep.convert_to_repa`, from its weights and training images,
+    without labels or training.
 
     Writes demo.png, digit.png (a validation image) and the folded model. Seeds the random number generators of Python,
     NumPy and torch; the same seed, machine and number of threads give the same weights.

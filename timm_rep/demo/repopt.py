@@ -1,4 +1,4 @@
-"""Second part of the demo: a deep stack of plain convolutions, trained with RepSGD and SGD at four learning rates."""
+"""Second part of the demo: a deep stack of plain convolutions, trained by SGD and RepSGD at four learning rates."""
 from typing import Any, Dict, List, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from . import training
 # as many convolutions as in RepOpt-VGG-B1, 28, but narrow and at low resolution for two CPU cores
 _MODEL_ARGS = dict(depths=(4, 6, 16, 1), widths=(16, 24, 32, 64), stem_width=16, strides=(2, 1, 2, 1, 2))
 _LEARNING_RATES = (0.03, 0.1, 0.3, 1.)
+# optimizer and scales by label; with scales, the kernels start as the sums of the branches of the CSLA net
+_TRAININGS = {'SGD': ('sgd', False), 'SGD, kernels of RepSGD': ('sgd', 'init'), 'RepSGD': ('repsgd', 'init')}
 _OPTIMIZER_ARGS = dict(momentum=0.9, weight_decay=4e-5)  # as in the paper
 # a stem and six blocks, for training in float64
 _SMALL_ARGS = dict(_MODEL_ARGS, depths=(1, 2, 2, 1))
@@ -26,7 +28,8 @@ class RepOptResult(NamedTuple):
     """Results of the second part, by optimizer: 'SGD' and 'RepSGD'.
 
     Attributes:
-        accuracy: Accuracy in percent of the validation images, by learning rate.
+        accuracy: Accuracy in percent of the validation images, by learning rate; also of 'SGD, kernels of RepSGD',
+            which starts from the same weights as RepSGD.
         csla_difference: Largest difference between the logits of the plain and the CSLA net, relative to the largest
             logit, for each of 50 steps; torch's SGD trains the CSLA net on the same batches.
     """
@@ -42,9 +45,9 @@ def run_repopt(
         epochs: int,
 ) -> RepOptResult:
     """Train one net with SGD and with RepSGD, and compare both with the CSLA net at each step."""
-    accuracy: Dict[str, Dict[float, float]] = {'SGD': {}, 'RepSGD': {}}
+    accuracy: Dict[str, Dict[float, float]] = {label: {} for label in _TRAININGS}
     for lr in _LEARNING_RATES:
-        for label, opt, scales in (('SGD', 'sgd', False), ('RepSGD', 'repsgd', 'init')):
+        for label, (opt, scales) in _TRAININGS.items():
             model = training.create_model('repopt_vgg_b1', seed, device, scales=scales, **_MODEL_ARGS)
             loader = training.create_loader_for(train_set, model, is_training=True)
             training.train(
