@@ -9,6 +9,7 @@ import argparse
 import itertools
 
 import torch
+from benchmarks.conversion import conversion
 from benchmarks.dense import NETWORKS, dense
 from benchmarks.deploy import int8, onnx
 from benchmarks.inference import (
@@ -34,6 +35,7 @@ SECTIONS = {
     'fold-precision': fold_precision,
     'deploy-ffn': deploy_ffn,
     'repa-infer': repa_infer,
+    'conversion': conversion,
     'converted-infer': converted_infer,
     'prepbn': prepbn,
     'parts': parts,
@@ -79,7 +81,8 @@ def main():
         '--modes', nargs='+', default=['eager'], choices=['eager', 'compile', 'onnx'],
         help='repa-infer and converted-infer only (eager)')
     parser.add_argument(
-        '--batch-size', type=int, help='images a pass (8; search-step 128; onnx, int8, converted-infer 1, 8; dense 1)')
+        '--batch-size', type=int,
+        help='images a pass (8; search-step 128; conversion 64; onnx, int8, converted-infer 1, 8; dense 1)')
     parser.add_argument('--rounds', default=11, type=int, help='(%(default)s)')
     parser.add_argument(
         '--networks', nargs='+', choices=NETWORKS, default=list(NETWORKS), help='dense only (all)')
@@ -101,7 +104,7 @@ def main():
         settings.update(float32='TF32', cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda)
     batch_size = args.batch_size
     for section in args.sections:
-        defaults = {'search-step': 128, 'onnx': None, 'int8': None, 'converted-infer': None}
+        defaults = {'search-step': 128, 'conversion': 64, 'onnx': None, 'int8': None, 'converted-infer': None}
         args.batch_size = 1 if section == 'dense' else batch_size or defaults.get(section, 8)
         settings['batch_size'] = args.batch_size
         of_section = {**settings, 'img_size': args.img_size} if section == 'dense' else settings

@@ -355,6 +355,26 @@ def test_bench_ffn(load_script):
     assert len(load_script('benchmarks/scaling')._ffn(32, 64, args)) == 5
 
 
+def test_bench_conversion(load_script, monkeypatch):
+    bench = load_script('benchmarks/conversion')
+    create, converted = timm.create_model, []
+    monkeypatch.setattr(timm, 'create_model', lambda name, depth=1: create(
+        name, depth=depth, img_size=32, embed_dim=24, num_heads=3, num_classes=4))
+    convert = bench.timm_rep.convert_to_repa
+    monkeypatch.setattr(bench.timm_rep, 'convert_to_repa', lambda model, calibration: converted.append(
+        [model, convert(model, calibration=calibration)]))
+    monkeypatch.setattr(bench, '_IMAGES', 32)
+    monkeypatch.setattr(bench, '_MODELS', {'vit_small_patch16_224': {}, 'vit_tiny_patch16_224': {'depth': 2}})
+    rows = list(bench.conversion(arguments(batch_size=16, models=None)))
+    assert [row['model'] for row in rows] == ['vit_small_patch16_224', 'vit_tiny_patch16_224']
+    assert [row['blocks'] for row in rows] == [1, 2]
+    assert [report.images for _, report in converted] == [32] * 4  # for the memory, and for the time
+    assert len({id(model) for model, _ in converted}) == 4
+    for row in rows:
+        assert row['passes'] > 0
+        assert row['peak (MB)'] is None or row['peak (MB)'] >= 0
+
+
 def test_bench_search_step(load_script, monkeypatch):
     """Both forms of the search block are the same function of the same weights."""
     bench = load_script('benchmarks/search_step')
