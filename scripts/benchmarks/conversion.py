@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 import timm_rep
-from timm_rep.utils.profiling import time_calls
+from timm_rep.utils.profiling import model_input_size, time_calls
 
 from .timing import speedup, timing_columns
 
@@ -53,7 +53,7 @@ def conversion(args):
     for row in args.pending(model=args.models or _MODELS):
         torch.manual_seed(0)
         model = timm.create_model(row['model'], **_MODELS.get(row['model'], {})).to(args.device).eval()
-        size = timm.data.resolve_model_data_config(model)['input_size']
+        size = model_input_size(model)
         loader = [torch.randn(args.batch_size, *size) for _ in range(_IMAGES // args.batch_size)]
 
         convert = partial(_convert, model, loader)
