@@ -45,7 +45,7 @@ def _convert(model: nn.Module, loader: Sequence[torch.Tensor]) -> None:
 
 
 def conversion(args):
-    """Conversion of a pretrained ViT from 256 images, idle ratio 0.75, and one forward pass of the original over them.
+    """Conversion of a ViT with random weights from 256 images, idle ratio 0.75, and one forward pass over the images.
 
     'passes': time of the conversion over that of the forward pass, all of the conversion included. 'peak (MB)':
     resident memory that the conversion adds to the model and its images.
