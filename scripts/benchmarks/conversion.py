@@ -31,7 +31,7 @@ def _peak_memory(call: Callable[[], object]) -> Optional[int]:
     clear.write_text('5')  # resets the peak
     before = kilobytes('VmRSS')
     call()
-    return (kilobytes('VmHWM') - before) // 1000
+    return max(0, kilobytes('VmHWM') - before) // 1000
 
 
 @torch.no_grad()
