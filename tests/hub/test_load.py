@@ -589,10 +589,20 @@ def test_label_names_stay(tmp_path, num_classes, expected):
     assert json.loads((tmp_path / 'b' / 'config.json').read_text()).get('label_names') == expected
 
 
+def _one_changed(module, args, y):
+    y = y.clone()
+    y[0, 0] += .01 * y.abs().max()
+    return y
+
+
 @needs_recorded_args
-def test_a_model_with_more_outputs_than_its_arguments_say(tmp_path):
+@pytest.mark.parametrize('hook', [
+    lambda module, args, y: (y, args[0]), lambda module, args, y: y.T, _one_changed
+], ids=['more', 'shape', 'one value'])
+def test_a_model_with_other_outputs_than_its_arguments_say(tmp_path, hook):
     model = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
-    model.register_forward_hook(lambda module, args, y: (y, args[0]))
+    torch.nn.init.normal_(model.head.weight)
+    model.register_forward_hook(hook)
     with pytest.raises(ValueError, match='different outputs'):
         save_folder(model, tmp_path / 'a')
     assert not (tmp_path / 'a').exists()
