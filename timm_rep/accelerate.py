@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
-from timm_rep.convert.linearize import check_convertible, check_size
+from timm_rep.convert.linearize import DEFAULT_IDLE_RATIO, check_convertible, check_size
 from timm_rep.convert.record import recorded_base
 from timm_rep.deploy import quantized_files
 from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, read_folder, save_folder
@@ -119,7 +119,7 @@ def accelerate(
     """
     check_size(idle_ratio, macs)
     if idle_ratio is None and macs is None:
-        idle_ratio = 0.75
+        idle_ratio = DEFAULT_IDLE_RATIO
     labels = [f'idle ratio {ratio:g}' for ratio in sweep]
     if len({*labels}) < len(labels) or not all(0 <= ratio <= 1 for ratio in sweep):
         raise ValueError(f'sweep must hold distinct numbers from 0 to 1, got {list(sweep)}.')
@@ -155,14 +155,19 @@ def accelerate(
     result, report = convert(idle_ratio=idle_ratio, macs=macs)
     folded['converted'] = folded_copy(result)
     for label, ratio in zip(labels, sweep):
-        folded[label] = folded['converted'] if ratio == idle_ratio else folded_copy(convert(idle_ratio=ratio)[0])
+        if ratio != idle_ratio:
+            folded[label] = folded_copy(convert(idle_ratio=ratio)[0])
     if distil_epochs:
         settings = dict(idle_ratio=idle_ratio, macs=macs, calibration_images=calibration_images)
         distil(result, original, images, distil_epochs, lr, checkpoint=checkpoint, resume=resume, settings=settings)
         folded['distilled'] = folded_copy(result)
     last = 'distilled' if distil_epochs else 'converted'
     _check_folded(result, folded[last], loader[0])
-    return Accelerated(folded[last], report, {} if rank else measure(folded, images))
+    if rank:
+        return Accelerated(folded[last], report, {})
+    figures = measure(folded, images)
+    names = ['original', 'converted', *labels, *folded]  # a label without a model is that of the converted one
+    return Accelerated(folded[last], report, {name: figures.get(name, figures['converted']) for name in names})
 
 
 @torch.inference_mode()

@@ -125,6 +125,8 @@ def test_a_sweep_converts_each_idle_ratio_once(data, monkeypatch, kwargs, conver
     own = f'idle ratio {kwargs.get("idle_ratio", .75)}'
     same = all(figures[own][key] == figures['converted'][key] for key in ('top1', 'agreement', 'params', 'gmacs'))
     assert same == ('macs' not in kwargs)
+    assert (figures[own] == figures['converted']) == same  # measured once
+    assert list(figures) == ['original', 'converted', 'idle ratio 0.5', 'idle ratio 0.75']
 
 
 def test_distillation_comes_closer_and_resumes(data, tmp_path):

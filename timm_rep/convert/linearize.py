@@ -27,6 +27,8 @@ from .report import ConversionReport
 from .residual import Probe, probe
 from .streaming import ConvertingPass, record_original
 
+# of a conversion from data without idle_ratio and macs
+DEFAULT_IDLE_RATIO = 0.75
 # Least number of tokens per image; calibration rows per column of the moments, used and recommended. Neighbouring
 # tokens are redundant, so few tokens of many images are worth more than all tokens of a few.
 _TOKENS, _ROWS_PER_COLUMN, _RECOMMENDED_ROWS = 16, 4, 16
@@ -134,7 +136,7 @@ def linearize_ffns(
     if not isinstance(ridge, Real) or not 0 < ridge < math.inf:
         raise ValueError(f'ridge must be positive and finite, got {ridge!r}.')
     names = [ffn.name for ffn in ffns]
-    ratios = dict(zip(names, ratios_of(names, 0.75 if idle_ratio is None else idle_ratio)))
+    ratios = dict(zip(names, ratios_of(names, DEFAULT_IDLE_RATIO if idle_ratio is None else idle_ratio)))
     ffns = [ffn for ffn in ffns if ratios[ffn.name] is not None]
     if not ffns:
         raise ValueError('idle_ratio must be a number for at least one FFN, got None for all of them.')
@@ -153,7 +155,7 @@ def linearize_ffns(
             for ffn in ffns}
         sampler = TokenSampler(probes, tokens)
         totals, inputs, predicted = record_original(model, ffns, images.shares, sampler, with_inputs=macs is not None)
-        predictions, = sum_over_processes(predicted.double())
+        predictions, = sum_over_processes(predicted.float())
         if macs is not None:
             counts = counts_for_budget(model, ffns, images, probes, inputs, ridge, before, macs, progress)
         converted = []
