@@ -20,7 +20,11 @@ _MODELS = {'vit_small_patch16_224': {}, 'vit_tiny_patch16_224': {'depth': 24}}
 
 
 def _peak_memory(call: Callable[[], object]) -> Optional[int]:
-    """MB by which the resident memory of this process grows at most during a call; None where Linux does not say."""
+    """MB by which the resident memory of this process grows at most during a call; None where Linux does not say.
+
+    The profiler behind :func:`benchmarks.timing.memory_use` misses what other threads allocate, in which the batches of
+    a conversion run.
+    """
     status, clear = Path('/proc/self/status'), Path('/proc/self/clear_refs')
     if not status.is_file():
         return None

@@ -59,13 +59,12 @@ def conv_metaformer(
     """
     _check_arguments('conv_metaformer', kwargs)
     model = MetaFormer(
-        num_classes=num_classes, dims=dims, depths=depths, token_mixers=_ConvMixer, mlp_act=nn.GELU, mlp_bias=True,
-        res_scale_init_values=None, downsample_norm=None, norm_layers=GroupNorm1, output_norm=GroupNorm1,
-        use_mlp_head=False)
+        num_classes=num_classes, dims=dims, depths=depths, token_mixers=_ConvMixer, res_scale_init_values=None,
+        downsample_norm=None, norm_layers=GroupNorm1, output_norm=GroupNorm1, use_mlp_head=False)
     model.stem = nn.Sequential(ConvNormAct(3, dims[0], 3), nn.Conv2d(dims[0], dims[0], 3, stride=2, padding=1))
     for stage, dim in zip(model.stages, dims):
         for block in stage.blocks:
-            block.mlp = Mlp(dim, round(mlp_ratio * dim), act_layer=nn.GELU, use_conv=True)
+            block.mlp = Mlp(dim, round(mlp_ratio * dim), use_conv=True)
     model.apply(model._init_weights)
     if idle_ratio is not None:
         convert_to_repa(model, idle_ratio)
