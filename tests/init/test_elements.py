@@ -19,6 +19,7 @@ def test_evenly_spaced():
     assert evenly_spaced(7, 3).tolist() == [0, 3, 6]
     assert evenly_spaced(5, 5).tolist() == list(range(5))
     assert evenly_spaced(9, 1).tolist() == [0]
+    assert evenly_spaced(9, 4).tolist() == [0, 3, 5, 8]  # of 0, 2.67, 5.33, 8
     for teacher in range(1, 40):
         for student in range(1, teacher + 1):
             positions = evenly_spaced(teacher, student)

@@ -270,6 +270,13 @@ def test_attach_checks_everything_before_it_changes_anything():
     assert all(layer.grad_mult is before[n] for n, layer in csla_layers(model).items())
 
 
+def test_scales_of_a_layer_that_the_model_lacks():
+    scales = {**some_scales(), 'stages.4.0.conv.0': {'conv3x3': torch.ones(32), 'conv1x1': torch.ones(32)}}
+    with pytest.raises(ValueError, match=r'fit .* layers') as e:
+        timm_rep.attach_grad_mults(tiny(), scales)
+    assert str(e.value).count('stages.4.0.conv.0') == 1
+
+
 @pytest.mark.parametrize('wrap', [
     lambda m: m, nn.DataParallel, torch.compile, lambda m: nn.DataParallel(torch.compile(m))], ids=range(4))
 def test_attach_through_wrappers(wrap):
