@@ -132,6 +132,14 @@ def test_post_norm():
 
 
 @torch.no_grad()
+def test_damping_without_held_out_images():
+    """The fit to the images themselves would choose the least damping."""
+    with pytest.warns(UserWarning, match='hold some out'):
+        report = linearize_ffns(randomized(), [images(16, 32)])
+    assert [ffn.correction_ridge for ffn in report.ffns] == [1.] * len(report.ffns)
+
+
+@torch.no_grad()
 def test_the_stream_comes_closer_to_the_original_one():
     model, x = randomized(depth=4), images(96, 32)
     kwargs = dict(idle_ratio=.9)
