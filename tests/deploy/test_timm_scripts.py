@@ -11,8 +11,8 @@ import timm
 import torch
 from timm.data import create_dataset, create_loader, resolve_data_config
 
+from tests.helpers import ROOT, relative, run
 from tests.helpers import images as random_images
-from tests.helpers import relative, run
 from timm_rep.deploy import onnx_runner
 
 _CHECKOUT = os.environ.get('TIMM_CHECKOUT')
@@ -32,7 +32,8 @@ def timm_script(name, *args):
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, _PACKAGES)), reason=f'needs {", ".join(_PACKAGES)}: the extra deploy')
 @pytest.mark.parametrize('name', ['repa_lvvit_s.cifar10', 'repopt_vgg_a0.cifar10'])
-def test_onnx_scripts(name, images, tmp_path):
+def test_onnx_scripts(name, images, tmp_path, monkeypatch):
+    monkeypatch.setenv('TIMM_REP_HUB', str(ROOT / 'hub'))
     path = tmp_path / 'model.onnx'
     timm_script('onnx_export.py', path, '--model', name, '--reparam', '--check-forward', '--img-size', 32, '-b', 2)
     model = timm.create_model(name, pretrained=True).eval()
