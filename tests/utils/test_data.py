@@ -67,9 +67,9 @@ def test_models_of_one_channel(colours, kwargs, given, mean, std):
 
 
 def test_other_channels_are_refused(colours):
-    with pytest.raises(ValueError, match='VisionTransformer takes 2'):
+    with pytest.raises(ValueError, match='VisionTransformer takes 2:'):
         Images(vit(2), 'nowhere')
-    with pytest.raises(ValueError, match='VisionTransformer takes 4'):
+    with pytest.raises(ValueError, match='VisionTransformer takes 4:'):
         read_images(vit(4), 'nowhere', 'val', 1)
     with pytest.raises(ValueError, match=r'mean must have 1 .* for images of 1 channels'):
         Images(vit(1), str(colours), mean=(.1, .2, .3))
