@@ -323,7 +323,7 @@ class TestTrainScript:
         assert self.difference(resumed, last, 'state_dict_ema') < 1e-6
 
     def test_channels_last(self, straight, train_script):
-        """float32 trains differently in channels_last, up to 2e-5 here and 5e-6 with timm's SGD: rounding that the steps
+        """float32 trains differently in channels_last, by 2e-5 here, 5e-6 with timm's SGD: rounding that the steps
         amplify (``test_channels_last_training_is_the_contiguous_one`` is exact); ignored multipliers are far beyond.
         """
         (last, _), (plain, _) = train_script('channels_last', '--channels-last'), train_script('plain', opt='sgd')
