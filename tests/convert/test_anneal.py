@@ -19,7 +19,7 @@ from tests.models.contract import train
 from tests.models.test_repa_any import CONVNEXT, VIT, plain
 from timm_rep.convert.anneal import AnnealedFfn, anneal_ffns
 from timm_rep.convert.ffn import find_ffns
-from timm_rep.layers import AnnealedNorm, RePaMlpDeploy
+from timm_rep.layers import AnnealedActivation, AnnealedNorm, RePaMlpDeploy
 
 SWIN = dict(
     base='swin_tiny_patch4_window7_224', img_size=56, embed_dim=24, depths=(1, 1), num_heads=(2, 4), drop_path_rate=0.,
@@ -407,3 +407,23 @@ class _TokenNorm(nn.BatchNorm1d):
 
     def forward(self, x):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_frozen_norms_keep_their_mode():
+    model = timm.create_model('fastvit_t8', num_classes=5, layers=[1, 1, 1, 1]).train()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.eval()
+    timm_rep.convert_to_repa(model, anneal_steps=5)
+    assert not any(m.training for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    assert all(m.training for m in model.modules() if isinstance(m, (AnnealedFfn, AnnealedActivation)))
+
+
+def test_fastvit_folds_twice():
+    """timm's own folding of its RepMixer is not repeatable."""
+    args = dict(num_classes=5, layers=[1, 1, 1, 1])
+    model = timm.create_model('repa_any', base='fastvit_t8', reparameterized=True, **args).eval()
+    x = torch.randn(2, 3, 64, 64)
+    expected = model(x)
+    assert torch.equal(model.reparameterize()(x), expected)
+    assert torch.equal(timm_rep.convert.reparameterize(reparameterize_model(model))(x), expected)

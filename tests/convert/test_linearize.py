@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -725,3 +726,42 @@ def test_a_model_converted_in_inference_mode_trains():
         timm_rep.convert_to_repa(model, calibration=[x])
     model(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize('gamma', [0., 1e-7])
+def test_channels_that_the_layer_scale_almost_removes(gamma):
+    """Their scale cannot be told from rounding, by which the correction must not be divided."""
+    converted = {}
+    for compensate in (False, True):
+        model = vit(depth=3, init_values=1.)
+        with torch.no_grad():
+            for block in model.blocks:
+                block.ls2.gamma.fill_(.5)
+                block.ls2.gamma[:4] = gamma
+        timm_rep.convert_to_repa(model, .5, calibration=[images(80, 32)], compensate=compensate)
+        converted[compensate] = [block.mlp for block in model.blocks]
+    for plain, corrected in zip(converted[False], converted[True]):
+        weights = [torch.cat([mlp.fc_idle.weight, mlp.fc_out.weight], 1) for mlp in (plain, corrected)]
+        assert weights[1][:4].abs().max() < 2 * weights[0][:4].abs().max()
+    assert relative(weights[1][4:], weights[0][4:]) > 1e-4  # the other channels are corrected
+
+
+def test_a_hidden_layernorm_without_bias():
+    model = vit(scale_mlp_norm=True, norm_layer=partial(nn.LayerNorm, bias=False))
+    expected = model(images(4, 32))
+    timm_rep.convert_to_repa(model, 0., calibration=[images(40, 32)])
+    assert model.blocks[0].mlp.act[1].bias is None
+    assert relative(model(images(4, 32)), expected) < 1e-4
+
+
+def test_frozen_norms_keep_their_mode():
+    """Of kept layers inside of FFNs and their blocks."""
+    model = timm.create_model('starnet_s1', num_classes=5, depths=[1, 1, 1, 1], base_dim=8).train()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.eval()
+    timm_rep.convert_to_repa(model, .5, calibration=[images(100, 64)])
+    assert not any(m.training for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    converted = [m for m in model.modules() if isinstance(m, RePaMlpDeploy)]
+    assert len(converted) == 4
+    assert all(m.training and m.fc_in.training for m in converted)

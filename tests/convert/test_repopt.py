@@ -465,3 +465,13 @@ def test_momentum_and_eps_of_the_branches(structure):
     norms = [layer[1] for layer in model.modules() if isinstance(layer, RepOptConv)]
     assert norms
     assert {(norm.momentum, norm.eps) for norm in norms} == {(.03, 1e-3)}
+
+
+def test_frozen_norms_keep_their_mode():
+    model = timm.create_model('mobileone_s0', num_classes=5).train()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.eval()
+    timm_rep.convert_to_repopt(model)
+    assert not any(m.training for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    assert all(layer.training for layer in csla_layers(model).values())

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from timm.layers import BatchNormAct2d
 
 import timm_rep
 from tests.helpers import relative
@@ -112,3 +113,18 @@ def test_refusals():
     timm_rep.calibrate_batchnorm(model, loader, batches=2, identity_norms='*.mlp.norm2')
     assert len(list(loader)) == 3
     assert not any(m._forward_hooks for m in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('inplace', [True, False])
+def test_an_identity_with_an_activation(inplace):
+    """The norms after it see the activated input, as afterwards in eval mode."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), BatchNormAct2d(4, act_layer=nn.ReLU, inplace=inplace), nn.Conv2d(4, 5, 1),
+        nn.BatchNorm2d(5)).double()
+    data = [x.double() for x in batches()]
+    timm_rep.calibrate_batchnorm(model, data, identity_norms='1')
+    outputs = [model[2](model[0](x).relu()) for x in data]
+    means = [y.mean((0, 2, 3)) for y in outputs]
+    torch.testing.assert_close(model[3].running_mean, sum(means) / len(means))
+    assert relative(model.eval()[:3](data[0]), outputs[0]) < 1e-6

@@ -93,3 +93,13 @@ def test_other_attentions_are_left_alone():
     timm_rep.mimetic_init_(model)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f'{name}.{layer}.weight' for name in names for layer in ('qkv', 'proj')}
+
+
+def test_a_refused_position_embedding_changes_nothing():
+    model = vit(embed_dim=54)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r'multiple of 4.*54'):
+        timm_rep.mimetic_init_(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    timm_rep.mimetic_init_(model, pos_embed=False)
+    assert torch.equal(model.pos_embed, before['pos_embed'])

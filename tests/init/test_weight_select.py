@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.models import VisionTransformer
 
 import timm_rep
 from tests.helpers import needs_recorded_args, save_model
@@ -518,3 +519,16 @@ def test_weights_that_are_not_finite_in_the_student(dtype, value, element_select
     teacher.blocks[1].mlp.fc1.weight[-1, -1] = value if element_selection == 'consecutive' else 0.
     timm_rep.weight_select_init(student, teacher, element_selection)
     assert all(x.isfinite().all() for x in student.state_dict().values())
+
+
+def test_the_classifier_of_a_model_without_a_cfg_is_left():
+    args = dict(img_size=32, patch_size=8, num_heads=3, depth=2)
+    teacher = VisionTransformer(embed_dim=48, num_classes=10, **args)
+    torch.nn.init.normal_(teacher.head.bias)
+    for classes, include_head in ((5, True), (10, False)):
+        student = VisionTransformer(embed_dim=24, num_classes=classes, **args)
+        before = copy.deepcopy(student.head.state_dict())
+        timm_rep.weight_select_init(student, teacher, include_head=include_head)
+        assert all(torch.equal(v, before[k]) for k, v in student.head.state_dict().items())
+    timm_rep.weight_select_init(student, teacher, include_head=True)
+    assert torch.equal(student.head.bias, teacher.head.bias)

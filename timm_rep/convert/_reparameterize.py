@@ -5,6 +5,7 @@ from typing import Any, Dict, Mapping, Set, Tuple
 
 import torch
 import torch.nn as nn
+from timm.models.fastvit import ReparamLargeKernelConv, RepMixer
 from timm.utils import unwrap_model
 
 from timm_rep.layers import foldable_layers, is_reparameterized, structures_in
@@ -46,6 +47,9 @@ def reparameterize(model: nn.Module) -> nn.Module:
             has hooks or was replaced by an adapter; the message names the layer. The model is unchanged.
         OverflowError: A folded weight exceeds the range of the model's dtype. The model is unchanged.
     """
+    for module in model.modules():
+        if isinstance(module, (ReparamLargeKernelConv, RepMixer)) and module.reparam_conv is not None:
+            module.reparameterize = _stay_folded  # timm's would fold the module again, and fail
     fused = []
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
@@ -64,6 +68,10 @@ def reparameterize(model: nn.Module) -> nn.Module:
     for parent, name, layer in fused:
         setattr(parent, name, layer)
     return reparameterize_model(model, inplace=True)
+
+
+def _stay_folded() -> None:
+    """``reparameterize()`` of a module of FastViT that is folded."""
 
 
 def add_reparameterize(model: nn.Module) -> None:

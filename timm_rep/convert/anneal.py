@@ -17,6 +17,7 @@ from timm_rep.layers import (
     add_annealing_hooks,
     check_annealing,
 )
+from timm_rep.utils.modes import set_mode_of_others
 
 from ._reparameterize import add_reparameterize, reparameterize
 from .ffn import Ffn, ratios_of, replace_module
@@ -56,6 +57,7 @@ class AnnealedFfn(nn.Module):
             ls: Layer scale after the FFN; None if it stays in the block.
         """
         super().__init__()
+        kept = [*ffn.module.modules()]
         self.norm = nn.Identity() if norm is None else norm
         self.ffn = ffn.module
         self.ls = nn.Identity() if ls is None else ls
@@ -71,7 +73,7 @@ class AnnealedFfn(nn.Module):
             dim=1 if ffn.use_conv else -1,
             device=find_linear(ffn.first).weight.device,
         ))
-        self.train(ffn.module.training)
+        set_mode_of_others(self, kept, ffn.module.training)
 
     @property
     def act(self) -> AnnealedActivation:

@@ -168,7 +168,9 @@ class Ffn:
         if self.hidden_norm is None or not len(channels):
             return act
         old = self.hidden_norm
-        norm = nn.LayerNorm(len(channels), eps=old.eps, elementwise_affine=old.elementwise_affine, device='meta')
+        norm = nn.LayerNorm(
+            len(channels), eps=old.eps, elementwise_affine=old.elementwise_affine, bias=old.bias is not None,
+            device='meta')
         for name, value in old.named_parameters():
             channels = channels.to(value.device)
             setattr(norm, name, nn.Parameter(value.detach()[channels], requires_grad=value.requires_grad))

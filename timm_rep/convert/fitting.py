@@ -25,7 +25,8 @@ class CalibrationRows(NamedTuple):
     Attributes:
         inputs: Input u, (rows, in).
         held_out: Whether a row is of a held-out image, (rows,).
-        target: Output that would restore the original residual stream, (rows, out); None to fit the FFN's own output.
+        target: Output that would restore the original residual stream, (rows, out); None to fit the FFN's own output,
+            which is also fitted in channels with a metric of 0.
         metric: See :class:`LeastSquares`.
     """
     inputs: torch.Tensor
@@ -103,7 +104,10 @@ def least_squares(
             g = own(u).to(dtype)
             g = torch.cat([g, y - g @ weight[:, channels].T], 1)
         parts = [g, u.to(dtype)]
-        return torch.cat(parts if rows.target is None else [*parts, rows.target[part].to(dtype) - y], 1)
+        if rows.target is not None:
+            missing = rows.target[part].to(dtype) - y
+            parts.append(missing if rows.metric is None else missing.where(rows.metric != 0, 0.))
+        return torch.cat(parts, 1)
 
     moments = _moments(rows, columns)
     if not all(x.isfinite().all() for x in (*second, *moments[0].sums(), *moments[1].sums())):

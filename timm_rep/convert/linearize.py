@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from timm_rep.layers import active_channels
 from timm_rep.utils.data import take_images
-from timm_rep.utils.modes import keeping_modes
+from timm_rep.utils.modes import keeping_modes, set_mode_of_others
 from timm_rep.utils.profiling import count_macs
 
 from ._reparameterize import add_reparameterize, check_unconverted
@@ -175,7 +175,7 @@ def linearize_ffns(
             math.ceil(_RECOMMENDED_ROWS * _columns(ffn) / min(_TOKENS, probes[ffn.name].tokens)) for ffn in ffns)
         report = ConversionReport(converted, kept, images.count, (before, before - saved), recommended)
     for ffn in ffns:
-        model.get_submodule(ffn.name).train(ffn.module.training)
+        set_mode_of_others(model.get_submodule(ffn.name), ffn.module.modules(), ffn.module.training)
     add_reparameterize(model)
     if images.rank == 0:
         _warn(images, int(predictions.count_nonzero()), report)

@@ -110,7 +110,12 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         for part, old in zip(layer, (linear_sum.convs, norms if linear_sum.norm is None else [])):
             if old and not any(p.requires_grad for m in old for p in m.parameters()):
                 part.requires_grad_(False)
-        layers.append(layer.train(linear_sum.module.training))
+        old_norms = norms if linear_sum.norm is None else [linear_sum.norm]
+        is_training = any(norm.training for norm in old_norms)  # before the module's mode is set
+        layer.train(linear_sum.module.training)
+        if old_norms:
+            layer[1].train(is_training)
+        layers.append(layer)
     converted = []
     for linear_sum, layer in zip(sums, layers):
         _install(model, linear_sum, layer)

@@ -38,7 +38,7 @@ class Residual(NamedTuple):
         module: Module whose input or output is s.
         is_input: Whether it is the input.
         channels_first: Whether its channels are at dimension 1.
-        scale: Factor of every channel, (out,), float64.
+        scale: Factor of every channel, (out,), float64; 0 where it adds no more than rounding to the stream.
     """
     module: nn.Module
     is_input: bool
@@ -87,9 +87,14 @@ def _scale_of(total: torch.Tensor, stream: torch.Tensor, y: torch.Tensor, eps: f
     """The scale if ``total = stream + scale * y`` up to rounding, and y is well above rounding."""
     added = total - stream
     scale = (added * y).sum(0) / y.square().sum(0).clamp(min=torch.finfo(y.dtype).tiny)
-    if ((scale - 1).abs() < 1e-3).all():
+    roundings = 2 * eps * (total.square().mean(0) + stream.square().mean(0)).sqrt()
+    known = (scale * y).square().mean(0).sqrt() > 8 * roundings
+    # elsewhere the quotient is rounding, which a target must not be divided by
+    if ((scale - 1).abs() < 1e-3)[known].all():
         scale = torch.ones_like(scale)
-    rounding = 2 * eps * (total.square().mean() + stream.square().mean()).sqrt()
+    else:
+        scale = torch.where(known, scale, 0.)
+    rounding = roundings.square().mean().sqrt()
     size = (scale * y).square().mean().sqrt()
     error = (added - scale * y).square().mean().sqrt()
     return scale if error <= rounding + 1e-4 * size and size > 8 * rounding else None

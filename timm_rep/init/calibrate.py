@@ -6,6 +6,7 @@ from typing import Any, Iterable, Optional, Sequence, Union
 
 import torch
 import torch.nn as nn
+from timm.layers import BatchNormAct2d
 
 from timm_rep.utils.data import batch_images, batches_of
 from timm_rep.utils.modes import keeping_modes
@@ -61,7 +62,7 @@ def calibrate_batchnorm(
     hooks.enter_context(keeping_modes(model))
     try:
         for norm in identities:
-            hooks.enter_context(norm.register_forward_hook(lambda _, args, output: args[0]))
+            hooks.enter_context(norm.register_forward_hook(_pass_input))
         model.eval()
         for norm in norms.values():
             norm.train()
@@ -93,3 +94,9 @@ def calibrate_batchnorm(
         norm.weight.copy_((norm.running_var + norm.eps).sqrt())
         norm.bias.copy_(norm.running_mean)
     return model
+
+
+def _pass_input(norm: nn.Module, args: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """The input in place of the normalized one, with the dropout and activation of timm's BatchNormAct2d."""
+    x, = args
+    return norm.act(norm.drop(x.clone())) if isinstance(norm, BatchNormAct2d) else x

@@ -40,8 +40,14 @@ _REPA_ONLY = re.compile(_MLP + r'\.(norm1\.(running_mean|running_var|num_batches
 
 
 def classifier_names(model: nn.Module) -> Tuple[str, ...]:
-    """Names of the classifiers in the ``pretrained_cfg`` of a timm model; empty for other models."""
+    """Names of the classifiers of a timm model, by its ``pretrained_cfg`` or, if it has none, by ``get_classifier()``;
+    empty for other models.
+    """
     names = (getattr(model, 'pretrained_cfg', None) or {}).get('classifier') or ()
+    if not names and hasattr(model, 'get_classifier'):
+        found = model.get_classifier()
+        heads = {*found} if isinstance(found, (tuple, list)) else {found}
+        names = [name for name, module in model.named_modules() if name and module in heads]
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -66,11 +66,19 @@ def mimetic_init_(
         The model.
 
     Raises:
-        ValueError: The model has no such attention.
+        ValueError: The model has no such attention, or a position embedding to replace whose channels are no multiple
+            of 4. The model is unchanged.
     """
     found = dict(attentions(model))
     if not found:
         raise ValueError(f'model must have an attention with a qkv, got {type(model).__name__} without.')
+    table = getattr(model, 'pos_embed', None) if pos_embed else None
+    if not isinstance(table, nn.Parameter) or table.dim() != 3:
+        table = None
+    if table is not None and table.shape[2] % 4:
+        raise ValueError(
+            f'model must have a number of channels that is a multiple of 4 for a sinusoidal position embedding, got '
+            f'{table.shape[2]}: pass pos_embed=False. Nothing was changed.')
     for attention in found.values():
         heads, channels = attention.num_heads, attention.qkv.in_features
         width = attention.qkv.out_features // 3 // heads
@@ -79,8 +87,7 @@ def mimetic_init_(
         v, proj = _factors(channels, v_proj[0], -v_proj[1], generator, heads * width)
         attention.qkv.weight.copy_(torch.cat([q, k, v]))
         attention.proj.weight.copy_(proj.T)
-    table = getattr(model, 'pos_embed', None)
-    if pos_embed and isinstance(table, nn.Parameter) and table.dim() == 3:
+    if table is not None:
         grid = model.patch_embed.grid_size
         table.zero_()
         table[:, table.shape[1] - grid[0] * grid[1]:] = build_sincos2d_pos_embed(grid, table.shape[2]).to(table)

@@ -1,6 +1,6 @@
 """Training and eval mode."""
 import contextlib
-from typing import Iterator
+from typing import Iterable, Iterator
 
 import torch.nn as nn
 
@@ -14,3 +14,11 @@ def keeping_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def set_mode_of_others(module: nn.Module, kept: Iterable[nn.Module], training: bool) -> None:
+    """Set the mode of the modules in a module that are not among ``kept``, such as frozen BatchNorms."""
+    kept = set(kept)
+    for part in module.modules():
+        if part not in kept:
+            part.training = training
