@@ -1,4 +1,5 @@
 """Shared by the tests: paths, tiny models, random weights and inputs, comparisons, subprocesses."""
+import csv
 import multiprocessing
 import os
 import subprocess
@@ -161,5 +162,5 @@ def _in_group(rank, count, group, fn, args):
 
 def read_predictions(path):
     """(file, class, predicted class) of every line of predictions.csv, of a published model."""
-    lines = (line.rsplit(',', 2) for line in path.read_text(encoding='utf-8').splitlines()[1:])
-    return [(file, int(target), int(predicted)) for file, target, predicted in lines]
+    with path.open(encoding='utf-8', newline='') as file:
+        return [(name, int(target), int(predicted)) for name, target, predicted in list(csv.reader(file))[1:]]

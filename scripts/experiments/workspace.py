@@ -117,8 +117,8 @@ class Workspace:
             dataset = self._folders({**settings, 'classes': None}, is_training)
             self.images['train' if is_training else self.val_split] = len(dataset)
             files += [
-                [os.path.relpath(path, self.data_dir), os.path.getsize(path)] for path, _ in dataset.reader.samples]
-            classes.append(dataset.reader.class_to_idx)
+                [os.path.relpath(path, self.data_dir), os.path.getsize(path)] for path, _ in dataset.samples]
+            classes.append(dataset.classes)
             found = len(classes[-1])
             if found > settings['num_classes']:
                 raise ValueError(
@@ -127,7 +127,7 @@ class Workspace:
         if classes[0] != classes[1]:
             raise ValueError(
                 f'Expected the same classes in train and {self.val_split} of {self.data_dir!r}, but got '
-                f'{", ".join(sorted(classes[0].keys() ^ classes[1].keys()))} in one of them only. Folders define the '
+                f'{", ".join(sorted({*classes[0]} ^ {*classes[1]}))} in one of them only. Folders define the '
                 'labels.')
         self.images['digest'] = digest(sorted(files))
 
@@ -136,8 +136,7 @@ class Workspace:
         dataset = create_search_dataset('', self.data_dir, split, settings['img_size'], is_training, raw=True)
         if settings['classes'] is not None:
             new = {label: i for i, label in enumerate(settings['classes'])}
-            samples = dataset.reader.samples
-            dataset.reader.samples = [(path, new[label]) for path, label in samples if label in new]
+            dataset.samples = [(path, new[label]) for path, label in dataset.samples if label in new]
         return dataset
 
 

@@ -1,4 +1,5 @@
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -81,6 +82,27 @@ def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, me
     assert message.format(tmp=tmp_path) in captured.err
     assert captured.out == ''
     assert [p.name for p in tmp_path.iterdir()] == ['file']
+
+
+@pytest.mark.parametrize('change', ['missing', 'renamed'])
+def test_other_classes_to_measure_the_accuracy_on(images, tmp_path, capsys, change):
+    """Labels are the positions of the classes' names."""
+    shutil.copytree(images, tmp_path / 'images')
+    folder = tmp_path / 'images' / 'validation'
+    if change == 'missing':
+        shutil.rmtree(folder / '1')
+    else:
+        (folder / '1').rename(folder / '5')
+    assert main(command(tmp_path / 'images', tmp_path / 's.safetensors', '--num-classes', '9')) == 1
+    found = "'train' and 'validation', but they differ in " + dict(missing='1.', renamed='1, 5.')[change]
+    assert found in capsys.readouterr().err
+    assert not list(tmp_path.glob('s.safetensors*'))
+
+
+def test_a_search_that_diverges(images, tmp_path, capsys):
+    assert main(command(images, tmp_path / 's.safetensors', '--lr', '1e38', '--weight-decay', '1')) == 1
+    assert 'diverged in epoch 1' in capsys.readouterr().err
+    assert not list(tmp_path.glob('s.safetensors*'))
 
 
 @pytest.mark.parametrize('gpu', [False, True])

@@ -11,6 +11,7 @@ from tests.helpers import images, relative, same_weights
 pytest.importorskip('torchao')
 
 from tests.deploy.test_quantize import simulated
+from timm_rep.deploy import BACKENDS
 from timm_rep.deploy.diagnosis import RoundedModel, fewest_to_keep, layer_errors
 from timm_rep.deploy.program import QuantizationSettings
 
@@ -210,7 +211,8 @@ def test_warns_if_the_limit_is_not_reached(net, unmeasured, inexact):
 
 @pytest.mark.parametrize('kwargs, message', [
     (dict(keep_float='b'), "keep_float must be a list of names of layers, or 'auto', got 'b'"),
-    (dict(keep_float=['c']), "keep_float must be names of layers .* got 'c'"),
+    (dict(keep_float=['c']), "keep_float must be names of convolutions and linear layers .* got 'c'"),
+    (dict(keep_float=['']), "got ''"),
     (dict(keep_float='auto'), 'max_error and max_accuracy_loss must be given together'),
     (dict(max_error=.1), 'must be given together'),
     (dict(keep_float='auto', max_error=-1.), r'max_error must be a number >= 0, got -1\.0'),
@@ -231,3 +233,67 @@ def test_warns_if_int8_is_slower(net, unmeasured, monkeypatch, recwarn, fp32, in
     found = [str(w.message) for w in recwarn if 'slower' in str(w.message)]
     assert len(found) == (int8 > fp32)
     assert all('2.0 ms' in text and '1.0 ms' in text for text in found)
+
+
+class Block(nn.Module):
+    """Attention that calls F.linear with the weight of a child, as that of BEiT."""
+
+    def __init__(self):
+        super().__init__()
+        self.qk = nn.Linear(8, 16, bias=False)
+        self.proj = nn.Linear(8, 8)
+        self.register_buffer('bias', torch.linspace(-1, 1, 16))
+
+    def forward(self, x):
+        q, k = nn.functional.linear(x, self.qk.weight, self.bias).chunk(2, -1)
+        return self.proj((q @ k.mT).softmax(-1) @ x)
+
+
+class Functional(nn.Module):
+    """A network with such a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.block = Block()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.block(self.stem(x).flatten(2).mT).mean(1))
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+@torch.no_grad()
+def test_layers_that_are_called_by_functions(backend):
+    """They have the names of their modules, in the report and to stay in float."""
+    for package in BACKENDS[backend].packages:
+        pytest.importorskip(package)
+    torch.manual_seed(0)
+    net, x, layers = Functional().eval(), images(4, 16), ['stem', 'block.qk', 'block.proj', 'head']
+    report = timm_rep.quantize_ptq(net, [x], backend, diagnose=True).report
+    assert {*report.int8_layers} == {*report.layers} == {*layers}
+    report = timm_rep.quantize_ptq(net, [x], backend, keep_float=['block.qk']).report
+    assert {*report.int8_layers} == {*layers} - {'block.qk'}
+    assert 'block.qk' in report.float_layers
+    assert timm_rep.quantize_ptq(net, [x], backend, keep_float=iter(layers)).report.relative_rms < 1e-5
+    for name in ('block', ''):
+        with pytest.raises(ValueError, match=f"got '{name}'.* has .*block.qk, block.proj"):
+            timm_rep.quantize_ptq(net, [x], backend, keep_float=[name])
+
+
+@torch.no_grad()
+def test_functional_layers_are_rounded():
+    net, x = Functional().eval(), images(4, 16)
+    rounded = RoundedModel(net, [x], MINMAX)
+    rounded.rounded = {'block.qk'}
+    tokens = net.stem(x).flatten(2).mT
+    low, high = tokens.min(), tokens.max()
+    scale = (high - low) / 255
+    zero = (-low / scale).round()
+    tokens8 = (((tokens * (1 / scale)).round() + zero).clamp(0, 255) - zero) * scale
+    steps = net.block.qk.weight.abs().amax(1, keepdim=True) / 127.5
+    weight = (net.block.qk.weight * (1 / steps)).round().clamp(-128, 127) * steps
+    q, k = (tokens8 @ weight.T + net.block.bias).chunk(2, -1)
+    expected = net.head(net.block.proj((q @ k.mT).softmax(-1) @ tokens).mean(1))
+    assert relative(expected, net(x)) > 1e-4
+    assert relative(rounded(x), expected) < 1e-6

@@ -262,7 +262,8 @@ def test_what_an_int8_form_requires(folder, checkpoint, backend, runtime, extra)
 
 
 @pytest.mark.slow
-def test_int8(folder, checkpoint, images, monkeypatch, capsys):
+@pytest.mark.parametrize('half', [False, True])
+def test_int8(folder, checkpoint, images, monkeypatch, capsys, half):
     """``quantize`` adds the int8 form to a folder, ``card`` measures it; it goes with the weights that it is of."""
     for package in ('onnxruntime', 'torchao'):
         pytest.importorskip(package)
@@ -293,7 +294,10 @@ def test_int8(folder, checkpoint, images, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr('timm_rep.publish.prepare.measure_cost', measured)
         prepare_folder(folder)
-    prepare_folder(folder, path, use_ema=True)
+    if half:
+        prepare_folder(folder, half=True)
+    else:
+        prepare_folder(folder, path, use_ema=True)
     assert not {'quantization.json', 'model.onnx'} & {file.name for file in folder.iterdir()}
     assert '## Int8' not in (folder / 'README.md').read_text()
     assert list(json.loads((folder / 'metrics.json').read_text())['cost']['forms']) == ['unfolded', 'folded']

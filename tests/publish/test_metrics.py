@@ -5,7 +5,8 @@ import torch.nn as nn
 from PIL import Image
 from timm.data import create_transform
 
-from timm_rep.publish._metrics import measure_accuracy
+from tests.helpers import read_predictions
+from timm_rep.publish._metrics import measure_accuracy, write_predictions
 
 CLASSES = 7
 CFG = dict(
@@ -78,3 +79,10 @@ def test_another_size_is_refused(data_dir):
     model.patch_embed.img_size = (24, 24)
     with pytest.raises(ValueError, match=r'input_size .* \(3, 24, 24\), got \(3, 32, 32\)'):
         measure_accuracy(model, str(data_dir), 'val', torch.device('cpu'))
+
+
+def test_names_with_commas_and_quotes(tmp_path):
+    predictions = [('a,b/1.png', 0, 1), ('"c"/2, 3.png', 2, 2), ('d/4.png', 1, 0)]
+    write_predictions(tmp_path / 'p.csv', predictions)
+    assert (tmp_path / 'p.csv').read_bytes().splitlines()[-1] == b'd/4.png,1,0'
+    assert read_predictions(tmp_path / 'p.csv') == predictions

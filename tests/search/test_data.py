@@ -1,9 +1,11 @@
+import shutil
+
 import pytest
 import torch
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from timm_rep.search import DeviceLoader, count_classes, create_search_dataset, create_search_loader
+from timm_rep.search import DeviceLoader, class_names, create_search_dataset, create_search_loader
 
 MEAN, STD = (torch.tensor(x)[:, None, None] for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
 
@@ -119,12 +121,22 @@ def test_a_data_set_of_the_hub(root, tmp_path, monkeypatch):
     for (image, target), (other_image, other_target) in zip(dataset, folder):
         assert torch.equal(image, other_image)
         assert target == other_target
-    assert count_classes(dataset) == 3
+    assert class_names(dataset) == ['0', '1', '2']
 
 
-def test_count_classes(root):
-    assert count_classes(create_search_dataset('', root, 'train', 8, True)) == 3
-    assert count_classes(torch.utils.data.TensorDataset(torch.zeros(1))) is None
+def test_class_names(root):
+    assert class_names(create_search_dataset('', root, 'train', 8, True)) == ['0', '1', '2']
+    assert class_names(torch.utils.data.TensorDataset(torch.zeros(1))) is None
+
+
+@pytest.mark.parametrize('preload', [False, True])
+def test_an_image_that_cannot_be_decoded(root, tmp_path, preload):
+    """An error, where timm would take the next image and its class."""
+    shutil.copytree(root, tmp_path / 'images')
+    (tmp_path / 'images' / 'train' / '1' / '3.png').write_bytes(b'no image')
+    dataset = create_search_dataset('', str(tmp_path / 'images'), 'train', 8, True, raw=preload)
+    with pytest.raises(ValueError, match=r'1/3\.png'):
+        list(DeviceLoader(dataset, 5, True) if preload else create_search_loader(dataset, 21, True))
 
 
 def test_training_without_crops(root):

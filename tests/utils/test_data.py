@@ -99,3 +99,9 @@ def test_a_data_set_without_a_prefix(colours):
     """timm would open the folder of images."""
     with pytest.raises(ValueError, match="'foo'"):
         open_dataset('foo', str(colours), 'val')
+
+
+@pytest.mark.parametrize('kwargs', [dict(features_only=True), dict(num_classes=0)], ids=str)
+def test_models_without_classes(colours, kwargs):
+    with pytest.raises(ValueError, match=r'classifier.* num_classes'):
+        Images(timm.create_model('resnet18', **kwargs), str(colours))

@@ -114,3 +114,12 @@ def test_errors_of_arguments():
         raise ZeroDivisionError('1')
     with pytest.raises(OSError, match='of its own'), argument_errors('file'):
         raise OSError('of its own')
+
+
+@pytest.mark.parametrize('x', [float('nan'), float('inf')])
+def test_figures_that_are_not_finite_are_not_written(tmp_path, x):
+    path = tmp_path / 'x.json'
+    path.write_text('old')
+    with pytest.raises(ValueError, match=r'finite.*x\.json'):
+        Outer(Inner(x), {}).to_json(path)
+    assert path.read_text() == 'old'

@@ -1,10 +1,14 @@
 """The training loop; its schedule, loss and clipping are tested against the recipe of Hyper-Search."""
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn as nn
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
+from tests.helpers import same_weights
 from timm_rep.utils import training
 from timm_rep.utils.training import evaluate, fit
 
@@ -116,3 +120,27 @@ def test_evaluate(batches):
     torch.testing.assert_close(logits, model[1:](images))
     assert accuracy == pytest.approx(100 * (model[1:](images).argmax(1) == targets).float().mean().item())
     assert not model.training
+
+
+def test_a_distillation_that_diverges(batches, tmp_path):
+    """Its state is that of the last epoch with finite weights, from which another attempt goes on."""
+    class Loader(list):
+        def __iter__(self):
+            epochs.append(0)
+            scale = float('inf') if len(epochs) == bad else 1.
+            return iter([(scale * images, targets) for images, targets in batches])
+
+    images = SimpleNamespace(device=torch.device('cpu'), seed=0, training=lambda: Loader(batches))
+    model, teacher = (nn.Sequential(nn.Flatten(), nn.Linear(48, 3)) for _ in range(2))
+    path = tmp_path / 'state.pth'
+    whole = copy.deepcopy(model)
+    epochs, bad = [], 0
+    training.distil(whole, teacher, images, 3, 1e-3)
+    for bad in (1, 3):
+        epochs.clear()
+        with pytest.raises(RuntimeError, match=rf'diverged in epoch {bad}: 1\.weight .*lr'):
+            training.distil(copy.deepcopy(model), teacher, images, 3, 1e-3, checkpoint=path)
+        assert path.exists() == (bad > 1)
+    bad = 0
+    training.distil(model, teacher, images, 3, 1e-3, checkpoint=path, resume=True)
+    assert same_weights(model, whole)

@@ -53,6 +53,16 @@ def check_keep_float(
         raise ValueError('validation_loader must be given with max_accuracy_loss, got None.')
 
 
+def check_layers(keep_float: Iterable[str], layers: Sequence[str]) -> None:
+    """Raise ValueError unless names are among those of convolutions and linear layers."""
+    for name in keep_float:
+        if name not in layers:
+            inside = [layer for layer in layers if layer.startswith(f'{name}.' if name else '')]
+            raise ValueError(
+                f'keep_float must be names of convolutions and linear layers of the folded model, got {name!r}'
+                + (f', which has {", ".join(inside)}.' if inside else '.'))
+
+
 def float_accuracy(
         model: nn.Module,
         loader: Optional[Iterable[Any]],

@@ -1,5 +1,4 @@
 """Error that int8 adds in each layer, and the layers to keep in float. Imported only with torchao installed."""
-import copy
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -9,13 +8,27 @@ from timm_rep.utils.compare import compare
 from timm_rep.utils.training import evaluate
 
 from .observers import create_observer
-from .program import QuantizationSettings
+from .program import QuantizationSettings, layers_with_weights, operator_name, trace
 
-_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
+_LAYERS = ('conv1d', 'conv2d', 'linear')
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Runs a graph with another function in place of the operators of some nodes, which it gets as first argument."""
+
+    def __init__(self, graph: torch.fx.GraphModule, nodes: Iterable[torch.fx.Node], function: Callable[..., Any]):
+        super().__init__(graph)
+        self.nodes, self.function = {*nodes}, function
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n not in self.nodes:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return self.function(n, *args, **kwargs)
 
 
 class RoundedModel(nn.Module):
-    """A copy of a folded model with inputs and weights of some layers rounded to int8 values.
+    """A folded model with inputs and weights of some layers rounded to int8 values.
 
     Attributes:
         names: Names of the convolutions and linear layers, in the order of execution.
@@ -24,47 +37,40 @@ class RoundedModel(nn.Module):
 
     def __init__(self, model: nn.Module, batches: Sequence[torch.Tensor], settings: QuantizationSettings):
         super().__init__()
-        self.model = copy.deepcopy(model)
+        graph = trace(model, batches[0]).module()
+        self._layers = {
+            node: name for node, name in layers_with_weights(graph).items() if operator_name(node) in _LAYERS}
+        self.names: List[str] = list(dict.fromkeys(self._layers.values()))
         self.rounded: Set[str] = set()
-        layers = {name: module for name, module in self.model.named_modules() if isinstance(module, _LAYERS)}
-        observers: Dict[str, nn.Module] = {}
-
-        def observe(name: str) -> Callable[..., None]:
-            def hook(layer: nn.Module, args: Any) -> None:
-                if name not in observers:  # in the order of execution
-                    observers[name] = create_observer(settings.calibrator, settings.percentile)
-                observers[name](args[0])
-            return hook
-
-        handles = [layer.register_forward_pre_hook(observe(name)) for name, layer in layers.items()]
+        self._per_channel = settings.per_channel
+        self._interpreter = _Interpreter(graph, self._layers, self._layer)
+        self._observers = {name: create_observer(settings.calibrator, settings.percentile) for name in self.names}
         for images in batches:
-            self.model(images)
-        for handle in handles:
-            handle.remove()
-        self.names: List[str] = list(observers)
-        for name, observer in observers.items():
-            scale, zero = observer.calculate_qparams()
-            self._round_inputs_and_weight(name, layers[name], scale, zero, settings.per_channel)
+            self(images)
+        self._inputs = {name: observer.calculate_qparams() for name, observer in self._observers.items()}
+        self._observers = {}
 
-    def _round_inputs_and_weight(
-            self, name: str, layer: nn.Module, scale: torch.Tensor, zero: torch.Tensor, per_channel: bool) -> None:
-        weight = layer.weight.detach()
-        largest = weight.flatten(1).abs().amax(1) if per_channel else weight.abs().max().expand(len(weight))
+    def forward(self, images: torch.Tensor) -> Any:
+        return self._interpreter.run(images)
+
+    def _layer(
+            self, node: torch.fx.Node, x: torch.Tensor, weight: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+        name = self._layers[node]
+        if name in self._observers:
+            self._observers[name](x)
+        if name in self.rounded:
+            scale, zero = self._inputs[name]
+            x = ((x * (1 / scale)).round() + zero).clamp(0, 255).sub(zero).mul(scale)
+            weight = self._round_weight(weight)
+        return node.target(x, weight, *others, **kwargs)
+
+    def _round_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        largest = (
+            weight.flatten(1).abs().amax(1) if self._per_channel else weight.abs().max().expand(len(weight)))
         steps = (largest / 127.5).clamp(min=torch.finfo(torch.float32).tiny)
         steps = steps.unflatten(0, (-1, *[1] * (weight.ndim - 1)))
         # torch multiplies by the inverse, and the largest weight of a channel is a tie
-        rounded = (weight * (1 / steps)).round().clamp(-128, 127) * steps
-
-        def before(layer: nn.Module, args: Any) -> Any:
-            layer.weight.data = rounded if name in self.rounded else weight
-            if name in self.rounded:
-                return ((args[0] * (1 / scale)).round() + zero).clamp(0, 255).sub(zero).mul(scale), *args[1:]
-            return None
-
-        layer.register_forward_pre_hook(before)
-
-    def forward(self, images: torch.Tensor) -> Any:
-        return self.model(images)
+        return (weight * (1 / steps)).round().clamp(-128, 127) * steps
 
 
 def layer_errors(model: RoundedModel, images: torch.Tensor) -> Dict[str, float]:

@@ -23,17 +23,13 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantiza
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
-from .formats import export_program, save_program, tracing_batch
+from .formats import export_program, save_program
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
-from .program import Program, QuantizationSettings, module_name
+from .program import PRODUCTS, Program, QuantizationSettings, module_name, operator_name, trace
 
 aten = torch.ops.aten
 # layers with int8 kernels in inductor
 _LAYERS = (aten.conv1d.default, aten.conv2d.default, aten.linear.default)
-# names of all products, for the report
-_PRODUCTS = (
-    'conv1d', 'conv2d', 'conv3d', 'conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d', 'convolution', 'linear',
-    'matmul', 'mm', 'addmm', 'bmm', 'baddbmm', 'einsum', 'scaled_dot_product_attention')
 
 # names of tensors in an archive of torch.export.save; objects of other names are unpickled
 _TENSORS = re.compile(r'(weight|tensor)_\d+')
@@ -82,7 +78,7 @@ def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
     A layer that is called several times, such as the head of a detector, would stay in float: inductor computes its
     float weight once for all calls. And torchao would fold the BatchNorms after all calls into the one weight.
     """
-    graph = export_program(model, tracing_batch(images)).module()
+    graph = trace(model, images).module()
     used: Set[str] = set()
     for node in graph.graph.nodes:
         for x in node.all_input_nodes if node.target in _LAYERS else ():
@@ -166,8 +162,8 @@ class InductorProgram(Program):
             self(images)
         int8, other = [], {}
         for node in self.graph.graph.nodes:
-            operator = getattr(getattr(node.target, 'overloadpacket', None), '__name__', '')
-            if node.op != 'call_function' or operator not in _PRODUCTS:
+            operator = operator_name(node)
+            if operator not in PRODUCTS:
                 continue
             name = module_name(node) or node.name
             if node.target in _LAYERS and _take(kernels.scales, _weight_scale(self.graph, node)):

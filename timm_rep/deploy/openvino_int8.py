@@ -17,8 +17,7 @@ from nncf.quantization.range_estimator import (
     StatisticsType,
 )
 
-from .formats import export_program, tracing_batch
-from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure
+from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure, trace
 from .runtimes import compile_openvino, save_openvino, to_openvino
 
 # elementwise products and sums, LayerNorms (MVN) and means, whose inputs hold the shortcuts: their rounding errors
@@ -49,7 +48,7 @@ class OpenVinoProgram(Program):
             keep_float: Sequence[str] = (),
     ) -> 'OpenVinoProgram':
         structure = output_structure(model, batches[0])
-        program = export_program(model, tracing_batch(batches[0]))
+        program = trace(model, batches[0])
         converted = to_openvino(program, batches[0])
         names = _module_names(program)
         kept = [x.get_friendly_name() for x in converted.get_ordered_ops() if _module(x, names) in keep_float]

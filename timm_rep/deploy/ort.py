@@ -53,6 +53,7 @@ class OnnxProgram(Program):
         write_onnx(model, tracing_batch(batches[0]), path)
         exported = onnx.load(path)
         graph = exported.graph
+        _name_layers(graph, model)
         _unshare(graph)
         weights = {x.name for x in graph.initializer}
         # products of activations, as in attention, stay in float: quantized, they cost most of the accuracy
@@ -134,6 +135,23 @@ class OnnxProgram(Program):
         except Exception as e:  # ONNX Runtime raises its own types
             raise RuntimeError(
                 f'Expected an ONNX file, but reading {str(path)!r} failed: {type(e).__name__}: {e}') from e
+
+
+def _name_layers(graph: onnx.GraphProto, model: nn.Module) -> None:
+    """Name the layer that holds a weight where a block around it computes the product, as :func:`.program.trace`."""
+    weights = {x.name: x for x in graph.initializer}
+    blocks = dict(model.named_modules())
+    for node in graph.node:
+        block = blocks.get(_module(node))
+        if node.op_type not in _OPERATORS or node.input[1] not in weights or block is None or hasattr(block, 'weight'):
+            continue
+        value = torch.from_numpy(onnx.numpy_helper.to_array(weights[node.input[1]]).copy())
+        for name, parameter in block.named_parameters(_module(node)):
+            if name.endswith('.weight') and any(torch.equal(parameter, x) for x in (value, value.T)):
+                scopes = next(x for x in node.metadata_props if x.key == _SCOPES)
+                *modules, own = ast.literal_eval(scopes.value)
+                scopes.value = str([*modules, name[:-len('.weight')], own])
+                break
 
 
 def _unshare(graph: onnx.GraphProto) -> None:

@@ -1,13 +1,23 @@
 """Interface of the int8 backends."""
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence, Set, Tuple
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
-__all__ = ['Program', 'QuantizationSettings', 'module_name', 'output_structure', 'restore_structure']
+from .formats import export_program, tracing_batch
+
+__all__ = [
+    'PRODUCTS', 'Program', 'QuantizationSettings', 'layers_with_weights', 'module_name', 'operator_name',
+    'output_structure', 'restore_structure', 'trace',
+]
+
+# operators of all convolutions and matrix products
+PRODUCTS = (
+    'conv1d', 'conv2d', 'conv3d', 'conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d', 'convolution', 'linear',
+    'matmul', 'mm', 'addmm', 'bmm', 'baddbmm', 'einsum', 'scaled_dot_product_attention')
 
 
 class QuantizationSettings(NamedTuple):
@@ -93,3 +103,38 @@ def restore_structure(outputs: Any, structure: str) -> Any:
 def module_name(node: torch.fx.Node) -> str:
     """Name of the innermost module that a node was traced in, '' outside of modules."""
     return next((path for path, _ in reversed(node.meta.get('nn_module_stack', {}).values())), '')
+
+
+def operator_name(node: torch.fx.Node) -> str:
+    """Name of the operator that a node calls, without its overload; '' for other nodes."""
+    return getattr(getattr(node.target, 'overloadpacket', None), '__name__', '') if node.op == 'call_function' else ''
+
+
+def trace(model: nn.Module, images: torch.Tensor, dynamic_batch: bool = True) -> 'torch.export.ExportedProgram':
+    """``torch.export`` in which :func:`module_name` of a product is the module that holds its weight.
+
+    The innermost module would be another one where a block calls ``F.linear`` with the weight of a child, as the
+    attention of BEiT does.
+    """
+    program = export_program(model, tracing_batch(images)) if dynamic_batch else torch.export.export(model, (images,))
+    parameters = program.graph_signature.inputs_to_parameters
+    for node in program.graph.nodes:
+        if operator_name(node) in PRODUCTS:
+            name, _, parameter = parameters.get(str(node.args[1]), '').rpartition('.')
+            if parameter == 'weight' and name not in ('', module_name(node)):
+                layer = name, type(model.get_submodule(name)).__qualname__
+                node.meta['nn_module_stack'] = {**node.meta.get('nn_module_stack', {}), name: layer}
+    return program
+
+
+def layers_with_weights(graph: torch.fx.GraphModule) -> Dict[torch.fx.Node, str]:
+    """The products of a graph with a factor that does not depend on the input, and the names of their modules."""
+    varying: Set[torch.fx.Node] = set()
+    found = {}
+    for node in graph.graph.nodes:
+        if node.op == 'placeholder' or varying.intersection(node.all_input_nodes):
+            varying.add(node)
+            factors = [x for x in tree_leaves(node.args) if isinstance(x, torch.fx.Node)][:2]
+            if operator_name(node) in PRODUCTS and not varying.issuperset(factors):
+                found[node] = module_name(node) or node.name
+    return found

@@ -23,10 +23,10 @@ from timm_rep.utils.files import StrPath
 from timm_rep.utils.profiling import device_name, time_calls
 from timm_rep.utils.training import distil, evaluate
 
-from ._checks import check_float_model, check_keep_float, float_accuracy, read_images
+from ._checks import check_float_model, check_keep_float, check_layers, float_accuracy, read_images
 from .equalize import equalize_ranges
 from .formats import BACKENDS, check_packages, package_versions
-from .program import Program, QuantizationSettings
+from .program import Program, QuantizationSettings, layers_with_weights, trace
 from .report import REPORT_NAME, Accuracy, QuantizationReport, read_report
 
 
@@ -174,16 +174,17 @@ def quantize_ptq(
             or wrapped.
     """
     check_quantization(backend, calibrator, percentile)
+    keep_float = keep_float if isinstance(keep_float, str) else [*keep_float]
     check_keep_float(keep_float, max_error, max_accuracy_loss, validation_loader)
     check_float_model(model)
     program = _program(backend)
     batches = read_images(calibration_loader, max_images)
     check_finite(model, batches[0][:1])
     folded = folded_copy(model)
-    layers = dict(folded.named_modules())
-    unknown = [name for name in keep_float if keep_float != 'auto' and name not in layers]
-    if unknown:
-        raise ValueError(f'keep_float must be names of layers of the folded model, got {unknown[0]!r}.')
+    if keep_float and keep_float != 'auto':
+        with _errors(model, backend):
+            layers = list(layers_with_weights(trace(folded, batches[0]).module()).values())
+        check_layers(keep_float, layers)
     accuracy = float_accuracy(model, validation_loader, batches[0].shape[1:])
     equalized = None
     if equalize:

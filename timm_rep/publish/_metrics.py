@@ -1,4 +1,5 @@
 """The figures of a model card: accuracy, size, speed; measuring them, and the JSON files that hold them."""
+import csv
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -235,5 +236,5 @@ def measure_cost(
 
 def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
     """Write predictions as comma separated values, one image per line."""
-    lines = ['file,class,predicted', *(f'{file},{target},{predicted}' for file, target, predicted in predictions)]
-    path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    with path.open('w', encoding='utf-8', newline='') as file:
+        csv.writer(file, lineterminator='\n').writerows([('file', 'class', 'predicted'), *predictions])

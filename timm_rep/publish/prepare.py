@@ -126,10 +126,12 @@ def prepare_folder(
             if not (draft / name).is_file():
                 raise FileNotFoundError(f'Expected {name} in {str(folder)!r}, but there is none: pass a checkpoint.')
         if checkpoint is None and half:
-            model, config = load_folder(draft), read_folder(draft).config
+            model, config, before = load_folder(draft), read_folder(draft).config, sha256(draft / WEIGHTS_NAME)
             _set_pool_size(model)
             write_model(
                 model, draft, model_args=config.get('model_args'), scales=_scales(model), tag=tag, half=True)
+            if sha256(draft / WEIGHTS_NAME) != before:
+                _drop_int8(draft)
         model, weights, metrics = load_folder(draft), sha256(draft / WEIGHTS_NAME), read_metrics(draft)
         if dataset is not None:
             metrics = replace(metrics, dataset=dataset)
@@ -249,9 +251,14 @@ def _scales(model: torch.nn.Module) -> Optional[Scales]:
 
 def _drop_weights(folder: Path) -> None:
     """Remove weights, and the files made from them: scales, int8 form and card."""
-    names = WEIGHTS_NAME, SCALES_NAME, CARD_NAME
-    for path in (*(folder / name for name in names), *quantized_files(folder)):
-        path.unlink(missing_ok=True)
+    for name in WEIGHTS_NAME, SCALES_NAME, CARD_NAME:
+        (folder / name).unlink(missing_ok=True)
+    _drop_int8(folder)
+
+
+def _drop_int8(folder: Path) -> None:
+    for path in quantized_files(folder):
+        path.unlink()
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.data import Loader, batches_of, labelled_images, world_size_and_rank
 from timm_rep.utils.files import StrPath
-from timm_rep.utils.training import evaluate, fit
+from timm_rep.utils.training import check_not_diverged, evaluate, fit
 from timm_rep.version import __version__
 
 _History = Dict[str, Dict[str, List[float]]]
@@ -113,6 +113,7 @@ def hyper_search(
         TypeError: A loader has no length or batches of something else, or there are model_args without a name.
         ValueError: The model is not in the search structure or cannot be trained, an argument is out of range, a label
             has no class, the metadata are not strings, or the checkpoint belongs to a different search.
+        RuntimeError: Weights became infinite or NaN. The checkpoint holds an epoch before.
         OSError: The checkpoint cannot be written, is a folder, or exists without ``resume`` or ``overwrite``.
     """
     recipe = dict(
@@ -166,6 +167,7 @@ def hyper_search(
     _check_start(start, world_size)
 
     def after_epoch(done: int) -> None:
+        check_not_diverged(model, done)
         _record(history, Scales.from_model(model))
         if checkpoint is not None and rank == 0 and (done % checkpoint_epochs == 0 or done == epochs):
             _save_checkpoint(checkpoint, model, optimizer, settings, done, history)

@@ -1,12 +1,12 @@
 """Datasets and loaders for Hyper-Search: images of any dataset that timm opens, with random crops and flips."""
-from typing import Iterator, Optional, Tuple, Union
+from typing import Any, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from timm_rep.utils.data import open_dataset
+from timm_rep.utils.data import ImageFolder, open_dataset
 
 # pixels of black padding before a random crop, as in the authors' code
 _BORDER = 4
@@ -43,7 +43,10 @@ def create_search_dataset(
     crop_and_flip = [transforms.RandomCrop(img_size, padding=_BORDER), transforms.RandomHorizontalFlip()]
     normalize = [transforms.ToTensor(), transforms.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)]
     try:
-        dataset = open_dataset(name, root, split, is_training=is_training, download=download)
+        if name:
+            dataset = open_dataset(name, root, split, is_training=is_training, download=download)
+        else:
+            dataset = ImageFolder(str(root), split)
         dataset.transform = transforms.Compose([
             transforms.Resize((img_size, img_size)),
             *(crop_and_flip if is_training and not raw else []),
@@ -154,9 +157,7 @@ class DeviceLoader:
             yield ((images - self.mean) / self.std).permute(0, 3, 1, 2), self.targets[chosen]
 
 
-def count_classes(dataset: Dataset) -> Optional[int]:
-    """Number of classes of a dataset, None if unknown."""
-    for names in (getattr(dataset, 'classes', None), getattr(getattr(dataset, 'reader', None), 'class_to_idx', None)):
-        if names:
-            return len(names)
-    return None
+def class_names(dataset: Dataset) -> Optional[Sequence[Any]]:
+    """The classes of a dataset, by index; None if unknown."""
+    indices = getattr(getattr(dataset, 'reader', None), 'class_to_idx', None)
+    return sorted(indices, key=indices.get) if indices else getattr(dataset, 'classes', None)

@@ -292,19 +292,24 @@ class Images:
         Raises:
             FileNotFoundError: A split has no folder, or no images.
             TypeError: Unknown preprocessing.
-            ValueError: The images to measure the accuracy on have other classes than the model or than the images for
-                calibration, which are in folders by class; or as :func:`image_config`.
+            ValueError: The model is not a classifier; the images to measure the accuracy on have other classes than the
+                model or than the images for calibration, which are in folders by class; or as :func:`image_config`.
         """
+        classes = getattr(model, 'num_classes', None)
+        if not isinstance(classes, int) or classes < 1:
+            raise ValueError(
+                f'Expected a classifier, but {type(model).__name__} has no classes: create it with num_classes, and '
+                'without features_only.')
         self.root, self.splits = root, (train_split, val_split)
         self.config = image_config(model, **data_config)
         self.workers, self.device, self.seed = workers, torch.device(device), seed
         train, val = (self._folder(split) for split in self.splits)
         world_size = world_size_and_rank()[0]
         self.batch_size = min(batch_size, -(-len(train) // world_size))  # timm's loader drops an incomplete batch
-        if len(val.classes) != model.num_classes or val.classes == ['']:
+        if len(val.classes) != classes or val.classes == ['']:
             found = 'no folders of classes' if val.classes == [''] else f'{len(val.classes)} classes'
             raise ValueError(
-                f'Expected images of the {model.num_classes} classes of the model in {val_split}/CLASS/IMAGE, for the '
+                f'Expected images of the {classes} classes of the model in {val_split}/CLASS/IMAGE, for the '
                 f'accuracy, but {root!r} has {found} in {val_split!r}.')
         if train.classes not in ([''], val.classes):
             others = sorted(set(train.classes) ^ set(val.classes))

@@ -121,12 +121,16 @@ class Sidecar:
         return parse(cls, read_json(path), repr(os.fspath(path)))
 
     def to_json(self, path: StrPath) -> None:
-        """Write the dataclass to a file; fields that are None are left out."""
+        """Write the dataclass to a file; fields that are None are left out. ValueError if a number is not finite."""
         def without_none(items: List[Tuple[str, Any]]) -> Dict[str, Any]:
             return {name: value for name, value in items if value is not None}
 
         content = dataclasses.asdict(self, dict_factory=without_none)
-        Path(path).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+        try:
+            text = json.dumps(content, indent=2, allow_nan=False)
+        except ValueError as e:
+            raise ValueError(f'Expected finite numbers to write to {os.fspath(path)!r}: {e}') from e
+        Path(path).write_text(text + '\n', encoding='utf-8')
 
 
 # fields of timm's config.json that this package reads or adds

@@ -2,7 +2,6 @@
 import contextlib
 import hashlib
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 
@@ -137,6 +136,15 @@ def _seed_epoch(seed: int, epoch: int, loader: Iterable[Any]) -> None:
         sampler.set_epoch(seed + 1 + epoch)  # a DistributedSampler shuffles by its own seed
 
 
+def check_not_diverged(model: nn.Module, epochs: int) -> None:
+    """Raise RuntimeError if a weight or a running statistic is not finite after the given number of epochs."""
+    for name, value in model.state_dict().items():
+        if not value.isfinite().all():
+            raise RuntimeError(
+                f'The training of {type(model).__name__} diverged in epoch {epochs}: {name} is not finite. Train with '
+                'a smaller lr.')
+
+
 def check_distillation(epochs: int, lr: float) -> None:
     """Raise ValueError unless epochs is an integer >= 0 and lr a finite number > 0."""
     if not isinstance(epochs, int) or epochs < 0:
@@ -172,6 +180,10 @@ def distil(
         checkpoint: File for the state after every epoch, to resume from.
         resume: Continue from that file, if it exists.
         settings: Further settings that must not change if the distillation is resumed.
+
+    Raises:
+        RuntimeError: Weights became infinite or NaN. The checkpoint holds the epoch before.
+        ValueError: epochs or lr is out of range, or the checkpoint is damaged or of other settings.
     """
     check_distillation(epochs, lr)
     device = images.device
@@ -199,15 +211,15 @@ def distil(
             raise ValueError(
                 f'{str(checkpoint)!r} is damaged ({type(e).__name__}: {e}): delete it to start again.') from e
 
-    def save(path: Path, epoch: int) -> None:
-        write_training_state(path, dict(
-            settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=epoch))
+    def after_epoch(epoch: int) -> None:
+        check_not_diverged(model, epoch)
+        if checkpoint is not None and world_size_and_rank()[1] == 0:
+            write_training_state(checkpoint, dict(
+                settings=settings, model=model.state_dict(), optimizer=optimizer.state_dict(), epoch=epoch))
 
-    is_first = world_size_and_rank()[1] == 0
     fit(
         model, optimizer, scheduler, loader, epochs, device=device, start=start, teacher=teacher, clip_grad=1.,
-        seed=images.seed, after_epoch=partial(save, checkpoint) if checkpoint and is_first else None,
-        description='distillation')
+        seed=images.seed, after_epoch=after_epoch, description='distillation')
     model.eval()
 
 
