@@ -427,3 +427,58 @@ def test_fastvit_folds_twice():
     expected = model(x)
     assert torch.equal(model.reparameterize()(x), expected)
     assert torch.equal(timm_rep.convert.reparameterize(reparameterize_model(model))(x), expected)
+
+
+def small_fastvit():
+    """An annealed FastViT that can be folded, with random statistics."""
+    model = timm.create_model('fastvit_t8', num_classes=5, layers=[1, 1, 1, 1])
+    timm_rep.convert_to_repa(model, anneal_steps=2)
+    model.train()
+    for _ in range(2):
+        model(torch.randn(4, 3, 64, 64))
+    return model.eval()
+
+
+def test_statistics_are_checked_before_anything_is_folded():
+    """Also those of the blocks that timm folds, after the layers of this package."""
+    model = small_fastvit()
+    layer = model.stages[2].blocks[0].token_mixer.mixer.identity
+    for running_mean, running_var in ((None, None), (layer.running_mean, torch.full_like(layer.running_var, -1))):
+        broken = copy.deepcopy(model)
+        layer = broken.stages[2].blocks[0].token_mixer.mixer.identity
+        layer.running_mean, layer.running_var = running_mean, running_var
+        before = copy.deepcopy(broken)
+        with pytest.raises(ValueError, match=r'stages\.2\.blocks\.0\.token_mixer\.mixer\.identity cannot be folded'):
+            broken.reparameterize()
+        assert [type(m) for m in broken.modules()] == [type(m) for m in before.modules()]
+        assert same_weights(broken, before)
+
+
+@pytest.mark.parametrize('mode', [False, True])
+def test_folded_layers_have_the_mode_of_the_model(mode):
+    """And kept layers their own, such as frozen BatchNorms inside of an FFN."""
+    model = small_fastvit().train(mode)
+    kept = [m for block in model.stages for m in block.blocks[0].mlp.pointwise.module.conv.modules()]
+    for m in kept:
+        m.training = not mode
+    ffn = model.stages[0].blocks[0].mlp.fuse()
+    assert {m.training for m in ffn.modules() if m in kept} == {not mode}
+    model.reparameterize()
+    found = {m: m.training for m in model.modules()}
+    assert {found[m] for m in kept if m in found} == {not mode}
+    assert {found[m] for m in found if m not in kept} == {mode}
+
+
+@pytest.mark.parametrize('idle_ratio', [.25, .75])
+def test_checkpoints_of_another_idle_ratio_are_refused(idle_ratio):
+    def create(idle_ratio):
+        model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=24, num_heads=3, depth=1)
+        timm_rep.convert_to_repa(model, idle_ratio=idle_ratio, anneal_steps=2)
+        return model
+
+    model = create(.5)
+    for _ in range(2):
+        model(torch.randn(2, 3, 32, 32))
+    create(.5).load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r'blocks\.0\.mlp.*idle must have .* got 48: .*idle_ratio'):
+        create(idle_ratio).load_state_dict(model.state_dict())

@@ -765,3 +765,20 @@ def test_frozen_norms_keep_their_mode():
     converted = [m for m in model.modules() if isinstance(m, RePaMlpDeploy)]
     assert len(converted) == 4
     assert all(m.training and m.fc_in.training for m in converted)
+
+
+def test_called_in_inference_mode():
+    """The new weights can be trained."""
+    model = vit()
+    with torch.inference_mode():
+        linearize_ffns(model, [images(80, 32)], .5)
+    model(images(4, 32)).sum().backward()
+    assert all(p.grad is not None for p in model.blocks[0].mlp.parameters())
+
+
+def test_images_that_require_gradients():
+    x = images(80, 32)
+    models = [vit(), vit()]
+    for model, calibration in zip(models, (x, x.clone().requires_grad_())):
+        timm_rep.convert_to_repa(model, .5, calibration=[calibration])
+    assert same_weights(*models)

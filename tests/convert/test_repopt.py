@@ -475,3 +475,17 @@ def test_frozen_norms_keep_their_mode():
     timm_rep.convert_to_repopt(model)
     assert not any(m.training for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     assert all(layer.training for layer in csla_layers(model).values())
+
+
+def test_kernels_that_the_dtype_cannot_hold():
+    """Branches whose BatchNorms have large scales, in float16."""
+    model = timm.create_model('mobileone_s0', num_classes=5).half()
+    block = model.stages[0][1]
+    with torch.no_grad():
+        block.conv_kxk[0].bn.weight.fill_(6e4)
+        block.conv_kxk[0].bn.running_var.fill_(1e-2)
+    before = copy.deepcopy(model)
+    with pytest.raises(OverflowError, match=r'stages\.0\.1 must be in the range of torch\.float16'):
+        timm_rep.convert_to_repopt(model)
+    assert same_weights(model, before)
+    timm_rep.convert_to_repopt(model.bfloat16())

@@ -12,7 +12,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_rep
-from tests.helpers import relative, wild_
+from tests.helpers import relative, same_weights, wild_
 from tests.models import contract
 from timm_rep.convert.ffn_classes import _BLOCKS, find_blocks
 from timm_rep.convert.record import recorded_base
@@ -242,3 +242,21 @@ def test_scale_and_shift_of_norms_are_kept():
             assert isinstance(theirs, nn.LayerNorm)
             assert torch.equal(ours.weight, theirs.weight)
             assert torch.equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.parametrize('mode', [False, True])
+def test_batch_norms_keep_their_statistics_and_mode(mode):
+    """A network whose norms are BatchNorms, frozen or not."""
+    model = metaformer.MetaFormer(
+        depths=(1, 1), dims=(8, 16), num_classes=5, norm_layers=nn.BatchNorm2d, output_norm=nn.BatchNorm2d).train()
+    for block in (m for stage in model.stages for m in stage.blocks):
+        norm = block.norm2.train(mode)
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(.5, 2)
+        norm.weight.data.normal_()
+    expected = copy.deepcopy(model.stages[1].blocks[0].norm2)
+    timm_rep.convert_to_repa(model)
+    found = model.stages[1].blocks[0].mlp.norm1
+    assert same_weights(found, expected)
+    assert found.training == mode
+    assert model.stages[1].blocks[0].mlp.norm2.training

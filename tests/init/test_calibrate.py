@@ -128,3 +128,10 @@ def test_an_identity_with_an_activation(inplace):
     means = [y.mean((0, 2, 3)) for y in outputs]
     torch.testing.assert_close(model[3].running_mean, sum(means) / len(means))
     assert relative(model.eval()[:3](data[0]), outputs[0]) < 1e-6
+
+
+def test_a_model_without_weights():
+    with torch.device('meta'):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    with pytest.raises(ValueError, match='meta device: load'):
+        timm_rep.calibrate_batchnorm(model, [torch.randn(2, 3, 4, 4)])

@@ -15,7 +15,7 @@ from tests.helpers import normal_scales, read_predictions, relative, save_model
 from tests.hub.published import REPA, REPOPT, trained, write_folder
 from timm_rep.cli import main
 from timm_rep.deploy import BACKENDS, load_quantized, read_report
-from timm_rep.deploy.report import QuantizationReport
+from timm_rep.deploy.report import REPORT_NAME, QuantizationReport, quantized_files
 from timm_rep.hub import sha256
 from timm_rep.hub._folder import load_folder, verify_folder
 from timm_rep.publish._card import card_text
@@ -247,23 +247,27 @@ def test_what_is_measured_again(folder, checkpoint, images):
     verify_folder(folder)
 
 
+def write_int8(folder, backend):
+    """Files with the names of an int8 form, and its report."""
+    QuantizationReport(
+        backend, True, 'minmax', 100., 8, 0, (3, 32, 32), ['head'], {}, .01).to_json(folder / REPORT_NAME)
+    for name in BACKENDS[backend].files:
+        (folder / name).write_bytes(b'0')
+
+
 @pytest.mark.parametrize('backend, runtime, extra', [
     ('openvino', 'OpenVINO', 'openvino'), ('executorch', 'ExecuTorch', 'executorch'),
     ('inductor', 'torch on x86', 'deploy')])
 def test_what_an_int8_form_requires(folder, checkpoint, backend, runtime, extra):
     prepare_folder(folder, checkpoint[2])
-    QuantizationReport(
-        backend, True, 'minmax', 100., 8, 0, (3, 32, 32), ['head'], {}, .01).to_json(folder / 'quantization.json')
-    for name in BACKENDS[backend].files:
-        (folder / name).write_bytes(b'0')
+    write_int8(folder, backend)
     card = card_text(folder)
     assert f' for {runtime} on a CPU' in card
     assert f"pip install 'timm-rep[{extra}]'" in card
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('half', [False, True])
-def test_int8(folder, checkpoint, images, monkeypatch, capsys, half):
+def test_int8(folder, checkpoint, images, monkeypatch, capsys):
     """``quantize`` adds the int8 form to a folder, ``card`` measures it; it goes with the weights that it is of."""
     for package in ('onnxruntime', 'torchao'):
         pytest.importorskip(package)
@@ -294,10 +298,7 @@ def test_int8(folder, checkpoint, images, monkeypatch, capsys, half):
     with monkeypatch.context() as patch:
         patch.setattr('timm_rep.publish.prepare.measure_cost', measured)
         prepare_folder(folder)
-    if half:
-        prepare_folder(folder, half=True)
-    else:
-        prepare_folder(folder, path, use_ema=True)
+    prepare_folder(folder, path, use_ema=True)
     assert not {'quantization.json', 'model.onnx'} & {file.name for file in folder.iterdir()}
     assert '## Int8' not in (folder / 'README.md').read_text()
     assert list(json.loads((folder / 'metrics.json').read_text())['cost']['forms']) == ['unfolded', 'folded']
@@ -343,7 +344,9 @@ def test_half_of_weights_that_are_there(tmp_path):
         scales = Scales.ones(model) if name.startswith('repopt') else None
         write_folder(folder, model, args, scales=scales, label_names='abcde')
         before = json.loads((folder / 'config.json').read_text())
+        write_int8(folder, 'onnxruntime')
         prepare_folder(folder, half=True)
+        assert not quantized_files(folder)  # of the float32 weights
         verify_folder(folder)
         found = load_file(folder / 'model.safetensors')
         assert all(torch.equal(found[key], value.half()) for key, value in model.named_parameters())

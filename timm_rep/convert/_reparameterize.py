@@ -9,11 +9,15 @@ from timm.models.fastvit import ReparamLargeKernelConv, RepMixer
 from timm.utils import unwrap_model
 
 from timm_rep.layers import foldable_layers, is_reparameterized, structures_in
+from timm_rep.layers.fold import batch_norm_scale_shift
 
 try:
     from timm.models import reparameterize_model
 except ImportError:  # timm < 1.0.31
     from timm.utils import reparameterize_model
+
+# methods of a module that timm's reparameterize_model() calls
+_FOLDING = ('fuse', 'reparameterize', 'switch_to_deploy')
 
 
 def check_unconverted(model: nn.Module) -> None:
@@ -50,6 +54,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, (ReparamLargeKernelConv, RepMixer)) and module.reparam_conv is not None:
             module.reparameterize = _stay_folded  # timm's would fold the module again, and fail
+    _check_statistics(model)
+    before = {*model.modules()}
     fused = []
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
@@ -67,7 +73,24 @@ def reparameterize(model: nn.Module) -> nn.Module:
             'hooks by handle.remove(), and merge adapters into the weights.')
     for parent, name, layer in fused:
         setattr(parent, name, layer)
-    return reparameterize_model(model, inplace=True)
+    folded = reparameterize_model(model, inplace=True)
+    for parent in folded.modules():  # parents before their children
+        for layer in parent.children():
+            if layer not in before:
+                layer.training = parent.training
+    return folded
+
+
+def _check_statistics(model: nn.Module) -> None:
+    """Raise ValueError if a BatchNorm that timm folds has no statistics to fold: timm would fail half-way."""
+    for name, block in model.named_modules():
+        if name and any(hasattr(block, method) for method in _FOLDING) and not hasattr(block, 'structure_keys'):
+            for path, norm in block.named_modules(prefix=name):
+                if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+                    try:
+                        batch_norm_scale_shift(norm)
+                    except ValueError as e:
+                        raise ValueError(f'{path} cannot be folded: {e}') from e
 
 
 def _stay_folded() -> None:

@@ -119,7 +119,7 @@ class AnnealedFfn(nn.Module):
             self._after_norm(ffn.fc_in(active)).write_to(deploy.fc_in, like=first)
             Affine(out.weight[:, active], out.bias).write_to(deploy.fc_out, like=first)
         # timm's reparameterize_model() does not recurse into the result of fuse(): fold the layers around the FFN here
-        return reparameterize(ffn.around(deploy).train(self.training))
+        return reparameterize(ffn.around(deploy))
 
     def _after_norm(self, linear: Affine) -> Affine:
         if isinstance(self.norm, AnnealedNorm):

@@ -236,9 +236,11 @@ class Ffn:
         """The module that takes the place of the FFN, given the part between the layers that are kept."""
         if self._spec.inline:
             return self._block_with(deploy)
-        if self._spec.before or self._spec.after:
+        deploy.train(self.module.training)
+        if self._spec.before or self._spec.after:  # which keep their mode
             deploy = nn.Sequential(*self._layers('before'), deploy, *self._layers('after'))
-        return deploy.train(self.module.training)
+            deploy.training = self.module.training
+        return deploy
 
     def _block_with(self, deploy: nn.Module) -> nn.Module:
         """A copy of the block in which one layer computes the whole FFN; the layers outside of the FFN are shared."""

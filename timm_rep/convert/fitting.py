@@ -25,13 +25,13 @@ class CalibrationRows(NamedTuple):
     Attributes:
         inputs: Input u, (rows, in).
         held_out: Whether a row is of a held-out image, (rows,).
-        target: Output that would restore the original residual stream, (rows, out); None to fit the FFN's own output,
-            which is also fitted in channels with a metric of 0.
-        metric: See :class:`LeastSquares`.
+        missing: What the output, times ``metric``, has to add to the stream to restore the original residual stream,
+            (rows, out); None to fit the FFN's own output, which is also fitted in channels with a metric of 0.
+        metric: Layer scale, (out,), with ``missing``; see :class:`LeastSquares`.
     """
     inputs: torch.Tensor
     held_out: torch.Tensor
-    target: Optional[torch.Tensor] = None
+    missing: Optional[torch.Tensor] = None
     metric: Optional[torch.Tensor] = None
 
 
@@ -99,14 +99,14 @@ def least_squares(
     def columns(part: slice) -> torch.Tensor:
         u = rows.inputs[part]
         g = all_features(u).to(dtype)
-        y = None if own is None and rows.target is None else g @ weight.T + bias
+        y = None if own is None and rows.missing is None else g @ weight.T + bias
         if own is not None:
             g = own(u).to(dtype)
             g = torch.cat([g, y - g @ weight[:, channels].T], 1)
         parts = [g, u.to(dtype)]
-        if rows.target is not None:
-            missing = rows.target[part].to(dtype) - y
-            parts.append(missing if rows.metric is None else missing.where(rows.metric != 0, 0.))
+        if rows.missing is not None and rows.metric is not None:
+            target = rows.missing[part].to(dtype) / rows.metric.to(dtype)
+            parts.append((target - y).where(rows.metric != 0, 0.))
         return torch.cat(parts, 1)
 
     moments = _moments(rows, columns)
@@ -152,7 +152,7 @@ def fit_ffn(
         forms = forms[-1:]
         kept = fitted.best_channels(active_features, ridge)
         fitted, held_out = least_squares(ffn, rows, ridge, kept)
-    ridges = (math.inf,) if rows.target is None else CORRECTION_RIDGES if has_held_out else (1.,)
+    ridges = (math.inf,) if rows.missing is None else CORRECTION_RIDGES if has_held_out else (1.,)
     compared = held_out if has_held_out else fitted
     losses, fits = [], []
     for linear_path, count in forms:
@@ -178,6 +178,6 @@ def fit_ffn(
         held_out=held_out_loss,
         other_held_out=other_loss,
         linear_share=1 - fitted.share(linear_only),
-        compensated=rows.target is not None,
+        compensated=rows.missing is not None,
         correction_ridge=fit.correction_ridge if fit.correction_ridge < math.inf else None,
     )

@@ -63,6 +63,7 @@ def check_size(idle_ratio: Any, macs: Optional[float]) -> None:
         plain_ratio(idle_ratio)
 
 
+@torch.inference_mode(False)  # inference tensors cannot be trained
 @torch.no_grad()
 def linearize_ffns(
         model: nn.Module,
@@ -164,8 +165,8 @@ def linearize_ffns(
                 rows, stream = converting.run_until(ffn)
                 residual, total = probes[ffn.name].residual, totals.get(ffn.name)
                 if residual is not None:
-                    target = (total - stream.to(total)) / residual.scale.to(total)
-                    rows = rows._replace(target=target, metric=residual.scale.to(total.device))
+                    rows = rows._replace(
+                        missing=total - stream.to(total), metric=residual.scale.to(total.device))
                 with torch.autocast(rows.inputs.device.type, enabled=False):
                     matrices, found = fit_ffn(ffn, rows, counts[ffn.name], ridge, probes[ffn.name].tokens)
                 converting.convert(ffn, matrices)

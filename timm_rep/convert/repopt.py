@@ -71,6 +71,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
     Raises:
         ValueError: The model has no such sum, or one with stochastic depth over its branches, or is wrapped, compiled
             or converted; or the weights are not finite. The model is unchanged.
+        OverflowError: The sum of the kernels exceeds the range of the model's dtype. The model is unchanged.
     """
     check_unconverted(model)
     sums, kept = find_linear_sums(model)
@@ -157,6 +158,11 @@ def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
         raise ValueError(f'{linear_sum.name}: {e}') from e
     if not all(x.is_meta or x.isfinite().all() for x in kernel):
         raise ValueError(f'The weights of {linear_sum.name} must be finite: load a different checkpoint.')
+    dtype = linear_sum.convs[0].weight.dtype
+    if not all(x.is_meta or x.to(dtype).isfinite().all() for x in kernel):
+        raise OverflowError(
+            f'The sum of the kernels of {linear_sum.name} must be in the range of {dtype}, up to '
+            f'{torch.finfo(dtype).max:.3g}: convert the model to float32 or bfloat16 first.')
     return kernel
 
 
@@ -244,7 +250,8 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
         TypeError: model is not a module.
         FileNotFoundError: The file of scales does not exist.
         ValueError: The model has no such sum, or one with stochastic depth over its branches, or is wrapped, compiled
-            or converted; or the scales do not fit. The model is unchanged.
+            or converted; or the weights are not finite, or the scales do not fit. The model is unchanged.
+        OverflowError: The sum of the kernels exceeds the range of the model's dtype. The model is unchanged.
     """
     check_unconverted(model)
     converted = _meta_copy(model)

@@ -76,6 +76,7 @@ def batch_norm_like(
     for name, affine in affine_names(norm).items():
         if old[name].numel() == own[affine].numel():
             own[affine] = old[name].reshape(-1)
+    own.update({name: old[name] for name in ('running_mean', 'running_var', 'num_batches_tracked') if name in old})
     bn.load_state_dict(own)
     frozen = [not p.requires_grad for p in norm.parameters()]
     return bn.requires_grad_(not frozen or not all(frozen))
@@ -113,7 +114,11 @@ def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: Optional[float], bn_eps:
     repa.norm1 = batch_norm_like(getattr(block.module, block.norm), repa.fc1, bn_momentum, bn_eps)
     repa.norm2 = batch_norm_like(ffn.hidden_norm, repa.fc1, bn_momentum, bn_eps, outputs=True)
     repa.ls = take_layer_scale(block.module, block.ls, ffn.use_conv) or nn.Identity()
-    return repa.train(ffn.module.training)
+    repa.train(ffn.module.training)
+    old = getattr(block.module, block.norm)
+    if isinstance(old, nn.modules.batchnorm._BatchNorm):
+        repa.norm1.train(old.training)
+    return repa
 
 
 def _set_valid_tokens(name: str, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

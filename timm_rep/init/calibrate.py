@@ -57,6 +57,8 @@ def calibrate_batchnorm(
         raise ValueError(f'identity_norms must match BatchNorms with a scale and a shift, got {unknown or patterns}.')
     before = {norm: (norm.momentum, {k: v.clone() for k, v in norm.named_buffers()}) for norm in norms.values()}
     like = next(model.parameters())
+    if like.is_meta:
+        raise ValueError(f'Expected weights, but {type(model).__name__} is on the meta device: load them first.')
     count = 0
     hooks = contextlib.ExitStack()
     hooks.enter_context(keeping_modes(model))

@@ -223,6 +223,17 @@ class AnnealedActivation(_Annealed):
         # moments of the last batch of this process, in the last row its number of tokens
         self.batch: Optional[torch.Tensor] = None
 
+    def _load_from_state_dict(
+            self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: List[str],
+            unexpected: List[str], errors: List[str]) -> None:
+        idle, own = state_dict.get(f'{prefix}idle'), self.channels - self.active_channels
+        if idle is not None and idle.shape == self.idle.shape and not idle.is_meta and int(idle.sum()) != own:
+            errors.append(
+                f'{prefix}idle must have {own} idle channels of {self.channels}, got {int(idle.sum())}: create the '
+                'model with the idle_ratio of the checkpoint.')
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
     def linear_fit(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Slope s and intercept t of every channel, each of shape (channels,)."""
         mean_in, mean_out, var_in, _, cov, weight = self.moments

@@ -232,10 +232,10 @@ def take_images(loader: Iterable[Any], max_images: int, naflex: bool = False) ->
     for batch in batches_of(loader):
         first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
         if naflex and isinstance(first, Mapping) and 'patch_valid' in first:
-            images = {name: first[name][:max_images] for name in ('patches', 'patch_coord', 'patch_valid')}
+            images = {name: first[name][:max_images].detach() for name in ('patches', 'patch_coord', 'patch_valid')}
             count = len(images['patches'])
         else:
-            images = batch_images(batch)[:max_images]
+            images = batch_images(batch)[:max_images].detach()
             count = len(images)
             if images.ndim != 4:
                 raise ValueError(f'The images of a batch must have the shape (N, C, H, W), got {tuple(images.shape)}.')
