@@ -146,10 +146,10 @@ def quantize_ptq(
         max_images: Largest number of calibration images; they are held in memory.
         validation_loader: Batches of images and labels (N,) to measure the accuracy on, before and after. Default: it
             is not measured.
-        keep_float: Names of layers of the folded model that stay in float; or 'auto': keep as few of the most sensitive
-            layers in float as are needed to meet ``max_error`` or ``max_accuracy_loss``. The number is first estimated
-            by simulation; if the quantized model misses the limit, more layers are kept, with a few more quantizations
-            of the model.
+        keep_float: Names of convolutions and linear layers of the folded model that stay in float, as in the report; or
+            'auto': keep as few of the most sensitive layers in float as are needed to meet ``max_error`` or
+            ``max_accuracy_loss``. The number is first estimated by simulation; if the quantized model misses the limit,
+            more layers are kept, with a few more quantizations of the model.
         max_error: Largest relative root mean square of the difference of the outputs, on the first calibration batch,
             for ``keep_float='auto'``.
         max_accuracy_loss: Largest loss of top-1 accuracy on ``validation_loader`` in percentage points, for
