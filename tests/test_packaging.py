@@ -37,7 +37,8 @@ def built(tmp_path_factory):
     run([sys.executable, '-c', build.format('sdist', str(folder))], cwd=folder / 'clone')
     sdist, = folder.glob('*.tar.gz')
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter='data')
+        archive.extraction_filter = getattr(tarfile, 'data_filter', None)  # Python < 3.11.4 has none
+        archive.extractall(folder)
     (folder / sdist.name.removesuffix('.tar.gz')).rename(folder / 'source')
     run([sys.executable, '-c', build.format('wheel', str(folder))], cwd=folder / 'source')
     return folder
