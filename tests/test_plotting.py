@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import timm
 import torch
@@ -5,7 +7,7 @@ from safetensors.torch import save_file
 
 from tests.helpers import normal_scales, tiny
 from timm_rep.cli import main
-from timm_rep.init import attention_products, mimetic_init_
+from timm_rep.init import attention_products, attentions, mimetic_init_
 from timm_rep.plotting import (
     diagonal_strength,
     kernel_layer,
@@ -215,6 +217,26 @@ def test_plot_attention_weights(tmp_path, capsys, monkeypatch):
     ]:
         assert main(['plot-attention-weights', *args, '-o', str(output)]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_plot_attention_weights_of_another_name(tmp_path, monkeypatch):
+    """The attentions of EdgeNeXt are called xca; titles are names of files, not formulas."""
+    drawn = []
+    monkeypatch.setattr('timm_rep.cli.plot_attention_weights.plot_attention', lambda models, block: drawn.append(
+        (models, plot_attention(models, block))) or drawn[0][1])
+    other = timm.create_model('edgenext_xx_small')
+    path = tmp_path / r'a$\b$.safetensors'
+    save_file(other.state_dict(), path)
+    source = f'edgenext_xx_small={path}'
+    assert main(['plot-attention-weights', source, '-o', str(tmp_path / 'a.svg')]) == 0
+    (models, figure), found = *drawn, dict(attentions(other))
+    assert found
+    for name, attention in attentions(models[source]):
+        for expected, actual in zip(attention_products(found.pop(name)), attention_products(attention)):
+            assert torch.equal(actual, expected)
+    assert not found
+    assert source in {axes.get_title().replace(r'\$', '$').partition('\n')[0] for axes in figure.axes}
+    assert not any(re.search(r'(?<!\\)\$', axes.get_title()) for axes in figure.axes)
 
 
 @pytest.mark.parametrize('swept', [True, False])

@@ -336,6 +336,22 @@ class TestCommand:
         assert main(command[:4]) == 1
         assert f'fits the model, but got {str(tmp_path / "c.pth")!r}' in capsys.readouterr().err
 
+    def test_causes_are_of_the_model_and_real_images(self, tmp_path, capsys):
+        """The model is in eval mode; running statistics are compared with those of real images only."""
+        model = tiny('repa_deit_tiny')
+        for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm1d)):
+            norm.running_mean.fill_(50.)
+        torch.save(model.state_dict(), tmp_path / 'c.pth')
+        for label in 'ab':
+            (tmp_path / 'val' / label).mkdir(parents=True)
+            Image.effect_noise((32, 32), 50).convert('RGB').save(tmp_path / 'val' / label / 'a.png')
+        main(['verify', 'repa_deit_tiny', '--checkpoint', str(tmp_path / 'c.pth'), '--data-dir', str(tmp_path), *ARGS])
+        random, real = capsys.readouterr().out.split('real images:')
+        assert 'folded layers' in random
+        assert 'BatchNorm statistics:' not in random
+        assert 'BatchNorm statistics:' in real
+        assert 'train mode:' not in random + real
+
     @pytest.mark.parametrize('failing,status', [(None, 0), (0, 1), (1, 1)])
     def test_each_kind_of_images_counts(self, tmp_path, monkeypatch, failing, status):
         for i, red in enumerate((0, 80, 50, 20, 150, 40, 10)):

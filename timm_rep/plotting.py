@@ -39,7 +39,7 @@ def _figure(columns: int, rows: int) -> 'Figure':
 
 def style_axes(axes: 'Axes', title: str, x: str = '', y: str = '') -> None:
     """Set the title and labels of matplotlib axes and hide the upper and right spines."""
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title.replace('$', r'\$'), fontsize=10)  # a file name, not a formula
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)
     axes.tick_params(labelsize=8)

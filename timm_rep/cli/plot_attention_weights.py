@@ -6,7 +6,7 @@ import timm
 import torch
 import torch.nn as nn
 
-from timm_rep.init import open_teacher
+from timm_rep.init import attentions, open_teacher
 from timm_rep.plotting import plot_attention
 
 from ._arguments import Commands, check_name
@@ -42,7 +42,8 @@ def _model(source: str) -> nn.Module:
         return timm.create_model(name, pretrained='.' in name)
     teacher = open_teacher(checkpoint)
     model = timm.create_model(name)
-    attention = {k: v for k, v in model.state_dict().items() if '.attn' in k}
+    attention = {
+        f'{place}.{k}': v for place, layer in attentions(model) for k, v in layer.state_dict().items()}
     missing = [k for k, v in attention.items() if teacher.shapes.get(k) != tuple(v.shape)]
     if missing:
         raise ValueError(f'Expected a checkpoint of {name}, but {checkpoint!r} has no {missing[0]} of the same shape.')

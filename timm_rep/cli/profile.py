@@ -11,6 +11,7 @@ from timm_rep.convert import anneal_ffns, convert_to_repa, folded_copy, use_repa
 from timm_rep.latency import profile_latency
 from timm_rep.paper import VANILLA
 from timm_rep.plotting import plot_latency
+from timm_rep.utils.compare import check_finite
 from timm_rep.utils.profiling import model_input_size
 
 from ._arguments import Commands, add_device, add_model_kwargs, check_name, create_model, default_device, positive_int
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
         models = {'vanilla': vanilla, 'RePa': repa, 'folded': folded_copy(repa)}
         like = dict(device=args.device, dtype=getattr(torch, args.dtype))
         images = torch.randn(args.batch_size, *_input_size(vanilla, args), **like)
+        check_finite(vanilla, images[:1])
         if args.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
             models = {key: model.to(memory_format=torch.channels_last) for key, model in models.items()}
@@ -62,22 +64,23 @@ def _build(name: str, args: argparse.Namespace) -> Tuple[nn.Module, nn.Module]:
             "leave out the tag. For a converted model, pass 'repa_any' and --model-kwargs base=NAME.")
     both, own = _split(args.model_kwargs)
     base = own.pop('base', None)
-    if (name == 'repa_any') != (base is not None):
+    if not isinstance(base, str if name == 'repa_any' else type(None)):
         raise ValueError(
             f"--model-kwargs base=NAME must be given for 'repa_any', and only for it, got base={base!r} for {name!r}.")
     check_name(base or name)
     fixed = timm.get_pretrained_cfg(base or name).fixed_input_size
-    size = {'img_size': args.img_size} if args.img_size and fixed else {}
+    if args.img_size and fixed:
+        both['img_size'] = args.img_size
     if base is not None:
-        vanilla = create_model(base, both, **size)
-        repa = create_model(name, {**both, **own, 'base': base}, **size)
+        vanilla = create_model(base, both)
+        repa = create_model(name, {**both, **own, 'base': base})
     elif name in VANILLA:
         vanilla_name, vanilla_args = VANILLA[name]
-        vanilla = create_model(vanilla_name, {**vanilla_args, **both}, **size)
-        repa = create_model(name, {**both, **own}, **size)
+        vanilla = create_model(vanilla_name, {**vanilla_args, **both})
+        repa = create_model(name, {**both, **own})
     else:
-        vanilla = create_model(name, both, **size)
-        repa = create_model(name, both, **size)
+        vanilla = create_model(name, both)
+        repa = create_model(name, both)
         convert_to_repa(repa, **own)
     dtype = getattr(torch, args.dtype)
     return vanilla.to(args.device, dtype).eval(), repa.to(args.device, dtype).eval()
