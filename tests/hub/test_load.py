@@ -16,7 +16,7 @@ from timm.data import resolve_data_config
 import timm_rep
 from tests.helpers import needs_recorded_args, relative
 from tests.hub.published import REPA, REPOPT, publish, same, trained, write_folder
-from timm_rep.hub import read_repository, save_folder, sha256
+from timm_rep.hub import check_saveable, read_repository, save_folder, sha256
 from timm_rep.hub._folder import write_hashes
 from timm_rep.layers import csla_layers
 from timm_rep.models import RePaVisionTransformer
@@ -136,6 +136,13 @@ def test_folded_when_published(folder, images):
     assert relative(folded(images), model(images)) < 1e-5
     with pytest.raises(ValueError, match='is folded already'):
         write_folded(folder / f'{NAME}_folded', folder)
+
+
+@pytest.mark.parametrize('structure', ['csla', 'search'])
+def test_weights_of_another_structure(folder, structure):
+    publish(folder / 'repopt_vgg_a0.mine', REPOPT)
+    with pytest.raises(RuntimeError, match=rf"{structure} structure.*target structure.*structure='target'"):
+        timm.create_model('repopt_vgg_a0.mine', pretrained=True, structure=structure)
 
 
 def test_scales_come_along(folder):
@@ -574,6 +581,38 @@ def test_the_caller_says_where(hub, folder, published, tmp_path):
         **REPA[1])
     assert same(model, published)
     assert not hub.requests
+
+
+@needs_recorded_args
+@pytest.mark.parametrize('name,kwargs,reset', [
+    ('vit_tiny_patch16_224', dict(num_classes=7), (3,)),
+    ('repa_deit_tiny', dict(num_classes=0, global_pool='avg'), (3, 'token')),
+    ('repa_deit_tiny', dict(num_classes=7), (0,)),
+])
+def test_a_classifier_that_was_reset(tmp_path, name, kwargs, reset):
+    """The folder has the classes and the pooling of the model, not those of its creation."""
+    args = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, class_token=True)
+    model = timm.create_model(name, **args, **kwargs).eval()
+    model.reset_classifier(*reset)
+    check_saveable(model)
+    save_folder(model, tmp_path / 'a')
+    timm_rep.export(model, tmp_path / 'b')
+    x = torch.randn(2, 3, 16, 16)
+    for folder in 'ab':
+        loaded = timm.create_model(f'local-dir:{tmp_path / folder}', pretrained=True).eval()
+        assert (loaded.num_classes, loaded.global_pool) == (model.num_classes, model.global_pool)
+        assert relative(loaded(x), model(x)) < 1e-5
+
+
+@needs_recorded_args
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_half_precision_is_kept(tmp_path, dtype):
+    args = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
+    model = timm.create_model('repa_deit_tiny', **args).to(dtype)
+    save_folder(model, tmp_path)
+    found = load_file(tmp_path / 'model.safetensors')
+    assert found['blocks.0.mlp.fc1.weight'].dtype == dtype
+    assert all(torch.equal(found[k], v) for k, v in model.state_dict().items())
 
 
 @needs_recorded_args

@@ -88,6 +88,17 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_any_file_moves(folder
     assert contents(folder) == OLD
 
 
+def test_a_folder_in_the_place_of_an_outdated_file_is_refused_too(folder):
+    (folder / 'z').mkdir()
+    with pytest.raises(FileExistsError, match="z'"), replacing_files(folder, outdated=[folder / 'z']) as draft:
+        (draft / 'new').write_text('new')
+    assert contents(folder) == OLD
+    (folder / 'z').rmdir()
+    with replacing_files(folder, outdated=[folder / 'z']) as draft:
+        (draft / 'new').write_text('new')
+    assert contents(folder) == {**OLD, 'new': 'new'}
+
+
 def test_folders_are_replaced_as_a_whole(folder):
     for text in 'one', 'two':
         with replacing_files(folder) as draft:

@@ -62,7 +62,7 @@ def _is_recorded(model: nn.Module) -> bool:
 def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
     """The layers that images enter: the layers of these names, or the convolutions in their places.
 
-    None where the convolution has no weight of its own, as in the structures of Hyper-Search.
+    Without those that have no weight of their own, as in the structures of Hyper-Search; None if there is no other.
     """
     modules = dict(model.named_modules())
     found: List[str] = []
@@ -70,10 +70,13 @@ def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Un
         place = name
         while place not in modules:
             place = place.rpartition('.')[0]
+        if place == name:
+            found += [name] if hasattr(modules[name], 'weight') else []
+            continue
         convs = [
             path for path, m in modules[place].named_modules(prefix=place)
             if isinstance(m, nn.Conv2d) and m.in_channels == getattr(model, 'in_chans', m.in_channels)]
-        found += [name] if place == name else convs[:1]
+        found += convs[:1]
     unique = tuple(dict.fromkeys(found))
     return unique if len(unique) > 1 else next(iter(unique), None)
 

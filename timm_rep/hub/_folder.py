@@ -69,7 +69,7 @@ def save_folder(
     with replacing_files(folder, outdated=outdated) as draft:
         write_model(model, draft, model_args=model_args, scales=scales, label_names=label_names, tag=tag, half=half)
         if not half:
-            _check_rebuilt(model, load_folder(draft))
+            _check_rebuilt(model, load_folder(draft).to(next(model.parameters()).dtype))
         if extra is not None:
             extra(draft)
 
@@ -107,7 +107,9 @@ def _config(
 ) -> Dict[str, Any]:
     """Contents of timm's config.json for a model, completed. Side effect: timm's version is written to the folder."""
     check_timm_model(model)
-    args = {**getattr(model, '_model_args', {}), **(model_args or {})}
+    # timm writes num_classes and global_pool of the model: reset_classifier() may have changed them since its creation
+    args = {k: v for k, v in getattr(model, '_model_args', {}).items() if k not in ('num_classes', 'global_pool')}
+    args.update(model_args or {})
     if has_scales:
         args['scales'] = SCALES_IN_FOLDER
     if is_folded(model) and not is_timm_model(model.pretrained_cfg['architecture']):

@@ -82,14 +82,14 @@ def replacing_files(
             except Exception as e:
                 _rename_in_message(e, os.fspath(draft), os.fspath(folder))
                 raise
-            written = list(draft.iterdir())
-            for path in written:
-                target = folder / path.name
-                if target.exists() and target.is_dir() != path.is_dir():
+            written = {path.name: path.is_dir() for path in draft.iterdir()}
+            removed = sorted({*before, *(path.name for path in outdated)} - set(written))
+            for name, is_folder in {**dict.fromkeys(removed, False), **written}.items():
+                target = folder / name
+                if target.exists() and target.is_dir() != is_folder:
                     kind = 'folder' if target.is_dir() else 'file'
                     raise FileExistsError(f'{str(target)!r} must not be a {kind}: remove it.')
             _set_modes(draft)
-            removed = sorted({*before, *(path.name for path in outdated)} - {path.name for path in written})
             if removed:
                 (draft / _REMOVED).write_text(json.dumps(removed), encoding='utf-8')
             draft.rename(folder / _PENDING)
