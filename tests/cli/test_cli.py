@@ -79,7 +79,9 @@ def test_run_reaches_scripts_that_a_script_starts(tmp_path, monkeypatch):
     (tmp_path / 'site').mkdir()
     (tmp_path / 'site' / 'sitecustomize.py').write_text('import sys; sys.hidden = "found"')
     (tmp_path / 'child.py').write_text(
-        'import sys, timm\n'
+        'import importlib.util, sys\n'
+        'assert importlib.util.find_spec("timm")  # as libraries look whether timm is installed\n'
+        'import timm\n'
         'print(timm.imported, sys.hidden, sys.argv[1:], __name__)\n'
         'def f():\n'
         '    raise ValueError("deep inside")\n'
@@ -96,7 +98,7 @@ def test_run_reaches_scripts_that_a_script_starts(tmp_path, monkeypatch):
     (_, command, env), = started
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.stdout == f"['timm_rep'] found {['--model', 'm', '-b', '1']} __main__\n"
-    assert 'line 4, in f' in done.stderr
+    assert 'line 6, in f' in done.stderr
     assert done.returncode == 3
 
 

@@ -13,6 +13,7 @@ from typing import Any, Optional, Sequence
 
 
 class _ImportAfterTimm(importlib.abc.MetaPathFinder):
+    is_searching = False
 
     def find_spec(
             self,
@@ -20,16 +21,20 @@ class _ImportAfterTimm(importlib.abc.MetaPathFinder):
             path: Optional[Sequence[str]] = None,
             target: Optional[ModuleType] = None,
     ) -> Optional[ModuleSpec]:
-        if name != 'timm':
+        if name != 'timm' or self.is_searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.is_searching = False
         loader: Any = spec and spec.loader
-        if loader is not None:
+        if loader is not None:  # not before the import: others only look whether timm can be found
             import_timm = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 import_timm(module)
+                sys.meta_path.remove(self)
                 import timm_rep  # noqa: F401
 
             loader.exec_module = exec_module
