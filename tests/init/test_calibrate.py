@@ -82,6 +82,23 @@ def test_a_plain_model_becomes_a_repaformer():
     assert not any(isinstance(m, RePaMlp) for m in folded.modules())
 
 
+@torch.no_grad()
+def test_norms_that_do_not_run_keep_their_statistics():
+    class WithAuxiliary(nn.Sequential):
+        def forward(self, x):
+            return self[0](x) if not self.training else self[1](self[0](x))
+
+    model = WithAuxiliary(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3, affine=False))  # without parameters
+    data = [3 + x for x in batches()]
+    model.train()
+    model(data[0])
+    before = copy.deepcopy(model[1].state_dict())
+    timm_rep.calibrate_batchnorm(model, data)
+    torch.testing.assert_close(model[0].running_mean, sum(x.mean((0, 2, 3)) for x in data) / 3)
+    assert all(torch.equal(v, before[k]) for k, v in model[1].state_dict().items())
+    assert (model[1].momentum, model[1].training) == (.1, True)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r'BatchNorm.*VisionTransformer'):
         timm_rep.calibrate_batchnorm(timm.create_model('deit_tiny_patch16_224', **TINY), batches())

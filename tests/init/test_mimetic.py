@@ -3,6 +3,7 @@ import copy
 import pytest
 import timm
 import torch
+import torch.nn as nn
 
 import timm_rep
 from tests.helpers import relative
@@ -93,6 +94,16 @@ def test_other_attentions_are_left_alone():
     timm_rep.mimetic_init_(model)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f'{name}.{layer}.weight' for name in names for layer in ('qkv', 'proj')}
+
+
+def test_heads_wider_than_the_input_are_refused():
+    model = nn.Sequential(timm.layers.Attention(12, num_heads=3), timm.layers.Attention(12, num_heads=3))
+    model[1].qkv, model[1].proj = nn.Linear(12, 54), nn.Linear(18, 12)
+    assert [name for name, _ in attentions(model)] == ['0', '1']
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r'heads of 1 together .*18 channels and an input of 12'):
+        timm_rep.mimetic_init_(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_a_refused_position_embedding_changes_nothing():

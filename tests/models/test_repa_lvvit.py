@@ -130,6 +130,9 @@ def test_refusals():
     for name in ('lvvit_s', 'repa_lvvit_s'):
         with pytest.raises(ValueError, match=r'skip_lam must be positive, got 0'):
             tiny(name, skip_lam=0)
+        for patch_size in (7, (8, 7)):
+            with pytest.raises(ValueError, match=r'patch_size must be even .* got \(?[78]'):
+                tiny(name, img_size=56, patch_size=patch_size)
     for patch_size in ((8, 8), [8, 8], 8):
         with pytest.raises(ValueError, match=r'patch_size must be \(16, 16\)'):
             tiny().set_input_size(patch_size=patch_size)

@@ -2,7 +2,7 @@
 import contextlib
 import fnmatch
 from itertools import islice
-from typing import Any, Iterable, Optional, Sequence, Union
+from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -22,8 +22,8 @@ def calibrate_batchnorm(
     """Set the running statistics of all BatchNorms of a model from a dataset, in place.
 
     The statistics are averages over the batches with equal weights. During calibration, every BatchNorm normalizes by
-    its batch, and all other modules are in eval mode; then the modes are restored. An error leaves the statistics
-    unchanged.
+    its batch, and all other modules are in eval mode; then the modes are restored. BatchNorms that do not run, such as
+    those of an auxiliary head, keep their statistics. An error leaves all statistics unchanged.
 
     Args:
         model: A model with BatchNorms, such as a RePaFormer with the weights of a plain model, see
@@ -56,7 +56,7 @@ def calibrate_batchnorm(
     if unknown or any(norm.weight is None for norm in identities):
         raise ValueError(f'identity_norms must match BatchNorms with a scale and a shift, got {unknown or patterns}.')
     before = {norm: (norm.momentum, {k: v.clone() for k, v in norm.named_buffers()}) for norm in norms.values()}
-    like = next(model.parameters())
+    like = next(model.parameters(), next(iter(norms.values())).running_mean)
     if like.is_meta:
         raise ValueError(f'Expected weights, but {type(model).__name__} is on the meta device: load them first.')
     count = 0
@@ -83,10 +83,9 @@ def calibrate_batchnorm(
                 raise ValueError(
                     f'The statistics of {name} must be finite: check the images, and the weights before it, for NaN '
                     'and infinite values. Nothing was changed.')
+        _restore({norm: saved for norm, saved in before.items() if not norm.num_batches_tracked})
     except BaseException:
-        for norm, (_, buffers) in before.items():
-            for name, value in buffers.items():
-                getattr(norm, name).copy_(value)
+        _restore(before)
         raise
     finally:
         hooks.close()
@@ -96,6 +95,13 @@ def calibrate_batchnorm(
         norm.weight.copy_((norm.running_var + norm.eps).sqrt())
         norm.bias.copy_(norm.running_mean)
     return model
+
+
+def _restore(before: Mapping[nn.Module, Tuple[Any, Dict[str, torch.Tensor]]]) -> None:
+    """Set the buffers of BatchNorms."""
+    for norm, (_, buffers) in before.items():
+        for name, value in buffers.items():
+            getattr(norm, name).copy_(value)
 
 
 def _pass_input(norm: nn.Module, args: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor:

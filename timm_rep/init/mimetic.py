@@ -66,12 +66,18 @@ def mimetic_init_(
         The model.
 
     Raises:
-        ValueError: The model has no such attention, or a position embedding to replace whose channels are no multiple
-            of 4. The model is unchanged.
+        ValueError: The model has no such attention, one whose heads together are wider than its input, or a position
+            embedding to replace whose channels are no multiple of 4. The model is unchanged.
     """
     found = dict(attentions(model))
     if not found:
         raise ValueError(f'model must have an attention with a qkv, got {type(model).__name__} without.')
+    for name, attention in found.items():
+        if attention.qkv.out_features > 3 * attention.qkv.in_features:
+            raise ValueError(
+                f'The heads of {name} together must be at most as wide as its input, got '
+                f'{attention.qkv.out_features // 3} channels and an input of {attention.qkv.in_features}. Nothing was '
+                'changed.')
     table = getattr(model, 'pos_embed', None) if pos_embed else None
     if not isinstance(table, nn.Parameter) or table.dim() != 3:
         table = None

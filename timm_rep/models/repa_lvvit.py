@@ -42,7 +42,12 @@ class ConvPatchEmbed(PatchEmbed):
         Args:
             stem_width: Number of channels of the convolutions.
             kwargs: Other arguments of timm's PatchEmbed.
+
+        Raises:
+            ValueError: patch_size is odd: the first convolution halves the resolution.
         """
+        if any(size % 2 for size in to_2tuple(patch_size)):
+            raise ValueError(f'patch_size must be even with a convolutional stem, got {patch_size}.')
         dd = {'device': device, 'dtype': dtype}
         super().__init__(img_size, patch_size, in_chans, embed_dim, bias=bias, **dd, **kwargs)
         proj_size = tuple(size // 2 for size in self.patch_size)
