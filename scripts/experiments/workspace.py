@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from timm_rep.demo.training import load_split
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.utils.atomic import locking_folder
+from timm_rep.utils.data import check_same_classes
 from timm_rep.utils.profiling import device_name, versions
 
 __all__ = ['Images', 'OutOfTime', 'Workspace', 'digest', 'num_classes']
@@ -112,23 +113,19 @@ class Workspace:
         """
         if settings['data'] == 'digits':
             return
-        files, classes = [], []
+        files, classes = [], {}
         for is_training in (True, False):
             dataset = self._folders({**settings, 'classes': None}, is_training)
-            self.images['train' if is_training else self.val_split] = len(dataset)
+            split = 'train' if is_training else self.val_split
+            self.images[split], classes[os.path.join(self.data_dir, split)] = len(dataset), dataset.classes
             files += [
                 [os.path.relpath(path, self.data_dir), os.path.getsize(path)] for path, _ in dataset.samples]
-            classes.append(dataset.classes)
-            found = len(classes[-1])
+            found = len(dataset.classes)
             if found > settings['num_classes']:
                 raise ValueError(
                     f'Expected at most {settings["num_classes"]} classes, but got {found} in {self.data_dir!r}: pass '
                     f'another --data-dir or --set num_classes={found}.')
-        if classes[0] != classes[1]:
-            raise ValueError(
-                f'Expected the same classes in train and {self.val_split} of {self.data_dir!r}, but got '
-                f'{", ".join(sorted({*classes[0]} ^ {*classes[1]}))} in one of them only. Folders define the '
-                'labels.')
+        check_same_classes(classes)
         self.images['digest'] = digest(sorted(files))
 
     def _folders(self, settings: Mapping[str, Any], is_training: bool):

@@ -9,7 +9,8 @@ import timm
 import torch
 from timm.utils import init_distributed_device, is_primary
 
-from timm_rep.search import DeviceLoader, class_names, create_search_dataset, create_search_loader, hyper_search
+from timm_rep.search import DeviceLoader, create_search_dataset, create_search_loader, hyper_search
+from timm_rep.utils.data import check_same_classes, class_names
 
 from ._arguments import Commands, add_model_kwargs, add_seed, check_output_file, count, default_device, positive_int
 
@@ -89,11 +90,8 @@ def run(args: argparse.Namespace) -> None:
                 loader = create_search_loader(dataset, args.batch_size, is_training, args.workers)
             loaders.append(loader)
     names = [class_names(loader.dataset) or [] for loader in loaders]
-    if all(names) and names[0] != names[-1]:
-        others = sorted(set(names[0]) ^ set(names[-1])) or names[0]
-        raise ValueError(
-            f'Expected the same classes in {args.train_split!r} and {args.val_split!r}, but they differ in '
-            f'{", ".join(map(str, others[:5]))}.')
+    if all(names):
+        check_same_classes(dict(zip((args.train_split, args.val_split), names)))
     known = len(names[0])
     classes = args.num_classes or known
     if classes < known:

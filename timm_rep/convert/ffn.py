@@ -234,9 +234,9 @@ class Ffn:
 
     def around(self, deploy: nn.Module) -> nn.Module:
         """The module that takes the place of the FFN, given the part between the layers that are kept."""
+        deploy.train(self.module.training)
         if self._spec.inline:
             return self._block_with(deploy)
-        deploy.train(self.module.training)
         if self._spec.before or self._spec.after:  # which keep their mode
             deploy = nn.Sequential(*self._layers('before'), deploy, *self._layers('after'))
             deploy.training = self.module.training
@@ -246,7 +246,7 @@ class Ffn:
         """A copy of the block in which one layer computes the whole FFN; the layers outside of the FFN are shared."""
         block, spec = copy.copy(self.module), self._spec
         layers = {name: nn.Identity() for name in (*spec.first.split(), spec.act, *spec.last.split())}
-        layers[spec.first.split()[0]] = deploy.train(block.training)
+        layers[spec.first.split()[0]] = deploy
         if spec.value:
             layers[spec.value] = _One()
         block._modules = {**block._modules, **layers}

@@ -25,9 +25,10 @@ class CalibrationRows(NamedTuple):
     Attributes:
         inputs: Input u, (rows, in).
         held_out: Whether a row is of a held-out image, (rows,).
-        missing: What the output, times ``metric``, has to add to the stream to restore the original residual stream,
-            (rows, out); None to fit the FFN's own output, which is also fitted in channels with a metric of 0.
-        metric: Layer scale, (out,), with ``missing``; see :class:`LeastSquares`.
+        missing: Original residual stream, minus the stream that the FFN's output, times ``metric``, is added to,
+            (rows, out). None: fit the outputs of the original FFN.
+        metric: Layer scale, (out,), with ``missing``; see :class:`LeastSquares`. Where it is 0, the outputs of the
+            original FFN are fitted.
     """
     inputs: torch.Tensor
     held_out: torch.Tensor

@@ -1,5 +1,5 @@
 """Datasets and loaders for Hyper-Search: images of any dataset that timm opens, with random crops and flips."""
-from typing import Any, Iterator, Optional, Sequence, Tuple, Union
+from typing import Iterator, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -155,9 +155,3 @@ class DeviceLoader:
             x = left + torch.where(flip > 0, columns.flip(0), columns)
             images = self.images[chosen[:, None, None], y[:, :, None], x[:, None, :]]
             yield ((images - self.mean) / self.std).permute(0, 3, 1, 2), self.targets[chosen]
-
-
-def class_names(dataset: Dataset) -> Optional[Sequence[Any]]:
-    """The classes of a dataset, by index; None if unknown."""
-    indices = getattr(getattr(dataset, 'reader', None), 'class_to_idx', None)
-    return sorted(indices, key=indices.get) if indices else getattr(dataset, 'classes', None)

@@ -57,6 +57,23 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
     return dataset
 
 
+def class_names(dataset: Dataset) -> Optional[Sequence[Any]]:
+    """The classes of a dataset, by index; None if unknown."""
+    indices = getattr(getattr(dataset, 'reader', None), 'class_to_idx', None)
+    return sorted(indices, key=indices.get) if indices else getattr(dataset, 'classes', None)
+
+
+def check_same_classes(classes: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ValueError unless the splits, by name, have the same classes in the same order."""
+    (first, expected), *others = classes.items()
+    for split, found in others:
+        if list(found) != list(expected):
+            differing = sorted({*expected} ^ {*found}, key=str) or expected
+            raise ValueError(
+                f'Expected the same classes in {first!r} and {split!r}, but they differ in '
+                f'{", ".join(map(str, differing[:5]))}. The order of the classes defines the labels.')
+
+
 class ImageFolder(Dataset):
     """Images in folders by class, in the order of their paths; an image that cannot be decoded is an error.
 
@@ -80,10 +97,10 @@ class ImageFolder(Dataset):
             FileNotFoundError: The folder does not exist.
         """
         self.mode = _MODES[channels]
-        reader = open_dataset('', root, split).reader
-        self.filename = reader.filename
-        self.classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
-        self.samples = reader.samples
+        dataset = open_dataset('', root, split)
+        self.classes: List[str] = list(class_names(dataset) or ())
+        self.filename = dataset.reader.filename
+        self.samples = dataset.reader.samples
         self.transform = None
 
     def __len__(self) -> int:
@@ -311,12 +328,8 @@ class Images:
             raise ValueError(
                 f'Expected images of the {classes} classes of the model in {val_split}/CLASS/IMAGE, for the '
                 f'accuracy, but {root!r} has {found} in {val_split!r}.')
-        if train.classes not in ([''], val.classes):
-            others = sorted(set(train.classes) ^ set(val.classes))
-            raise ValueError(
-                f'Expected the same classes in {train_split!r} and {val_split!r}, but only one of them has '
-                f'{", ".join(others[:5])}: name the folders alike, or put the images of {train_split!r} in one folder '
-                'without classes.')
+        if train.classes != ['']:  # one folder without classes
+            check_same_classes({train_split: train.classes, val_split: val.classes})
         self.classes: Sequence[str] = val.classes
 
     def _folder(self, split: str) -> ImageFolder:
