@@ -68,12 +68,17 @@ def _chosen(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Lis
     return rows
 
 
-def _figures(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> List[float]:
-    """The figures of the chosen rows, in the order of their seeds."""
-    rows = sorted(_chosen(cell, where, name), key=lambda row: row.get('seed', 0))
+def _figures(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Dict[int, float]:
+    """The figures of the chosen rows, by seed."""
+    rows = _chosen(cell, where, name)
     keys = [cell['get']] if isinstance(cell['get'], str) else cell['get']
-    figures = [functools.reduce(lambda part, key: part[key], keys, row) for row in rows]
-    return [figure / row[cell['over']] for figure, row in zip(figures, rows)] if 'over' in cell else figures
+    found: Dict[int, float] = {}
+    for row in rows:
+        figure, seed = functools.reduce(lambda part, key: part[key], keys, row), row.get('seed', 0)
+        if seed in found:
+            raise ValueError(f'Table {name}: two rows of {cell["file"]}.json have {where} and the seed {seed}.')
+        found[seed] = figure / row[cell['over']] if 'over' in cell else figure
+    return found
 
 
 def _text(cell: Mapping[str, Any], name: str) -> str:
@@ -81,10 +86,14 @@ def _text(cell: Mapping[str, Any], name: str) -> str:
     if 'value' in cell:
         return '' if cell['value'] is None else str(cell['value'])
     where = cell.get('where', {})
-    figures = _figures(cell, where, name)
+    by_seed = _figures(cell, where, name)
     if 'minus' in cell:
-        pairs = zip(figures, _figures(cell, {**where, **cell['minus']}, name), strict=True)
-        figures = [a - b for a, b in pairs]
+        subtracted = _figures(cell, {**where, **cell['minus']}, name)
+        if by_seed.keys() != subtracted.keys():
+            raise ValueError(
+                f'Table {name}: seeds must be {sorted(by_seed)} for {cell["minus"]}, got {sorted(subtracted)}.')
+        by_seed = {seed: figure - subtracted[seed] for seed, figure in by_seed.items()}
+    figures = list(by_seed.values())
     sign = '+' if 'minus' in cell else ''
     if len(figures) > 1:
         digits = cell.get('digits', 2)
@@ -143,9 +152,9 @@ def draw(name: str, declared: Mapping[str, Any]):
         points = []
         for x, cell in series.items() if isinstance(series, Mapping) else series:
             if isinstance(x, Mapping):
-                x = statistics.fmean(_figures(x, x.get('where', {}), name))
+                x = statistics.fmean(_figures(x, x.get('where', {}), name).values())
             cell = _merged(declared, cell if isinstance(cell, Mapping) else {'where': {'row': cell}})
-            figures = _figures(cell, cell['where'], name)
+            figures = [*_figures(cell, cell['where'], name).values()]
             points.append((x, statistics.fmean(figures), statistics.stdev(figures) if len(figures) > 1 else 0.))
         axes.errorbar(*zip(*points), label=label, marker=marker, capsize=3)
     if declared.get('log'):

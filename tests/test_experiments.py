@@ -14,7 +14,7 @@ import timm
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from timm.optim import list_optimizers
 
 from tests.helpers import ROOT, SCRIPTS, needs_recorded_args, randomize_, relative, run, same_weights
@@ -185,6 +185,9 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
         {'procedure': 'trains'})
     other = {'trainings': {'vit': {'procedure': 'quantize'}}, 'rows': {'a': {'teacher': 'vit'}}}
     assert "training 'vit': procedure must be 'train', 'search'" in message(other)
+    pretrained = {'procedure': 'linear-path', 'rows': {'a': {'trained': 'vit'}}}
+    pretrained['trainings'] = {'vit': {'procedure': 'pretrained', 'file': 'x.pth'}}
+    assert "training 'vit': procedure must be 'train' for 'trained', got 'pretrained'" in message(pretrained)
     other['trainings'] = {'deit': {}}
     assert "row 'a': teacher must be one of deit, got 'vit'" in message(other)
     assert "row 'a': expected 'seeds', but got 'seed'" in message({'rows': {'a': {'seed': 9}}})
@@ -232,12 +235,32 @@ def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
     for found in {'train': 50, 'val': 10}, {**content['images'], 'digest': 'of as many others'}:
         path.write_text(json.dumps({**content, 'images': found}))
         assert f"has rows of other images, {found}, than these, {content['images']}" in error(settings=[VGG])
+    path.write_text(json.dumps({**content, 'processor': 'cpu family 0'}))
+    assert 'has rows of another processor, cpu family 0, than this, ' in error(settings=[VGG])
     counts = {key: count for key, count in content['images'].items() if key != 'digest'}
     assert counts == {'train': 20, 'validation': 8}
     path.write_text(json.dumps({**content, 'images': counts}))  # of an earlier version of the script
     assert start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG]) == (0, rows)
     path.write_text('{"rows"')
     assert 'repoptimizers.json is not valid JSON, move it away' in error(settings=[VGG])
+
+
+def test_results_of_a_run_that_began_at_the_same_time(start, load_script, tmp_path, monkeypatch, capsys):
+    """Rows are not added to a file that got rows of other settings in the meantime."""
+    module = load_script('experiments/run')
+    check_writable, begun = module.check_writable, []
+
+    def other_run(*args):
+        if not begun:
+            begun.append(args)
+            start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG, 'lr=7'])
+        return check_writable(*args)
+
+    monkeypatch.setattr(module, 'check_writable', other_run)
+    status, rows = start('repoptimizers', '--seeds', 0, '--rows', 'repsgd', settings=[VGG])
+    assert status == 1
+    assert [row['row'] for row in rows] == ['sgd']
+    assert 'rows of other settings' in capsys.readouterr().err
 
 
 def test_other_classes(start, images, tmp_path, capsys):
@@ -687,7 +710,7 @@ def test_committed_rows(load_script, monkeypatch):
             finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
             assert len(finished) == len(content['rows'])
             workspace.images = {'train': 50000, 'val': 10000, 'digest': '345ded87a3'}  # the unpacked CIFAR-10
-            module.check_results(one, workspace)
+            module.check_results(content, one, workspace)
 
 
 def test_comparison_of_searches(load_script, monkeypatch):
@@ -712,7 +735,7 @@ def test_comparison_of_searches(load_script, monkeypatch):
 def _add_rows(report, results, first):
     report.RESULTS = results
     for i in range(first, first + 20):
-        report.save('a', 'What.', [{'row': str(i), 'seed': 0}], torch.device('cpu'), {}, ['row', 'seed'], keep_all=True)
+        report.save('a', 'What.', [{'row': str(i), 'seed': 0}], torch.device('cpu'), {}, ['row', 'seed'], check=bool)
 
 
 def test_rows_of_two_processes(load_script, tmp_path):
@@ -793,6 +816,18 @@ def test_pretrained_weights(load_script, start, images, tmp_path, monkeypatch, c
         student.patch_embed.proj.weight[:, 0, 0, 0], big.patch_embed.proj.weight[::2, 0, 0, 0], rtol=0, atol=0)
 
 
+    # other weights of the same name: their training is another one, and their rows are not mixed with these
+    torch.nn.init.normal_(big.head.weight)
+    torch.save(big.state_dict(), tmp_path / 'big.pth')
+    with pytest.raises(SystemExit):
+        start('x', '--weights-dir', tmp_path, epochs=1)
+    assert 'rows of another big.pth' in capsys.readouterr().err
+    path, = (tmp_path / 'results').glob('*/x.json')
+    path.unlink()
+    assert start('x', '--weights-dir', tmp_path, epochs=1)[0] == 0
+    assert same_weights(seen[1][1], big)
+
+
 def test_list(script, capsys):
     script('experiments/run')
     assert [line.partition(' ')[0] for line in capsys.readouterr().out.splitlines()] == NAMES
@@ -842,6 +877,20 @@ def test_real_vit(script, real_vit, tmp_path, capsys, monkeypatch):
     script('experiments/real_vit', *args)
     script('experiments/real_vit', *args, '--distil-epochs', 2, '--lr', 1e-3)
     assert [path.read_text() for path in paths] == contents
+    # another classifier, and another network: nothing of the first ones is used
+    state = torch.load(classifier, weights_only=True)
+    state['model']['head.bias'] += torch.arange(10.)
+    torch.save(state, classifier)
+    script('experiments/real_vit', *args)
+    other = json.loads(paths[0].read_text())
+    assert [row['original'] for row in other['rows']] != [row['original'] for row in plain]
+    assert other['classifier'] != json.loads(contents[0])['classifier']
+    with pytest.raises(ValueError, match='training.*is of another one: classifier'):
+        script('experiments/real_vit', *args, '--distil-epochs', 2, '--lr', 1e-3)
+    weights = load_file(args[1])
+    save_file({name: -value for name, value in weights.items()}, args[1])
+    with pytest.raises(ValueError, match='training.*is of another one: weights'):
+        script('experiments/real_vit', 'finetune', *args[1:6], '--epochs', 1, '-o', classifier)
 
 
 def test_real_vit_distils_from_whole_images(real_vit, monkeypatch, tmp_path):
@@ -851,7 +900,7 @@ def test_real_vit_distils_from_whole_images(real_vit, monkeypatch, tmp_path):
     whole = torch.cat([images for images, _ in module.chosen(train, list(range(20)))])
     monkeypatch.setattr(module, 'fit', lambda *args, **kwargs: loaders.append(args[3]))
     for teacher in None, torch.nn.Linear(1, 1):
-        module.train_parts(torch.nn.Linear(1, 1), train, args, 1, tmp_path / 'state.pth', print, teacher=teacher)
+        module.train_parts(torch.nn.Linear(1, 1), train, args, 1, tmp_path / 'state.pth', print, {}, teacher=teacher)
     torch.manual_seed(0)
     assert any(not (whole == x).flatten(1).all(1).any() for x in next(iter(loaders[0]))[0])  # crops
     images, targets = map(torch.cat, zip(*(batch for _ in range(4) for batch in loaders[1])))

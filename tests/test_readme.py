@@ -411,6 +411,17 @@ def small_table(monkeypatch, tmp_path):
     return table
 
 
+@pytest.mark.parametrize('minus, message', [
+    ({'row': 'c'}, r'seeds must be \[0, 1\] .* got \[0\]'), ({'row': 'd'}, r'seeds must be \[0, 1\] .* got \[0, 2\]'),
+    ({'row': 'e'}, 'two rows .* seed 1')])
+def test_differences_of_other_seeds_are_refused(small_table, tmp_path, minus, message):
+    content = json.loads((tmp_path / 'x.json').read_text())
+    rows = [dict(row=row, seed=seed, top1=1.) for row, seeds in (('d', (0, 2)), ('e', (1, 1))) for seed in seeds]
+    (tmp_path / 'x.json').write_text(json.dumps({'rows': [*content['rows'], *rows]}))
+    with pytest.raises(ValueError, match=message):
+        small_table(columns={'change': {'minus': minus}})
+
+
 def test_a_table(small_table):
     """Means and deviations over the seeds, differences paired by the seed, quotients, texts."""
     assert small_table() == ['| first | 2.50 ± 2.12 |']

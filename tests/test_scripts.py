@@ -224,6 +224,21 @@ def test_bench_int8(script, load_script, tmp_path, monkeypatch, bfloat16):
         assert row[f'{backend}: speedup'] == module.speedup(times[backend], times[row['fastest float']]) > 0
 
 
+@pytest.mark.slow
+def test_frozen_weights(load_script, monkeypatch):
+    """Only the side that says so has its weights as constants, although torch shares code among equal models."""
+    import torch._inductor.freezing as freezing
+
+    compiled, freeze, calls = load_script('benchmarks/deploy')._compiled, freezing.freeze, []
+    monkeypatch.setattr(freezing, 'freeze', lambda *args, **kwargs: calls.append(args) or freeze(*args, **kwargs))
+    model, x = torch.nn.Linear(3, 4).eval(), torch.randn(2, 3)
+    with torch.inference_mode():
+        for is_frozen in False, True:
+            side = compiled(model, freeze=is_frozen)
+            assert relative(side(x), model(x)) < 1e-5
+            assert len(calls) == is_frozen
+
+
 def test_bench_resumes(script, load_script, tmp_path, monkeypatch, capsys):
     """Rows are saved as they are measured; --resume skips the rows of the file."""
     module = load_script('bench')

@@ -125,6 +125,8 @@ def accelerate(
         raise ValueError(f'sweep must hold distinct numbers from 0 to 1, got {list(sweep)}.')
     if resume and checkpoint is None:
         raise ValueError('checkpoint must be given with resume=True, got None.')
+    if not isinstance(calibration_images, int) or isinstance(calibration_images, bool) or calibration_images < 1:
+        raise ValueError(f'calibration_images must be an integer >= 1, got {calibration_images!r}.')
     check_distillation(distil_epochs, lr)
     checkpoint = None if checkpoint is None else Path(checkpoint)
     original = copy.deepcopy(model).eval().to(images.device)

@@ -1,5 +1,7 @@
 """Time and memory of a conversion from data: conversion."""
 import copy
+import ctypes
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Callable, Optional, Sequence
@@ -20,7 +22,7 @@ _MODELS = {'vit_small_patch16_224': {}, 'vit_tiny_patch16_224': {'depth': 24}}
 
 
 def _peak_memory(call: Callable[[], object]) -> Optional[int]:
-    """MB by which the resident memory of this process grows at most during a call; None where Linux does not say.
+    """MB by which the resident memory of this process grows at most in a second call; None where Linux does not say.
 
     The profiler behind :func:`benchmarks.timing.memory_use` misses what other threads allocate, in which the batches of
     a conversion run.
@@ -32,6 +34,9 @@ def _peak_memory(call: Callable[[], object]) -> Optional[int]:
     def kilobytes(name: str) -> int:
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
 
+    call()  # imports and buffers that stay
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds
     clear.write_text('5')  # resets the peak
     before = kilobytes('VmRSS')
     call()

@@ -56,12 +56,11 @@ def onnx(args):
 
 
 def _compiled(model, dtype=torch.float32, freeze=False):
-    from torch._inductor import config  # brings the compiler
-
-    model = torch.compile(copy.deepcopy(model).to(dtype), dynamic=False)
+    # options, not a patch of the config: torch shares compiled code among models of a class whose options are equal
+    model = torch.compile(copy.deepcopy(model).to(dtype), dynamic=False, options={'freezing': freeze})
 
     def call(x):
-        with torch.inference_mode(False), torch.no_grad(), config.patch(freezing=freeze):
+        with torch.inference_mode(False), torch.no_grad():
             return model(x.to(dtype))
 
     return call
@@ -96,5 +95,7 @@ def int8(args):
                 **{f'{side}: speedup': speedup(times[side], times[fastest]) for side in quantized},
                 'layers in int8': {side: len(model.report.int8_layers) for side, model in quantized.items()},
                 'spread (%)': timing_columns(times)['spread (%)'],
-                **{package: importlib.metadata.version(package) for package in ('torchao', 'onnxruntime')},
+                **{
+                    package: importlib.metadata.version(package)
+                    for backend in backends for package in BACKENDS[backend].packages},
             }

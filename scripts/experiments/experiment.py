@@ -21,7 +21,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 import yaml
 from experiments import convert, quantize, train
 
-__all__ = ['EXPERIMENTS', 'PROCEDURES', 'Experiment', 'Row', 'files', 'load', 'names']
+__all__ = ['EXPERIMENTS', 'PROCEDURES', 'Experiment', 'Row', 'load', 'names']
 
 EXPERIMENTS = Path(__file__).parent
 # functions of settings and workspace that return a row
@@ -144,12 +144,6 @@ def _keys(settings: Mapping[str, Any]) -> List[str]:
     return [*settings, *(key for value in nested if isinstance(value, Mapping) for key in _keys(value))]
 
 
-def files(settings: Mapping[str, Any]) -> List[str]:
-    """Names of the pretrained weights that settings refer to."""
-    nested = [name for value in settings.values() if isinstance(value, Mapping) for name in files(value)]
-    return [settings['file'], *nested] if 'file' in settings else nested
-
-
 def _read(name: str) -> Dict[str, Any]:
     """Content of a data file."""
     path = EXPERIMENTS / f'{name}.yaml'
@@ -215,6 +209,8 @@ def _resolved(
                 kind, place = training.pop('procedure', 'train'), f'{where}, training {value!r}'
                 if kind not in ('train', 'search', 'pretrained'):
                     raise ValueError(f"{place}: procedure must be 'train', 'search' or 'pretrained', got {kind!r}.")
+                if key == 'trained' and kind != 'train':
+                    raise ValueError(f"{place}: procedure must be 'train' for {key!r}, got {kind!r}.")
                 settings[key] = _resolved(kind, training, settings.get('seed', seed), document, changes, place)
             elif key in ('teacher', 'trained') and value is not None:
                 raise ValueError(f'{where}: {key} must be one of {", ".join(trainings)}, got {value!r}.')

@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -39,8 +39,10 @@ from benchmarks.timing import speedup, timing_columns
 from experiments import report as results
 from experiments.convert import refusing
 from experiments.pruning import METHODS
+from experiments.workspace import files_digest
 
 import timm_rep
+from timm_rep.hub import sha256
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.profiling import count_macs, time_passes
@@ -100,6 +102,12 @@ def read(args: argparse.Namespace, split: str, img_size: int) -> DeviceLoader:
     return DeviceLoader(dataset, args.batch_size, split == 'train')
 
 
+def conditions(args: argparse.Namespace, *loaders: DeviceLoader) -> Dict[str, Any]:
+    """What all results of a command depend on: hashes of the network and the images, and the batch size."""
+    images = files_digest(args.data_dir, (loader.dataset for loader in loaders))
+    return dict(weights=sha256(args.weights)[:10], images=images, batch_size=args.batch_size)
+
+
 def train_parts(
         model: nn.Module,
         train: DeviceLoader,
@@ -107,11 +115,15 @@ def train_parts(
         epochs: int,
         path: Path,
         after_epoch: Callable[[int], None],
+        known: Mapping[str, Any],
         teacher: Optional[nn.Module] = None,
         layer_decay: Optional[float] = None,
         **kwargs,
 ) -> None:
-    """Train in quarters of an epoch, each of a random quarter of the images, after which the state is written."""
+    """Train in quarters of an epoch, each of a random quarter of the images, after which the state is written.
+
+    ``known`` are conditions that must not change if the training is resumed.
+    """
     train = copy.copy(train)
     train.sampler = RandomSampler(train.dataset, num_samples=len(train.targets) // _PARTS)
     train.crop = teacher is None  # a distillation sees whole images, as a calibration: crops have black borders
@@ -119,7 +131,7 @@ def train_parts(
     scheduler = CosineLRScheduler(
         optimizer, t_initial=epochs * _PARTS * len(train), warmup_t=len(train) * (teacher is None),
         warmup_lr_init=1e-6, t_in_epochs=False)
-    settings, start = dict(epochs=epochs, batch_size=args.batch_size, lr=args.lr), 0
+    settings, start = dict(known, epochs=epochs, lr=args.lr), 0
     if path.is_file():
         state = read_training_state(path, settings, 'training')
         model.load_state_dict(state['model'])
@@ -148,7 +160,8 @@ def finetune(args: argparse.Namespace) -> None:
         print(f'epoch {epoch}: {evaluate(model, val, torch.device("cpu"))[1]:.2f}%', flush=True)
 
     train_parts(
-        model, train, args, args.epochs, args.output, print_accuracy, layer_decay=0.75, smoothing=0.1)
+        model, train, args, args.epochs, args.output, print_accuracy, conditions(args, train, val), layer_decay=0.75,
+        smoothing=0.1)
 
 
 @torch.inference_mode()
@@ -160,6 +173,8 @@ def fit_probe(features: torch.Tensor, targets: torch.Tensor) -> Callable[[torch.
     """Multinomial logistic regression on standardized features, by L-BFGS."""
     mean, std = features.mean(0), features.std(0)
     head = nn.Linear(features.shape[1], 10)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=100, line_search_fn='strong_wolfe')
 
     def closure() -> torch.Tensor:
@@ -214,7 +229,9 @@ def compare(args: argparse.Namespace) -> None:
     print(f'original: {percentage(predicted == targets)}%, {macs / 1e6:.0f} M MACs', flush=True)
     kind = 'distilled' if args.distil_epochs else 'classifier' if args.classifier else 'probe'
     section, device = f'real-vit-{kind}', torch.device('cpu')
-    settings = dict(img_size=img_size, val_images=args.val_images)
+    settings = dict(conditions(args, train, val), img_size=img_size, val_images=args.val_images)
+    if args.classifier:
+        settings['classifier'] = sha256(args.classifier)[:10]
     done = results.rows_measured(section, device, settings)
 
     def measure(smaller: nn.Module, key: Dict[str, Any], minutes: float, distil_epochs: int) -> None:
@@ -249,7 +266,7 @@ def compare(args: argparse.Namespace) -> None:
         if args.distil_epochs:
             state = '-'.join(map(str, key.values())).replace(' ', '-')
             train_parts(
-                smaller, train, args, args.distil_epochs, args.states / f'{state}.pth', after_epoch,
+                smaller, train, args, args.distil_epochs, args.states / f'{state}.pth', after_epoch, settings,
                 teacher=copy.deepcopy(model))
 
 

@@ -15,16 +15,17 @@ import argparse
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
-from typing import Any, List, Mapping, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 import timm
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments import report as results
-from experiments.experiment import PROCEDURES, Experiment, Row, files, load, names
-from experiments.workspace import OutOfTime, Workspace, digest
+from experiments.experiment import PROCEDURES, Experiment, Row, load, names
+from experiments.workspace import OutOfTime, Workspace, digest, weight_files
 
 from timm_rep.cli._arguments import ModelKwargs
 from timm_rep.cli._arguments import device as usable_device
@@ -42,11 +43,8 @@ def is_finished(experiment: Experiment, row: Row, device: torch.device) -> bool:
     return any(all(found.get(k) == v for k, v in wanted.items()) for found in content['rows'])
 
 
-def check_results(experiment: Experiment, workspace: Workspace) -> None:
-    """Refuse a file of results with rows of other settings, versions or images."""
-    content = results.read(experiment.name, workspace.device)
-    if content is None:
-        return
+def check_results(content: Dict[str, Any], experiment: Experiment, workspace: Workspace) -> None:
+    """Refuse the content of a file of results with rows of other settings, versions, images, weights or processors."""
     known = {digest(row.settings) for row in experiment.rows}
     other = sum(row.get('settings') not in known for row in content['rows'])
     others = []
@@ -59,6 +57,13 @@ def check_results(experiment: Experiment, workspace: Workspace) -> None:
     before = content.get('images') or {}
     if not before.keys() <= workspace.images.keys() or any(workspace.images[k] != v for k, v in before.items()):
         others.append(f'rows of other images, {before}, than these, {workspace.images}')
+    weights = {name: digest for row in content['rows'] for name, digest in row.get('weights', {}).items()}
+    others += [
+        f'rows of another {name}, {weights[name]}, than this, {now}' for name, now in workspace.weights.items()
+        if weights.get(name, now) != now]
+    before, now = content.get('processor'), results.processor(workspace.device)
+    if before not in (None, now):
+        others.append(f'rows of another processor, {before}, than this, {now}')
     if others:
         raise ValueError(
             f'{results.result_file(experiment.name, workspace.device)} has {others[0]}. Move it away, or set '
@@ -68,12 +73,15 @@ def check_results(experiment: Experiment, workspace: Workspace) -> None:
 def finish(experiment: Experiment, row: Row, workspace: Workspace) -> None:
     """Compute a row and add it to the file of results."""
     found = PROCEDURES[row.procedure](row.settings, workspace)
-    found = {**row.identity, 'seed': row.seed, **found, 'settings': digest(row.settings)}
+    weights = workspace.hashes(row.settings)
+    found = {
+        **row.identity, 'seed': row.seed, **found, **({'weights': weights} if weights else {}),
+        'settings': digest(row.settings)}
     results.save(
         experiment.name, experiment.document['what'], [found], workspace.device,
         {'settings': experiment.document.get('settings') or {}, 'images': workspace.images}, [*experiment.keys, 'seed'],
-        keep_all=True)
-    results.print_table([{k: v for k, v in found.items() if k != 'settings'}])
+        check=partial(check_results, experiment=experiment, workspace=workspace))
+    results.print_table([{k: v for k, v in found.items() if k not in ('settings', 'weights')}])
     sys.stdout.flush()
 
 
@@ -156,18 +164,22 @@ def prepared(args: argparse.Namespace) -> Tuple[Experiment, List[Row], Workspace
     unknown = [settings['model'] for settings in trainings if not timm.is_model(settings['model'])]
     if unknown:
         raise ValueError(f'model must be a model of timm, got {unknown[0]!r}.')
-    for name in sorted({name for row in rows for name in files(row.settings)}):
+    for name in sorted({name for row in rows for name in weight_files(row.settings)}):
         if not (args.weights_dir / name).is_file():
             raise ValueError(
                 f'--weights-dir must be a folder with {name}, got {str(args.weights_dir)!r}. scripts/results/README.md '
                 'says where the weights are from.')
+    for row in rows:
+        workspace.hashes(row.settings)
     checked = []
     for settings in trainings:
         images = {key: settings[key] for key in ('data', 'img_size', 'num_classes')}
         if images not in checked:
             workspace.check_images(settings)
             checked.append(images)
-    check_results(experiment, workspace)
+    content = results.read(experiment.name, device)
+    if content is not None:
+        check_results(content, experiment, workspace)
     quantized = [row.settings for row in rows if row.procedure == 'quantize' and row.settings['backend'] is not None]
     for setting in {(settings['backend'], settings['calibrator']) for settings in quantized}:
         check_quantization(*setting)

@@ -6,18 +6,19 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 
 from timm_rep.demo.training import load_split
+from timm_rep.hub import sha256
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.utils.atomic import locking_folder
 from timm_rep.utils.data import check_same_classes
 from timm_rep.utils.profiling import device_name, versions
 
-__all__ = ['Images', 'OutOfTime', 'Workspace', 'digest', 'num_classes']
+__all__ = ['Images', 'OutOfTime', 'Workspace', 'digest', 'files_digest', 'num_classes', 'weight_files']
 
 
 class OutOfTime(Exception):
@@ -27,6 +28,18 @@ class OutOfTime(Exception):
 def digest(settings: Any) -> str:
     """Hash of settings, including the trainings that they refer to."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def files_digest(root: str, datasets: Iterable[Any]) -> str:
+    """Hash of the names, relative to a folder, and the sizes of the images of datasets."""
+    return digest(sorted(
+        [os.path.relpath(path, root), os.path.getsize(path)] for dataset in datasets for path, _ in dataset.samples))
+
+
+def weight_files(settings: Mapping[str, Any]) -> List[str]:
+    """Names of the pretrained weights that settings refer to."""
+    nested = [name for value in settings.values() if isinstance(value, Mapping) for name in weight_files(value)]
+    return [settings['file'], *nested] if 'file' in settings else nested
 
 
 @dataclass
@@ -43,6 +56,7 @@ class Workspace:
         deadline: Time, as of ``time.monotonic()``, after which no epoch begins.
         wait: Wait for a training that another process runs instead of raising BlockingIOError.
         images: Number of images in each split and a digest of their names and sizes, set by :meth:`check_images`.
+        weights: SHA-256 of files of pretrained weights, by name, as :meth:`hashes` needs them.
     """
     output: Path
     data_dir: str
@@ -52,13 +66,21 @@ class Workspace:
     deadline: float = float('inf')
     wait: bool = True
     images: Dict[str, Union[int, str]] = field(default_factory=dict)
+    weights: Dict[str, str] = field(default_factory=dict)
     _loaders: Dict[Tuple, DeviceLoader] = field(default_factory=dict)
 
     def training_folder(self, settings: Mapping[str, Any]):
         """Context manager of the folder of a training, locked for other processes."""
         images = None if settings.get('data') == 'digits' else self.images
-        key = [settings, images, self.val_split, device_name(self.device), versions()]
+        key = [settings, images, self.val_split, device_name(self.device), versions(), *self.hashes(settings).values()]
         return locking_folder(self.output / f'{settings.get("model", "model")}-{digest(key)}', self.wait)
+
+    def hashes(self, settings: Mapping[str, Any]) -> Dict[str, str]:
+        """Digests of the pretrained weights that settings refer to, by name of the file."""
+        for name in weight_files(settings):
+            if name not in self.weights:
+                self.weights[name] = sha256(self.weights_dir / name)[:10]
+        return {name: self.weights[name] for name in sorted(weight_files(settings))}
 
     def check_time(self) -> None:
         """
@@ -113,20 +135,19 @@ class Workspace:
         """
         if settings['data'] == 'digits':
             return
-        files, classes = [], {}
+        datasets, classes = [], {}
         for is_training in (True, False):
             dataset = self._folders({**settings, 'classes': None}, is_training)
             split = 'train' if is_training else self.val_split
             self.images[split], classes[os.path.join(self.data_dir, split)] = len(dataset), dataset.classes
-            files += [
-                [os.path.relpath(path, self.data_dir), os.path.getsize(path)] for path, _ in dataset.samples]
+            datasets.append(dataset)
             found = len(dataset.classes)
             if found > settings['num_classes']:
                 raise ValueError(
                     f'Expected at most {settings["num_classes"]} classes, but got {found} in {self.data_dir!r}: pass '
                     f'another --data-dir or --set num_classes={found}.')
         check_same_classes(classes)
-        self.images['digest'] = digest(sorted(files))
+        self.images['digest'] = files_digest(self.data_dir, datasets)
 
     def _folders(self, settings: Mapping[str, Any], is_training: bool):
         split = 'train' if is_training else self.val_split

@@ -475,6 +475,15 @@ def test_models_that_cannot_be_saved_are_refused_before_the_work(data, monkeypat
         accelerate(model, images)
 
 
+@pytest.mark.parametrize('count', [0, -3, 2.5, True])
+def test_wrong_numbers_of_calibration_images_are_refused_before_the_work(data, monkeypatch, count):
+    model = original(data)
+    images = Images(model, str(data))
+    monkeypatch.setattr(images, 'calibration', lambda *args: pytest.fail('too late'))
+    with pytest.raises(ValueError, match=f'calibration_images must be an integer >= 1, got {count}'):
+        accelerate(model, images, calibration_images=count)
+
+
 @torch.no_grad()
 def test_tied_parameters(data, tmp_path):
     """Tied parameters are written twice."""
@@ -601,6 +610,26 @@ def test_processes_distil_like_one(tmp_path):
         assert other.keys() == found[0].keys()
         for name, value in other.items():
             torch.testing.assert_close(value, found[0][name], rtol=1e-6, atol=1e-9)
+
+
+def resume_student(path):
+    torch.manual_seed(0)
+    teacher, student = (timm.create_model('vit_tiny_patch16_224', **VIT).double() for _ in range(2))
+    state = path / str(dist.get_rank()) / STATE
+    with pytest.raises(ValueError, match=r'same epoch, got \[1, 0\]'):
+        distil(student, teacher, FixedImages(), epochs=2, lr=1e-3, checkpoint=state, resume=True)
+
+
+def test_processes_resume_from_the_same_epoch(tmp_path):
+    """A checkpoint that only the first process sees is refused by all."""
+    torch.manual_seed(0)
+    teacher, student = (timm.create_model('vit_tiny_patch16_224', **VIT).double() for _ in range(2))
+    state = tmp_path / '0' / STATE
+    distil(student, teacher, FixedImages(), epochs=2, lr=1e-3, checkpoint=state)
+    saved = torch.load(state, weights_only=True)
+    saved['settings']['steps'] = 2  # of a process of two
+    torch.save({**saved, 'epoch': 1}, state)
+    in_processes(2, resume_student, tmp_path)
 
 
 def accelerate_model(data, path):

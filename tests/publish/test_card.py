@@ -450,6 +450,29 @@ def test_names_of_classes_in_their_order(folder, tmp_path):
         tmp_path / f'{NAME}_folded' / 'README.md').read_text()
 
 
+def test_folded_again(tmp_path, folder, checkpoint, images):
+    """Nothing that was made from other weights is left in the folder of the folded form."""
+    prepare_folder(folder, checkpoint[2], data_dir=str(images), split='validation')
+    (tmp_path / 'out').mkdir()
+    target = write_folded(folder, tmp_path / 'out')
+    assert (target / 'train.yaml').is_file()
+    old = {path.name for path in target.iterdir()}
+    write_int8(target, 'onnxruntime')
+    (target / 'predictions.csv').write_text('of other weights')
+    write_folded(folder, tmp_path / 'out')
+    assert {path.name for path in target.iterdir()} == old
+    verify_folder(target)
+
+
+def test_classes_in_another_order(folder, checkpoint):
+    """train.py numbers the classes by class_map, the accuracy and the names are by folder."""
+    before = (folder / 'train.yaml').read_text()
+    (folder / 'train.yaml').write_text(before + 'class_map: classes.txt\n')
+    with pytest.raises(ValueError, match=r'train\.yaml.*class_map'):
+        prepare_folder(folder, checkpoint[2])
+    assert [path.name for path in folder.iterdir()] == ['train.yaml']
+
+
 @pytest.mark.parametrize('word', ['init', False, None])
 def test_words_for_scales(tmp_path, word):
     folder = tmp_path / 'repopt_vgg_a0.mine'

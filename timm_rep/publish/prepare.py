@@ -191,6 +191,10 @@ def _write_trained(
     variant, tag = split_name(folder)
     recipe, own = Path(recipe) if recipe is not None else folder / RECIPE_NAME, folder / RECIPE_NAME
     settings = _read_recipe(recipe, variant)
+    if settings.get('class_map'):
+        raise ValueError(
+            f'{str(recipe)!r}: class_map must not be set: the folders of images, in alphabetical order, name the classes '
+            'here.')
     if recipe.resolve().parent not in (folder, checkpoint.resolve().parent):
         raise ValueError(f'The recipe must be in the folder of the checkpoint, got {str(recipe)!r}: copy it there.')
     classes: Optional[Sequence[str]] = None
@@ -352,6 +356,9 @@ def write_folded(folder: StrPath, parent: StrPath) -> Path:
     model = load_folder(folder, reparameterized=True)
     target = Path(parent).resolve() / f'{folder.name}_folded'
     with replacing_files(target, copy=True) as draft:
+        for name in RECIPE_NAME, PREDICTIONS_NAME:  # of earlier weights
+            (draft / name).unlink(missing_ok=True)
+        _drop_weights(draft)
         args = {name: value for name, value in repo.model_args.items() if name != 'scales'}
         write_model(model, draft, model_args=args, tag=f'{tag}_folded')
         metrics, weights = read_metrics(folder), sha256(draft / WEIGHTS_NAME)

@@ -22,7 +22,7 @@ from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.data import Loader, batches_of, labelled_images, world_size_and_rank
 from timm_rep.utils.files import StrPath
-from timm_rep.utils.training import check_not_diverged, evaluate, fit
+from timm_rep.utils.training import check_not_diverged, check_start, evaluate, fit
 from timm_rep.version import __version__
 
 _History = Dict[str, Dict[str, List[float]]]
@@ -164,7 +164,7 @@ def hyper_search(
     history: Dict[str, Any] = {}
     if resume and checkpoint is not None and checkpoint.is_file():
         start, history = _load_checkpoint(checkpoint, model, optimizer, settings)
-    _check_start(start, world_size)
+    check_start(start)
 
     def after_epoch(done: int) -> None:
         check_not_diverged(model, done)
@@ -268,17 +268,6 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
     if not all(p.requires_grad for p in params):
         raise ValueError(f'Kernels and scales of {name} must require gradients to be searched: call requires_grad_().')
     return model
-
-
-def _check_start(start: int, world_size: int) -> None:
-    starts = [start]
-    if world_size > 1:
-        starts *= world_size
-        torch.distributed.all_gather_object(starts, start)
-    if len(set(starts)) > 1:
-        raise ValueError(
-            f'All processes must start from the same epoch, got {starts}: put the checkpoint into a folder that all of '
-            'them see.')
 
 
 def _record(history: _History, scales: Scales) -> None:

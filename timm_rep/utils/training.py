@@ -145,6 +145,19 @@ def check_not_diverged(model: nn.Module, epochs: int) -> None:
                 'a smaller lr.')
 
 
+def check_start(epoch: int) -> None:
+    """Raise ValueError unless all processes of a group start from the same epoch."""
+    world_size, _ = world_size_and_rank()
+    starts = [epoch]
+    if world_size > 1:
+        starts *= world_size
+        torch.distributed.all_gather_object(starts, epoch)
+    if len(set(starts)) > 1:
+        raise ValueError(
+            f'All processes must start from the same epoch, got {starts}: put the checkpoint into a folder that all of '
+            'them see.')
+
+
 def check_distillation(epochs: int, lr: float) -> None:
     """Raise ValueError unless epochs is an integer >= 0 and lr a finite number > 0."""
     if not isinstance(epochs, int) or epochs < 0:
@@ -183,7 +196,8 @@ def distil(
 
     Raises:
         RuntimeError: Weights became infinite or NaN. The checkpoint holds the epoch before.
-        ValueError: epochs or lr is out of range, or the checkpoint is damaged or of other settings.
+        ValueError: epochs or lr is out of range, the checkpoint is damaged or of other settings, or the processes of a
+            group do not all see it.
     """
     check_distillation(epochs, lr)
     device = images.device
@@ -210,6 +224,7 @@ def distil(
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
             raise ValueError(
                 f'{str(checkpoint)!r} is damaged ({type(e).__name__}: {e}): delete it to start again.') from e
+    check_start(start)
 
     def after_epoch(epoch: int) -> None:
         check_not_diverged(model, epoch)
