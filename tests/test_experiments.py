@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from timm.optim import list_optimizers
 
 from tests.helpers import ROOT, SCRIPTS, needs_recorded_args, randomize_, relative, run, same_weights
 from timm_rep.convert import folded_copy
+from timm_rep.convert.ffn import find_ffns
 from timm_rep.deploy import BACKENDS, CALIBRATORS
 from timm_rep.init.weight_select import ELEMENT_CHOICES
 from timm_rep.layers import csla_layers
@@ -462,6 +464,84 @@ def test_accelerate(start, load_script):
     assert len({round(row['MACs'], 2) for row in rows}) == 1
 
 
+def _settings_of(module, model, **changes):
+    train = dict(
+        model=model, img_size=32, num_classes=4, classes=None, data='folders', train_images=None, holdout=0,
+        batch_size=10)
+    return dict(module.DEFAULTS, trained=train, **changes)
+
+
+@pytest.fixture
+def small_space(load_script, images, tmp_path):
+    return load_script('experiments/workspace').Workspace(
+        tmp_path / 'out', str(images), torch.device('cpu'), 'validation')
+
+
+@pytest.mark.parametrize('method', ['closed form', 'VBP'])
+def test_figures_of_a_conversion(load_script, small_space, monkeypatch, method):
+    """A loss is a negative change, a faster network has a speedup above 1."""
+    module = load_script('experiments/convert')
+    net = timm.create_model(
+        'fasternet_t0', embed_dim=16, depths=[1, 1], feature_dim=24, num_classes=4).eval()
+    monkeypatch.setattr(module, 'trained', lambda *args: SimpleNamespace(model=net))
+    measured = []
+
+    def evaluate(model, *args):
+        measured.append(model)
+        return None, 50. if model is net else 40.
+
+    monkeypatch.setattr(module, 'evaluate', evaluate)
+    monkeypatch.setattr(module, 'time_passes', lambda nets, x: {
+        side: [4. if model is net else 2.] * 3 for side, model in nets.items()})
+    settings = _settings_of(module, 'm', method=method, idle_ratio=.5, images=20, timed_images=1)
+    row = module.accelerate(settings, small_space)
+    assert (row['top-1 change'], row['original'], row['speedup']) == (-10., 50., 2.)
+    assert row['MACs'] < 1
+    assert len(measured) == 2
+
+
+def test_figures_of_forms(load_script, small_space, monkeypatch):
+    module = load_script('experiments/convert')
+    net = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=8, depth=2, num_heads=2, num_classes=4)
+    monkeypatch.setattr(module, 'trained', lambda *args: SimpleNamespace(model=net.eval()))
+    figures = iter([50., 40., 30., 60.])
+    monkeypatch.setattr(module, 'evaluate', lambda *args: (None, next(figures)))
+    settings = dict(module.FORMS, images=20, trained=_settings_of(module, 'm')['trained'])
+    row = module.linear_path(settings, small_space)
+    assert {form: row[form] for form in ('better', 'two matrices', 'three matrices')} == {
+        'better': -10., 'two matrices': -20., 'three matrices': 10.}
+    assert row['original'] == 50.
+
+
+def test_figures_of_a_quantization(load_script, small_space, monkeypatch):
+    module = load_script('experiments/quantize')
+    net, figures = torch.nn.Identity(), iter([50., 40.])
+    report = SimpleNamespace(int8_layers=['a', 'b'], float_layers=['c'])
+    monkeypatch.setattr(module, 'trained', lambda *args: SimpleNamespace(model=net))
+    monkeypatch.setattr(module, 'quantize_ptq', lambda *args, **kwargs: SimpleNamespace(report=report))
+    monkeypatch.setattr(module, 'evaluate', lambda *args: (None, next(figures)))
+    row = module.quantize(_settings_of(module, 'm', images=8), small_space)
+    assert row == {'top-1': 40., 'change': -10., 'layers in int8': 2, 'in float': 1}
+
+
+@torch.no_grad()
+def test_metrics_of_the_rules(load_script):
+    """The rule 'relative' divides the error of an FFN by the deviation of its outputs."""
+    module = load_script('experiments/convert')
+    net = randomize_(timm.create_model(
+        'vit_tiny_patch16_224', img_size=32, embed_dim=24, depth=2, num_heads=3, num_classes=4).eval())
+    ffns, x = find_ffns(net)[0], torch.randn(6, 3, 32, 32)
+    seen = {}
+    for i, block in enumerate(net.blocks):
+        block.mlp.fc2.register_forward_hook(lambda _, args, y, i=i: seen.__setitem__(f'blocks.{i}.mlp', y))
+    shares = SimpleNamespace(shares=[SimpleNamespace(x=x)])
+    assert all((m == 1).all() for m in module._plain_metrics(net, ffns, shares, relative=False).values())
+    for name, metric in module._plain_metrics(net, ffns, shares, relative=True).items():
+        assert metric.shape == (24,)
+        torch.testing.assert_close(
+            metric, seen[name].reshape(-1, 24).double().var(0).sum().rsqrt().expand(24), rtol=1e-4, atol=0)
+
+
 def test_pruning(load_script):
     """Kept channels compute what they did, the others their mean; refitted, the error is smaller."""
     torch.manual_seed(0)
@@ -667,6 +747,92 @@ def test_trainings_of_other_images(start, load_script, images, tmp_path, monkeyp
         before = len(list(tmp_path.glob('out/*/last.pth')))
         assert start(*args, *data, settings=[VGG], epochs=1)[0] == 0
         assert len(list(tmp_path.glob('out/*/last.pth'))) == before + (name != 'copy')
+
+
+def test_settings_reach_the_training(load_script, images, small_space, monkeypatch):
+    """Every setting, at a value that is not its default, gets to the function that it is for."""
+    train, seen = load_script('experiments/train'), {}
+
+    def spy(name):
+        function = getattr(train, name)
+
+        def spied(*args, **kwargs):
+            seen[name] = args, kwargs
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(train, name, spied)
+
+    for name in ('fit', 'create_optimizer_v2', 'create_scheduler_v2', 'weight_select_init'):
+        spy(name)
+    vit = dict(img_size=16, patch_size=8, embed_dim=8, depth=2, num_heads=2)
+    common = dict(
+        train.DEFAULTS, model='vit_tiny_patch16_224', num_classes=4, img_size=16, batch_size=7, model_args=vit)
+    teacher = dict(common, model_args=dict(vit, embed_dim=16), epochs=1, warmup_epochs=0, seed=2)
+    settings = dict(
+        common, opt='adamw', opt_args={'betas': (.8, .9)}, lr=.02, warmup_lr=.003, weight_decay=.04, epochs=5,
+        warmup_epochs=2, smoothing=.25, clip_grad=.5, channels_last=True, seed=3, teacher=teacher,
+        start={'teacher': teacher, 'layer_selection': 'last'})
+    train.trained(settings, small_space)
+    (_, select), ((_, optimizer, _, loader, epochs), fit) = seen['weight_select_init'], seen['fit']
+    assert select == dict(seed=3, layer_selection='last')
+    assert epochs == 5
+    assert {key: fit[key] for key in ('smoothing', 'clip_grad', 'channels_last', 'seed', 'amp_dtype')} == dict(
+        smoothing=.25, clip_grad=.5, channels_last=True, seed=3, amp_dtype=None)
+    assert fit['teacher'].embed_dim == 16
+    assert len(next(iter(loader))[0]) == 7
+    group = optimizer.param_groups[0]
+    assert type(optimizer).__name__ == 'AdamW'
+    assert group['betas'] == (.8, .9)
+    assert {group['weight_decay'] for group in optimizer.param_groups} == {0., .04}
+    assert seen['create_optimizer_v2'][1]['lr'] == .02
+    scheduler = seen['create_scheduler_v2'][1]
+    assert (scheduler['num_epochs'], scheduler['warmup_epochs'], scheduler['warmup_lr']) == (5, 2, .003)
+
+
+def test_settings_reach_the_search(load_script, small_space, monkeypatch):
+    train, seen = load_script('experiments/train'), []
+    search = train.hyper_search
+    monkeypatch.setattr(train, 'hyper_search', lambda *args, **kwargs: seen.append((args, kwargs)) or search(
+        *args, **kwargs))
+    settings = dict(
+        train.SEARCH, model='repopt_vgg_a0', num_classes=4, img_size=16, batch_size=9, epochs=3, warmup_epochs=2,
+        lr=.05, weight_decay=.001, smoothing=.3, channels_last=True, seed=4,
+        model_args=dict(depths=[1, 2, 1, 1], widths=[8, 8, 16, 16], stem_width=8, strides=[1, 1, 2, 2, 1]))
+    train.searched(settings, small_space)
+    ((name, loader, _), kwargs), = seen
+    expected = {k: settings[k] for k in (
+        'epochs', 'warmup_epochs', 'lr', 'weight_decay', 'smoothing', 'channels_last', 'seed', 'num_classes')}
+    assert {k: kwargs[k] for k in expected} == expected
+    assert (name, len(next(iter(loader))[0]), kwargs['strides']) == ('repopt_vgg_a0', 9, [1, 1, 2, 2, 1])
+
+
+def test_seeds_have_other_weights_and_batches(load_script, small_space):
+    """The same seed trains the same network twice; another seed starts, and goes on, elsewhere."""
+    train, first = load_script('experiments/train'), {}
+    fit = train.fit
+
+    def spied(model, optimizer, scheduler, loader, *args, seed, **kwargs):
+        def record(batches):
+            for batch in batches:
+                first.setdefault(seed, []).append(batch[0].clone())
+                yield batch
+
+        class Recorded:
+            sampler = getattr(loader, 'sampler', None)
+            __len__ = lambda self: len(loader)  # noqa: E731
+            __iter__ = lambda self: record(loader)  # noqa: E731
+
+        return fit(model, optimizer, scheduler, Recorded(), *args, seed=seed, **kwargs)
+
+    vit = dict(img_size=16, patch_size=8, embed_dim=8, depth=1, num_heads=2)
+    common = dict(
+        train.DEFAULTS, model='vit_tiny_patch16_224', num_classes=4, img_size=16, batch_size=10, model_args=vit,
+        epochs=1, warmup_epochs=0, lr=0.)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, 'fit', spied)
+        models = [train.trained(dict(common, seed=seed), small_space).model for seed in (0, 1)]
+    assert not torch.equal(models[0].head.weight, models[1].head.weight)
+    assert not torch.equal(first[0][0], first[1][0])
 
 
 def test_calibration_of_a_start(load_script, images, tmp_path, monkeypatch):
@@ -885,11 +1051,11 @@ def test_real_vit(script, real_vit, tmp_path, capsys, monkeypatch):
     other = json.loads(paths[0].read_text())
     assert [row['original'] for row in other['rows']] != [row['original'] for row in plain]
     assert other['classifier'] != json.loads(contents[0])['classifier']
-    with pytest.raises(ValueError, match='training.*is of another one: classifier'):
+    with pytest.raises(ValueError, match=r'training.*is of another one: classifier'):
         script('experiments/real_vit', *args, '--distil-epochs', 2, '--lr', 1e-3)
     weights = load_file(args[1])
     save_file({name: -value for name, value in weights.items()}, args[1])
-    with pytest.raises(ValueError, match='training.*is of another one: weights'):
+    with pytest.raises(ValueError, match=r'training.*is of another one: weights'):
         script('experiments/real_vit', 'finetune', *args[1:6], '--epochs', 1, '-o', classifier)
 
 

@@ -349,6 +349,9 @@ def test_bench_optim(load_script, monkeypatch):
         (family, form) for family in ('SGD', 'AdamW') for form in forms]
     assert all(row['ms per step'] > 0 and row['over torch, fused'] > 0 for row in rows)
     for family in (rows[:7], rows[7:]):
+        for row in family:  # time of the form, divided by torch's
+            quotient = row['ms per step'] / family[0]['ms per step']
+            assert row['over torch, fused'] == pytest.approx(quotient, rel=.01, abs=.006)
         assert len({row['state (MB)'] for row in family}) == 1
         extra = {row['form']: row['extra (MB)'] for row in family}
         assert extra['released'] >= extra['torch, one at a time']
@@ -370,6 +373,47 @@ def test_bench_ffn(load_script):
     assert len(load_script('benchmarks/scaling')._ffn(32, 64, args)) == 5
 
 
+@pytest.mark.parametrize('module, section, models, expected', [
+    ('inference', 'deploy_ffn', None, {'one wide GEMM': .5, 'two GEMMs, addmm': .25, 'three linears': .12}),
+    ('inference', 'repa_infer', 'repa_deit_tiny', {'folded / vanilla': .25, 'folded / unfolded': .5}),
+    ('inference', 'converted_infer', 'vit_tiny_patch16_224', {'0.25': .5, '0.5': .25, '1.0': .03}),
+    ('inference', 'prepbn', 'repa_deit_tiny', {'PRepBN / vanilla': .5, 'RePa, 25% / vanilla': .25}),
+    ('repa_train', 'repa_train', 'repa_deit_tiny', {
+        'vanilla': 2., 'layers': .5, 'matrix': .25, 'matrix / vanilla': .12}),
+    ('repa_train', 'ffn_train', None, {'matrix / layers': .5, 'matrix / released': .25, 'matrix / vanilla': .12}),
+    ('repopt_train', 'repopt_train', 'repopt_vgg_a0', {'RepOpt-VGG': .5}),
+    ('repopt_train', 'repopt_any', 'mobileone_s1', {'RepOpt': .5, 'RepOpt, channels-last': .25}),
+    ('search_step', 'search_step', 'repopt_vgg_a0', {'ratio': 2.}),
+    ('conversion', 'conversion', 'vit_tiny_patch16_224', {'passes': 2.}),
+])
+def test_quotients(load_script, monkeypatch, module, section, models, expected):
+    """Speedups and their inverses, when the sides take 1, 2, 4, ... seconds in their order."""
+    bench = load_script(f'benchmarks/{module}')
+    for name in 'time_calls', 'time_passes':
+        if hasattr(bench, name) or module == 'repopt_train':
+            monkeypatch.setattr(bench, name, lambda sides, *args, **kwargs: {
+                side: [2. ** i, 2. ** i] for i, side in enumerate(sides)}, raising=False)
+    training = load_script('benchmarks/repa_train')
+    monkeypatch.setattr(training, 'time_calls', lambda sides, *args: {
+        side: [2. ** i, 2. ** i] for i, side in enumerate(sides)})
+    monkeypatch.setattr(training.TrainingStep, 'peak_memory', lambda self: 1.)
+    create = timm.create_model
+    small = {
+        'deit': dict(depth=1), 'vit': dict(depth=1, embed_dim=24, num_heads=3), 'rep': dict(num_classes=4), 'mob': {}}
+
+    def tiny(name, **kwargs):
+        of = kwargs.get('base', name)
+        key = 'deit' if 'deit' in of else of[:3]
+        return create(name, **{**small[key], **kwargs})
+
+    monkeypatch.setattr(timm, 'create_model', tiny)
+    if section == 'conversion':
+        monkeypatch.setattr(bench, '_peak_memory', lambda call: None)
+    args = arguments(models=[models] if models else None, modes=['eager'])
+    row = next(iter(getattr(bench, section)(args)))
+    assert {key: row[key] for key in expected} == expected
+
+
 def test_bench_conversion(load_script, monkeypatch):
     bench = load_script('benchmarks/conversion')
     create, converted = timm.create_model, []
@@ -383,8 +427,8 @@ def test_bench_conversion(load_script, monkeypatch):
     rows = list(bench.conversion(arguments(batch_size=16, models=None)))
     assert [row['model'] for row in rows] == ['vit_small_patch16_224', 'vit_tiny_patch16_224']
     assert [row['blocks'] for row in rows] == [1, 2]
-    assert [report.images for _, report in converted] == [32] * 4  # for the memory, and for the time
-    assert len({id(model) for model, _ in converted}) == 4
+    assert [report.images for _, report in converted] == [32] * 6  # before and for the memory, and for the time
+    assert len({id(model) for model, _ in converted}) == 6
     for row in rows:
         assert row['passes'] > 0
         assert row['peak (MB)'] is None or row['peak (MB)'] >= 0

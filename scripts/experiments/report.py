@@ -95,7 +95,7 @@ def save(
                 if others:
                     commands = list(dict.fromkeys([*old['commands'], *commands]))
             elif others:
-                print(f'\nRemoved {others} rows of {path}: they were measured with other settings, versions or processors.')
+                print(f'\nRemoved {others} rows of {path}: they were measured under other conditions.')
         content = {
             'section': section,
             'what': ' '.join(what.split()),

@@ -193,8 +193,8 @@ def _write_trained(
     settings = _read_recipe(recipe, variant)
     if settings.get('class_map'):
         raise ValueError(
-            f'{str(recipe)!r}: class_map must not be set: the folders of images, in alphabetical order, name the classes '
-            'here.')
+            f'{str(recipe)!r}: class_map must not be set: here the folders of images, in alphabetical order, are the '
+            'classes.')
     if recipe.resolve().parent not in (folder, checkpoint.resolve().parent):
         raise ValueError(f'The recipe must be in the folder of the checkpoint, got {str(recipe)!r}: copy it there.')
     classes: Optional[Sequence[str]] = None
