@@ -56,11 +56,13 @@ def onnx(args):
 
 
 def _compiled(model, dtype=torch.float32, freeze=False):
-    # options, not a patch of the config: torch shares compiled code among models of a class whose options are equal
+    from torch._inductor import config  # brings the compiler
+
+    # options too: torch shares compiled code among models of a class whose options are equal, whatever the config
     model = torch.compile(copy.deepcopy(model).to(dtype), dynamic=False, options={'freezing': freeze})
 
     def call(x):
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), config.patch(freezing=freeze):
             return model(x.to(dtype))
 
     return call
