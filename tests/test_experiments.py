@@ -1019,7 +1019,7 @@ def test_real_vit(script, real_vit, tmp_path, capsys, monkeypatch):
     convert, seen = module.timm_rep.convert_to_repa, []
     monkeypatch.setattr(
         module.timm_rep, 'convert_to_repa', lambda *args, **kwargs: seen.append(kwargs) or convert(*args, **kwargs))
-    classifier, methods = tmp_path / 'classifier.pth', ['timm-rep', 'timm-rep, two matrices', 'VBP']
+    classifier, methods = tmp_path / 'classifier.pth', ['timm-rep', 'timm-rep, two matrices, no correction', 'VBP']
     script('experiments/real_vit', 'finetune', *args, '--epochs', 1, '-o', classifier)
     args = [
         'compare', *args, '--classifier', classifier, '--idle-ratios', 0.75, '--images', 16, '--val-images', 8,
@@ -1033,8 +1033,9 @@ def test_real_vit(script, real_vit, tmp_path, capsys, monkeypatch):
     rows = {(row['method'], row['distil_epochs']): row for row in distilled}
     assert rows.keys() == {(method, epochs) for method in methods for epochs in (0, 1, 2)}
     assert all(row['error'] == rows[row['method'], 0]['error'] for row in plain)
-    for kwargs in seen:  # all images, as for the other methods
+    for i, kwargs in enumerate(seen):  # all images, as for the other methods
         assert kwargs['max_images'] == sum(map(len, kwargs['calibration'])) == 16
+        assert kwargs['compensate'] == (i % 2 == 0)
     for (method, epochs), row in rows.items():
         assert row['top-1 change'] == pytest.approx(row['top-1'] - row['original'], abs=.01)
         assert row['macs'] == rows['timm-rep', 0]['macs'] < 1

@@ -3,6 +3,7 @@
 Each function removes hidden channels of every FFN of a plain ``VisionTransformer``, in place.
 """
 import warnings
+from functools import partial
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -137,12 +138,20 @@ def corp(model: nn.Module, batches: Sequence[torch.Tensor], keep: float) -> None
     _by_block(model, batches, prune)
 
 
-def refitted_pruning(model: nn.Module, batches: Sequence[torch.Tensor], keep: float) -> None:
-    """Channels by their diagonal second-order cost, variance times squared weights, then ridge regression (OB2C)."""
+def refitted_pruning(
+        model: nn.Module,
+        batches: Sequence[torch.Tensor],
+        keep: float,
+        damping: float = 1e-3,
+) -> None:
+    """Channels by their diagonal second-order cost, variance times squared weights, then ridge regression (OB2C).
+
+    ``damping`` is relative to the variance of each channel.
+    """
     def prune(ffn: Mlp, found: _Moments) -> None:
         cost = found.covariance.diagonal() * ffn.fc2.weight.double().square().sum(0)
         kept = cost.topk(_count(ffn, keep)).indices.sort().values
-        _refit(ffn, found, kept, 1e-3 * found.covariance.diagonal()[kept].clamp(min=1e-12))
+        _refit(ffn, found, kept, damping * found.covariance.diagonal()[kept].clamp(min=1e-12))
 
     _by_block(model, batches, prune)
 
@@ -171,5 +180,5 @@ def torch_pruning(model: nn.Module, batches: Sequence[torch.Tensor], keep: float
 
 
 METHODS: Dict[str, Callable[[nn.Module, Sequence[torch.Tensor], float], None]] = {
-    'refitted pruning': refitted_pruning, 'CORP': corp, 'VBP': vbp, 'Torch-Pruning': torch_pruning,
-    'first channels': first_channels}
+    'refitted pruning': refitted_pruning, 'refitted pruning, 0.01': partial(refitted_pruning, damping=1e-2), 'CORP': corp,
+    'VBP': vbp, 'Torch-Pruning': torch_pruning, 'first channels': first_channels}

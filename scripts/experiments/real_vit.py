@@ -48,7 +48,10 @@ from timm_rep.utils.checkpoints import read_training_state, write_training_state
 from timm_rep.utils.profiling import count_macs, time_passes
 from timm_rep.utils.training import evaluate, fit
 
-_FORMS = {'timm-rep': None, 'timm-rep, two matrices': True}  # whether FFNs with a linear path are refused
+# conversions: whether FFNs with a linear path are refused, and whether the residual stream is corrected
+_FORMS = {
+    'timm-rep': (None, True), 'timm-rep, two matrices': (True, True), 'timm-rep, no correction': (None, False),
+    'timm-rep, two matrices, no correction': (True, False)}
 _PARTS = 4  # checkpoints in an epoch
 _EVERY = 5  # of the validation batches, maps are made of one
 _WHAT = """
@@ -257,8 +260,10 @@ def compare(args: argparse.Namespace) -> None:
         smaller, begun = copy.deepcopy(model), time.process_time()
         calibration = [images for images, _ in sample(train, count, seed)]
         if method in _FORMS:
-            with refusing(_FORMS[method]):
-                timm_rep.convert_to_repa(smaller, idle_ratio=idle_ratio, calibration=calibration, max_images=count)
+            refused, compensate = _FORMS[method]
+            with refusing(refused):
+                timm_rep.convert_to_repa(
+                    smaller, idle_ratio=idle_ratio, calibration=calibration, max_images=count, compensate=compensate)
         else:
             METHODS[method](smaller, calibration, 1 - idle_ratio + _LINEAR_PATH)
         after_epoch = partial(measure, smaller, key, (time.process_time() - begun) / 60)
