@@ -180,5 +180,5 @@ def torch_pruning(model: nn.Module, batches: Sequence[torch.Tensor], keep: float
 
 
 METHODS: Dict[str, Callable[[nn.Module, Sequence[torch.Tensor], float], None]] = {
-    'refitted pruning': refitted_pruning, 'refitted pruning, 0.01': partial(refitted_pruning, damping=1e-2), 'CORP': corp,
-    'VBP': vbp, 'Torch-Pruning': torch_pruning, 'first channels': first_channels}
+    'refitted pruning': refitted_pruning, 'refitted pruning, 0.01': partial(refitted_pruning, damping=1e-2),
+    'CORP': corp, 'VBP': vbp, 'Torch-Pruning': torch_pruning, 'first channels': first_channels}
