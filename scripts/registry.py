@@ -35,7 +35,7 @@ def own_models() -> Dict[str, str]:
 def _counts(name: str, **kwargs) -> Tuple[str, str, int]:
     with torch.device('meta'):
         model = timm.create_model(name, **kwargs)
-    return f'{count_params(model) / 1e6:.1f}', f'{count_macs(model).total / 1e9:.1f}', model_input_size(model)[-1]
+    return f'{count_params(model) / 1e6:.1f}', f'{count_macs(model).total / 1e9:.2f}', model_input_size(model)[-1]
 
 
 def model_row(name: str) -> List[object]:
