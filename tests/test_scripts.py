@@ -628,27 +628,30 @@ def test_gpu_jobs(script, load_script, tmp_path, monkeypatch, capsys):
 def test_gpu_benchmarks_parse(script, load_script, tmp_path, monkeypatch):
     """The command lines of the benchmarks are accepted by bench.py, at full and at toy size."""
     module, bench = load_script('gpu/run'), load_script('bench')
-    called = []
+    called, modes = [], []
 
     def section(args):
         """What."""
         called.append((args.batch_size, args.rounds, args.models))
+        modes.append(args.modes)
         return iter(())
 
     for name in bench.SECTIONS:
         monkeypatch.setitem(bench.SECTIONS, name, section)
     experiments = {path.stem for path in (SCRIPTS / 'experiments').glob('*.yaml')}
     assert experiments - {'pretrained-teachers'} <= module.JOBS.keys()  # its weights are not published
+    benchmarks = [name for name in module.JOBS if name not in experiments and not name.startswith('search-')]
     for toy in (None, 'repa_deit_tiny'):
         options = SimpleNamespace(toy=toy, device='cpu')
-        for name, job in module.JOBS.items():
-            if name not in experiments and not name.startswith('search-'):
-                path, *args = job(options, 0.)
-                assert Path(path) == SCRIPTS / 'bench.py'
-                script('bench', *args)
-                assert not toy or called[-1] == (2, 1, [toy])
-    assert len(called) == 2 * sum(name in bench.SECTIONS or name == 'repa-infer-all' for name in module.JOBS)
-    assert called[list(module.JOBS).index('repa-infer-all')] == (128, 11, list(SPEEDUPS))
+        for name in benchmarks:
+            path, *args = module.JOBS[name](options, 0.)
+            assert Path(path) == SCRIPTS / 'bench.py'
+            script('bench', *args)
+            assert not toy or called[-1] == (2, 1, [toy])
+    assert len(called) == 2 * len(benchmarks)
+    for name, mode in (('repa-infer-all', 'eager'), ('repa-infer-all-compiled', 'compile')):
+        assert called[benchmarks.index(name)] == (128, 11, list(SPEEDUPS))
+        assert modes[benchmarks.index(name)] == [mode]
 
 
 def test_gpu_searches_parse(load_script, tmp_path, monkeypatch):

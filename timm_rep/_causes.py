@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List
 import torch
 import torch.nn as nn
 
+from timm_rep.layers.tf32 import convolution_uses_tf32, matmul_uses_tf32
 from timm_rep.utils.compare import compare
 
 # larger differences of statistics come from other data or other weights, not from sampling a few images
@@ -116,8 +117,8 @@ def _tf32(model: nn.Module) -> str:
     if not devices or torch.cuda.get_device_capability(devices[0]) < (8, 0):
         return ''
     names = [name for name, is_used in (
-        ('torch.backends.cudnn.allow_tf32', torch.backends.cudnn.allow_tf32),
-        ('torch.backends.cuda.matmul.allow_tf32', torch.backends.cuda.matmul.allow_tf32)) if is_used]
+        ('torch.backends.cudnn.allow_tf32', convolution_uses_tf32()),
+        ('torch.backends.cuda.matmul.allow_tf32', matmul_uses_tf32())) if is_used]
     if not names:
         return ''
     return (

@@ -80,25 +80,28 @@ def search(model: str, *args: str) -> Job:
 _BF16 = ('--batch-size', '128', '--dtype', 'bfloat16')
 
 
-def infer(*models: str) -> Job:
-    return bench('repa-infer', *_BF16, '--modes', 'eager', 'compile', '--models', *models)
+def infer(mode: str, *models: str) -> Job:
+    return bench('repa-infer', *_BF16, '--modes', mode, '--models', *models)
 
 
-# by importance
+_LARGE = 'repa_deit_base', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_l16', 'repa_vit_large'
+
+# by importance, and compilations after what needs none
 JOBS: Dict[str, Job] = {
-    'optim': bench('optim', '--rounds', '51'),
-    'repa-infer': infer(
-        'repa_deit_base', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_l16', 'repa_vit_large'),
+    'repa-infer': infer('eager', *_LARGE),
     'repopt-train': bench('repopt-train', '--batch-size', '128', '--models', 'repopt_vgg_b1', 'repopt_vgg_a0'),
     'repa-train': bench('repa-train', '--batch-size', '128', '--amp', '--models', 'repa_deit_base', 'repa_swin_base',
                         'repa_poolformer_s36', 'repa_mixer_b16'),
     'ffn-train': bench('ffn-train', '--amp'),
     'deploy-ffn': bench('deploy-ffn', *_BF16),
+    'optim': bench('optim', '--rounds', '51'),
+    'repa-infer-compiled': infer('compile', *_LARGE),
     'scaling': bench('scaling', '--batch-size', '128'),
     'repopt-any': bench('repopt-any', '--batch-size', '128'),
     'converted-infer': bench('converted-infer', *_BF16),
     'repopt-parts': bench('repopt-parts', '--batch-size', '128'),
-    'repa-infer-all': infer(*SPEEDUPS),
+    'repa-infer-all': infer('eager', *SPEEDUPS),
+    'repa-infer-all-compiled': infer('compile', *SPEEDUPS),
     'parts': bench('parts', *_BF16),
     **{f'search-{model}': search(model, *options) for model, options in {
         'repopt_vgg_b1': (), 'repopt_vgg_l1': (), 'repopt_vgg_b2': (), 'repopt_vgg_l2': (), 'repopt_vgg_a0': (),

@@ -321,9 +321,8 @@ class OnGpu(torch.Tensor):
 def test_tf32_goes_layer_by_layer(always, monkeypatch):
     """TF32 would round the variances. A compiled graph on a GPU, where float64 may be slow, goes layer by layer too."""
     model, x = ffn().float(), tokens().float().as_subclass(OnGpu)
-    for precision, compiled, expected in (
-            ('highest', False, True), ('high', False, False), ('medium', False, False), ('highest', True, False)):
-        monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda precision=precision: precision)
+    for tf32, compiled, expected in ((False, False, True), (True, False, False), (False, True, False)):
+        monkeypatch.setattr(repa_mlp, 'matmul_uses_tf32', lambda tf32=tf32: tf32)
         monkeypatch.setattr(torch.compiler, 'is_compiling', lambda compiled=compiled: compiled)
         assert model._can_fuse_idle(x) == expected
         assert model._can_fuse_idle(tokens().float())

@@ -15,6 +15,7 @@ from torch.jit import Final
 
 from .fold import Affine, check_foldable, unfoldable_reason
 from .fused_idle import fused_idle_ffn, fused_idle_is_faster, sync_group, use_fused_idle
+from .tf32 import matmul_uses_tf32
 
 
 def active_channels(channels: int, idle_ratio: float) -> int:
@@ -268,10 +269,10 @@ class RePaMlp(nn.Module):
         tokens = x.numel() // channels if group is None else sys.maxsize
         return (
             fused_idle_is_faster(tokens, channels, hidden - active)
-            # TF32 would round the variances of idle channels
-            and not (x.is_cuda and torch.get_float32_matmul_precision() != 'highest')
             # compiled, the matrix needs float64, which other devices are slow at or lack
             and (x.device.type in ('cpu', 'meta') or not torch.compiler.is_compiling())
+            # TF32 would round the variances of idle channels
+            and not (x.is_cuda and matmul_uses_tf32())
             and group == sync_group(self.norm2)
             and all(
                 isinstance(norm, nn.modules.batchnorm._BatchNorm)
