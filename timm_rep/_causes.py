@@ -6,7 +6,6 @@ from typing import Any, Callable, Dict, List
 import torch
 import torch.nn as nn
 
-from timm_rep.layers.tf32 import convolution_uses_tf32, matmul_uses_tf32
 from timm_rep.utils.compare import compare
 
 # larger differences of statistics come from other data or other weights, not from sampling a few images
@@ -112,13 +111,24 @@ def _float16(model: nn.Module, unfolded: nn.Module, folded: nn.Module, images: t
         f'{where} exceeds {largest:g}, the largest number of float16: run the folded model in bfloat16 or float32.')
 
 
+def _matmul_uses_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # where fp32_precision (torch 2.9) was set, torch refuses to read allow_tf32
+    return matmul.fp32_precision == 'tf32' if hasattr(matmul, 'fp32_precision') else matmul.allow_tf32
+
+
+def _convolution_uses_tf32() -> bool:
+    cudnn = torch.backends.cudnn
+    return cudnn.conv.fp32_precision == 'tf32' if hasattr(cudnn, 'conv') else cudnn.allow_tf32
+
+
 def _tf32(model: nn.Module) -> str:
     devices = [x.device for x in model.state_dict().values() if x.device.type == 'cuda']
     if not devices or torch.cuda.get_device_capability(devices[0]) < (8, 0):
         return ''
     names = [name for name, is_used in (
-        ('torch.backends.cudnn.allow_tf32', convolution_uses_tf32()),
-        ('torch.backends.cuda.matmul.allow_tf32', matmul_uses_tf32())) if is_used]
+        ('torch.backends.cudnn.allow_tf32', _convolution_uses_tf32()),
+        ('torch.backends.cuda.matmul.allow_tf32', _matmul_uses_tf32())) if is_used]
     if not names:
         return ''
     return (

@@ -161,7 +161,7 @@ def ffn_train(args):
             yield {
                 **row,
                 **{f'matrix / {k}': speedup(times['matrix'], times[k]) for k in ('layers', 'released', 'vanilla')},
-                'pays': fused_idle_is_faster(row['tokens'], dim, 3 * dim),
+                'pays': not on_gpu and fused_idle_is_faster(row['tokens'], dim, 3 * dim),
                 **{f'{k}, peak (MB)': round(peaks[k], 1) for k in ('layers', 'matrix')},
                 **timing_columns(times),
             }

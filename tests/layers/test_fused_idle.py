@@ -318,14 +318,11 @@ class OnGpu(torch.Tensor):
     is_cuda, device = True, torch.device('cuda')
 
 
-def test_tf32_goes_layer_by_layer(always, monkeypatch):
-    """TF32 would round the variances. A compiled graph on a GPU, where float64 may be slow, goes layer by layer too."""
-    model, x = ffn().float(), tokens().float().as_subclass(OnGpu)
-    for tf32, compiled, expected in ((False, False, True), (True, False, False), (False, True, False)):
-        monkeypatch.setattr(repa_mlp, 'matmul_uses_tf32', lambda tf32=tf32: tf32)
-        monkeypatch.setattr(torch.compiler, 'is_compiling', lambda compiled=compiled: compiled)
-        assert model._can_fuse_idle(x) == expected
-        assert model._can_fuse_idle(tokens().float())
+def test_other_devices_go_layer_by_layer(always):
+    """There the matrix was slower."""
+    model, x = ffn().float(), tokens().float()
+    assert model._can_fuse_idle(x)
+    assert not model._can_fuse_idle(x.as_subclass(OnGpu))
 
 
 @pytest.mark.parametrize('by', ['timm', 'torchvision'])
@@ -511,25 +508,6 @@ def test_inputs_are_cast_once_under_autocast(always):
         model(tokens().float())
     assert len(seen) == 3
     assert seen.count(torch.bfloat16) >= 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-def test_statistics_on_a_gpu(always, dtype):
-    """The statistics agree with the layers in float64."""
-    x = (tokens(shape=(8, 64, 40, 40)) / 3).cuda()
-    model = ffn(64).cuda()
-    with torch.no_grad():
-        model.fc1.weight.sub_(model.fc1.weight.mean(1, keepdim=True))
-    exact = step(model, x, SEQUENTIAL, 1)
-    set_fused_idle(FUSED)
-    assert model._can_fuse_idle(x)
-    model.float()
-    with torch.autocast('cuda', dtype, enabled=dtype != torch.float32):
-        y = model(x.float())
-    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
-    assert relative(model.norm2.running_var.double(), exact['norm2.running_var']) < tolerance
-    assert relative(y.double(), exact['y']) < tolerance
 
 
 def test_on_meta(always):

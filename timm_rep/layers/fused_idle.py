@@ -6,7 +6,8 @@ Idle channels are linear in training mode too. BatchNorm maps an idle channel ``
 channels. Their contribution to the output of the second linear layer is one C x C matrix, ``fc2 diag(s) fc1``, whatever
 their number; they are neither computed nor kept for the backward pass. Outputs, gradients and running statistics are
 the same as with the layers in sequence, up to rounding. Where the inputs are so correlated that rounding would matter,
-the layers run in sequence, as they do on a GPU that multiplies float32 in TF32.
+the layers run in sequence, as they do on other devices than the CPU: on an H100 (scripts/bench.py ffn-train) the many
+small kernels of the matrix take longer than the layers, except for 49,152 or more tokens of 768 channels.
 """
 import contextlib
 import os
@@ -26,12 +27,12 @@ _USE_FUSED_IDLE = os.environ.get('TIMM_REP_FUSED_IDLE', '1') != '0'
 
 
 def use_fused_idle() -> bool:
-    """Whether RePaMlp may train with its idle channels fused into one matrix."""
+    """Whether RePaMlp may train with its idle channels fused into one matrix on the CPU."""
     return _USE_FUSED_IDLE
 
 
 def set_fused_idle(enable: bool = True) -> None:
-    """Set whether RePaMlp trains with its idle channels fused into one matrix, where that is faster.
+    """Set whether RePaMlp trains with its idle channels fused into one matrix on the CPU, where that is faster.
 
     Args:
         enable: Fuse where it is faster, or run the layers in sequence. The environment variable TIMM_REP_FUSED_IDLE=0
@@ -49,7 +50,7 @@ def set_fused_idle(enable: bool = True) -> None:
 
 
 def fused_idle_is_faster(tokens: int, channels: int, idle: int) -> bool:
-    """Whether the matrix is expected to save time in a training step.
+    """Whether the matrix is expected to save time in a training step on a CPU.
 
     The layers in sequence take 6 products of ``tokens * channels * idle`` multiplications, 2 forward and 4 backward.
     The matrix takes 5 of ``tokens * channels * channels`` (covariance, application, and their gradients), 6 of

@@ -15,7 +15,6 @@ from torch.jit import Final
 
 from .fold import Affine, check_foldable, unfoldable_reason
 from .fused_idle import fused_idle_ffn, fused_idle_is_faster, sync_group, use_fused_idle
-from .tf32 import matmul_uses_tf32
 
 
 def active_channels(channels: int, idle_ratio: float) -> int:
@@ -258,7 +257,8 @@ class RePaMlp(nn.Module):
         norms, layers = (self.norm1, self.norm2), (self.norm1, self.fc1, self.act, self.drop1, self.norm2, self.fc2)
         # checked first: a frozen norm or an adapter may lack the attributes used below
         if not (
-            self.training and use_fused_idle() and isinstance(x, torch.Tensor) and all(map(_is_unmodified, layers))
+            self.training and use_fused_idle() and isinstance(x, torch.Tensor) and x.device.type in ('cpu', 'meta')
+            and all(map(_is_unmodified, layers))
         ):
             return False
         active, hidden, channels = self.act.active_channels, self.act.channels, self.fc1.weight.shape[1]
@@ -269,10 +269,6 @@ class RePaMlp(nn.Module):
         tokens = x.numel() // channels if group is None else sys.maxsize
         return (
             fused_idle_is_faster(tokens, channels, hidden - active)
-            # compiled, the matrix needs float64, which other devices are slow at or lack
-            and (x.device.type in ('cpu', 'meta') or not torch.compiler.is_compiling())
-            # TF32 would round the variances of idle channels
-            and not (x.is_cuda and matmul_uses_tf32())
             and group == sync_group(self.norm2)
             and all(
                 isinstance(norm, nn.modules.batchnorm._BatchNorm)
