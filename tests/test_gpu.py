@@ -1,6 +1,7 @@
 """What could differ on an accelerator: each test runs on the CPU by default, and with -m gpu on a GPU."""
 import copy
 import math
+import time
 import warnings
 
 import pytest
@@ -411,10 +412,10 @@ def test_hyper_search(device, tmp_path, monkeypatch):
     initial = Scales.initial(timm.create_model('repopt_vgg_a0', **TINY))
     for name, branches in initial.items():
         for branch, start in branches.items():
-            scale = found[name][branch]
+            scale, expected = found[name][branch], straight[name][branch].to(start)
             assert scale.isfinite().all()
             assert not torch.equal(scale, start)
-            torch.testing.assert_close(scale, straight[name][branch], rtol=.02, atol=.02)
+            assert (scale - expected).norm() < .1 * (expected - start).norm()
     timm_rep.attach_grad_mults(timm.create_model('repopt_vgg_a0', **TINY).to(device), found)
 
 
@@ -422,12 +423,16 @@ def test_hyper_search(device, tmp_path, monkeypatch):
 def test_latency_by_part(kind, device):
     model, x = family(kind)
     model.to(device)
+    begun = time.perf_counter()
     found = profile_latency(
         {'unfolded': model, 'folded': folded_copy(model)}, x.to(device, torch.float32), rounds=3, warmup=1)
+    elapsed = 1e3 * (time.perf_counter() - begun)
     assert list(found) == ['unfolded', 'folded']
     for parts in found.values():
         assert set(parts) == set(PARTS)
-        assert all(0 < ms < 1e4 for ms in parts.values())
+        assert all(ms > 0 for ms in parts.values())
+    # of three rounds, two take the median or longer
+    assert 2 * sum(ms for parts in found.values() for ms in parts.values()) < elapsed
 
 
 @pytest.mark.parametrize('kind', ['repa_vit', 'repopt_vgg'])
@@ -491,12 +496,28 @@ def test_compiled(device):
         optimizer = RepSGD(net.parameters(), lr=1e-3, momentum=.9)
         F.cross_entropy(call(x), target).backward()
         optimizer.step()
-    start = randomize_(tiny('repopt_vgg_a0'))
-    weights = [nn.utils.parameters_to_vector(net.parameters()).detach().cpu() for net in (*nets, start)]
-    moved = [after - weights[2] for after in weights[:2]]
-    assert moved[0].abs().max() > 1e-4
-    assert relative(moved[1], moved[0]) < 1e-2
+    start = randomize_(tiny('repopt_vgg_a0')).to(device).parameters()
+    for ours, compiled, before in zip(*(net.parameters() for net in nets), start):
+        assert not torch.equal(ours, before)
+        assert (compiled - ours).norm() < 1e-2 * (ours - before).norm()
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize('fused', [False, True])
+@pytest.mark.parametrize('rep', [RepSGD, RepAdamW])
+def test_gradients_are_unscaled(rep, fused, device):
+    params = kernels(device, torch.float32)
+    expected = references(rep, params, 3, **plain_args(rep))
+    optimizer = rep(params, fused=fused, **plain_args(rep))
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.)
+    for i in range(3):
+        set_gradients(params, i)
+        for p in params:
+            p.grad.mul_(1024.)
+        scaler.scale(torch.zeros((), device=device))
+        scaler.step(optimizer)
+        scaler.update()
+    check(params, expected, 1e-4)
 
 
 @on_gpu

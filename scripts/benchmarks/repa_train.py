@@ -57,7 +57,7 @@ class TrainingStep:
     Args:
         model: Model in train mode. The loss is the mean square of its first output.
         x: Batch (N, ...).
-        fused_idle: Whether the idle channels of RePa FFNs are computed as one matrix.
+        fused_idle: Whether the idle channels of RePa FFNs may be computed as one matrix (on a CPU).
         optimizer: Optimizer of the model's parameters. No optimizer step if None.
         amp: Autocast to bfloat16.
         memory_format: Memory format of the batch.
@@ -107,7 +107,8 @@ def repa_train(args):
     """Training step, forward and backward, of vanilla backbones and RePa forms: speedup over the released form.
 
     'released': equations 3 and 4 with a mask over all channels. 'layers': our layers one after the other. 'matrix':
-    our default, which computes the idle channels as one matrix where that is faster. Peak memory of a step in MB.
+    our default, which on a CPU computes the idle channels as one matrix where that is faster (on a GPU the same as
+    'layers'). Peak memory of a step in MB.
     """
     models = args.models or ['repa_deit_base', 'repa_swin_tiny', 'repa_poolformer_s12', 'repa_mixer_b16']
     for row in args.pending(model=models):
@@ -135,7 +136,7 @@ def repa_train(args):
 
 
 def ffn_steps(dim: int, x: torch.Tensor, args) -> Dict[str, TrainingStep]:
-    """Training steps of one FFN in four forms, 'matrix' regardless of whether it is faster."""
+    """Training steps of one FFN in four forms, 'matrix' regardless of the device and of whether it is faster."""
     torch.manual_seed(0)
     mlp = RePaMlp(dim, 4 * dim).train().to(args.device, args.dtype)
     always = copy.deepcopy(mlp)

@@ -59,7 +59,7 @@ def scaling(args):
     """Growth of costs: milliseconds by width, tokens or depth, and the fitted exponent.
 
     'arithmetic': exponent of the multiplications with weights alone; DeiT's attention grows with the width by one less.
-    'matrix' is computed layer by layer where that is faster, so its exponent covers two forms.
+    'matrix' is computed layer by layer on a GPU and where that is faster, so its exponent covers two forms.
     """
     tokens = 197 * args.batch_size
     costs: List[Tuple[str, float, Sequence[int], Callable[[int], Times]]] = [

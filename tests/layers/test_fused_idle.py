@@ -3,7 +3,6 @@ import copy
 import io
 import math
 import runpy
-import warnings
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.ops import FrozenBatchNorm2d
 
-from tests.helpers import in_processes, relative
+from tests.helpers import relative
 from timm_rep.layers import RePaMlp, fused_idle, repa_mlp, set_fused_idle, use_fused_idle
 from timm_rep.layers.fused_idle import fused_idle_is_faster
 
@@ -315,11 +314,12 @@ def test_what_goes_layer_by_layer(always, kind):
 
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU."""
-    is_cuda, device = True, torch.device('cuda')
+    device = torch.device('cuda')
 
 
 def test_other_devices_go_layer_by_layer(always):
-    """There the matrix was slower."""
+    """On an H100 the matrix was slower for most sizes."""
+    set_fused_idle(True)
     model, x = ffn().float(), tokens().float()
     assert model._can_fuse_idle(x)
     assert not model._can_fuse_idle(x.as_subclass(OnGpu))
@@ -417,53 +417,6 @@ def test_families(always, name, kwargs):
         return y if isinstance(y, torch.Tensor) else torch.cat([part.flatten() for part in y])
 
     check_same(model, x, 1e-8, steps=1, call=call)
-
-
-def _two_processes(path, cases):
-    rank = torch.distributed.get_rank()
-    set_fused_idle(True)
-    for i, (momentum, compiled) in enumerate(cases):
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)))
-        x = tokens()[:5] if rank == 0 else tokens()[5:]
-        # so few tokens would not be fused by themselves; but another process may have more, and has to do the same
-        assert not fused_idle_is_faster(x.shape[0] * x.shape[1], 24, 72)
-        assert model._can_fuse_idle(x)
-        x.requires_grad_()
-        if compiled:
-            y = compiled_call(model, x)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter('error')
-                y = model(x)
-        group = torch.distributed.group.WORLD
-        kept = torch.ones(3)
-        assert torch.equal(fused_idle._all_reduce(kept, group), 2 * torch.ones(3))
-        assert torch.equal(kept, torch.ones(3))  # the input is left alone
-        everything = uneven(tokens().shape, torch.float64)
-        (y * (everything[:5] if rank == 0 else everything[5:])).sum().backward()
-        for p in model.parameters():
-            torch.distributed.all_reduce(p.grad)
-        found = {'y': y.detach(), 'x': x.grad, **{f'{name}.grad': p.grad for name, p in model.named_parameters()}}
-        torch.save({**found, **dict(model.named_buffers())}, f'{path}/{i}-{rank}.pth')
-        model.norm2 = nn.BatchNorm1d(96, dtype=torch.float64)
-        assert not model._can_fuse_idle(x)  # the norms have statistics of different processes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('cases', [[(.1, False), (None, False)], [(.1, True)]], ids=['eager', 'compiled'])
-def test_statistics_of_all_processes(tmp_path, cases):
-    """SyncBatchNorm: two processes compute what one process computes from the whole batch.
-
-    cases: (momentum, compiled).
-    """
-    in_processes(2, _two_processes, tmp_path, cases)
-    for i, (momentum, _) in enumerate(cases):
-        expected = step(ffn(norm_layer=partial(nn.BatchNorm1d, momentum=momentum)), tokens(), SEQUENTIAL)
-        ranks = [torch.load(tmp_path / f'{i}-{rank}.pth', weights_only=True) for rank in range(2)]
-        for name, value in expected.items():
-            for rank in ranks:
-                found = torch.cat([r[name] for r in ranks]) if name in ('y', 'x') else rank[name]
-                torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize('compiled', [False, True])

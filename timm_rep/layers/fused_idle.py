@@ -6,15 +6,14 @@ Idle channels are linear in training mode too. BatchNorm maps an idle channel ``
 channels. Their contribution to the output of the second linear layer is one C x C matrix, ``fc2 diag(s) fc1``, whatever
 their number; they are neither computed nor kept for the backward pass. Outputs, gradients and running statistics are
 the same as with the layers in sequence, up to rounding. Where the inputs are so correlated that rounding would matter,
-the layers run in sequence, as they do on other devices than the CPU: on an H100 (scripts/bench.py ffn-train) the many
-small kernels of the matrix take longer than the layers, except for 49,152 or more tokens of 768 channels.
+the layers run in sequence, as they do on other devices than the CPU: on an H100 in eager mode with bfloat16 autocast
+(scripts/bench.py ffn-train), the matrix took longer than the layers except for 49,152 or more tokens of 768 channels.
 """
 import contextlib
 import os
-from typing import Any, ContextManager, Optional, Tuple
+from typing import Any, ContextManager
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -98,78 +97,32 @@ class _Gram(torch.autograd.Function):
             return x @ (grad + grad.t()).to(x.dtype)
 
 
-def sync_group(norm: _BatchNorm) -> Optional[dist.ProcessGroup]:
-    """Process group that a SyncBatchNorm shares its statistics with, None for statistics of this process only."""
-    if not isinstance(norm, nn.SyncBatchNorm) or not dist.is_available() or not dist.is_initialized():
-        return None
-    group = norm.process_group or dist.group.WORLD
-    return group if dist.get_world_size(group) > 1 else None
-
-
-class _AllReduce(torch.autograd.Function):
-    """Sum over the processes of a group, with the sum of the gradients as its gradient.
-
-    torch's own differentiable all_reduce is deprecated and does not compile.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Tuple[torch.Tensor, None]:
-        return _AllReduce.apply(grad, ctx.group), None
-
-
-def _all_reduce(x: torch.Tensor, group: Optional[dist.ProcessGroup]) -> torch.Tensor:
-    return x if group is None else _AllReduce.apply(x, group)
-
-
 def _next_momentum(norm: _BatchNorm) -> float:
     """Weight of this batch in the running statistics; counts the batch as the forward pass of a BatchNorm does."""
     norm.num_batches_tracked.add_(1)
     return 1. / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
 
 
-def _update(norm: _BatchNorm, part: slice, mean: torch.Tensor, var: torch.Tensor, count: Any, momentum: float) -> None:
+def _update(norm: _BatchNorm, part: slice, mean: torch.Tensor, var: torch.Tensor, count: int, momentum: float) -> None:
     """Update the running statistics of some channels with the (biased) statistics of a batch."""
     with torch.no_grad():
         for running, new in ((norm.running_mean, mean), (norm.running_var, var * (count / (count - 1)))):
             running[part].lerp_(new.to(running.dtype), momentum)
 
 
-def _batch_norm(
-        x: torch.Tensor,
-        norm: _BatchNorm,
-        part: slice,
-        affine: bool,
-        momentum: float,
-        count: torch.Tensor,
-        group: Optional[dist.ProcessGroup],
-) -> torch.Tensor:
+def _batch_norm(x: torch.Tensor, norm: _BatchNorm, part: slice, affine: bool, momentum: float) -> torch.Tensor:
     """BatchNorm of the channels ``part`` of x (tokens, channels) in training mode, which updates their statistics.
 
-    ``count`` is the number of tokens of all processes of the group, ``momentum`` the weight of this batch.
+    ``momentum`` is the weight of this batch.
     """
     weight, bias = (norm.weight[part], norm.bias[part]) if affine else (None, None)
-    if group is None:
-        # copies, since autograd saves the running statistics, which are updated in place for idle channels
-        running = [buffer[part].clone() for buffer in (norm.running_mean, norm.running_var)]
-        y = F.batch_norm(x, *running, weight, bias, True, momentum, norm.eps)
-        with torch.no_grad():
-            for buffer, new in zip((norm.running_mean, norm.running_var), running):
-                buffer[part].copy_(new)
-        return y
-    y = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    mean = _all_reduce(y.sum(0), group) / count
-    y = y - mean
-    var = _all_reduce(y.square().sum(0), group) / count
-    _update(norm, part, mean, var, count, momentum)
-    y = y * (var + norm.eps).rsqrt()
-    return (y * weight + bias if affine else y).to(x.dtype)
+    # copies, since autograd saves the running statistics, which are updated in place for idle channels
+    running = [buffer[part].clone() for buffer in (norm.running_mean, norm.running_var)]
+    y = F.batch_norm(x, *running, weight, bias, True, momentum, norm.eps)
+    with torch.no_grad():
+        for buffer, new in zip((norm.running_mean, norm.running_var), running):
+            buffer[part].copy_(new)
+    return y
 
 
 def fused_idle_ffn(
@@ -182,19 +135,18 @@ def fused_idle_ffn(
 ) -> torch.Tensor:
     """``fc2(norm2(act(fc1(norm1(x)))))`` of x (tokens, channels) in training mode, idle channels fused into one matrix.
 
-    ``act`` is a ChannelIdle with active and idle channels; the norms share their statistics with the same processes.
+    ``act`` is a ChannelIdle with active and idle channels.
     """
-    group, active = sync_group(norm1), act.active_channels
-    count = _all_reduce(x.new_full((), len(x), dtype=torch.promote_types(x.dtype, torch.float32)), group)
-    u = _batch_norm(x, norm1, slice(None), False, _next_momentum(norm1), count, group)
+    active, count, dtype = act.active_channels, len(x), torch.promote_types(x.dtype, torch.float32)
+    u = _batch_norm(x, norm1, slice(None), False, _next_momentum(norm1))
     if _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
         u = u.to(torch.get_autocast_dtype(x.device.type))  # cast once, not in each linear layer
     gram = _Gram.apply(u)
     # 0 up to rounding, which is not small for inputs with a mean much larger than their standard deviation
-    mean, dtype = _all_reduce(u.sum(0, dtype=gram.dtype), group) / count, count.dtype
+    mean = u.sum(0, dtype=gram.dtype) / count
     w1, w2 = fc1.weight.flatten(1), fc2.weight.flatten(1)
     with _full_precision(x.device):
-        covariance = _all_reduce(gram, group) / count - torch.outer(mean, mean)
+        covariance = gram / count - torch.outer(mean, mean)
         mean = mean.to(dtype)
         b1 = torch.mv(w1.to(dtype), norm1.bias.to(dtype))
         b1 = b1 if fc1.bias is None else b1 + fc1.bias
@@ -213,11 +165,11 @@ def fused_idle_ffn(
     momentum = _next_momentum(norm2)
     w1, b1 = w1.to(w2.dtype), b1.to(w2.dtype)
     if not precise:
-        h = _batch_norm(act(F.linear(u, w1, b1)), norm2, slice(None), True, momentum, count, group)
+        h = _batch_norm(act(F.linear(u, w1, b1)), norm2, slice(None), True, momentum)
         return F.linear(h, w2, fc2.bias)
     _update(norm2, slice(active, None), idle_mean, var, count, momentum)
     h = act.act(F.linear(u, w1[:active], b1[:active]))
-    h = _batch_norm(h, norm2, slice(0, active), True, momentum, count, group)
+    h = _batch_norm(h, norm2, slice(0, active), True, momentum)
     return F.linear(h, w2[:, :active], bias) + F.linear(u, matrix)
 
 
