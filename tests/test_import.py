@@ -59,7 +59,7 @@ assert models <= set(timm.list_models())
 listed = timm.list_pretrained(['repa_*', 'repopt_*', 'lvvit_*'])
 released = [f'repa_{name}.in1k' for name in (
     'deit_tiny', 'deit_small', 'deit_base', 'vit_large', 'vit_huge', 'swin_tiny', 'swin_small', 'swin_base')]
-shipped = [f'{name}.cifar10' for name in ('repa_any', 'repa_lvvit_s', 'repopt_vgg_a0')]
+shipped = ['repa_any.cifar10', 'repa_any.cifar10_converted', 'repopt_vgg_a0.cifar10']
 assert set(listed) == {*released, *shipped}, listed
 for name in set.union(*ours):
     cfg = timm.get_pretrained_cfg(name)

@@ -84,7 +84,7 @@ WITHOUT_IMPORT = {
     'timm.optim': "import timm.optim; timm.optim.create_optimizer_v2(timm.create_model('resnet18'), opt='repsgd')",
     'transformers': """
 from transformers import AutoModelForImageClassification
-AutoModelForImageClassification.from_pretrained('hub/repa_lvvit_s.cifar10')""",
+AutoModelForImageClassification.from_pretrained('hub/repa_any.cifar10')""",
     'fastai': """
 from fastai.vision.all import DataLoaders, vision_learner
 vision_learner(DataLoaders([], []), 'repa_deit_tiny', n_out=10, pretrained=False)""",

@@ -112,7 +112,7 @@ assert Path(timm_rep.__file__).is_relative_to(sys.argv[1]), timm_rep.__file__
 timm.create_model('repopt_vgg_a0', num_classes=10)
 assert timm_rep.Scales.load('repopt_vgg_a0').summary()
 try:
-    timm.create_model('repa_lvvit_s.cifar10', pretrained=True)
+    timm.create_model('repa_any.cifar10', pretrained=True)
 except RuntimeError as e:
     assert 'TIMM_REP_HUB: not set' in str(e), e
 else:
@@ -125,7 +125,7 @@ def test_without_checkout(installed, tmp_path):
     """Packaged scales, the advice on weights in hub/, and the command, in an empty directory."""
     target, env = installed
     run([sys.executable, '-c', _WITHOUT_CHECKOUT, target], cwd=tmp_path, env=env)
-    load = "import timm, timm_rep; timm.create_model('repa_lvvit_s.cifar10', pretrained=True)"
+    load = "import timm, timm_rep; timm.create_model('repa_any.cifar10', pretrained=True)"
     run([sys.executable, '-c', load], cwd=tmp_path, env={**env, 'TIMM_REP_HUB': str(ROOT / 'hub')})
     command = [sys.executable, target / 'bin' / 'timm-rep', 'models', 'repa_deit_base']
     assert 'repa_deit_base' in run(command, cwd=tmp_path, env=env)

@@ -84,7 +84,7 @@ def run_blocks(document, folder):
         (folder / 'hub').symlink_to(ROOT / 'hub')
         published = folder / 'published'
         published.mkdir()
-        (published / 'repa_lvvit_s.cifar10').symlink_to(ROOT / 'hub' / 'repa_lvvit_s.cifar10')
+        (published / 'repa_any.cifar10').symlink_to(ROOT / 'hub' / 'repa_any.cifar10')
         patch.setenv('TIMM_REP_HUB', str(published))
         patch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
         entry_points = timm.models._registry._model_entrypoints

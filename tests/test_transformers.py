@@ -14,8 +14,8 @@ from timm_rep.layers import csla_layers
 
 pytestmark = pytest.mark.clients
 
-NAMES = ['repa_lvvit_s.cifar10', 'repopt_vgg_a0.cifar10']
-CONVERTED = 'repa_any.cifar10'  # folded as it is
+NAMES = ['repa_any.cifar10', 'repopt_vgg_a0.cifar10']
+CONVERTED = 'repa_any.cifar10_converted'  # folded as it is
 
 
 @pytest.fixture

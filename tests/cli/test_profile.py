@@ -72,7 +72,7 @@ def test_a_converted_model(tmp_path, profiled):
 @pytest.mark.parametrize('args,message', [
     (['repa_deit_tinny'], "'repa_deit_tinny'"),
     (['resnet18'], 'Each FFN of ResNet must be'),
-    (['repa_lvvit_s.cifar10'], "but got 'repa_lvvit_s.cifar10': times do not depend on weights"),
+    (['repa_any.cifar10'], "but got 'repa_any.cifar10': times do not depend on weights"),
     (['local-dir:fast'], "but got 'local-dir:fast'"),
     (['repa_any'], "got base=None for 'repa_any'"),
     (['repa_any', '--model-kwargs', 'base=nope'], "'nope'"),

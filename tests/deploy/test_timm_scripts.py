@@ -31,7 +31,7 @@ def timm_script(name, *args):
 
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, _PACKAGES)), reason=f'needs {", ".join(_PACKAGES)}: the extra deploy')
-@pytest.mark.parametrize('name', ['repa_lvvit_s.cifar10', 'repopt_vgg_a0.cifar10'])
+@pytest.mark.parametrize('name', ['repa_any.cifar10', 'repopt_vgg_a0.cifar10'])
 def test_onnx_scripts(name, images, tmp_path, monkeypatch):
     monkeypatch.setenv('TIMM_REP_HUB', str(ROOT / 'hub'))
     path = tmp_path / 'model.onnx'

@@ -256,7 +256,7 @@ def test_a_config_cannot_name_other_files(tmp_path, given):
 
 def test_weights_of_the_base_are_not_its_own():
     assert timm.list_pretrained('vit_tiny_patch16_224*')
-    assert timm.list_pretrained('repa_any*') == ['repa_any.cifar10']
+    assert timm.list_pretrained('repa_any*') == ['repa_any.cifar10', 'repa_any.cifar10_converted']
     cfg = timm.create_model('repa_any', device='meta', **VIT).pretrained_cfg
     assert not any(cfg.get(name) for name in ('url', 'file', 'hf_hub_id', 'tag'))
 

@@ -10,7 +10,7 @@ from ._arguments import Commands, add_device, default_device, positive_int
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('card', help='prepare a folder for publishing: weights, figures, card, hashes')
-    parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_lvvit_s.cifar10')
+    parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_any.cifar10')
     parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of a training run (default: keep the weights)')
     parser.add_argument(
         '--recipe', metavar='FILE',

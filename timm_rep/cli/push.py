@@ -11,7 +11,7 @@ from ._arguments import Commands
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('push', help='publish a folder on the Hub, in one commit')
-    parser.add_argument('folder', metavar='DIR', help='folder of timm-rep card, e.g. hub/repa_lvvit_s.cifar10')
+    parser.add_argument('folder', metavar='DIR', help='folder of timm-rep card, e.g. hub/repa_any.cifar10')
     parser.add_argument('--org', metavar='NAME', help='user or organization (default: TIMM_REP_ORG, or timm-rep)')
     parser.add_argument('--revision', default='main', metavar='NAME', help='branch to commit to (%(default)s)')
     parser.add_argument('--private', action='store_true', help='create the repository as private')

@@ -24,11 +24,11 @@ from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder
 
 
 def split_name(folder: StrPath) -> Tuple[str, str]:
-    """Split the name of a folder, ``repa_lvvit_s.cifar10``, into model and tag; ValueError if it is not MODEL.TAG."""
+    """Split the name of a folder, ``repa_any.cifar10``, into model and tag; ValueError if it is not MODEL.TAG."""
     variant, _, tag = Path(folder).resolve().name.partition('.')
     if not tag or not timm.is_model(variant):
         raise ValueError(
-            f'The name of a published folder must be MODEL.TAG, as in repa_lvvit_s.cifar10, got {str(folder)!r}'
+            f'The name of a published folder must be MODEL.TAG, as in repa_any.cifar10, got {str(folder)!r}'
             + (f': timm has no model {variant!r}.' if tag else '.'))
     return variant, tag
 

@@ -209,7 +209,6 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
     'lvvit_s': _S,
     'lvvit_m': _M,
     'repa_lvvit_s': _S,
-    'repa_lvvit_s.cifar10': dict(img_size=32, patch_size=4, embed_dim=128, depth=8, num_heads=4),
     'repa_lvvit_m': _M,
 }
 
@@ -242,11 +241,6 @@ def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
 default_cfgs = generate_default_cfgs({
     'lvvit_s.untrained': _cfg(),
     'lvvit_m.untrained': _cfg(crop_pct=1.),
-    'repa_lvvit_s.cifar10': _cfg(
-        hf_hub_id='timm-rep/repa_lvvit_s.cifar10',
-        num_classes=10, input_size=(3, 32, 32), crop_pct=1.,
-        mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
-    # '*', so that it is the default
     'repa_lvvit_s.untrained*': _cfg(),
     'repa_lvvit_m.untrained': _cfg(crop_pct=1.),
 })

@@ -39,8 +39,8 @@ _FAMILIES = {
         'A RePaFormer: most hidden channels of each FFN skip the activation, so that after training the FFN folds into '
         'a smaller one with the same output.', _REPA),
     'repa_any': (
-        'A pretrained timm model whose FFNs became RePa FFNs: most hidden channels are replaced by a linear path, or '
-        'dropped, so that each FFN has at most three small matrices.', _REPA),
+        'A timm model with RePaFormer FFNs: some hidden channels skip the activation or are dropped, so that each FFN '
+        'folds into at most three small matrices.', _REPA),
     'repopt': (
         'A plain convolutional network that trains like a multi-branch one: the optimizer (RepOptimizer) multiplies '
         'the gradients of its kernels by constants.', _REPOPT),

@@ -92,7 +92,7 @@ def prepare_folder(
     stays as it was.
 
     Args:
-        folder: Folder named MODEL.TAG, for instance ``hub/repa_lvvit_s.cifar10``.
+        folder: Folder named MODEL.TAG, for instance ``hub/repa_any.cifar10``.
         checkpoint: Checkpoint of a training run with the recipe. Default: the weights of the folder stay.
         recipe: File for ``train.py --config`` in the folder of the checkpoint. Default: train.yaml of the folder. The
             model is created with its model_kwargs, num_classes, in_chans, global_pool and img_size, and its
