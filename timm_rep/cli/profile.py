@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 def _build(name: str, args: argparse.Namespace) -> Tuple[nn.Module, nn.Module]:
     """Vanilla timm model and RePa model, both with initial weights."""
     architecture, _, tag = name.partition('.')
-    if ':' in name or (tag and architecture in VANILLA):
+    if ':' in name or (tag and architecture in (*VANILLA, 'repa_any')):
         raise ValueError(
             f'Expected an architecture such as repa_deit_tiny, but got {name!r}: times do not depend on weights, '
             "leave out the tag. For a converted model, pass 'repa_any' and --model-kwargs base=NAME.")
