@@ -49,6 +49,15 @@ def sgd(params, grads, buffers, mults, lr, momentum=0., dampening=0., weight_dec
 
 
 # RePaFormer, equations 3 and 4, as plain loops over channels
+def adamw(params, grads, state, mults, lr, step, betas=(.9, .999), eps=1e-8, weight_decay=.01, **_):
+    """A step of AdamW in place, the multiplier on the update. state: running averages of gradients and squares."""
+    for i, (p, g, m) in enumerate(zip(params, grads, mults)):
+        mean, square = state[i] or (torch.zeros_like(p), torch.zeros_like(p))
+        state[i] = mean, square = betas[0] * mean + (1 - betas[0]) * g, betas[1] * square + (1 - betas[1]) * g * g
+        update = mean / (1 - betas[0] ** step) / ((square / (1 - betas[1] ** step)).sqrt() + eps)
+        p.sub_(lr * (weight_decay * p + m * update))
+
+
 def batch_norm(x, mean, var, gamma, beta, eps):
     """x: (tokens, channels), one channel at a time."""
     y = torch.empty_like(x)

@@ -15,7 +15,7 @@ import timm_rep
 from tests.deploy.models import build
 from tests.helpers import images, normal_scales, randomize_, relative, tiny
 from tests.models.test_repopt_vgg import csla_and_target
-from tests.reference import sgd
+from tests.reference import adamw, sgd
 from tests.search.test_hyper_search import TINY, Killed, KilledLoader, loader
 from timm_rep.convert import folded_copy
 from timm_rep.latency import PARTS, profile_latency
@@ -88,15 +88,6 @@ def set_gradients(params, seed):
     for p, grad in zip(params, gradients(params, seed)):
         p.grad = torch.empty_like(p, memory_format=torch.contiguous_format) if p.grad is None else p.grad
         p.grad.copy_(grad)
-
-
-def adamw(params, grads, state, mults, lr, step, betas=(.9, .999), eps=1e-8, weight_decay=.01, **_):
-    """A step of AdamW in place, the multiplier on the update. state: running averages of gradients and squares."""
-    for i, (p, g, m) in enumerate(zip(params, grads, mults)):
-        mean, square = state[i] or (torch.zeros_like(p), torch.zeros_like(p))
-        state[i] = mean, square = betas[0] * mean + (1 - betas[0]) * g, betas[1] * square + (1 - betas[1]) * g * g
-        update = mean / (1 - betas[0] ** step) / ((square / (1 - betas[1] ** step)).sqrt() + eps)
-        p.sub_(lr * (weight_decay * p + m * update))
 
 
 def references(rep, params, steps, **kwargs):

@@ -86,7 +86,7 @@ def infer(mode: str, *models: str) -> Job:
 
 _LARGE = 'repa_deit_base', 'repa_swin_base', 'repa_poolformer_s36', 'repa_mixer_l16', 'repa_vit_large'
 
-# by importance, and compilations after what needs none
+# by importance; the jobs that begin with minutes of compilation are not among the first five
 JOBS: Dict[str, Job] = {
     'repa-infer': infer('eager', *_LARGE),
     'repopt-train': bench('repopt-train', '--batch-size', '128', '--models', 'repopt_vgg_b1', 'repopt_vgg_a0'),

@@ -241,7 +241,7 @@ def _cfg(url: str = '', **kwargs: Any) -> Dict[str, Any]:
 default_cfgs = generate_default_cfgs({
     'lvvit_s.untrained': _cfg(),
     'lvvit_m.untrained': _cfg(crop_pct=1.),
-    'repa_lvvit_s.untrained*': _cfg(),
+    'repa_lvvit_s.untrained': _cfg(),
     'repa_lvvit_m.untrained': _cfg(crop_pct=1.),
 })
 
