@@ -14,12 +14,12 @@ declared in scripts/results/tables.yaml, by NAME:
 
 A cell is a figure of a file of results. It is described by what is said of its table, column and row together:
 
-    file:     path in scripts/results, without the suffix
+    file:     path in scripts/results, without the suffix; or a list of them, whose rows have different seeds
     where:    values of columns, which choose rows of the file
     get:      column of the figure, or the keys of a nested one: the mean over the rows chosen, and the standard
               deviation where there are several
     over:     column by which each is divided
-    minus:    ``where`` of the rows that are subtracted, paired by their seed
+    minus:    ``where`` of the rows that are subtracted, paired by file and seed
     digits:   decimals (as in the file)
     spread:   whether to state the standard deviation (true)
     value:    a figure of a paper or another text, in place of all of the above
@@ -40,7 +40,7 @@ import os
 import re
 import statistics
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import yaml
 
@@ -60,25 +60,27 @@ def documents() -> List[Path]:
     return [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
 
 
-def _chosen(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> List[Dict[str, Any]]:
-    rows = json.loads((RESULTS / f'{cell["file"]}.json').read_text())['rows']
-    rows = [row for row in rows if all(row.get(key) == value for key, value in where.items())]
-    if not rows:
-        raise ValueError(f'Table {name}: no row of {cell["file"]}.json has {where}.')
-    return rows
-
-
-def _figures(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Dict[int, float]:
-    """The figures of the chosen rows, by seed."""
-    rows = _chosen(cell, where, name)
+def _figures(cell: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Dict[Tuple[int, str], float]:
+    """The figures of the chosen rows, by seed and file."""
+    files = [cell['file']] if isinstance(cell['file'], str) else cell['file']
     keys = [cell['get']] if isinstance(cell['get'], str) else cell['get']
-    found: Dict[int, float] = {}
-    for row in rows:
-        figure, seed = functools.reduce(lambda part, key: part[key], keys, row), row.get('seed', 0)
-        if seed in found:
-            raise ValueError(f'Table {name}: two rows of {cell["file"]}.json have {where} and the seed {seed}.')
-        found[seed] = figure / row[cell['over']] if 'over' in cell else figure
-    return found
+    found: Dict[Tuple[int, str], float] = {}
+    for file in files:
+        for row in json.loads((RESULTS / f'{file}.json').read_text())['rows']:
+            if any(row.get(key) != value for key, value in where.items()):
+                continue
+            seed = row.get('seed', 0)
+            if any(seed == other for other, _ in found):
+                raise ValueError(f'Table {name}: two rows of {_json(files)} have {where} and the seed {seed}.')
+            figure = functools.reduce(lambda part, key: part[key], keys, row)
+            found[seed, file] = figure / row[cell['over']] if 'over' in cell else figure
+    if not found:
+        raise ValueError(f'Table {name}: no row of {_json(files)} has {where}.')
+    return dict(sorted(found.items()))
+
+
+def _json(files: Sequence[str]) -> str:
+    return ', '.join(f'{file}.json' for file in files)
 
 
 def _text(cell: Mapping[str, Any], name: str) -> str:
@@ -90,8 +92,8 @@ def _text(cell: Mapping[str, Any], name: str) -> str:
     if 'minus' in cell:
         subtracted = _figures(cell, {**where, **cell['minus']}, name)
         if by_seed.keys() != subtracted.keys():
-            raise ValueError(
-                f'Table {name}: seeds must be {sorted(by_seed)} for {cell["minus"]}, got {sorted(subtracted)}.')
+            expected, got = (', '.join(f'{seed} of {file}' for seed, file in part) for part in (by_seed, subtracted))
+            raise ValueError(f'Table {name}: seeds must be {expected} for {cell["minus"]}, got {got}.')
         by_seed = {seed: figure - subtracted[seed] for seed, figure in by_seed.items()}
     figures = list(by_seed.values())
     sign = '+' if 'minus' in cell else ''

@@ -412,7 +412,8 @@ def small_table(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize('minus, message', [
-    ({'row': 'c'}, r'seeds must be \[0, 1\] .* got \[0\]'), ({'row': 'd'}, r'seeds must be \[0, 1\] .* got \[0, 2\]'),
+    ({'row': 'c'}, r'seeds must be 0 of x, 1 of x .* got 0 of x\.'),
+    ({'row': 'd'}, r'seeds must be 0 of x, 1 of x .* got 0 of x, 2 of x\.'),
     ({'row': 'e'}, 'two rows .* seed 1')])
 def test_differences_of_other_seeds_are_refused(small_table, tmp_path, minus, message):
     content = json.loads((tmp_path / 'x.json').read_text())
@@ -420,6 +421,19 @@ def test_differences_of_other_seeds_are_refused(small_table, tmp_path, minus, me
     (tmp_path / 'x.json').write_text(json.dumps({'rows': [*content['rows'], *rows]}))
     with pytest.raises(ValueError, match=message):
         small_table(columns={'change': {'minus': minus}})
+
+
+def test_tables_of_several_files(small_table, tmp_path):
+    """The seeds of all files; differences within a file; a seed in two files is refused."""
+    rows = [dict(row=row, seed=seed, top1=value) for row, seed, value in (('a', 2, 10.), ('b', 2, 9.), ('c', 1, 1.))]
+    (tmp_path / 'y.json').write_text(json.dumps({'rows': rows}))
+    columns = {'top1': {}, 'change': {'minus': {'row': 'b'}}}
+    assert small_table(file=['x', 'y'], columns=columns) == ['| first | 5.00 ± 4.58 | -1.33 ± 2.52 |']
+    with pytest.raises(ValueError, match='seeds must be 0 of x, 1 of x, 2 of y .* got 0 of x, 1 of y'):
+        small_table(file=['x', 'y'], columns={'': {'minus': {'row': 'c'}}})
+    (tmp_path / 'y.json').write_text(json.dumps({'rows': [*rows, dict(row='a', seed=1, top1=4.)]}))
+    with pytest.raises(ValueError, match=r"two rows of x\.json, y\.json have {'row': 'a'} and the seed 1"):
+        small_table(file=['x', 'y'])
 
 
 def test_a_table(small_table):
