@@ -88,8 +88,8 @@ model_cfgs: Dict[str, Dict[str, Any]] = {
         base='fasternet_s', embed_dim=32, depths=(2, 3, 3), n_div=1, mlp_ratio=2., patch_size=1, feature_dim=384,
         idle_ratio=.5, anneal_steps=2),
     'repa_any.cifar10_converted': dict(
-        base='fasternet_t0', embed_dim=40, depths=(1, 2, 2, 1), n_div=2, mlp_ratio=4., patch_size=2, feature_dim=384,
-        idle_ratio=(.744, .553125, .66, .495313, .6625, .6320313), linear_path=False, reparameterized=True),
+        base='fasternet_s', embed_dim=32, depths=(1, 3, 3), n_div=1, mlp_ratio=3., patch_size=1, feature_dim=384,
+        idle_ratio=(.49, .34, .365, .24, .003, .016, .37), linear_path=False, reparameterized=True),
 }
 
 
@@ -103,16 +103,16 @@ def _create_repa_any(variant: str, /, pretrained: bool = False, **kwargs: Any) -
 
 
 _CIFAR10 = dict(
-    license='apache-2.0', num_classes=10, input_size=(3, 32, 32), crop_pct=1.,
+    license='apache-2.0', num_classes=10, input_size=(3, 32, 32),
     mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616))
 
 default_cfgs = generate_default_cfgs({
     'repa_any.cifar10': dict(
         base_cfg('repa_any', 'fasternet_s'), **_CIFAR10, hf_hub_id='timm-rep/repa_any.cifar10', pool_size=(8, 8),
-        interpolation='bilinear'),
+        crop_pct=1., interpolation='bilinear'),
     'repa_any.cifar10_converted': dict(
-        base_cfg('repa_any', 'fasternet_t0'), **_CIFAR10, hf_hub_id='timm-rep/repa_any.cifar10_converted',
-        pool_size=(2, 2)),
+        base_cfg('repa_any', 'fasternet_s'), **_CIFAR10, hf_hub_id='timm-rep/repa_any.cifar10_converted',
+        pool_size=(8, 8), crop_pct=.9),
     # last, with '*', to be the default
     'repa_any.untrained*': base_cfg('repa_any', _DEFAULT_BASE),
 })
