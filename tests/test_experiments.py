@@ -872,6 +872,7 @@ def test_committed_rows(load_script, monkeypatch):
             content = json.loads(path.read_text())
             monkeypatch.setattr(results, 'read', lambda section, device, content=content: content)
             monkeypatch.setattr(module, 'versions', lambda content=content: content['versions'])
+            monkeypatch.setattr(results, 'processor', lambda device, content=content: content.get('processor'))
             scale = 'gpu' if content['machine'].startswith('NVIDIA') else 'cpu'
             changes = {'amp': False} if content.get('settings', {}).get('amp') is False else {}
             one = experiment.load(path.stem, scale, changes)

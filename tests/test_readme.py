@@ -429,7 +429,7 @@ def test_tables_of_several_files(small_table, tmp_path):
     (tmp_path / 'y.json').write_text(json.dumps({'rows': rows}))
     columns = {'top1': {}, 'change': {'minus': {'row': 'b'}}}
     assert small_table(file=['x', 'y'], columns=columns) == ['| first | 5.00 ± 4.58 | -1.33 ± 2.52 |']
-    with pytest.raises(ValueError, match='seeds must be 0 of x, 1 of x, 2 of y .* got 0 of x, 1 of y'):
+    with pytest.raises(ValueError, match=r'seeds must be 0 of x, 1 of x, 2 of y .* got 0 of x, 1 of y'):
         small_table(file=['x', 'y'], columns={'': {'minus': {'row': 'c'}}})
     (tmp_path / 'y.json').write_text(json.dumps({'rows': [*rows, dict(row='a', seed=1, top1=4.)]}))
     with pytest.raises(ValueError, match=r"two rows of x\.json, y\.json have {'row': 'a'} and the seed 1"):
