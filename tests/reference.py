@@ -48,7 +48,6 @@ def sgd(params, grads, buffers, mults, lr, momentum=0., dampening=0., weight_dec
         p -= lr * d
 
 
-# RePaFormer, equations 3 and 4, as plain loops over channels
 def adamw(params, grads, state, mults, lr, step, betas=(.9, .999), eps=1e-8, weight_decay=.01, **_):
     """A step of AdamW in place, the multiplier on the update. state: running averages of gradients and squares."""
     for i, (p, g, m) in enumerate(zip(params, grads, mults)):
@@ -58,6 +57,7 @@ def adamw(params, grads, state, mults, lr, step, betas=(.9, .999), eps=1e-8, wei
         p.sub_(lr * (weight_decay * p + m * update))
 
 
+# RePaFormer, equations 3 and 4, as plain loops over channels
 def batch_norm(x, mean, var, gamma, beta, eps):
     """x: (tokens, channels), one channel at a time."""
     y = torch.empty_like(x)
