@@ -85,7 +85,7 @@ def use_linearized_ffns(
 model_cfgs: Dict[str, Dict[str, Any]] = {
     'repa_any': dict(base=_DEFAULT_BASE),
     'repa_any.cifar10': dict(
-        base='fasternet_s', embed_dim=32, depths=(2, 3, 3), n_div=1, mlp_ratio=2., patch_size=1, feature_dim=384,
+        base='fasternet_s', embed_dim=32, depths=(1, 3, 3), n_div=1, mlp_ratio=3., patch_size=1, feature_dim=384,
         idle_ratio=.5, anneal_steps=2),
     'repa_any.cifar10_converted': dict(
         base='fasternet_s', embed_dim=32, depths=(1, 3, 3), n_div=1, mlp_ratio=3., patch_size=1, feature_dim=384,
@@ -109,7 +109,7 @@ _CIFAR10 = dict(
 default_cfgs = generate_default_cfgs({
     'repa_any.cifar10': dict(
         base_cfg('repa_any', 'fasternet_s'), **_CIFAR10, hf_hub_id='timm-rep/repa_any.cifar10', pool_size=(8, 8),
-        crop_pct=1., interpolation='bilinear'),
+        crop_pct=.9),
     'repa_any.cifar10_converted': dict(
         base_cfg('repa_any', 'fasternet_s'), **_CIFAR10, hf_hub_id='timm-rep/repa_any.cifar10_converted',
         pool_size=(8, 8), crop_pct=.9),

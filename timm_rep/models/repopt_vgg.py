@@ -220,7 +220,7 @@ _L2 = dict(_COMMON, depths=(8, 14, 24, 1), widths=(160, 320, 640, 2560))
 model_cfgs: Dict[str, Dict[str, Any]] = {
     'repopt_vgg_a0': dict(_COMMON, depths=(2, 4, 14, 1), widths=(48, 96, 192, 1280), stem_width=48),
     'repopt_vgg_a0.cifar10': dict(
-        depths=(1, 2, 3, 1), widths=(32, 64, 128, 256), stem_width=32, strides=(1, 1, 2, 2, 2)),
+        depths=(3, 4, 6, 1), widths=(32, 64, 128, 192), stem_width=32, strides=(1, 1, 2, 2, 2)),
     'repopt_vgg_a1': dict(_COMMON, depths=(2, 4, 14, 1), widths=(64, 128, 256, 1280)),
     'repopt_vgg_b0': dict(_COMMON, depths=(4, 6, 16, 1), widths=(64, 128, 256, 1280)),
     'repopt_vgg_b1': dict(_COMMON, depths=(4, 6, 16, 1), widths=(128, 256, 512, 2048)),
@@ -254,7 +254,7 @@ def _create_repopt_vgg(variant: str, /, pretrained: bool = False, **kwargs: Any)
 default_cfgs = generate_default_cfgs({
     'repopt_vgg_a0.cifar10': _cfg(
         hf_hub_id='timm-rep/repopt_vgg_a0.cifar10', first_conv='stem.conv.0',
-        num_classes=10, input_size=(3, 32, 32), pool_size=(4, 4), crop_pct=1.,
+        num_classes=10, input_size=(3, 32, 32), pool_size=(4, 4), crop_pct=.9, interpolation='bicubic',
         mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
     # last, with '*', to be the default
     **{f'{variant}.untrained*': _cfg(first_conv='stem.conv.0') for variant in model_cfgs if '.' not in variant},
