@@ -1,6 +1,7 @@
 """The models in hub/ of this repository: they load from a clone, offline, and do what their cards say."""
 import io
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -75,6 +76,14 @@ def test_folder(name):
         assert features.shape[2:] == tuple(model.pretrained_cfg['pool_size'])
     if name.startswith('repopt_'):
         assert (HUB / name / 'scales.safetensors').is_file()
+
+
+@pytest.mark.parametrize('name', FOLDERS)
+def test_no_paths_of_one_machine(name):
+    """Commands name no folder of the machine that they ran on."""
+    texts = [path.read_text() for suffix in ('md', 'json', 'yaml') for path in (HUB / name).glob(f'*.{suffix}')]
+    assert len(texts) >= 4
+    assert not re.findall(r'(?<=[\s"=])/\w[^\s"]*', '\n'.join(texts))  # absolute paths
 
 
 @pytest.mark.parametrize('name', FOLDERS)
