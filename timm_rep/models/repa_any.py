@@ -82,14 +82,14 @@ def use_linearized_ffns(
                 active_channels(ffn.hidden_features, ratio), linear_path=path))
 
 
+_CIFAR10_BASE = dict(
+    base='fasternet_s', embed_dim=32, depths=(1, 3, 3), n_div=1, mlp_ratio=3., patch_size=1, feature_dim=384)
+
 model_cfgs: Dict[str, Dict[str, Any]] = {
     'repa_any': dict(base=_DEFAULT_BASE),
-    'repa_any.cifar10': dict(
-        base='fasternet_s', embed_dim=32, depths=(1, 3, 3), n_div=1, mlp_ratio=3., patch_size=1, feature_dim=384,
-        idle_ratio=.5, anneal_steps=2),
+    'repa_any.cifar10': dict(_CIFAR10_BASE, idle_ratio=.5, anneal_steps=2),
     'repa_any.cifar10_converted': dict(
-        base='fasternet_s', embed_dim=32, depths=(1, 3, 3), n_div=1, mlp_ratio=3., patch_size=1, feature_dim=384,
-        idle_ratio=(.49, .34, .365, .24, .003, .016, .37), linear_path=False, reparameterized=True),
+        _CIFAR10_BASE, idle_ratio=(.49, .34, .365, .24, .003, .016, .37), linear_path=False, reparameterized=True),
 }
 
 
@@ -102,17 +102,14 @@ def _create_repa_any(variant: str, /, pretrained: bool = False, **kwargs: Any) -
         'calibration=loader), or anneal_steps=N to train.', **kwargs)
 
 
-_CIFAR10 = dict(
-    license='apache-2.0', num_classes=10, input_size=(3, 32, 32),
+_CIFAR10_CFG = dict(
+    base_cfg('repa_any', 'fasternet_s'), license='apache-2.0', num_classes=10,
+    input_size=(3, 32, 32), pool_size=(8, 8), crop_pct=.9,
     mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616))
 
 default_cfgs = generate_default_cfgs({
-    'repa_any.cifar10': dict(
-        base_cfg('repa_any', 'fasternet_s'), **_CIFAR10, hf_hub_id='timm-rep/repa_any.cifar10', pool_size=(8, 8),
-        crop_pct=.9),
-    'repa_any.cifar10_converted': dict(
-        base_cfg('repa_any', 'fasternet_s'), **_CIFAR10, hf_hub_id='timm-rep/repa_any.cifar10_converted',
-        pool_size=(8, 8), crop_pct=.9),
+    'repa_any.cifar10': dict(_CIFAR10_CFG, hf_hub_id='timm-rep/repa_any.cifar10'),
+    'repa_any.cifar10_converted': dict(_CIFAR10_CFG, hf_hub_id='timm-rep/repa_any.cifar10_converted'),
     # last, with '*', to be the default
     'repa_any.untrained*': base_cfg('repa_any', _DEFAULT_BASE),
 })
