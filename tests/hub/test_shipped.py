@@ -154,6 +154,7 @@ def test_predictions(images, name):
     same = sum(p == r for p, (_, _, r) in zip(predicted, recorded))
     assert same >= len(recorded) - max(1, len(recorded) // 200)
     top1 = read_metrics(HUB / name).accuracy.top1
+    assert top1 >= 90, 'hub/ publishes no model with less'
     assert within_three_deviations(accuracy, top1, len(recorded))
     assert f'| {top1:.2f}% |' in (HUB / name / CARD_NAME).read_text()
     assert (HUB / name / METRICS_NAME).is_file()
