@@ -20,7 +20,7 @@ from timm_rep.convert.calibration import Share, TokenSampler
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.fitting import CalibrationRows, fit_ffn
 from timm_rep.convert.least_squares import LeastSquares
-from timm_rep.convert.residual import probe
+from timm_rep.convert.residual import _FEW, _Activation, _Pending, _possible_streams, _scale_of, probe
 from timm_rep.convert.streaming import ConvertingPass
 
 
@@ -80,6 +80,29 @@ def test_residual_streams_are_found(family):
             continue
         assert residual.scale.shape == (ffn.out_features,)
         assert residual.scale.abs().max() > .01
+
+
+@pytest.mark.parametrize('rows', [5, 40, 128])
+@pytest.mark.parametrize('size', [1e-8, 1., 1e8])
+def test_few_rows_leave_out_no_stream(rows, size):
+    """The errors of the sums are in the rows that are looked at first, and as large as a sum may have."""
+    g = torch.Generator().manual_seed(0)
+    y, noise = torch.randn(2, rows, 6, generator=g, dtype=torch.float64)
+    noise[torch.arange(rows) % -(-rows // _FEW) != 0] = 0
+    streams = torch.randn(4, rows, 6, generator=g, dtype=torch.float64)
+    streams[0] *= 1e-3
+    streams[3] *= 30
+    scale = size * torch.tensor([1., -.5, 1., 2., 1e-3, 1.])
+    before = [_Activation(None, False, False, rows, size * stream) for stream in streams]
+    p = _Pending('', rows, y, before, 0)
+    for eps in torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps:
+        for i in 0, 1, 3:
+            total = size * streams[i] + scale * y
+            accepted = [
+                a for a in torch.logspace(-6, 0, 40) if _scale_of(
+                    total + a * size * noise, before[i].rows, y, eps) is not None]
+            assert 1e-6 < max(accepted) < 1
+            assert _possible_streams(total + max(accepted) * size * noise, p, eps) == [i]
 
 
 @torch.no_grad()

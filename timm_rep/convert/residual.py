@@ -10,8 +10,11 @@ from timm_rep.layers.fold import to_float64
 
 from .ffn import Ffn
 
-# rows of an activation that are compared, and activations before and after an FFN that are looked at
-_ROWS, _BEFORE, _AFTER = 128, 128, 64
+# rows of an activation that are compared, those of them that are compared first, and activations before and after an
+# FFN that are looked at
+_ROWS, _FEW, _BEFORE, _AFTER = 128, 8, 128, 64
+# error of a sum as a part of what is added to the stream
+_TOLERANCE = 1e-4
 
 
 def tokens_of(x: torch.Tensor, channels_first: bool) -> torch.Tensor:
@@ -69,13 +72,17 @@ class _Activation(NamedTuple):
     rows: torch.Tensor
 
 
-class _Pending(NamedTuple):
-    """The output of an FFN whose addition is yet to come."""
-    name: str
-    tokens: int
-    y: torch.Tensor
-    before: List[_Activation]
-    until: int
+class _Pending:
+    """The output of an FFN whose addition is yet to come; the activations before it, the latest first."""
+
+    def __init__(self, name: str, tokens: int, y: torch.Tensor, before: List[_Activation], until: int) -> None:
+        self.name = name
+        self.tokens = tokens
+        self.y = y
+        self.before = before
+        self.few = torch.stack([_few(a.rows) for a in before])
+        self.sizes = torch.stack([a.rows.square().mean().sqrt() for a in before])
+        self.until = until
 
 
 def _replaced_parts(ffn: Ffn) -> Set[nn.Module]:
@@ -97,7 +104,26 @@ def _scale_of(total: torch.Tensor, stream: torch.Tensor, y: torch.Tensor, eps: f
     rounding = roundings.square().mean().sqrt()
     size = (scale * y).square().mean().sqrt()
     error = (added - scale * y).square().mean().sqrt()
-    return scale if error <= rounding + 1e-4 * size and size > 8 * rounding else None
+    return scale if error <= rounding + _TOLERANCE * size and size > 8 * rounding else None
+
+
+def _few(rows: torch.Tensor) -> torch.Tensor:
+    return rows[::-(-len(rows) // _FEW)]
+
+
+def _possible_streams(total: torch.Tensor, p: _Pending, eps: float) -> List[int]:
+    """Activations before an FFN for which _scale_of may find a scale, by their errors in a few rows.
+
+    Necessary, since least squares leave no more of these rows than any scale does, and these are a part of all squared
+    errors. What is added is at most total and stream together.
+    """
+    few, y = _few(total), _few(p.y)
+    added = few - p.few
+    scale = (added * y).sum(1, keepdim=True) / y.square().sum(0).clamp(min=torch.finfo(y.dtype).tiny)
+    error = (added - scale * y).square().mean((1, 2)).sqrt()
+    size = total.square().mean().sqrt() + p.sizes
+    largest = (len(total) / len(few)) ** .5 * (2 * eps + _TOLERANCE) * size
+    return (error <= 1.1 * largest).nonzero().flatten().tolist()
 
 
 @torch.no_grad()
@@ -139,7 +165,7 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
             for p in list(pending):
                 if n != p.tokens or rows.shape != p.y.shape:
                     continue
-                for s in reversed(p.before):
+                for s in (p.before[i] for i in _possible_streams(rows, p, eps)):
                     scale = _scale_of(rows, s.rows, p.y, eps)
                     if scale is not None:
                         found[p.name] = Residual(s.module, s.is_input, s.channels_first, scale)
@@ -161,8 +187,9 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
         g = to_float64(g[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
         second = ffn.fc_out()
         y = g @ second.weight.T + second.bias
-        before = [a for a in recent if a.tokens == n and a.rows.shape == y.shape]
-        pending.append(_Pending(ffn.name, n, y, before, time + _AFTER))
+        before = [a for a in reversed(recent) if a.tokens == n and a.rows.shape == y.shape]
+        if before:
+            pending.append(_Pending(ffn.name, n, y, before, time + _AFTER))
 
     with contextlib.ExitStack() as hooks:
         for ffn in ffns:
