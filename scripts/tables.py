@@ -131,9 +131,14 @@ def table(name: str, declared: Mapping[str, Any]) -> str:
     return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
 
 
+@functools.cache
+def _declarations() -> Dict[str, Dict[str, Any]]:
+    return yaml.safe_load(DECLARATIONS.read_text())
+
+
 def updated(text: str) -> str:
     """A document with its tables as of the files of results."""
-    declared = yaml.safe_load(DECLARATIONS.read_text())
+    declared = _declarations()
 
     def replace(match: re.Match) -> str:
         name = match[2]

@@ -100,7 +100,10 @@ def test_data_files(load_script, built, name, scale):
 
     def model(settings):
         if 'file' in settings:
-            return timm.create_model(settings['model'], **settings['model_args'])
+            key = json.dumps([settings['model'], settings['model_args']], sort_keys=True)
+            if key not in built:
+                built[key] = timm.create_model(settings['model'], **settings['model_args'])
+            return built[key]
         kind = 'init' if isinstance(settings.get('scales'), dict) else settings.get('scales')
         structure = {} if 'opt' in settings else {'structure': 'search'}
         key = json.dumps([settings['model'], settings['model_args'], kind, structure], sort_keys=True)
@@ -603,6 +606,7 @@ def test_quantization(start):
     assert added['surrounding'] == found[1]['std of the BatchNorm folded']['surrounding']
 
 
+@pytest.mark.slow
 def test_forms_of_the_ffns(load_script, monkeypatch, start):
     """A row has a conversion to the better forms, to two matrices, and to three."""
     module, forms = load_script('experiments/convert'), []
@@ -1017,6 +1021,7 @@ def real_vit(load_script, images, tmp_path, monkeypatch):
     return module, [tmp_path / 'weights.safetensors', '--data-dir', tmp_path / 'data', '--batch-size', 4]
 
 
+@pytest.mark.slow
 def test_real_vit(script, real_vit, tmp_path, capsys, monkeypatch):
     module, args = real_vit
     convert, seen = module.timm_rep.convert_to_repa, []

@@ -13,7 +13,7 @@ PAGES = {
         key=lambda example: example.path)
     if path.stem != 'use-other-trainers'}  # run by test_other_trainers.py, if the trainers are installed
 # run by default
-_FAST = ('declare-a-block-of-your-own', 'search-for-scales', 'fold-inside-a-detector', 'publish-a-model')
+_FAST = ('declare-a-block-of-your-own', 'search-for-scales', 'publish-a-model')
 _NUMBER = re.compile(r'\d+(?:\.\d+)?')
 
 

@@ -134,6 +134,7 @@ assert cli.main(['count', 'repa_beit_base']) == 0
 '''
 
 
+@pytest.mark.slow
 def test_extension_points(tmp_path):
     """The code of CONTRIBUTING.md runs as one program, in a process of its own, whose registrations end with it."""
     program = tmp_path / 'program.py'
@@ -303,12 +304,17 @@ def test_links(document):
             assert heading in [re.sub(r'[^\w\- ]', '', text.lower()).replace(' ', '-') for text in headings], link
 
 
+@pytest.fixture(scope='module')
+def tables():
+    with pytest.MonkeyPatch.context() as patch:
+        return _load_script(SCRIPTS / 'tables.py', patch)
+
+
 @pytest.mark.parametrize('document', DOCUMENTS)
-def test_tables_of_results(document, monkeypatch):
+def test_tables_of_results(document, tables):
     """Tables between markers are as scripts/tables.py writes them from the files of results."""
-    module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
     text = read(document)
-    assert module.updated(text) == text, 'run python scripts/tables.py'
+    assert tables.updated(text) == text, 'run python scripts/tables.py'
 
 
 @pytest.fixture

@@ -303,6 +303,7 @@ if hasattr(torch.backends.cuda.matmul, 'fp32_precision'):  # torch 2.9
     })
 
 
+@pytest.mark.slow
 def test_settings_of_tf32():
     """Each in a process of its own that has read none before: torch refuses some mixtures."""
     code = """

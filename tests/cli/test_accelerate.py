@@ -599,6 +599,7 @@ def distil_student(path):
     torch.save(student.state_dict(), path / f'{dist.get_rank()}.pth')
 
 
+@pytest.mark.slow
 def test_processes_distil_like_one(tmp_path):
     found = []
     for count in (1, 2):

@@ -84,8 +84,10 @@ CONVERSIONS = {
     'other scales': ('fastvit', own_scales),
 }
 # the others take half a minute
-FOLDED = ('one ratio', 'in a base that folds', 'from scratch', 'init')
-UNFOLDED = [(name, 'unfolded') for name in CONVERSIONS if name != 'ones']
+FAST = [
+    *((name, 'unfolded') for name in CONVERSIONS if name != 'ones'),
+    *((name, 'method') for name in ('one ratio', 'in a base that folds', 'from scratch', 'init')),
+    ('one ratio', 'utility')]
 
 
 def check(model, x, folder, architecture):
@@ -105,7 +107,7 @@ def check(model, x, folder, architecture):
 @needs_recorded_args
 @pytest.mark.parametrize('conversion,fold', [
     pytest.param(
-        conversion, fold, marks=() if conversion in FOLDED or (conversion, fold) in UNFOLDED else pytest.mark.slow)
+        conversion, fold, marks=() if (conversion, fold) in FAST else pytest.mark.slow)
     for conversion in CONVERSIONS for fold in FOLDS])
 def test_folders(conversion, fold, tmp_path):
     kind, convert = CONVERSIONS[conversion]

@@ -109,6 +109,7 @@ def test_layers_kept_in_float_by_onnxruntime(net):
     assert f'  {next(iter(quantized.report.layers))}: ' in str(quantized.report)
 
 
+@pytest.mark.slow
 def test_all_layers_kept_in_float_by_onnxruntime(net):
     pytest.importorskip('onnxruntime')
     report = timm_rep.quantize_ptq(net, [images(4, 16)], 'onnxruntime', keep_float=['a', 'b', 'head']).report
@@ -262,6 +263,7 @@ class Functional(nn.Module):
         return self.head(self.block(self.stem(x).flatten(2).mT).mean(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('backend', BACKENDS)
 @torch.no_grad()
 def test_layers_that_are_called_by_functions(backend):

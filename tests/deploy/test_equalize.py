@@ -211,7 +211,8 @@ def outlier():
     return model
 
 
-@pytest.mark.parametrize('backend', [pytest.param('inductor', marks=pytest.mark.slow), 'onnxruntime'])
+@pytest.mark.slow
+@pytest.mark.parametrize('backend', ['inductor', 'onnxruntime'])
 def test_error_with_one_scale_for_each_weight(outlier, backend):
     before = copy.deepcopy(outlier)
     if backend == 'onnxruntime':

@@ -129,6 +129,7 @@ def test_layer_that_is_called_twice_runs_in_int8(backend):
     assert 1e-4 < quantized.report.relative_rms < 0.03
 
 
+@pytest.mark.slow
 def test_calibration_in_small_batches(monkeypatch):
     """Large batches of the loader are split: ONNX Runtime holds all activations of a batch at once."""
     ort = pytest.importorskip('onnxruntime')
@@ -208,7 +209,8 @@ def test_the_model_of_another_backend_goes(quantized, tmp_path):
     assert read_report(tmp_path) == quantized.report
 
 
-@pytest.mark.parametrize('bits', [pytest.param(7, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize('bits', [7, 8])
 def test_a_program_of_a_cpu_with_vnni(model, calibration, tmp_path, monkeypatch, bits):
     monkeypatch.setattr(torch.cpu, '_is_vnni_supported', lambda: bits == 8)
     timm_rep.quantize_ptq(model, calibration).save(tmp_path)

@@ -46,6 +46,8 @@ def images():
             name = member.name.removeprefix('./')
             if name in wanted:
                 found[name.removeprefix('val/')] = Image.open(io.BytesIO(archive.extractfile(member).read())).copy()
+                if len(found) == len(wanted):
+                    break
     return found
 
 

@@ -1,4 +1,5 @@
 import argparse
+import contextlib
 import os
 from functools import partial
 
@@ -16,19 +17,21 @@ from timm_rep.utils.checkpoints import (
 )
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk():
-    """Files cannot grow beyond 1,000 bytes, as on a full disk."""
+    """Files cannot grow beyond 1,000 bytes, as on a full disk; that of pytest's own output neither."""
     resource = pytest.importorskip('resource')
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize('write,name', [(write_safetensors, 'x.safetensors'), (write_checkpoint, 'x.pth')])
-def test_a_full_disk_is_an_os_error(full_disk, tmp_path, write, name):
-    with pytest.raises(OSError, match=f"cannot write '{name}'"):
+def test_a_full_disk_is_an_os_error(tmp_path, write, name):
+    with full_disk(), pytest.raises(OSError, match=f"cannot write '{name}'"):
         write({'x': torch.zeros(10000)}, tmp_path / name)
 
 
