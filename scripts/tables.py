@@ -15,7 +15,7 @@ declared in scripts/results/tables.yaml, by NAME:
 A cell is a figure of a file of results. It is described by what is said of its table, column and row together:
 
     file:     path in scripts/results, without the suffix; or a list of them, whose rows have different seeds
-    where:    values of columns, which choose rows of the file
+    where:    values of columns, which choose rows of the file; ``{label}`` in them is the label of the table's row
     get:      column of the figure, or the keys of a nested one: the mean over the rows chosen, and the standard
               deviation where there are several
     over:     column by which each is divided
@@ -110,6 +110,14 @@ def _merged(*parts: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
     return {**found, 'where': {key: value for part in parts for key, value in part.get('where', {}).items()}}
 
 
+def _labelled(cell: Mapping[str, Any], label: str) -> Dict[str, Any]:
+    """A cell with the label of its row in the values of ``where`` and ``minus``."""
+    choices = {part: {
+        key: value.replace('{label}', label) if isinstance(value, str) else value
+        for key, value in cell[part].items()} for part in ('where', 'minus') if part in cell}
+    return {**cell, **choices}
+
+
 def table(name: str, declared: Mapping[str, Any]) -> str:
     """A table as Markdown.
 
@@ -126,7 +134,7 @@ def table(name: str, declared: Mapping[str, Any]) -> str:
             own = row.get(heading, {})
             if not isinstance(own, Mapping):
                 own = {'value': own}
-            cells.append(_text(_merged(declared, column, row, own), name))
+            cells.append(_text(_labelled(_merged(declared, column, row, own), label), name))
         lines.append([label, *cells])
     return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
 

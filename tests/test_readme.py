@@ -452,5 +452,10 @@ def test_a_table(small_table):
     assert small_table(columns=paired, rows={'a': row}) == ['| a | -2.50 ± 2.12 | 0.500 ± 0.000 | 7 |']
     assert small_table(rows=['b', 'a'], by='row') == ['| `b` | 5.00 ± 4.24 |', '| `a` | 2.50 ± 2.12 |']
     assert small_table(rows={'a': {'here': None}}) == ['| a |  |']
+    pattern = {'where': {'row': '{label}', 'seed': 0}}
+    assert small_table(columns={'': pattern, 'b': {**pattern, 'minus': {'row': 'b'}}}, rows={'a': None, 'c': None}) == [
+        '| a | 1.0 | -1.0 |', '| c | 0.25 | -1.75 |']
+    assert small_table(columns={'': {'minus': {'row': '{label}'}}}, rows={'a': {'where': {'row': 'b'}}}) == [
+        '| a | +2.50 ± 2.12 |']
     with pytest.raises(ValueError, match=r"Table t: no row of x.json has {'row': 'd'}"):
         small_table(rows=['d'], by='row')
