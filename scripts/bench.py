@@ -24,7 +24,7 @@ from benchmarks.inference import (
 )
 from benchmarks.optim import optim
 from benchmarks.repa_train import ffn_train, repa_train
-from benchmarks.repopt_train import repopt_any, repopt_parts, repopt_train
+from benchmarks.repopt_train import repopt_any, repopt_depth, repopt_parts, repopt_train
 from benchmarks.scaling import scaling
 from benchmarks.search_step import search_step
 from experiments.report import print_table, rows_measured, save
@@ -46,6 +46,7 @@ SECTIONS = {
     'repa-train': repa_train,
     'ffn-train': ffn_train,
     'repopt-train': repopt_train,
+    'repopt-depth': repopt_depth,
     'repopt-any': repopt_any,
     'repopt-parts': repopt_parts,
     'search-step': search_step,
@@ -55,7 +56,7 @@ SECTIONS = {
 # columns that identify a row
 KEYS = (
     'model', 'mode', 'images', 'img_size', 'pool_size', 'memory', 'optimizer', 'form', 'C', 'tokens', 'cost', 'along',
-    'backbone', 'network')
+    'backbone', 'network', 'convolutions')
 
 
 def pending(rows, **columns):
@@ -82,7 +83,8 @@ def main():
         help='repa-infer and converted-infer only (eager)')
     parser.add_argument(
         '--batch-size', type=int,
-        help='images a pass (8; search-step 128; conversion 64; onnx, int8, converted-infer 1, 8; dense 1)')
+        help='images a pass (8; search-step and repopt-depth 128; conversion 64; onnx, int8 and converted-infer 1, 8; '
+             'dense 1)')
     parser.add_argument('--rounds', default=11, type=int, help='(%(default)s)')
     parser.add_argument(
         '--networks', nargs='+', choices=NETWORKS, default=list(NETWORKS), help='dense only (all)')
@@ -104,7 +106,9 @@ def main():
         settings.update(float32='TF32', cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda)
     batch_size = args.batch_size
     for section in args.sections:
-        defaults = {'search-step': 128, 'conversion': 64, 'onnx': None, 'int8': None, 'converted-infer': None}
+        defaults = {
+            'search-step': 128, 'repopt-depth': 128, 'conversion': 64, 'onnx': None, 'int8': None,
+            'converted-infer': None}
         args.batch_size = 1 if section == 'dense' else batch_size or defaults.get(section, 8)
         settings['batch_size'] = args.batch_size
         of_section = {**settings, 'img_size': args.img_size} if section == 'dense' else settings

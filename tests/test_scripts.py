@@ -382,6 +382,7 @@ def test_bench_ffn(load_script):
         'vanilla': 2., 'layers': .5, 'matrix': .25, 'matrix / vanilla': .12}),
     ('repa_train', 'ffn_train', None, {'matrix / layers': .5, 'matrix / released': .25, 'matrix / vanilla': .12}),
     ('repopt_train', 'repopt_train', 'repopt_vgg_a0', {'RepOpt-VGG': .5}),
+    ('repopt_train', 'repopt_depth', None, {'RepSGD': 2., 'RepVGG': 4.}),
     ('repopt_train', 'repopt_any', 'mobileone_s1', {'RepOpt': .5, 'RepOpt, channels-last': .25}),
     ('search_step', 'search_step', 'repopt_vgg_a0', {'ratio': 2.}),
     ('conversion', 'conversion', 'vit_tiny_patch16_224', {'passes': 2.}),

@@ -1,10 +1,11 @@
-"""Training of RepOpt networks: repopt-train, repopt-any, repopt-parts."""
+"""Training of RepOpt networks: repopt-train, repopt-depth, repopt-any, repopt-parts."""
 import statistics
 import time
-from typing import Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 import timm
 import torch
+from experiments import experiment, train
 from timm.optim import create_optimizer_v2
 from torch.profiler import ProfilerActivity, profile
 
@@ -13,7 +14,7 @@ from timm_rep.utils.profiling import count_macs, synchronize, throughput, time_c
 from .repa_train import TrainingStep, time_steps
 from .timing import speedup, timing_columns
 
-__all__ = ['repopt_any', 'repopt_parts', 'repopt_train']
+__all__ = ['repopt_any', 'repopt_depth', 'repopt_parts', 'repopt_train']
 
 # multi-branch networks of timm
 _MULTI_BRANCH = ('mobileone_s0', 'mobileone_s1', 'fastvit_t8', 'repvit_m0_9', 'repghostnet_050', 'repvgg_a0')
@@ -142,6 +143,38 @@ def repopt_train(args):
                 row[f'{side}, img/s at that'] = round(throughput(batch, times)[side], 2)
                 del create_step, x
         yield row
+
+
+def _depth_step(settings: Mapping[str, Any], args) -> TrainingStep:
+    """Training step of a row of an experiment."""
+    torch.manual_seed(0)
+    memory_format = torch.channels_last if settings['channels_last'] else torch.contiguous_format
+    model = train.build(settings, settings['scales']).train()
+    model = model.to(args.device, args.dtype, memory_format=memory_format)
+    optimizer = create_optimizer_v2(
+        model, opt=settings['opt'], lr=settings['lr'], weight_decay=settings['weight_decay'])
+    x = torch.randn(args.batch_size, 3, *[settings['img_size']] * 2, device=args.device, dtype=args.dtype)
+    return TrainingStep(model, x, optimizer=optimizer, amp=args.amp, memory_format=memory_format)
+
+
+def repopt_depth(args):
+    """Training step of the networks of experiment depth: time over that of the plain network with SGD.
+
+    Includes the optimizer's step. Peak memory of a step in MB.
+    """
+    scale = 'gpu' if args.device.type == 'cuda' else 'cpu'
+    settings = {row.name: row.settings for row in experiment.load('depth', scale).rows}
+    sides = {'SGD': 'sgd', 'RepSGD': 'repsgd', 'RepVGG': 'repvgg'}
+    for row in args.pending(convolutions=(10, 19, 28)):
+        times, peaks = time_steps({
+            side: _depth_step(settings[f'{name}-{row["convolutions"]}, best'], args)
+            for side, name in sides.items()}, args.rounds)
+        yield {
+            **row,
+            **{side: speedup(times['SGD'], times[side]) for side in sides if side != 'SGD'},
+            **{f'{side}, peak (MB)': round(peak) for side, peak in peaks.items()},
+            **timing_columns(times),
+        }
 
 
 def _any_steps(name: str, img_size: int, args) -> Dict[str, TrainingStep]:
