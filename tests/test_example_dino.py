@@ -95,6 +95,7 @@ def test_seed(dino, spied):
     assert torch.equal(evaluated[2][-1], evaluated[5][-1])
 
 
+@pytest.mark.slow
 def test_data_dir(dino, spied, images, capsys):
     """Folders of images, at the size of the arguments; a model other than a ViT."""
     networks, trained = spied('create_networks'), spied('train')

@@ -331,6 +331,7 @@ def test_arguments_of_small_models(load_script):
             timm.create_model(name, widhts=[8, 16])
 
 
+@pytest.mark.slow
 def test_repoptimizers(start, models_trained, tmp_path):
     """Rows start from and train with what their names say; those with searched scales share the search."""
     names = [
@@ -387,6 +388,7 @@ def test_repoptimizers_settings(load_script, scale):
     assert rows['sgd, 3 times the lr']['lr'] == pytest.approx(3 * rows['sgd']['lr'])
 
 
+@pytest.mark.slow
 def test_multi_branch(start, models_trained):
     """Rows differ in structure, optimizer, learning rate and scales only."""
     _, found = start('multi-branch', '--seeds', 0, settings=["model_args={'widths': [8, 16], 'depths': [1, 1]}"])
@@ -429,6 +431,7 @@ def test_weight_selection(start, models_trained):
     assert student.blocks[0].mlp.norm1.running_var.std() > 0
 
 
+@pytest.mark.slow
 def test_budgets(load_script):
     """Each rule stays within the MACs of one idle ratio for all FFNs, with idle ratios of its own."""
     module = load_script('experiments/convert')

@@ -621,6 +621,7 @@ def resume_student(path):
         distil(student, teacher, FixedImages(), epochs=2, lr=1e-3, checkpoint=state, resume=True)
 
 
+@pytest.mark.slow
 def test_processes_resume_from_the_same_epoch(tmp_path):
     """A checkpoint that only the first process sees is refused by all."""
     torch.manual_seed(0)

@@ -130,6 +130,7 @@ def within_three_deviations(accuracy, expected, count):
     return abs(accuracy - expected) < 3 * (expected * (100 - expected) / count) ** .5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', FOLDERS)
 def test_int8_form(images, name):
     for package in ('onnxruntime', 'torchao'):
