@@ -1,10 +1,12 @@
 """Training of RepOpt networks: repopt-train, repopt-depth, repopt-any, repopt-parts."""
 import statistics
 import time
+from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 import timm
 import torch
+import torch.nn as nn
 from experiments import experiment, train
 from timm.optim import create_optimizer_v2
 from torch.profiler import ProfilerActivity, profile
@@ -99,14 +101,24 @@ def _sides(device: torch.device) -> Dict[str, Tuple[bool, torch.memory_format]]:
     return sides
 
 
+def _step_of(
+        create: Callable[[], nn.Module],
+        opt: str,
+        memory_format: torch.memory_format,
+        args,
+) -> Callable[[torch.Tensor], TrainingStep]:
+    """Creates training steps, by batch, of a model with an optimizer."""
+    torch.manual_seed(0)
+    model = create().train().to(args.device, args.dtype, memory_format=memory_format)
+    optimizer = create_optimizer_v2(model, opt=opt, lr=1e-3, weight_decay=4e-5)
+    return lambda x: TrainingStep(model, x, optimizer=optimizer, amp=args.amp, memory_format=memory_format)
+
+
 def _vgg_step(name: str, side: str, args) -> Callable[[torch.Tensor], TrainingStep]:
     """Creates training steps, by batch: a RepOpt-VGG with RepSGD or timm's RepVGG of the same size with SGD."""
     repopt, memory_format = _sides(args.device)[side]
-    torch.manual_seed(0)
-    model = timm.create_model(name if repopt else name.replace('opt_', '')).train()
-    model = model.to(args.device, args.dtype, memory_format=memory_format)
-    optimizer = create_optimizer_v2(model, opt='repsgd' if repopt else 'sgd', lr=1e-3, weight_decay=4e-5)
-    return lambda x: TrainingStep(model, x, optimizer=optimizer, amp=args.amp, memory_format=memory_format)
+    name, opt = (name, 'repsgd') if repopt else (name.replace('opt_', ''), 'sgd')
+    return _step_of(partial(timm.create_model, name), opt, memory_format, args)
 
 
 def _steps(name: str, img_size: int, args) -> Dict[str, TrainingStep]:
@@ -147,14 +159,9 @@ def repopt_train(args):
 
 def _depth_step(settings: Mapping[str, Any], args) -> TrainingStep:
     """Training step of a row of an experiment."""
-    torch.manual_seed(0)
     memory_format = torch.channels_last if settings['channels_last'] else torch.contiguous_format
-    model = train.build(settings, settings['scales']).train()
-    model = model.to(args.device, args.dtype, memory_format=memory_format)
-    optimizer = create_optimizer_v2(
-        model, opt=settings['opt'], lr=settings['lr'], weight_decay=settings['weight_decay'])
     x = torch.randn(args.batch_size, 3, *[settings['img_size']] * 2, device=args.device, dtype=args.dtype)
-    return TrainingStep(model, x, optimizer=optimizer, amp=args.amp, memory_format=memory_format)
+    return _step_of(partial(train.build, settings, settings['scales']), settings['opt'], memory_format, args)(x)
 
 
 def repopt_depth(args):
@@ -189,14 +196,9 @@ def _any_steps(name: str, img_size: int, args) -> Dict[str, TrainingStep]:
     if args.device.type == 'cpu':  # as in _sides
         del sides['timm, channels-last']
     x = torch.randn(args.batch_size, 3, img_size, img_size, device=args.device, dtype=args.dtype)
-    steps = {}
-    for side, (model_name, kwargs, opt, memory_format) in sides.items():
-        torch.manual_seed(0)
-        model = timm.create_model(model_name, **kwargs).train()
-        model = model.to(args.device, args.dtype, memory_format=memory_format)
-        optimizer = create_optimizer_v2(model, opt=opt, lr=1e-3, weight_decay=4e-5)
-        steps[side] = TrainingStep(model, x, optimizer=optimizer, amp=args.amp, memory_format=memory_format)
-    return steps
+    return {
+        side: _step_of(partial(timm.create_model, model_name, **kwargs), opt, memory_format, args)(x)
+        for side, (model_name, kwargs, opt, memory_format) in sides.items()}
 
 
 def repopt_any(args):
