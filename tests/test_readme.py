@@ -348,15 +348,14 @@ def test_registry_tables(registry):
         assert table in page, 'run python scripts/registry.py'
 
 
-def test_pictures_of_results(monkeypatch):
+def test_pictures_of_results(tables):
     """Every declared picture is in a document, and draws the figures of its rows."""
     pytest.importorskip('matplotlib')
-    module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
-    for name, declared in yaml.safe_load(module.PICTURES.read_text()).items():
+    for name, declared in yaml.safe_load(tables.PICTURES.read_text()).items():
         path = ROOT / name
         assert path.is_file()
         assert any(f'({path.name})' in page.read_text() for page in path.parent.glob('*.md')), name
-        axes, = module.draw(name, declared).axes
+        axes, = tables.draw(name, declared).axes
         assert axes.get_legend_handles_labels()[1] == list(declared['series'])
         for container, series in zip(axes.containers, declared['series'].values(), strict=True):
             drawn = container.lines[0].get_xdata().tolist()
@@ -365,31 +364,29 @@ def test_pictures_of_results(monkeypatch):
                 assert drawn == list(series)
 
 
-def test_points_of_two_figures(monkeypatch, tmp_path):
+def test_points_of_two_figures(tables, monkeypatch, tmp_path):
     """In a series given as a list, x is a figure of a file too."""
     pytest.importorskip('matplotlib')
-    module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
-    monkeypatch.setattr(module, 'RESULTS', tmp_path)
+    monkeypatch.setattr(tables, 'RESULTS', tmp_path)
     (tmp_path / 'speed.json').write_text(json.dumps({'rows': [{'form': 'a', 'speedup': {'1': 1.5, '2': 2.5}}]}))
     (tmp_path / 'loss.json').write_text(json.dumps({'rows': [
         {'ratio': ratio, 'seed': seed, 'loss': ratio + seed} for ratio in (1, 2) for seed in (0, 2)]}))
     points = [
         [{'file': 'speed', 'where': {'form': 'a'}, 'get': ['speedup', str(ratio)]}, {'where': {'ratio': ratio}}]
         for ratio in (1, 2)]
-    axes, = module.draw('p', dict(title='', x='', y='', file='loss', get='loss', series={'a': points})).axes
+    axes, = tables.draw('p', dict(title='', x='', y='', file='loss', get='loss', series={'a': points})).axes
     line = axes.containers[0].lines[0]
     assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1.5, 2.5], [2., 3.])
 
 
-def test_csv(monkeypatch, tmp_path):
+def test_csv(tables, monkeypatch, tmp_path):
     """A file of each file of results: columns of all rows, nested figures by name, lists as JSON."""
-    module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
-    monkeypatch.setattr(module, 'RESULTS', tmp_path / 'results')
+    monkeypatch.setattr(tables, 'RESULTS', tmp_path / 'results')
     (tmp_path / 'results' / 'cpu').mkdir(parents=True)
     rows = [{'row': 'a, b', 'std': {'all': 1.5, 'parts': {'centre': 2}}}, {'row': 'c', 'curve': [1, 2.5]}]
     (tmp_path / 'results' / 'cpu' / 'x.json').write_text(json.dumps({'rows': rows}))
     monkeypatch.setattr('sys.argv', ['tables.py', '--csv', str(tmp_path / 'csv')])
-    module.main()
+    tables.main()
     with (tmp_path / 'csv' / 'cpu.x.csv').open(newline='') as f:
         assert list(csv.reader(f)) == [
             ['row', 'std.all', 'std.parts.centre', 'curve'], ['a, b', '1.5', '2', ''], ['c', '', '', '[1, 2.5]']]
@@ -402,17 +399,16 @@ def test_every_table_is_in_a_document():
 
 
 @pytest.fixture
-def small_table(monkeypatch, tmp_path):
+def small_table(tables, monkeypatch, tmp_path):
     """The text of a table of two rows, with changes of its declaration."""
-    module = _load_script(SCRIPTS / 'tables.py', monkeypatch)
-    monkeypatch.setattr(module, 'RESULTS', tmp_path)
+    monkeypatch.setattr(tables, 'RESULTS', tmp_path)
     rows = [dict(row=row, seed=seed, top1=value, memory=2 * value) for row, values in (
         ('a', (1., 4.)), ('b', (2., 8.))) for seed, value in reversed(list(enumerate(values)))]
     (tmp_path / 'x.json').write_text(json.dumps({'rows': [*rows, dict(row='c', seed=0, top1=.25)]}))
     declared = dict(file='x', get='top1', columns={'here': {}}, rows={'first': {'where': {'row': 'a'}}})
 
     def table(**changes):
-        return module.table('t', {**declared, **changes}).splitlines()[2:]
+        return tables.table('t', {**declared, **changes}).splitlines()[2:]
 
     return table
 
