@@ -98,18 +98,19 @@ def test_data_files(load_script, built, name, scale):
     module, train = load_script('experiments/experiment'), load_script('experiments/train')
     methods = load_script('experiments/convert')
 
+    def cached(create, *key):
+        key = json.dumps(key, sort_keys=True)
+        if key not in built:
+            built[key] = create()
+        return built[key]
+
     def model(settings):
+        name, args = settings['model'], settings['model_args']
         if 'file' in settings:
-            key = json.dumps([settings['model'], settings['model_args']], sort_keys=True)
-            if key not in built:
-                built[key] = timm.create_model(settings['model'], **settings['model_args'])
-            return built[key]
+            return cached(lambda: timm.create_model(name, **args), name, args)
         kind = 'init' if isinstance(settings.get('scales'), dict) else settings.get('scales')
         structure = {} if 'opt' in settings else {'structure': 'search'}
-        key = json.dumps([settings['model'], settings['model_args'], kind, structure], sort_keys=True)
-        if key not in built:
-            built[key] = train.build(settings, kind, **structure)
-        return built[key]
+        return cached(lambda: train.build(settings, kind, **structure), name, args, kind, structure)
 
     experiment = module.load(name, scale)
     document = experiment.document

@@ -377,6 +377,7 @@ def test_a_sweep_needs_matplotlib_before_the_model(data, tmp_path, capsys, monke
         "timm-rep: accelerate --sweep requires matplotlib: pip install matplotlib.\n")
 
 
+@pytest.mark.slow  # torch waits five seconds for the worker when it collects the loader
 def test_a_damaged_image_in_a_worker_is_one_line(data, tmp_path, capsys):
     path = tmp_path / 'damaged' / 'a.png'
     path.parent.mkdir()
