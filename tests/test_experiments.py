@@ -412,6 +412,12 @@ def test_multi_branch(start, models_trained):
     assert all(not torch.equal(a, b) for a, b in zip(*multipliers))
     for other in plain, models['plain, lr 1.0']:
         assert all(torch.equal(a, b) for a, b in zip(repsgd.parameters(), other.parameters()))
+    pairs = zip(*(csla_layers(models[name]).values() for name in ('plain', 'default, lr 1.0')), strict=True)
+    for layer, other in pairs:
+        assert other.grad_mult is None
+        # uniform in both directions up to the inverse root of the fan-in, as torch initializes
+        bound = other.weight[0].numel() ** -.5
+        assert .8 * bound < other.weight.abs().max() < 1.2 * bound < layer.weight.abs().max()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from timm.models.metaformer import MetaFormer
 from timm_rep import convert_to_repa
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.repopt import set_scales, use_repopt_convs
-from timm_rep.layers import ChannelIdle
+from timm_rep.layers import ChannelIdle, csla_layers
 from timm_rep.scales import ScalesLike
 
 __all__ = [
@@ -103,7 +103,7 @@ def mobileone_small(
         depths: Pairs of blocks of each stage.
         branches: Convolutions of the same size in a block.
         structure: 'target', or 'search' for Hyper-Search.
-        scales: Scales of the plain network; None for timm's branches.
+        scales: Scales of the plain network; False for none, and torch's initialization; None for timm's branches.
     """
     _check_arguments('mobileone_small', kwargs)
     before, stages = widths[0], []
@@ -123,6 +123,9 @@ def mobileone_small(
         set_scales(model, 'init', reinit=False)
     elif scales is not None:
         use_repopt_convs(model)
+        if scales is False:
+            for layer in csla_layers(model).values():
+                layer.reset_parameters()
         set_scales(model, scales, reinit=True)
     return model
 
