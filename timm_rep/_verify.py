@@ -123,7 +123,7 @@ def verify(
         if getattr(model, 'pretrained_cfg', None) is None:
             raise ValueError(
                 f'Expected a pretrained_cfg with an input size, but {type(model).__name__} has none: pass images.')
-        images = torch.randn(8, *model_input_size(model), generator=torch.Generator().manual_seed(0))
+        images = torch.randn(8, *model_input_size(model), generator=torch.Generator().manual_seed(0), device='cpu')
     check_images(images)
     images = images.detach().cpu()
     unfolded = copy.deepcopy(model).cpu().float().eval()

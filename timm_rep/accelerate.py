@@ -14,7 +14,7 @@ from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, r
 from timm_rep.publish import REPORT_NAME, AccelerationReport, accelerated_card, figures_table
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.compare import check_finite, compare
-from timm_rep.utils.data import PREPROCESSING, Images, batch_images, world_size_and_rank
+from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, Images, batch_images, world_size_and_rank
 from timm_rep.utils.files import StrPath
 from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
 from timm_rep.utils.training import check_distillation, distil, evaluate
@@ -146,7 +146,9 @@ def accelerate(
         converted = copy.deepcopy(original)
         report = convert_to_repa(
             converted, calibration=loader, max_images=calibration_images, progress=not rank, **kwargs)
-        converted.pretrained_cfg.update({name: images.config[name] for name in PREPROCESSING})
+        # timm's validate.py prefers the test settings, with which nothing is measured here
+        converted.pretrained_cfg.update(
+            {**{name: images.config[name] for name in PREPROCESSING}, **dict.fromkeys(TEST_PREPROCESSING)})
         if not converted.pretrained_cfg.get('label_names'):
             converted.pretrained_cfg['label_names'] = list(images.classes)
         # a fully frozen model was frozen for inference; the converted one must be trainable
@@ -191,9 +193,11 @@ def check_output(folder: StrPath) -> Path:
 
     Raises:
         FileExistsError: The folder holds a file that would be replaced, and no report.json.
+        RuntimeError: Its quantization.json cannot be read.
     """
     path = Path(folder)
     recover(path)
+    quantized_files(path)  # of an earlier model, to be removed
     found = [name for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME, _PICTURE) if (path / name).exists()]
     if found and not (path / REPORT_NAME).is_file():
         raise FileExistsError(f'The folder {str(path)!r} holds {found[0]} of another model: choose a new folder.')

@@ -20,6 +20,7 @@ import timm_rep
 from tests.helpers import ROOT, in_processes, relative, same_weights, torchrun
 from timm_rep.accelerate import STATE, _check_folded, accelerate, check_output, measure, write_model
 from timm_rep.cli import main
+from timm_rep.hub import save_folder
 from timm_rep.utils.atomic import locking_folder
 from timm_rep.utils.data import Images
 from timm_rep.utils.training import distil
@@ -333,7 +334,7 @@ def test_training_images_need_no_labels(data, tmp_path):
     (['--train-split', 'empty'], 'Found 0 images in subfolders of'),
     (['--checkpoint', '{tmp}/none.pth'], 'none.pth'),
     (['--images', '3'], 'images for blocks.'),
-    (['--img-size', '48'], 'VisionTransformer cannot process images of size (3, 48, 48): Input height (48)'),
+    (['--img-size', '48'], 'img_size must be that of the model, 32 x 32, got 48: create it with img_size=48.'),
     (['--resume'], '--distil-epochs'),
     (['--mean', '.1', '.2'], 'mean must have 1 or 3 values'),
 ])
@@ -375,6 +376,64 @@ def test_a_sweep_needs_matplotlib_before_the_model(data, tmp_path, capsys, monke
     assert main(command(data, tmp_path / 'out', '--sweep')) == 1
     assert capsys.readouterr().err == (
         "timm-rep: accelerate --sweep requires matplotlib: pip install matplotlib.\n")
+
+
+def test_moving_average(data, tmp_path, capsys):
+    """--use-ema takes it, also of `export`; without the option, one line says that it is there."""
+    models = [original(data) for _ in range(2)]
+    with torch.no_grad():
+        models[1].head.bias += torch.tensor([0., 0., 100.])
+    states = dict(zip(('state_dict', 'state_dict_ema'), (model.state_dict() for model in models)))
+    torch.save(states, tmp_path / 'both.pth')
+    export = ['export', 'vit_tiny_patch16_224', '--model-kwargs', *KWARGS, '-o']
+    for i, option in enumerate(([], ['--use-ema'])):
+        given = ['--checkpoint', str(tmp_path / 'both.pth'), *option]
+        out = tmp_path / f'out{i}'
+        assert main([*command(data, out, '--images', '16'), *given]) == 0
+        assert ('--use-ema' in capsys.readouterr().out) == (not option)
+        assert main([*export, str(tmp_path / f'e{i}'), *given]) == 0
+        assert ('--use-ema' in capsys.readouterr().out) == (not option)
+        for folder in out, tmp_path / f'e{i}':
+            found = timm.create_model(f'local-dir:{folder}', pretrained=True).head.bias
+            assert (found.max() > 50) == bool(option)
+    assert main([*export, str(tmp_path / 'e'), '--use-ema']) == 1
+    assert '--checkpoint must be given' in capsys.readouterr().err
+    assert main([*export, str(tmp_path / 'e'), '--use-ema', '--checkpoint', str(data / 'model.pth')]) == 1
+    assert 'model.pth' in capsys.readouterr().err
+
+
+def test_settings_for_validation(data, tmp_path):
+    """The folder has those that everything was measured with, not other ones of the source for its validation."""
+    model = original(data)
+    model.pretrained_cfg = {**model.pretrained_cfg, 'test_input_size': (3, 64, 64), 'test_crop_pct': 1., 'crop_pct': .9}
+    result = accelerate(model, Images(model, str(data), interpolation='bilinear'), calibration_images=16)
+    write_model(tmp_path / 'out', result)
+    cfg = json.loads((tmp_path / 'out' / 'config.json').read_text())['pretrained_cfg']
+    assert {'test_input_size', 'test_crop_pct'}.isdisjoint(cfg)
+    assert (cfg['input_size'], cfg['crop_pct'], cfg['interpolation']) == ([3, 32, 32], .9, 'bilinear')
+
+
+def test_a_damaged_report_of_int8_is_found_before_any_work(data, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'quantization.json').write_text('{"backend": "new"}')
+    monkeypatch.setattr('timm_rep.cli.accelerate.create_model', lambda *args, **kwargs: pytest.fail('too late'))
+    assert main(command(data, tmp_path / 'out')) == 1
+    assert 'quantization.json' in capsys.readouterr().err
+
+
+def test_a_random_classifier_is_noted(data, tmp_path, capsys):
+    save_folder(original(data), tmp_path / 'model')
+    assert main([
+        'accelerate', f'local-dir:{tmp_path / "model"}', '--data-dir', str(data), '-o', str(tmp_path / 'out'),
+        '--images', '16']) == 0
+    assert 'The classifier is random' not in capsys.readouterr().out
+    for split in 'train', 'val':
+        for c in '01':
+            shutil.copytree(data / split / c, tmp_path / 'two' / split / c)
+    assert main([
+        'accelerate', f'local-dir:{tmp_path / "model"}', '--data-dir', str(tmp_path / 'two'), '-o',
+        str(tmp_path / 'out'), '--images', '16', '--model-kwargs', 'num_classes=2']) == 0
+    assert 'The classifier is random' in capsys.readouterr().out
 
 
 @pytest.mark.slow  # torch waits five seconds for the worker when it collects the loader

@@ -140,6 +140,9 @@ def test_a_checkpoint_of_another_model(folder, capsys):
     (b'{"model": "repa_deit_tiny", "mean": "x"}', ['mean', "'x'"]),
     (b'{"model": "repa_deit_tiny", "std": [1, 0, 1]}', ['std', 'positive']),
     (b'{"model": "repa_deit_tiny", "interpolation": "x"}', ['interpolation', "'x'"]),
+    (b'{"model": "repa_deit_tiny", "interpolation": "random"}', ['interpolation', "'random'"]),  # of trainings only
+    (b'{"model": "repa_deit_tiny", "global_pool": "max"}', ['global_pool']),  # train.py has gp, and ignores others
+    (b'{"model": "repa_deit_tiny", "gp": 1}', ['gp', '1']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": {"depth": "x"}}', ['model_kwargs cannot be used', 'TypeError']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": {"num_heads": 0}}', ['model_kwargs cannot be used', 'ZeroDivision']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": {"nothing": 1}}', ['model_kwargs cannot be used', "'nothing'"]),
@@ -227,6 +230,15 @@ def test_configs(folder, capsys, field, value, parts):
         check_error(capsys, ['card', folder, '--measure'], where, *parts)
 
 
+@pytest.mark.parametrize('field,value', [
+    ('num_classes', None), ('pretrained_cfg.input_size', [3, 64]), ('pretrained_cfg.input_size', 'x')])
+def test_a_config_that_timm_cannot_use(tmp_path, capsys, field, value):
+    """Also of a model of timm's own."""
+    timm.models.save_for_hf(timm.create_model('test_resnet'), tmp_path / 'plain', safe_serialization=True)
+    _edit(tmp_path / 'plain' / CONFIG_NAME, field, value)
+    check_error(capsys, ['profile', f'local-dir:{tmp_path / "plain"}'], str(tmp_path / 'plain'))
+
+
 @pytest.mark.parametrize('argv,parts', [
     (['card', NAME, '--data-dir', 'nowhere'], ["'nowhere'", 'CLASS/IMAGE']),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--dataset', '', '--data-dir', 'nowhere'],
@@ -248,6 +260,7 @@ def test_wrong_arguments(folder, capsys, argv, parts):
 
 @pytest.mark.parametrize('argv,message', [
     (['card', NAME, '--device', 'nothing'], "device that torch can use, got 'nothing'"),
+    (['card', NAME, '--device', 'hpu'], "device that torch can use, got 'hpu'"),
     (['profile', 'repa_deit_tiny', '--device', 'meta'], "device that torch can use, got 'meta'"),
     (['hyper-search', 'repopt_vgg_a0', '-o', 's.safetensors', '--seed', '9' * 20], 'from 0 to 2 ** 31 - 1'),
     (['weight-select', '--student', 'm', '--teacher', 'm', '-o', 's.safetensors', '--seed', '-1'],

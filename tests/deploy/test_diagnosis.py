@@ -2,6 +2,7 @@
 import copy
 
 import pytest
+import timm
 import torch
 import torch.nn as nn
 
@@ -107,6 +108,18 @@ def test_layers_kept_in_float_by_onnxruntime(net):
     assert quantized.report.float_layers == {'b': 'Conv'}
     assert quantized.report.layers.keys() == {'a', 'b', 'head'}
     assert f'  {next(iter(quantized.report.layers))}: ' in str(quantized.report)
+
+
+def test_names_of_folded_layers_kept_in_float_by_onnxruntime():
+    """They are names that keep_float takes, although the BatchNorms are folded, and those of fc layers are too."""
+    pytest.importorskip('onnxruntime')
+    torch.manual_seed(0)
+    model, x = timm.create_model('test_resnet', num_classes=3).eval(), images(4, 32)
+    kept = ['layer1.0.conv1', 'conv1.0', 'fc']
+    report = timm_rep.quantize_ptq(model, [x], 'onnxruntime', keep_float=kept).report
+    assert report.float_layers.keys() == {*kept}
+    again = timm_rep.quantize_ptq(model, [x], 'onnxruntime', keep_float=list(report.float_layers)).report
+    assert (again.int8_layers, again.float_layers) == (report.int8_layers, report.float_layers)
 
 
 @pytest.mark.slow

@@ -525,3 +525,20 @@ def test_missing_package(monkeypatch, model, calibration):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"'inductor' requires torchao: pip install torchao"):
         timm_rep.quantize_ptq(model, calibration)
+
+
+def test_other_files_of_the_folder_stay_as_they_are(quantized, tmp_path):
+    """A log that is being written, a script, a private file, a link to a folder."""
+    for name, mode in ('run.sh', 0o755), ('secret', 0o600):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    (tmp_path / 'data').symlink_to(tmp_path.parent)
+    with open(tmp_path / 'log.txt', 'w') as log:
+        for _ in range(2):
+            quantized.save(tmp_path)
+        log.write('report')
+    assert (tmp_path / 'log.txt').read_text() == 'report'
+    assert (tmp_path / 'run.sh').stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / 'secret').stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / 'data').is_symlink()
+    load_quantized(tmp_path)

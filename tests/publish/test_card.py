@@ -183,6 +183,60 @@ def test_img_size_of_a_recipe(args, img_size, tmp_path):
     assert config['model_args'].get('img_size') == img_size
 
 
+def test_arguments_of_the_model_and_of_its_validation(images, tmp_path):
+    """gp and bn_eps build the model, as in train.py; a size or crop of the recipe replaces the source's for validation.
+
+    The recipe is as train.py writes args.yaml: with all its arguments, also those that were not given.
+    """
+    torch.manual_seed(0)
+    args = dict(bn_eps=.1, global_pool='max')
+    trained = timm.create_model('mobilenetv3_small_050', num_classes=4, **args).eval()
+    torch.save(trained.state_dict(), tmp_path / 'c.pth')
+    recipe = dict(
+        model='mobilenetv3_small_050', num_classes=4, bn_eps=.1, gp='max', img_size=48, crop_pct=.9, start_epoch=None,
+        class_map='', interpolation='', mean=None, input_size=None, model_kwargs={}, train_img_sizes=None)
+    (tmp_path / 'args.yaml').write_text(yaml.safe_dump(recipe))
+    folder = tmp_path / 'mobilenetv3_small_050.mine'
+    prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'args.yaml')
+    x = torch.randn(2, 3, 48, 48)
+    assert torch.equal(timm.create_model(f'local-dir:{folder}', pretrained=True).eval()(x), trained(x))
+
+    source = timm.get_pretrained_cfg('convnext_atto').to_dict()
+    assert source['test_input_size'] == (3, 288, 288)
+    small = dict(depths=[1, 1, 1, 1], dims=[8, 8, 8, 8])
+    torch.save(timm.create_model('convnext_atto', num_classes=4, **small).state_dict(), tmp_path / 'c.pth')
+    for given, gone in (dict(img_size=64), ['test_input_size']), (dict(crop_pct=.5), ['test_crop_pct']), ({}, []):
+        recipe = dict(model='convnext_atto', num_classes=4, model_kwargs=small, **given)
+        (tmp_path / 'args.yaml').write_text(yaml.safe_dump(recipe))
+        folder = tmp_path / 'convnext_atto.mine'
+        prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'args.yaml')
+        cfg = json.loads((folder / 'config.json').read_text())['pretrained_cfg']
+        assert {'test_input_size', 'test_crop_pct'} - cfg.keys() == {*gone}
+
+
+def test_labels_in_the_order_of_the_model(folder, checkpoint, images):
+    """The accuracy is of the names that the model was trained with, whatever the order of the folders."""
+    prepare_folder(folder, checkpoint[2], data_dir=str(images), split='validation')
+    config = json.loads((folder / 'config.json').read_text())
+    names = config['label_names']
+    expected = read_predictions(folder / 'predictions.csv')
+    config['label_names'] = config['pretrained_cfg']['label_names'] = names[::-1]
+    (folder / 'config.json').write_text(json.dumps(config))
+    prepare_folder(folder, data_dir=str(images), split='validation')
+    assert read_predictions(folder / 'predictions.csv') == [
+        (file, 3 - target, predicted) for file, target, predicted in expected]
+
+
+def test_batch_size_of_the_speed(folder, checkpoint):
+    """Measured again with another batch size, not with the same or without one."""
+    speeds = []
+    for batch_size in (2, None, 2, 3):
+        prepare_folder(folder, checkpoint[2] if not speeds else None, batch_size=batch_size)
+        speeds.append(json.loads((folder / 'metrics.json').read_text())['cost'])
+    assert [cost['batch_size'] for cost in speeds] == [2, 2, 2, 3]
+    assert speeds[0] == speeds[1] == speeds[2] != speeds[3]
+
+
 @pytest.mark.slow
 def test_license_of_a_tag(tmp_path):
     """The license of the weights registered under the tag; others have none, as they are not the base's either."""

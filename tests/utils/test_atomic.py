@@ -181,13 +181,36 @@ def test_permissions_follow_the_umask(tmp_path, umask):
     assert modes == {'a.safetensors': 0o666 & ~umask, 'b': 0o666 & ~umask, 'folder': 0o777 & ~umask}
 
 
-def test_links_are_copied_as_links(folder):
-    (folder / 'link').symlink_to('a')
+def test_links_stay(folder, tmp_path):
+    """Links stay links, wherever they lead; a folder that is written replaces one."""
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other' / 'file').write_text('other')
+    for name, target in ('link', 'a'), ('data', '../other'), ('nowhere', 'nothing'):
+        (folder / name).symlink_to(target)
     with replacing_files(folder, copy=True) as draft:
+        assert contents(draft) == {**OLD, 'link': 'old'}
         assert (draft / 'link').is_symlink()
         (draft / 'a').write_text('new')
-    assert (folder / 'link').is_symlink()
     assert (folder / 'link').read_text() == 'new'
+    assert {name: os.readlink(folder / name) for name in ('link', 'data', 'nowhere')} == {
+        'link': 'a', 'data': '../other', 'nowhere': 'nothing'}
+    with replacing_files(folder) as draft:
+        (draft / 'data').mkdir()
+    assert not (folder / 'data').is_symlink()
+    assert (tmp_path / 'other' / 'file').read_text() == 'other'
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='an open file cannot be replaced there')
+def test_files_that_the_body_leaves_alone_stay(folder):
+    """They keep their modes and what is written to them meanwhile; a file written again with its content is new."""
+    for name in OLD:
+        (folder / name).chmod(0o700)
+    with open(folder / 'b', 'a') as log, replacing_files(folder, copy=True) as draft:
+        (draft / 'a').write_text('old')
+        (draft / 'config.json').write_text('new')
+        log.write(' and more')
+    assert contents(folder) == {'a': 'old', 'b': 'old and more', 'config.json': 'new'}
+    assert {name: (folder / name).stat().st_mode & 0o100 for name in OLD} == {'a': 0, 'b': 0o100, 'config.json': 0}
 
 
 @needs_fork

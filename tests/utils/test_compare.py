@@ -35,3 +35,18 @@ def test_the_first_layer_with_outputs_that_are_not_finite():
     nn.init.constant_(model[1].weight, float('inf'))
     with pytest.raises(ValueError, match='outputs of 1 '):
         check_finite(model, torch.ones(1, 2))
+
+
+def test_a_model_that_fails():
+    """Whatever the type of the error, the message has the size; an error of the system stays as it is."""
+    class Net(nn.Module):
+        def forward(self, x):
+            raise self.error
+
+    for error in IndexError('far out'), KeyError('x'), AssertionError(''):
+        Net.error = error
+        with pytest.raises(ValueError, match=r'Net cannot process images of size \(3, 8, 8\)'):
+            check_finite(Net(), torch.ones(1, 3, 8, 8))
+    Net.error = OSError('no space')
+    with pytest.raises(OSError, match='no space'):
+        check_finite(Net(), torch.ones(1, 3, 8, 8))

@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_rep.utils.data import Images, open_dataset, read_images
+from timm_rep.utils.data import Images, image_config, open_dataset, read_images
 
 
 @pytest.mark.parametrize('count', [1, 7, 11, 19, 20, 30])
@@ -64,6 +64,29 @@ def test_models_of_one_channel(colours, kwargs, given, mean, std):
         torch.testing.assert_close(found, expected[targets])
     with torch.no_grad():
         assert model(found).shape == (3, 3)
+
+
+def test_classes_in_the_order_of_the_model(colours):
+    """The names that a model was trained with say which class a folder is; other names, of other words, do not."""
+    order = ['2', '0', '1']
+    for names, expected in (order, order), (('cat', 'dog', 'owl'), ['0', '1', '2']), (['0', '1'], ['0', '1', '2']):
+        images = Images(vit(3, label_names=names), str(colours))
+        assert images.classes == expected
+        for loader in images.validation(), images.calibration(3):
+            (found, targets), = loader
+            # the colour that prevails in the class of each name
+            colours_found = found.mean((2, 3)).argmax(1).tolist()
+            assert [expected[target] for target in targets.tolist()] == [str(colour) for colour in colours_found]
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(dynamic_img_size=True)])
+def test_a_size_that_the_model_was_not_built_for(colours, kwargs):
+    """It would be lost in config.json, where timm writes the size of the model."""
+    model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=24, depth=1, num_heads=2, **kwargs)
+    with pytest.raises(ValueError, match=r'img_size must be .* 32 x 32, got 48: create it with img_size=48'):
+        image_config(model, img_size=48)
+    assert image_config(model, img_size=32)['input_size'] == (3, 32, 32)
+    assert image_config(timm.create_model('resnet10t'), img_size=48)['input_size'] == (3, 48, 48)
 
 
 def test_other_channels_are_refused(colours):

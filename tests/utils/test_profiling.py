@@ -36,6 +36,16 @@ def test_input_size(kwargs):
     assert model_input_size(model) == (1, 32, 48)
 
 
+@pytest.mark.skipif(not hasattr(timm.models, 'get_model_traits'), reason='recorded since timm 1.0.31')
+@pytest.mark.parametrize('name', [
+    'crossvit_tiny_240', 'efficientvit_m0', 'gcvit_xxtiny', 'hiera_tiny_224', 'levit_128s', 'maxvit_rmlp_pico_rw_256',
+    'mvitv2_tiny', 'twins_pcpvt_small', 'volo_d1_224'])
+def test_input_size_of_models_without_a_patch_embedding_of_it(name):
+    with torch.device('meta'):
+        model = timm.create_model(name, img_size=(size := 128 if 'maxvit' in name else 192), in_chans=2)
+    assert model_input_size(model) == (2, size, size)
+
+
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_count_macs_by_hand(device):
     tokens, dim, hidden = 7, 8, 12

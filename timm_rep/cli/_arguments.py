@@ -11,7 +11,7 @@ from timm.models import is_model
 from timm.utils import ParseKwargs
 
 from timm_rep.utils.atomic import check_writable
-from timm_rep.utils.checkpoints import load_checkpoint
+from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint
 from timm_rep.utils.data import read_images
 from timm_rep.utils.files import argument_errors, config_errors
 
@@ -65,7 +65,8 @@ def device(text: str) -> torch.device:
     try:
         found = torch.device(text)
         torch.zeros(1, device=found).item()
-    except (AssertionError, NotImplementedError, RuntimeError) as e:  # AssertionError: torch without CUDA
+    # AssertionError: torch without CUDA; ImportError: without the package of the device
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as e:
         raise argparse.ArgumentTypeError(
             f'expected a device that torch can use, got {text!r}: {" ".join(str(e).split())}') from e
     return found
@@ -95,10 +96,17 @@ def add_model_kwargs(parser: argparse.ArgumentParser, of: str = 'the model', exa
         help=f'arguments of {of}, e.g. {example}')
 
 
+def add_checkpoint(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add --checkpoint, with a help text, and --use-ema; see :func:`load_from`."""
+    parser.add_argument('--checkpoint', metavar='FILE', help=text)
+    parser.add_argument(
+        '--use-ema', action='store_true', help='use the moving average of the weights in the checkpoint')
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, --checkpoint and --model-kwargs."""
+    """Add MODEL, --checkpoint, --use-ema and --model-kwargs."""
     parser.add_argument('model', metavar='MODEL', help='timm model, initialized (name) or pretrained (name.tag)')
-    parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of the unfolded model')
+    add_checkpoint(parser, 'checkpoint of the unfolded model')
     add_model_kwargs(parser, example='num_classes=10 img_size=32')
 
 
@@ -169,9 +177,13 @@ def create_from(args: argparse.Namespace) -> nn.Module:
 
 
 def load_from(args: argparse.Namespace, model: nn.Module) -> None:
-    """Load --checkpoint, if given."""
+    """Load --checkpoint, if given; print a note if it has a moving average that is not used."""
     if args.checkpoint:
-        load_checkpoint(model, args.checkpoint)
+        load_checkpoint(model, args.checkpoint, args.use_ema)
+        if not args.use_ema and has_moving_average(args.checkpoint):
+            print(f'{args.checkpoint} also has a moving average of the weights: --use-ema loads it.')
+    elif args.use_ema:
+        raise ValueError('--checkpoint must be given with --use-ema.')
 
 
 def images_from(args: argparse.Namespace, model: nn.Module) -> Optional[torch.Tensor]:
@@ -181,9 +193,14 @@ def images_from(args: argparse.Namespace, model: nn.Module) -> Optional[torch.Te
 
 def note_random_weights(args: argparse.Namespace, model: nn.Module) -> None:
     """Print a note if the model of :func:`create_from`, or its classifier, has random weights."""
-    if args.checkpoint:
-        return
-    if not names_weights(args.model):
+    if args.checkpoint or names_weights(args.model):
+        note_random_classifier(args, model)
+    else:
         print('The weights are random. Name a pretrained model, e.g. repa_deit_base.in1k, or pass --checkpoint.')
-    elif args.model_kwargs.get('num_classes') not in (None, 0, model.pretrained_cfg.get('num_classes')):
-        print(f'The classifier is random: {args.model} has {model.pretrained_cfg.get("num_classes")} classes.')
+
+
+def note_random_classifier(args: argparse.Namespace, model: nn.Module) -> None:
+    """Print a note if --model-kwargs ask a pretrained model for another number of classes."""
+    pretrained = model.pretrained_cfg.get('num_classes')
+    if not args.checkpoint and args.model_kwargs.get('num_classes') not in (None, 0, pretrained):
+        print(f'The classifier is random: {args.model} has {pretrained} classes.')

@@ -11,12 +11,12 @@ from timm.utils import init_distributed_device, is_primary
 
 from timm_rep.accelerate import STATE, accelerate, check_output, figures_table, write_model
 from timm_rep.utils.atomic import check_writable, locking_folder
-from timm_rep.utils.checkpoints import load_checkpoint
 from timm_rep.utils.data import Images
 from timm_rep.utils.training import check_distillation
 
 from ._arguments import (
     Commands,
+    add_checkpoint,
     add_device,
     add_loading,
     add_model_kwargs,
@@ -26,6 +26,8 @@ from ._arguments import (
     default_device,
     folder,
     fraction,
+    load_from,
+    note_random_classifier,
     output,
     positive_int,
     ratio,
@@ -46,7 +48,7 @@ def add_parser(commands: Commands) -> None:
         '--data-dir', type=folder, required=True, metavar='DIR',
         help='folder of images: DIR/train/IMAGE, or in folders by class, and DIR/val/CLASS/IMAGE for the accuracy')
     parser.add_argument('-o', '--output', type=output, required=True, metavar='DIR', help='folder to write')
-    parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of the model (default: pretrained weights)')
+    add_checkpoint(parser, 'checkpoint of the model (default: pretrained weights)')
     add_model_kwargs(parser, example='num_classes=10 img_size=32')
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
@@ -89,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     model = create_model(args.model, args.model_kwargs, pretrained=args.checkpoint is None)
     if not hasattr(model, '_model_args'):  # timm records them since 1.0.31
         model._model_args = dict(args.model_kwargs)
-    if args.checkpoint:
-        load_checkpoint(model, args.checkpoint)
+    load_from(args, model)
+    note_random_classifier(args, model)
     images = Images(
         model, args.data_dir, args.train_split, args.val_split, args.batch_size, args.workers,
         device, args.seed,

@@ -24,9 +24,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument('--dataset', metavar='NAME', help='name of the dataset, for the card, e.g. CIFAR-10')
     add_device(parser)
     parser.add_argument(
-        '--batch-size', type=positive_int, default=8, metavar='N',
-        help='batch size to measure the throughput with (%(default)s)')
-    parser.add_argument('--measure', action='store_true', help='measure size and speed even if they are known')
+        '--batch-size', type=positive_int, metavar='N',
+        help='batch size to measure the throughput with (that of the known figures, or 8)')
+    parser.add_argument(
+        '--measure', action='store_true', help='measure size and speed even if they are known with this batch size')
     parser.set_defaults(run=run)
 
 

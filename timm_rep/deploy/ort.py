@@ -118,7 +118,7 @@ class OnnxProgram(Program):
             if weight in used and weight in weights:
                 int8.append(_module(node, weight))
             else:
-                other[_module(node)] = node.op_type
+                other[_module(node, weight or node.input[1])] = node.op_type
         return list(dict.fromkeys(name for name in int8 if name not in other)), other
 
     def write(self, path: Path) -> None:

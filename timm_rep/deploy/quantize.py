@@ -77,10 +77,11 @@ class Quantized(nn.Module):
         Raises:
             OSError: The folder cannot be written.
         """
-        with replacing_files(folder, copy=True) as draft:
-            with contextlib.suppress(OSError, RuntimeError):  # the report is missing or damaged
-                for name in BACKENDS[read_report(draft).backend].files:
-                    (draft / name).unlink(missing_ok=True)
+        folder, outdated = Path(folder), []
+        recover(folder)
+        with contextlib.suppress(OSError, RuntimeError):  # the report is missing or damaged
+            outdated = [folder / name for name in BACKENDS[read_report(folder).backend].files]
+        with replacing_files(folder, outdated=outdated) as draft:
             self.program.write(draft / BACKENDS[self.report.backend].files[0])
             self.report.to_json(draft / REPORT_NAME)
 

@@ -17,6 +17,7 @@ from timm_rep.scales import Scales
 from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
+from timm_rep.utils.data import recorded_labels
 from timm_rep.utils.files import StrPath, read_config
 from timm_rep.utils.profiling import model_input_size
 
@@ -122,10 +123,7 @@ def _config(
             raise ValueError(
                 f'The model argument {name} must be a JSON value to be written to config.json, got {value!r}.') from e
     if label_names is None:
-        recorded = model.pretrained_cfg.get('label_names')
-        # timm also takes names by number, with gaps; the model may have a different num_classes
-        if isinstance(recorded, (list, tuple)) and len(recorded) == model.num_classes:
-            label_names = recorded
+        label_names = recorded_labels(model)
     labels = {'label_names': list(label_names)} if label_names else None
     # not a str: timm 1.0.26 writes by Path.open()
     save_config_for_hf(model, folder / CONFIG_NAME, model_args=args, model_config=labels)
@@ -150,7 +148,7 @@ def check_timm_model(model: nn.Module) -> None:
 @torch.no_grad()
 def _check_rebuilt(model: nn.Module, rebuilt: nn.Module) -> None:
     """Compare a model, in eval mode on the CPU, with the model built from its config.json by their outputs."""
-    images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
+    images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0), device='cpu')
     model = copy.deepcopy(model).cpu().eval()
     expected, found = (tree_leaves(m(images.to(next(m.parameters()).dtype))) for m in (model, rebuilt.eval()))
     is_equal = len(expected) == len(found) and all(

@@ -11,7 +11,7 @@ import torch.nn as nn
 from timm_rep.convert import folded_copy
 from timm_rep.convert.record import is_folded
 from timm_rep.hub import WEIGHTS_NAME, sha256
-from timm_rep.utils.data import ImageFolder, image_config, load_images
+from timm_rep.utils.data import ImageFolder, image_config, load_images, recorded_labels
 from timm_rep.utils.files import Sidecar
 from timm_rep.utils.profiling import (
     count_macs,
@@ -172,7 +172,7 @@ def measure_accuracy(
         The accuracy, and predictions of every ``every``-th image.
     """
     config = image_config(model)
-    dataset = ImageFolder(data_dir, split, config['input_size'][0])
+    dataset = ImageFolder(data_dir, split, config['input_size'][0], recorded_labels(model))
     classes = len(dataset.classes)
     if classes != model.num_classes:
         raise ValueError(

@@ -3,7 +3,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Union
+from typing import Any, ContextManager, Dict, Optional, Sequence, Union
 
 import timm
 import torch
@@ -28,8 +28,8 @@ from timm_rep.hub import (
 )
 from timm_rep.scales import Scales, attach_grad_mults, resolve_scales
 from timm_rep.utils.atomic import replacing_files
-from timm_rep.utils.checkpoints import has_moving_average, load_checkpoint, read_state_dict
-from timm_rep.utils.data import PREPROCESSING, ImageFolder, check_preprocessing
+from timm_rep.utils.checkpoints import load_checkpoint, read_state_dict
+from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, ImageFolder, check_preprocessing
 from timm_rep.utils.files import StrPath, argument_errors, parse, read_text
 from timm_rep.utils.profiling import model_input_size
 
@@ -46,8 +46,8 @@ from ._metrics import (
 
 # settings of a recipe with which the model is created
 _RECIPE = {
-    'num_classes': Optional[int], 'img_size': Optional[int], 'in_chans': Optional[int], 'global_pool': Optional[str],
-    'model_kwargs': Optional[Dict[str, Any]],
+    'num_classes': Optional[int], 'img_size': Optional[int], 'in_chans': Optional[int], 'gp': Optional[str],
+    'bn_eps': Optional[float], 'model_kwargs': Optional[Dict[str, Any]],
 }
 # arguments of timm's train.py; any other file, which may hold secrets, must not be published by mistake
 _TRAIN_ARGS = set('''
@@ -55,20 +55,23 @@ _TRAIN_ARGS = set('''
     bce_target_thresh bn_eps bn_momentum channels_last checkpoint_hist class_map clip_grad clip_mode color_jitter
     color_jitter_prob cooldown_epochs crop_mode crop_pct cutmix cutmix_minmax data data_dir dataset dataset_download
     dataset_trust_remote_code decay_epochs decay_milestones decay_rate device device_modules dist_bn distill_alpha
-    drop drop_block drop_connect drop_path epoch_repeats epochs eval_metric experiment fast_norm fuser
-    gaussian_blur_prob global_pool gp grad_accum_steps grad_checkpointing grayscale_prob head_init_bias
-    head_init_scale hflip img_size in_chans initial_checkpoint input_img_mode input_key input_size interpolation
-    jsd_loss kd_loss_type kd_model_name kd_temperature layer_decay layer_decay_min_scale layer_decay_no_opt_scale
-    local_rank log_interval log_wandb lr lr_base lr_base_scale lr_base_size lr_cycle_decay lr_cycle_limit
-    lr_cycle_mul lr_k_decay lr_noise lr_noise_pct lr_noise_std mean min_lr mixup mixup_mode mixup_off_epoch
-    mixup_prob mixup_switch_prob model model_dtype model_ema model_ema_decay model_ema_force_cpu model_ema_warmup
-    model_kwargs momentum no_aug no_ddp_bb no_prefetcher no_resume_opt num_classes opt opt_betas opt_eps opt_kwargs
+    distill_loss_weight drop drop_block drop_connect drop_path epoch_repeats epochs eval_metric experiment fast_norm
+    fuser gaussian_blur_prob gp grad_accum_steps grad_checkpointing grayscale_prob head_init_bias head_init_scale
+    hflip img_size in_chans initial_checkpoint input_img_mode input_key input_size interpolation jsd_loss
+    kd_distill_type kd_loss_type kd_model_name kd_student_feature_dim kd_teacher_feature_dim kd_temperature
+    kd_token_distill_type layer_decay layer_decay_min_scale layer_decay_no_opt_scale local_rank log_interval
+    log_wandb lr lr_base lr_base_scale lr_base_size lr_cycle_decay lr_cycle_limit lr_cycle_mul lr_k_decay lr_noise
+    lr_noise_pct lr_noise_std mean min_lr mixup mixup_mode mixup_off_epoch mixup_prob mixup_switch_prob model
+    model_dtype model_ema model_ema_decay model_ema_force_cpu model_ema_warmup model_kwargs momentum naflex_loader
+    naflex_loss_scale naflex_max_seq_len naflex_patch_size_probs naflex_patch_sizes naflex_patchify_channels_first
+    naflex_train_seq_lens no_aug no_ddp_bb no_prefetcher no_resume_opt num_classes opt opt_betas opt_eps opt_kwargs
     output patience_epochs pin_mem pretrained pretrained_path ratio recount recovery_interval remode reprob resplit
-    resume save_images scale sched sched_on_updates seed simsiam smoothing split_bn std sync_bn synchronize_step
-    target_key torchcompile torchcompile_mode torchscript train_crop_mode train_interpolation train_num_samples
-    train_split tta use_multi_epochs_loader val_interval val_num_samples val_split validation_batch_size vflip
-    wandb_project wandb_resume_id wandb_tags warmup_epochs warmup_lr warmup_prefix wd_exclude weight_decay
-    worker_seeding workers
+    resume save_images scale sched sched_on_updates seed simsiam smoothing split_bn start_epoch std sync_bn
+    synchronize_step target_key task_loss_weight torchcompile torchcompile_mode torchscript train_batch_sizes
+    train_batches_per_epoch train_crop_mode train_img_sizes train_interpolation train_num_samples train_size_probs
+    train_size_random_mix train_size_schedule train_size_schedule_spread train_split tta use_multi_epochs_loader
+    val_interval val_num_samples val_split validation_batch_size variable_batch_loss_scale vflip wandb_project
+    wandb_resume_id wandb_tags warmup_epochs warmup_lr warmup_prefix wd_exclude weight_decay worker_seeding workers
 '''.split())
 
 
@@ -82,7 +85,7 @@ def prepare_folder(
         half: bool = False,
         use_ema: bool = False,
         device: Union[str, torch.device] = 'cpu',
-        batch_size: int = 8,
+        batch_size: Optional[int] = None,
         measure: bool = False,
 ) -> None:
     """Bring a folder up to date: weights from a checkpoint, measured figures, model card, hashes.
@@ -95,7 +98,7 @@ def prepare_folder(
         folder: Folder named MODEL.TAG, for instance ``hub/repa_any.cifar10``.
         checkpoint: Checkpoint of a training run with the recipe. Default: the weights of the folder stay.
         recipe: File for ``train.py --config`` in the folder of the checkpoint. Default: train.yaml of the folder. The
-            model is created with its model_kwargs, num_classes, in_chans, global_pool and img_size, and its
+            model is created with its model_kwargs, num_classes, in_chans, gp, bn_eps and img_size, and its
             pretrained_cfg gets input_size, mean, std, interpolation, crop_pct and crop_mode.
         data_dir: Folder of images to measure the accuracy on, with a sample of the predictions. Default: both stay.
         split: Name of the folder in it.
@@ -103,8 +106,8 @@ def prepare_folder(
         half: Write parameters as float16; without a checkpoint, convert the weights of the folder.
         use_ema: Use the moving average of the weights in the checkpoint.
         device: Device to measure on.
-        batch_size: Batch size to measure the throughput with.
-        measure: Measure size and speed even if they are known.
+        batch_size: Batch size to measure the throughput with. Default: that of the known speed, or 8.
+        measure: Measure size and speed even if they are known with this batch size.
 
     Raises:
         FileNotFoundError: Weights, recipe or checkpoint do not exist.
@@ -117,9 +120,7 @@ def prepare_folder(
     _, tag = split_name(folder)
     if checkpoint is None and (use_ema or recipe is not None):
         raise ValueError(f'checkpoint must be given with {"use_ema" if use_ema else "recipe"}, got None.')
-    if folder.is_dir():
-        published_files(folder)  # refuses links and subfolders
-    with replacing_files(folder, copy=True) as draft:
+    with _draft(folder) as draft:
         if checkpoint is not None:
             _write_trained(draft, folder, Path(checkpoint), recipe, data_dir, split, half, use_ema)
         for name in CONFIG_NAME, WEIGHTS_NAME:
@@ -140,11 +141,19 @@ def prepare_folder(
             metrics = replace(metrics, accuracy=accuracy)
             write_predictions(draft / PREDICTIONS_NAME, predictions)
         measured, on_cpu = metrics.cost.forms if metrics.cost else {}, device.type == 'cpu'
+        known = metrics.cost.batch_size if metrics.cost else None
+        batch_size = batch_size or known or 8
         has_int8 = on_cpu and bool(quantized_files(draft))
-        if measure or not measured or (on_cpu and ('int8' in measured) != has_int8):
+        if measure or batch_size != known or (on_cpu and ('int8' in measured) != has_int8):
             int8 = load_quantized(draft) if has_int8 else None
             metrics = replace(metrics, cost=measure_cost(model, device, weights, batch_size, int8))
         _write_documents(draft, metrics)
+
+
+def _draft(folder: Path) -> ContextManager[Path]:
+    if folder.is_dir():
+        published_files(folder)  # refuses links and subfolders
+    return replacing_files(folder, copy=True)
 
 
 def _write_documents(folder: Path, metrics: Metrics) -> None:
@@ -169,6 +178,7 @@ def _read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     unknown = [str(name) for name in settings if name not in _TRAIN_ARGS]
     if unknown:
         raise ValueError(f'{source} must have arguments of train.py only, got {", ".join(unknown[:5])}.')
+    settings = {name: value for name, value in settings.items() if value != ''}  # train.py's defaults, in its args.yaml
     for name, kind in _RECIPE.items():
         parse(kind, settings.get(name), f'{source}: {name}')
     check_preprocessing(settings, source)
@@ -207,10 +217,6 @@ def _write_trained(
         raise ValueError(
             f'Expected images of {model.num_classes} classes, for the model of the recipe, but got {len(classes)}: set '
             'its num_classes.')
-    if use_ema and not has_moving_average(checkpoint):
-        raise ValueError(
-            f'Expected a moving average of the weights, but {str(checkpoint)!r} has none: train with --model-ema, or '
-            'leave out --use-ema.')
     load_checkpoint(model, checkpoint, use_ema)
     _drop_weights(draft)
     if recipe.resolve() != own.resolve():
@@ -222,7 +228,8 @@ def _write_trained(
 
 def _model_args(settings: Dict[str, Any]) -> Dict[str, Any]:
     args = dict(settings.get('model_kwargs') or {})
-    args.update({name: settings[name] for name in ('in_chans', 'global_pool') if settings.get(name) is not None})
+    given = {'in_chans': settings.get('in_chans'), 'global_pool': settings.get('gp'), 'bn_eps': settings.get('bn_eps')}
+    args.update({name: value for name, value in given.items() if value is not None})
     size = settings.get('img_size')
     base = args.get('base')  # a converted model: the config of repa_any belongs to the default base
     cfg = timm.get_pretrained_cfg(base if is_timm_model(base) else settings['model'])
@@ -233,11 +240,15 @@ def _model_args(settings: Dict[str, Any]) -> Dict[str, Any]:
 
 def _create_trained(settings: Dict[str, Any], recipe: Path, name: str) -> torch.nn.Module:
     overlay = {key: settings[key] for key in (*PREPROCESSING, 'num_classes') if settings.get(key) is not None}
-    if name in timm.list_pretrained(f'{settings["model"]}.*'):
-        overlay['license'] = timm.get_pretrained_cfg(name).license  # the untagged cfg has the licence of other weights
     size = settings.get('img_size')
     if size is not None:
         overlay.setdefault('input_size', [settings.get('in_chans') or 3, size, size])
+    # as timm's save_config_for_hf(data_config=...): the values for validation go with those that the recipe replaces
+    for key in TEST_PREPROCESSING:
+        if ('crop_pct' if key == 'test_crop_pct' else 'input_size') in overlay:
+            overlay[key] = None
+    if name in timm.list_pretrained(f'{settings["model"]}.*'):
+        overlay['license'] = timm.get_pretrained_cfg(name).license  # the untagged cfg has the licence of other weights
     with argument_errors(f'{str(recipe)!r}: model_kwargs'):
         return timm.create_model(settings['model'], pretrained_cfg_overlay=overlay, **_model_args(settings))
 
@@ -307,7 +318,7 @@ def convert_released(path: StrPath, model_name: str, folder: StrPath, model_args
             model = timm.create_model(model_name, device='meta', **plain_args)
         attach_grad_mults(model, scales)
         scales = Scales(scales, {**scales.metadata, 'model': model_name}, scales.history)
-        with replacing_files(folder, copy=True) as draft:
+        with _draft(folder) as draft:
             scales.save(draft / SCALES_NAME)
             if Scales.load(draft / SCALES_NAME) != scales:
                 raise RuntimeError(f'The scales in {SCALES_NAME} must equal those read from {path!r}, but differ.')
@@ -317,8 +328,8 @@ def convert_released(path: StrPath, model_name: str, folder: StrPath, model_args
     with argument_errors(f'{model_name} with {dict(model_args)}'):
         model = timm.create_model(model_name, **model_args)
     load_released(model, path).eval()
-    images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0))
-    with replacing_files(folder, copy=True) as draft:
+    images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0), device='cpu')
+    with _draft(folder) as draft:
         if (draft / WEIGHTS_NAME).is_file():  # else scales that are there were converted for these weights
             _drop_weights(draft)
         stored = Scales.load(draft / SCALES_NAME) if (draft / SCALES_NAME).is_file() else None
@@ -355,7 +366,7 @@ def write_folded(folder: StrPath, parent: StrPath) -> Path:
         raise ValueError(f'Expected an unfolded model, but {str(folder)!r} is folded already.')
     model = load_folder(folder, reparameterized=True)
     target = Path(parent).resolve() / f'{folder.name}_folded'
-    with replacing_files(target, copy=True) as draft:
+    with _draft(target) as draft:
         for name in RECIPE_NAME, PREDICTIONS_NAME:  # of earlier weights
             (draft / name).unlink(missing_ok=True)
         _drop_weights(draft)

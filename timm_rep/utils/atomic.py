@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Iterable, Iterator, List
+from typing import Iterable, Iterator, List, Tuple
 
 from filelock import FileLock, Timeout
 
@@ -61,8 +61,9 @@ def replacing_files(
 
     Args:
         folder: Folder, created if it does not exist, and removed again if the body raises and leaves it empty.
-        copy: Start from a copy of the folder's files, except hidden ones and subfolders, and remove the files of the
-            folder that the body removes from the copy. The temporary folder has the name of the folder.
+        copy: Start from a copy of the folder's files, except hidden ones, subfolders and links to these. Files that
+            the body removes from the copy are removed, those that it leaves alone stay as they are. The temporary
+            folder has the name of the folder.
         outdated: Files of ``folder`` that are removed in the same move, unless they are written.
     """
     folder = Path(folder)
@@ -72,18 +73,20 @@ def replacing_files(
         draft = folder / _DRAFT / (folder.resolve().name if copy else '')
         draft.mkdir(parents=True)
         try:
-            before = set()
+            copied = {}
             for path in folder.iterdir() if copy else ():
-                if not path.name.startswith('.') and (path.is_file() or path.is_symlink()):
-                    shutil.copy2(path, draft, follow_symlinks=False)
-                    before.add(path.name)
+                if not path.name.startswith('.') and path.is_file():
+                    copied[path.name] = _state(Path(shutil.copy2(path, draft, follow_symlinks=False)))
             try:
                 yield draft
             except Exception as e:
                 _rename_in_message(e, os.fspath(draft), os.fspath(folder))
                 raise
             written = {path.name: path.is_dir() for path in draft.iterdir()}
-            removed = sorted({*before, *(path.name for path in outdated)} - set(written))
+            removed = sorted({*copied, *(path.name for path in outdated)} - set(written))
+            for name in [name for name in copied if name in written and _state(draft / name) == copied[name]]:
+                (draft / name).unlink()  # others may write to it meanwhile, or have opened it
+                del written[name]
             for name, is_folder in {**dict.fromkeys(removed, False), **written}.items():
                 target = folder / name
                 if target.exists() and target.is_dir() != is_folder:
@@ -96,6 +99,12 @@ def replacing_files(
             _finish(folder)
         finally:
             shutil.rmtree(folder / _DRAFT, ignore_errors=True)
+
+
+def _state(path: Path) -> Tuple[int, int, int]:
+    """What changes when a file is written or replaced."""
+    stat = path.lstat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def recover(folder: StrPath) -> bool:
@@ -117,9 +126,12 @@ def _finish(folder: Path) -> None:
     for path in sorted(pending.iterdir(), key=lambda path: (path.name == 'config.json', path.name)):
         if path.name == _REMOVED:
             continue
-        if path.is_dir() and (folder / path.name).is_dir():
-            shutil.rmtree(folder / path.name)
-        os.replace(path, folder / path.name)
+        target = folder / path.name
+        if target.is_symlink():
+            target.unlink()
+        elif path.is_dir() and target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)
     if (pending / _REMOVED).is_file():
         for name in json.loads((pending / _REMOVED).read_text(encoding='utf-8')):
             (folder / name).unlink(missing_ok=True)

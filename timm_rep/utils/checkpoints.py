@@ -50,7 +50,16 @@ def read_state_dict(
 
 
 def load_checkpoint(model: nn.Module, path: StrPath, use_ema: bool = False) -> None:
-    """Load a checkpoint, or with use_ema its moving average if it has one, into a model, strictly."""
+    """Load a checkpoint, or with use_ema its moving average of the weights, into a model, strictly.
+
+    Raises:
+        FileNotFoundError, RuntimeError, TypeError: It does not exist, cannot be read or does not fit the model.
+        ValueError: It has no moving average.
+    """
+    if use_ema and not has_moving_average(path):
+        raise ValueError(
+            f'Expected a moving average of the weights, but {os.fspath(path)!r} has none: train with --model-ema, or '
+            'leave out --use-ema.')
     state_dict = read_state_dict(path, use_ema)
     try:
         model.load_state_dict(state_dict)

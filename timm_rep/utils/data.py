@@ -10,17 +10,19 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import Dataset
 
 from .files import parse
-from .profiling import model_input_size
+from .profiling import model_img_size, model_input_size
 
 # fields of a pretrained_cfg, and of a recipe for train.py, that describe how images are preprocessed
 PREPROCESSING = {
     'input_size': Tuple[int, int, int],
-    'interpolation': Literal['nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos', 'random'],
+    'interpolation': Literal['nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos'],
     'mean': Sequence[float],
     'std': Sequence[float],
     'crop_pct': float,
     'crop_mode': Literal['center', 'squash', 'border'],
 }
+# other values of these for validation, which timm's validate.py prefers
+TEST_PREPROCESSING = ('test_input_size', 'test_pool_size', 'test_crop_pct')
 _POSITIVE = ('input_size', 'std', 'crop_pct')
 # Pillow's mode of an image, timm's input_img_mode, by number of channels
 _MODES = {1: 'L', 3: 'RGB'}
@@ -80,18 +82,19 @@ class ImageFolder(Dataset):
     timm's ImageDataset silently returns the next image and its target instead.
 
     Attributes:
-        classes: Names of the classes, by index.
+        classes: Names of the classes, by index: of the folders in alphabetical order, or ``labels``.
         samples: (path, class) of the images.
         filename: timm's function from an index to the path of the image, relative to the folder of the split.
         transform: Transform of the PIL images, set by timm's ``create_loader``.
     """
 
-    def __init__(self, root: str, split: str, channels: int = 3):
+    def __init__(self, root: str, split: str, channels: int = 3, labels: Optional[Sequence[str]] = None):
         """
         Args:
             root: Folder that holds the split.
             split: Name of a folder in it, with a folder of images for every class.
             channels: 3 for RGB, 1 for grey.
+            labels: Names of the classes by index, of a model; ignored unless they are the names of the folders.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -101,6 +104,9 @@ class ImageFolder(Dataset):
         self.classes: List[str] = list(class_names(dataset) or ())
         self.filename = dataset.reader.filename
         self.samples = dataset.reader.samples
+        if labels and len(labels) == len(self.classes) and {*labels} == {*self.classes}:
+            self.samples = [(path, labels.index(self.classes[target])) for path, target in self.samples]
+            self.classes = list(labels)
         self.transform = None
 
     def __len__(self) -> int:
@@ -115,6 +121,12 @@ class ImageFolder(Dataset):
         except Exception as e:  # decoders raise many types for damaged files
             raise ValueError(f'Expected an image, but decoding {path!r} failed: {type(e).__name__}: {e}') from e
         return (image if self.transform is None else self.transform(image)), target
+
+
+def recorded_labels(model: nn.Module) -> Optional[Sequence[str]]:
+    """Names of the classes by index that a model was trained with, if its pretrained_cfg lists one for each."""
+    names = model.pretrained_cfg.get('label_names')  # timm also takes a mapping, with gaps
+    return names if isinstance(names, (list, tuple)) and len(names) == model.num_classes else None
 
 
 def image_config(
@@ -132,7 +144,7 @@ def image_config(
 
     Args:
         model: timm model.
-        img_size: Height and width. Default: the model's, as for the following.
+        img_size: Height and width, of a model that takes any. Default: the model's, as for the following.
         mean: Mean of each channel, or of all.
         std: Standard deviation of each channel, or of all.
         interpolation: Interpolation of resized images.
@@ -151,6 +163,11 @@ def image_config(
         check_preprocessing(given)
     except RuntimeError as e:
         raise ValueError(str(e)) from None
+    built = model_img_size(model)
+    if img_size is not None and built not in (None, (img_size, img_size)):
+        raise ValueError(
+            f'img_size must be that of the model, {built[0]} x {built[1]}, got {img_size}: create it with '
+            f'img_size={img_size}.')
     for name in ('mean', 'std'):
         if name in given and len(given[name]) not in (1, channels):
             raise ValueError(
@@ -317,7 +334,7 @@ class Images:
             raise ValueError(
                 f'Expected a classifier, but {type(model).__name__} has no classes: create it with num_classes, and '
                 'without features_only.')
-        self.root, self.splits = root, (train_split, val_split)
+        self.root, self.splits, self.labels = root, (train_split, val_split), recorded_labels(model)
         self.config = image_config(model, **data_config)
         self.workers, self.device, self.seed = workers, torch.device(device), seed
         train, val = (self._folder(split) for split in self.splits)
@@ -333,7 +350,7 @@ class Images:
         self.classes: Sequence[str] = val.classes
 
     def _folder(self, split: str) -> ImageFolder:
-        return ImageFolder(self.root, split, self.config['input_size'][0])
+        return ImageFolder(self.root, split, self.config['input_size'][0], self.labels)
 
     def _loader(self, dataset: ImageFolder, **kwargs: Any) -> Loader:
         return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
@@ -341,7 +358,7 @@ class Images:
     def calibration(self, count: int) -> Loader:
         """Loader of ``count`` random images of the training split, preprocessed as for validation."""
         dataset = self._folder(self.splits[0])
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self.seed))
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self.seed), device='cpu')
         dataset.samples = [dataset.samples[i] for i in order[:count].tolist()]
         return self._loader(dataset)
 

@@ -175,7 +175,10 @@ def config_errors(name: str) -> Iterator[None]:
         read_config(Path(folder) / 'config.json')
     try:
         yield
-    except KeyError as e:
-        if e.args != ('architecture',):
+    except (AssertionError, KeyError) as e:
+        if e.args == ('architecture',):
+            raise ValueError(f"Expected a timm model, but the config.json of {name!r} has no 'architecture'.") from e
+        if source not in ('local-dir', 'hf-hub'):
             raise
-        raise ValueError(f"Expected a timm model, but the config.json of {name!r} has no 'architecture'.") from e
+        raise ValueError(
+            f'Expected a timm model, but the config.json of {name!r} cannot be used: {type(e).__name__}: {e}') from e

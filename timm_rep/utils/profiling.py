@@ -21,6 +21,7 @@ __all__ = [
     'count_params',
     'device_name',
     'measure_throughput',
+    'model_img_size',
     'model_input_size',
     'synchronize',
     'throughput',
@@ -51,13 +52,21 @@ def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def model_img_size(model: nn.Module) -> Optional[Tuple[int, int]]:
+    """Size of images (height, width) that a model was built for, None for one of any size, such as most CNNs."""
+    model = getattr(model, 'model', model)  # FeatureGetterNet has one
+    embeds = (getattr(model, name, None) for name in ('patch_embed', 'stem'))  # the latter in a mixer
+    size = next(filter(None, (getattr(embed, 'img_size', None) for embed in embeds)), None)
+    if size is None and hasattr(timm.models, 'get_model_traits'):  # since timm 1.0.31
+        size = timm.models.get_model_traits(model).get('img_size')
+    return size and tuple(size)
+
+
 def model_input_size(model: nn.Module) -> Tuple[int, int, int]:
     """Input size (channels, height, width) that a model was built for, or else the size in its pretrained_cfg."""
     channels, *size = model.pretrained_cfg['input_size']
-    model = getattr(model, 'model', model)  # FeatureGetterNet has one
-    embeds = (getattr(model, name, None) for name in ('patch_embed', 'stem'))  # the latter in a mixer
-    size = next(filter(None, (getattr(embed, 'img_size', None) for embed in embeds)), size)
-    return (getattr(model, 'in_chans', channels), *size)
+    size = model_img_size(model) or size
+    return (getattr(getattr(model, 'model', model), 'in_chans', channels), *size)
 
 
 def count_macs(
