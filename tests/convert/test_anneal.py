@@ -17,6 +17,7 @@ from tests.convert.test_to_train import build as build_to_train
 from tests.helpers import images, needs_recorded_args, relative, same_weights, save_model
 from tests.models.contract import train
 from tests.models.test_repa_any import CONVNEXT, VIT, plain
+from timm_rep.convert import reparameterize
 from timm_rep.convert.anneal import AnnealedFfn, anneal_ffns
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, RePaMlpDeploy
@@ -467,6 +468,50 @@ def test_folded_layers_have_the_mode_of_the_model(mode):
     found = {m: m.training for m in model.modules()}
     assert {found[m] for m in kept if m in found} == {not mode}
     assert {found[m] for m in found if m not in kept} == {mode}
+
+
+@pytest.mark.parametrize('name, kwargs', [
+    ('levit_128s', dict(depth=(1, 1, 1))), ('repvit_m0_9', {}), ('mobileone_s0', {}), ('repghostnet_050', {})])
+def test_folded_layers_have_the_dtype_of_the_model_and_stay_frozen(name, kwargs):
+    """Those that timm folds too, which it creates trainable and in float32."""
+    model = timm.create_model(name, **kwargs).eval()
+    x = torch.randn(1, *model.pretrained_cfg['input_size'])
+    for dtype in torch.bfloat16, torch.float64:
+        frozen = copy.deepcopy(model).to(dtype).requires_grad_(False)
+        expected = frozen(x.to(dtype))
+        reparameterize(frozen)
+        assert {p.dtype for p in frozen.parameters()} == {dtype}
+        assert not any(p.requires_grad for p in frozen.parameters())
+        assert relative(frozen(x.to(dtype)), expected) < (.1 if dtype == torch.bfloat16 else 1e-6)
+    model.requires_grad_(False)
+    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
+    first.weight.requires_grad_()
+    trainable = [n for n, p in reparameterize(model).named_parameters() if p.requires_grad]
+    assert 1 <= len(trainable) <= 2  # the weight that it becomes a part of, and a bias
+    assert trainable[0] == next(n for n, _ in model.named_parameters())
+
+
+def test_folded_weights_that_the_dtype_cannot_hold():
+    model = timm.create_model('mobileone_s0').half()
+    norm = model.stages[0][0].conv_kxk[0].bn
+    with torch.no_grad():
+        norm.running_var.zero_()
+        norm.weight.fill_(60000.)
+    before = copy.deepcopy(model)
+    with pytest.raises(OverflowError, match=r'stages\.0\.0\..* must be in the range of torch\.float16'):
+        reparameterize(model)
+    assert same_weights(model, before)
+
+
+def test_batch_norms_without_weights():
+    """timm's folding needs them, and would fail half-way."""
+    model = timm.create_model('repvit_m0_9')
+    norm = model.stages[3].blocks[1].channel_mixer.conv2.bn
+    norm.weight = norm.bias = None
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r'channel_mixer\.conv2\.bn cannot be folded: .*affine=True'):
+        reparameterize(model)
+    assert same_weights(model, before)
 
 
 @pytest.mark.parametrize('idle_ratio', [.25, .75])

@@ -14,6 +14,7 @@ import torch.nn as nn
 from timm.layers import LayerNorm2d, Mlp
 from timm.models.vision_transformer import ParallelScalingBlock
 from timm.utils import reparameterize_model
+from torch.overrides import TorchFunctionMode
 
 import timm_rep
 from tests.convert.families import VIT, build
@@ -525,6 +526,73 @@ def test_budget(fraction):
     assert report.macs == (before, count_macs(model).total)
     linear, other = report.ffns
     assert linear.idle_ratio > other.idle_ratio
+
+
+@pytest.mark.parametrize('dtype, autocast', [
+    (torch.float16, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=str)
+def test_half_precision(dtype, autocast):
+    """The residual streams are found, the budget is spent alike, and the outputs are nearly as close."""
+    x, held_out = [images(128, 32)], images(64, 32, seed=2)
+    model = vit(depth=3)
+    with torch.no_grad():
+        expected = model(held_out)
+    errors, active = {}, {}
+    for name, kwargs in ('ratio', dict(idle_ratio=.5)), ('macs', dict(macs=.75)):
+        for half in False, True:
+            converted = copy.deepcopy(model).to(dtype if half else torch.float32)
+            kinds = {p.dtype for p in converted.parameters()}
+            with torch.autocast('cpu', autocast, enabled=half and autocast is not None):
+                report = linearize_ffns(converted, [x[0].to(*kinds)], **kwargs)
+            assert {p.dtype for p in converted.parameters()} == kinds
+            assert all(ffn.compensated for ffn in report.ffns)
+            with torch.no_grad():
+                errors[name, half] = (converted.float()(held_out) - expected).norm() / expected.norm()
+            active[name, half] = torch.tensor([ffn.active_features for ffn in report.ffns])
+        assert errors[name, True] < 1.1 * errors[name, False] + .01
+    assert (active['macs', True] - active['macs', False]).abs().max() <= 6  # of 96
+
+
+def test_a_budget_with_outputs_that_are_modified_in_place():
+    """A layer scale or a shortcut that overwrites the output of an FFN changes nothing, also in a frozen model."""
+    class Scale(nn.Module):
+        def __init__(self, gamma, inplace):
+            super().__init__()
+            self.gamma, self.inplace = gamma, inplace
+
+        def forward(self, x):
+            return x.mul_(self.gamma) if self.inplace else x * self.gamma
+
+    found = []
+    for inplace, frozen in (False, False), (True, False), (True, True):
+        model = vit(init_values=1.).requires_grad_(not frozen)
+        for block, gamma in zip(model.blocks, (1., .01)):
+            block.ls2 = Scale(gamma, inplace)
+        report = linearize_ffns(model, [images(16, 32)], macs=.7)
+        found.append([ffn.active_features for ffn in report.ffns])
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] > found[0][1] + 20
+
+
+def test_generators_and_tensors_are_on_the_same_device():
+    """Random numbers are drawn on the CPU, also where the default device is another one, which has no such tensors."""
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            method = any(isinstance(x, torch.Tensor) and x.device.type == 'cpu' for x in args)
+            assert kwargs.get('generator') is None or kwargs.get('device') == 'cpu' or method
+            return function(*args, **kwargs)
+
+    model, x = vit(), images(16, 32)
+    with Refusing():
+        linearize_ffns(model, [x], macs=.8)
+
+
+def test_a_model_that_does_not_say_its_classes():
+    model = vit()
+    model.num_classes = None
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        linearize_ffns(model, [images(200, 32)], idle_ratio=.5)
 
 
 @pytest.mark.parametrize('weak', [0, 1])

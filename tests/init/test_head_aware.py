@@ -77,6 +77,23 @@ def test_whole_heads_are_the_teachers_attention():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize('name, args', [
+    ('vit_tiny_patch16_224', dict(scale_attn_norm=True)), ('beit3_base_patch16_224', {}),
+    ('eva02_tiny_patch14_224', dict(scale_attn_inner=True))])
+def test_a_norm_of_the_values_follows_them(name, args):
+    """Whole heads, as the columns of the projection that it is before."""
+    student, teacher = (
+        build(seed, name, **{**VIT, **args, **kwargs}) for seed, kwargs in enumerate((
+            dict(embed_dim=48, depth=1, num_heads=3), dict(embed_dim=96, depth=1, num_heads=6))))
+    teacher.blocks[0].attn.norm.weight.copy_(torch.arange(96.))
+    teacher.blocks[0].attn.proj.weight.copy_(torch.arange(96.).expand(96, 96))
+    init(student, teacher, strict=False)
+    kept = student.blocks[0].attn.norm.weight
+    assert torch.equal(kept, student.blocks[0].attn.proj.weight[0])
+    assert kept.tolist() == [float(i) for h in (0, 2, 4) for i in range(16 * h, 16 * h + 16)]
+
+
+@torch.no_grad()
 def test_within_heads():
     """Evenly over the channels of all heads, in each projection by itself."""
     student, teacher = build(0, **STUDENT), build(1, **TEACHER)
@@ -349,7 +366,7 @@ def test_indices_of_projections(heads, head_first):
 
     def rows(layout):
         """(head, projection, channel) of each row, and (head, channel) of each input of proj."""
-        count, _, (key, value), _ = layout.attentions['attn']
+        count, _, (key, value), *_ = layout.attentions['attn']
         sizes = dict(q=key, k=key, v=value)
         entries = [(h, p, c) for h in range(count) for p in 'qkv' for c in range(sizes[p])]
         if not head_first:

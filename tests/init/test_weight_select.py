@@ -5,11 +5,12 @@ import weakref
 import pytest
 import timm
 import torch
+import torch.nn as nn
 from safetensors.torch import save_file
 from timm.models import VisionTransformer
 
 import timm_rep
-from tests.helpers import needs_recorded_args, save_model
+from tests.helpers import needs_recorded_args, same_weights, save_model
 from timm_rep.init import evenly_spaced, open_teacher
 from timm_rep.init.matching import COMPONENTS, component_of
 from timm_rep.init.weight_select import ELEMENT_CHOICES
@@ -205,7 +206,7 @@ def test_safetensors_are_read_tensor_by_tensor(student, teacher, tmp_path, monke
     before = copy.deepcopy(student.state_dict())
     opened = open_teacher(path)
     read, alive = [], []
-    monkeypatch.setattr('timm_rep.init.weight_select.open_teacher', lambda source: opened)
+    monkeypatch.setattr('timm_rep.init.weight_select.open_teacher', lambda source, student: opened)
     one = opened.read
 
     def watched(name):
@@ -443,6 +444,55 @@ def test_layouts_of_teachers(student, teacher, tmp_path):
             timm_rep.weight_select_init(student, source)
             for k, v in student.state_dict().items():
                 assert torch.equal(v, expected.state_dict()[k]), (name, k)
+
+
+class _Detector(nn.Module):
+    """A model whose names begin with the prefix of a wrapper."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.backbone = vit(**VIT, embed_dim=dim, depth=1, num_heads=3)
+        self.neck = nn.Linear(dim, 8)
+
+
+def test_names_with_the_prefix_of_a_wrapper(tmp_path):
+    """They stay, if the student has them too: in a model, a state dict, a file, and of wrappers."""
+    teacher, students = _Detector(48), []
+    state = teacher.state_dict()
+    torch.save({'state_dict': {f'module.{k}': v for k, v in state.items()}}, tmp_path / 't.pth')
+    for source in teacher, state, tmp_path / 't.pth':
+        students.append(_Detector(24))
+        assert timm_rep.weight_select_init(students[-1], source, include_head=True).coverage == 100
+    assert same_weights(students[0], students[1])
+    assert same_weights(students[0], students[2])
+
+
+@pytest.mark.parametrize('element', ['consecutive', 'random', 'random_inconsistent', 'l1', 'magnitude'])
+def test_counters_of_fused_projections(element):
+    """The number of batches of a norm after a qkv has no axis to split."""
+    student, teacher = (timm.create_model('shvit_s1', embed_dim=dims, partial_dim=partial) for dims, partial in (
+        ((32, 48, 64), (8, 12, 16)), ((48, 64, 96), (12, 16, 24))))
+    teacher.stages[1].blocks[0].mixer.m.qkv.bn.num_batches_tracked.fill_(7)
+    timm_rep.weight_select_init(student, teacher, element)
+    assert student.stages[1].blocks[0].mixer.m.qkv.bn.num_batches_tracked == 7
+
+
+@torch.no_grad()
+def test_tied_parameters_are_restored():
+    """Each tensor is written twice before the error."""
+    class Tied(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(dim, dim) for _ in range(3))
+            self.b.weight = self.a.weight
+
+    student, teacher = Tied(4), Tied(8)
+    before = student.a.weight.clone()
+    teacher.b.weight = nn.Parameter(teacher.b.weight + 1)
+    teacher.c.weight.fill_(float('nan'))
+    with pytest.raises(ValueError, match=r'c\.weight'):
+        timm_rep.weight_select_init(student, teacher)
+    assert torch.equal(student.a.weight, before)
 
 
 def test_dtypes_and_devices(teacher):

@@ -34,11 +34,12 @@ def lines(h, y):
     ('linear', [0, .25, .5, .75, 1, 1]),
     ('cosine', [(1 - math.cos(math.pi * t)) / 2 for t in (0, .25, .5, .75, 1, 1)]),
 ])
-@pytest.mark.parametrize('act', [nn.GELU(), nn.Hardswish(inplace=True), nn.ReLU()])
+@pytest.mark.parametrize('act', [
+    nn.GELU(), nn.Hardswish(inplace=True), nn.ReLU(), nn.Sequential(nn.Identity(), nn.SiLU(inplace=True))])
 def test_activation(act, schedule, shares):
     layer = AnnealedActivation(act, 12, 5, 5, schedule).double().train()
     layer.importance.copy_(torch.linspace(2, .5, 12))
-    x, function = batch(0), type(act)()
+    x, function = batch(0), nn.SiLU() if isinstance(act, nn.Sequential) else type(act)()
     layer.eval()
     assert torch.equal(layer(x), function(x))  # before the first step
     layer.train()

@@ -9,7 +9,7 @@ from timm.utils import reparameterize_model
 
 from tests.helpers import relative, wild_
 from tests.reference import ffn
-from timm_rep.layers import ChannelIdle, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
+from timm_rep.layers import ChannelIdle, GatedUnit, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
 
 ACTS = {nn.GELU: F.gelu, nn.SiLU: F.silu, nn.ReLU: F.relu}
 
@@ -151,6 +151,33 @@ def test_fuse_with_parametrizations():
         mlp.fc1.parametrizations.weight.original0.mul_(3.)
     x = torch.randn(2, 3, 8)
     assert relative(mlp.fuse()(x), mlp(x)) < 1e-5
+
+
+def test_spectral_norm_folds_as_in_eval_mode():
+    """In train mode each access to the weight would change it."""
+    mlp = wild_(RePaMlp(8, 32), log_var=(-1, 1))
+    nn.utils.parametrizations.spectral_norm(mlp.fc1)
+    before, x = copy.deepcopy(mlp.state_dict()), torch.randn(2, 3, 8)
+    mlp.train()
+    folded = mlp.fuse()
+    assert all(torch.equal(value, before[name]) for name, value in mlp.state_dict().items())
+    assert all(module.training for module in mlp.modules())
+    assert relative(folded.eval()(x), mlp.eval()(x)) < 1e-5
+
+
+@pytest.mark.parametrize('dim', [-1, 1])
+def test_gates_of_an_activation_in_place(dim):
+    """The gates may be overwritten in training; gradients are as of the activation that is not in place."""
+    torch.manual_seed(0)
+    grads = []
+    weight = torch.randn(2, 12, 12, dtype=torch.float64)
+    for inplace in False, True:
+        x = weight.clone().requires_grad_()
+        y = GatedUnit(nn.SiLU(inplace=inplace), dim)(x * 1)
+        torch.testing.assert_close(y, F.silu(weight.chunk(2, dim)[0]) * weight.chunk(2, dim)[1])
+        y.square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
 
 
 def test_deploy_from_scratch_takes_folded_weights():

@@ -1,7 +1,7 @@
 """Fold a model into its deploy structure, and refuse checkpoints of a different structure."""
 import copy
 from functools import partial
-from typing import Any, Dict, Mapping, Set, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -18,6 +18,8 @@ except ImportError:  # timm < 1.0.31
 
 # methods of a module that timm's reparameterize_model() calls
 _FOLDING = ('fuse', 'reparameterize', 'switch_to_deploy')
+# dtypes in which folded weights do not overflow
+_WIDE = (torch.float32, torch.float64)
 
 
 def check_unconverted(model: nn.Module) -> None:
@@ -64,16 +66,21 @@ def reparameterize(model: nn.Module) -> nn.Module:
                     fused.append((parent, name, child.fuse()))
                 except (ValueError, OverflowError) as e:
                     raise type(e)(f'{path}.{name} cannot be folded: {e}'.lstrip('.')) from e
-    # dry run on a copy: which modules with hooks would timm's folding drop?
-    hooked = _hooked(model)
-    lost = sorted(hooked - _hooked(reparameterize_model(model))) if hooked else ()
+    # dry run on a copy: which modules with hooks would timm's folding drop, and does a weight overflow?
+    hooked, kinds = _hooked(model), _kinds(model)
+    is_half = any(kind.dtype not in _WIDE for kind in kinds.values())
+    rehearsed = reparameterize_model(model) if hooked or is_half else None
+    lost = sorted(hooked - _hooked(rehearsed)) if rehearsed is not None else ()
     if lost:
         raise ValueError(
             f'{lost[0]} must have no hooks, and the forward() of its class, since folding would drop its own: remove '
             'hooks by handle.remove(), and merge adapters into the weights.')
+    if rehearsed is not None:
+        _restore_kinds(rehearsed, kinds)
     for parent, name, layer in fused:
         setattr(parent, name, layer)
     folded = reparameterize_model(model, inplace=True)
+    _restore_kinds(folded, kinds)
     for parent in folded.modules():  # parents before their children
         for layer in parent.children():
             if layer not in before:
@@ -81,12 +88,46 @@ def reparameterize(model: nn.Module) -> nn.Module:
     return folded
 
 
+class _Kind(NamedTuple):
+    """Properties of a parameter, or of the parameters of a module: the dtype of the first, whether any is trainable."""
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def _kinds(model: nn.Module) -> Dict[str, _Kind]:
+    """Kinds of the parameters and modules of a model by name."""
+    kinds: Dict[str, _Kind] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kinds[name] = _Kind(parameter.dtype, parameter.requires_grad)
+        while name:
+            name = name.rpartition('.')[0]
+            known = kinds.get(name, _Kind(parameter.dtype, False))
+            kinds[name] = known._replace(requires_grad=known.requires_grad or parameter.requires_grad)
+    return kinds
+
+
+def _restore_kinds(folded: nn.Module, kinds: Mapping[str, _Kind]) -> None:
+    """Give the parameters that timm creates, trainable and in float32, the kind of what they replace."""
+    for name, parameter in folded.named_parameters():
+        where = name
+        while where not in kinds:
+            where = where.rpartition('.')[0]
+        dtype, requires_grad = kinds[where]
+        if parameter.dtype != dtype:
+            parameter.data = parameter.detach().to(dtype)
+        if dtype not in _WIDE and not parameter.isfinite().all():
+            raise OverflowError(f'{name} of the folded model must be in the range of {dtype}.')
+        parameter.requires_grad_(requires_grad)
+
+
 def _check_statistics(model: nn.Module) -> None:
-    """Raise ValueError if a BatchNorm that timm folds has no statistics to fold: timm would fail half-way."""
+    """Raise ValueError if a BatchNorm that timm folds has no statistics or weights: timm would fail half-way."""
     for name, block in model.named_modules():
         if name and any(hasattr(block, method) for method in _FOLDING) and not hasattr(block, 'structure_keys'):
             for path, norm in block.named_modules(prefix=name):
                 if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+                    if norm.weight is None:
+                        raise ValueError(f'{path} cannot be folded: timm requires a BatchNorm with affine=True.')
                     try:
                         batch_norm_scale_shift(norm)
                     except ValueError as e:

@@ -45,7 +45,7 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     def record_output(ffn: Ffn, y: torch.Tensor) -> torch.Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()  # the model is frozen
         ys.setdefault(ffn.name, []).append(y)
-        return y
+        return y.clone()  # what follows may modify it in place
 
     device = next(model.parameters()).device
     information = {ffn.name: to_float64(torch.zeros(ffn.out_features, ffn.out_features, device=device)) for ffn in ffns}
@@ -65,7 +65,7 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
                     if logits.shape[1] > 1:
                         logits = logits.float().log_softmax(1)
                         if noise is None:
-                            noise = -torch.empty(share.size, logits.shape[1]).exponential_(
+                            noise = -torch.empty(share.size, logits.shape[1], device='cpu').exponential_(
                                 generator=torch.Generator().manual_seed(share.batch)).log()[share.part]
                         # Gumbel-max sampling of a class; seeded per batch, whatever the number of processes
                         drawn = (logits.detach() + noise[start:start + len(logits)].to(logits)).argmax(1)
@@ -76,8 +76,9 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
                 for name, grad in zip(names, grads):
                     if grad is not None:
                         ffn = next(ffn for ffn in ffns if ffn.name == name)
-                        g = tokens_of(grad, ffn.use_conv)
-                        information[name] += to_float64(g.T @ g)
+                        g = to_float64(tokens_of(grad, ffn.use_conv))
+                        with torch.autocast(device.type, enabled=False):
+                            information[name] += g.T @ g
     finally:
         for hook in hooks:
             hook.remove()

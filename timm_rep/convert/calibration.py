@@ -94,7 +94,7 @@ class CalibrationImages:
             first.setdefault(_hash(batch, i), len(first))
             for size, batch in zip(sizes, batches) for i in range(size)]
         self.unique = len(first)
-        held_out = torch.tensor(groups) % HELD_OUT == HELD_OUT - 1
+        held_out = torch.tensor(groups, device='cpu') % HELD_OUT == HELD_OUT - 1
         held_out &= self.unique // HELD_OUT >= MIN_HELD_OUT
         self._first, self._like = batches[0], dict(device=like.device, dtype=like.dtype)
         part = slice(self.rank, None, self.world_size)
@@ -135,7 +135,7 @@ class TokenSampler:
         prefix, used = self.probes[name].prefix_tokens, min(self.counts[name], n)
         key = share.batch, n, used, prefix, None if attended is None else name
         if key not in self._chosen:
-            scores = torch.rand(share.size, n, generator=torch.Generator().manual_seed(share.batch))
+            scores = torch.rand(share.size, n, generator=torch.Generator().manual_seed(share.batch), device='cpu')
             scores[:, :prefix] += 1
             scores = scores[share.part]
             if attended is not None and attended.shape == scores.shape:
@@ -145,7 +145,7 @@ class TokenSampler:
                     f'Expected images without padding, but {name} sees padded patches, and its block is called without '
                     'an attn_mask of its tokens. Nothing was changed.')
             best = scores.topk(used)
-            rows = best.indices + n * torch.arange(images)[:, None]
+            rows = best.indices + n * torch.arange(images, device='cpu')[:, None]
             self._chosen[key] = rows[best.values >= 0].sort().values
         return self._chosen[key]
 

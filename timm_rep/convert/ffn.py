@@ -126,7 +126,7 @@ class Ffn:
             return True
         copied = self.around(self.exact())
         shape = (1, self.in_features, 2, 1) if self.use_conv else (1, 2, self.in_features)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device='cpu').to(like)
         with keeping_modes(self.module):
             try:
                 y, expected = self.module.eval()(x.clone()), copied.eval()(x.clone())

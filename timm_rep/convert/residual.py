@@ -5,6 +5,7 @@ from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Set
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_map
 
 from timm_rep.layers.fold import to_float64
 
@@ -126,19 +127,27 @@ def _possible_streams(total: torch.Tensor, p: _Pending, eps: float) -> List[int]
     return (error <= 1.1 * largest).nonzero().flatten().tolist()
 
 
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.is_floating_point() and torch.finfo(x.dtype).bits < 32 else x.detach()
+
+
 @torch.no_grad()
 def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe]:
     """Run a few images through a model, and look at its FFNs.
 
     The residual stream of an FFN is the latest activation s before it such that an activation after it is
-    ``s + scale * y``, where all activations are inputs and outputs of modules.
+    ``s + scale * y``, where all activations are inputs and outputs of modules. The pass is in float32 at least, without
+    autocast: in half precision, small outputs of FFNs are lost in the rounding of the stream.
 
     Returns:
         By name, in the order of the last calls; FFNs that are not called are missing.
     """
     widths = {ffn.out_features for ffn in ffns}
     count = image_count(images)
-    eps = torch.finfo(next(model.parameters()).dtype).eps
+    like = next(model.parameters())
+    tensors = {name: _at_least_float32(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+    images = tree_map(_at_least_float32, images)
+    eps = torch.finfo(_at_least_float32(like).dtype).eps
     tokens: Dict[str, int] = {}
     calls: Dict[str, int] = {}
     prefix: Dict[str, int] = {}
@@ -201,6 +210,7 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
         for ffn in ffns:  # after the hooks that record its inputs
             hooks.enter_context(
                 ffn.last.register_forward_pre_hook(lambda _, args, ffn=ffn: record_features(ffn, args[0])))
-        model(images)
+        with torch.autocast(like.device.type, enabled=False):
+            torch.func.functional_call(model, tensors, (images,))
     return {
         name: Probe(tokens[name], n, prefix[name], found.get(name) if n == 1 else None) for name, n in calls.items()}

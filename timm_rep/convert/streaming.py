@@ -59,7 +59,7 @@ def record_original(
     streams: Dict[str, torch.Tensor] = {}
     share: Share
     like = next(model.parameters())
-    predicted = torch.zeros(getattr(model, 'num_classes', 0), dtype=torch.bool, device=like.device)
+    predicted = torch.zeros(getattr(model, 'num_classes', None) or 0, dtype=torch.bool, device=like.device)
 
     def record_features(ffn: Ffn, second: Affine, scale: torch.Tensor, g: torch.Tensor) -> None:
         g = sampler.take(ffn.name, share, tokens_of(g, ffn.use_conv)).to(scale)

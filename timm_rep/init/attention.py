@@ -29,11 +29,13 @@ class AttentionLayout(NamedTuple):
             projection first, as in ViT.
         widths: Channels of the queries and keys, and of the values, of a head; None if they follow from the tensor.
         fused: The projections of the layer ``qkv``.
+        norm: The projections that the layer ``norm`` normalizes, '' if it is another norm.
     """
     heads: int
     head_first: bool = False
     widths: Optional[Tuple[int, int]] = None
     fused: str = 'qkv'
+    norm: str = ''
 
     @classmethod
     def of(cls, module: nn.Module) -> Optional['AttentionLayout']:
@@ -48,6 +50,7 @@ class AttentionLayout(NamedTuple):
             heads,
             head_first=widths is not None or getattr(module, 'head_first', False) is True,
             widths=widths,
+            norm='v' if hasattr(module, 'q_norm') else '',  # timm's own attentions and EVA's, with scale_norm
             fused='kv' if getattr(module, 'use_global', False) is True else 'qkv',  # GCViT: queries of the image
         )
 
@@ -59,7 +62,8 @@ class AttentionLayout(NamedTuple):
             dim: The axis.
         """
         if dim == 0:
-            return self.fused if parts[0] == 'qkv' else _PROJECTIONS.get(parts[0], '')
+            own = {'qkv': self.fused, 'norm': self.norm}
+            return own.get(parts[0], _PROJECTIONS.get(parts[0], ''))
         return 'v' if dim == 1 and parts[0] in _OUTPUTS and parts[-1] == 'weight' else ''
 
     def positions(self, projections: str, length: int) -> Optional[List[torch.Tensor]]:

@@ -108,7 +108,7 @@ def select_elements(
             f'element_selection must be one of {", ".join(ELEMENT_SELECTIONS)}, got {element_selection!r}.')
     if tensor.dim() != len(shape) or any(s > t for s, t in zip(shape, tensor.shape)):
         raise ValueError(f'shape must have as many axes as {tuple(tensor.shape)}, none longer, got {shape}.')
-    if parts > 1 and element_selection != 'uniform' and not (shape[0] % parts or tensor.shape[0] % parts):
+    if parts > 1 and shape and element_selection != 'uniform' and not (shape[0] % parts or tensor.shape[0] % parts):
         selected, axes = zip(*(
             select_elements(part, (shape[0] // parts, *shape[1:]), element_selection, seed, f'{key} {i}')
             for i, part in enumerate(tensor.chunk(parts))))

@@ -2,7 +2,7 @@
 import os
 import re
 from dataclasses import dataclass
-from typing import Callable, Dict, Mapping, Optional, Union
+from typing import Callable, Collection, Dict, Mapping, Optional, Union
 
 import timm
 import torch
@@ -75,12 +75,13 @@ _SOURCES = ('local-dir:', 'hf-hub:', 'hf_hub:')
 _WRAPPERS = ('teacher', 'state_dict_ema', 'model_ema', 'state_dict', 'model')
 
 
-def _with_timm_names(teacher: Teacher) -> Teacher:
-    """Rename the tensors of DINO, MAE and CLIP checkpoints as timm's models name them."""
+def _with_timm_names(teacher: Teacher, student: Collection[str]) -> Teacher:
+    """Rename the tensors of DINO, MAE and CLIP checkpoints as timm's models, or the student, name them."""
     names: Dict[str, str] = {}
+    prefixes = tuple(prefix for prefix in _PREFIXES if not any(name.startswith(prefix) for name in student))
     for name in teacher.shapes:
         new = name
-        while new.startswith(_PREFIXES):
+        while new.startswith(prefixes):
             new = new.split('.', 1)[1]
         for pattern, replacement in _CLIP:
             new = re.sub(pattern, replacement, new)
@@ -88,13 +89,15 @@ def _with_timm_names(teacher: Teacher) -> Teacher:
     return Teacher({new: teacher.shapes[name] for new, name in names.items()}, lambda new: teacher.read(names[new]))
 
 
-def open_teacher(source: TeacherSource) -> Teacher:
+def open_teacher(source: TeacherSource, student: Collection[str] = ()) -> Teacher:
     """Open a teacher. Of a ``.safetensors`` file, local or in the Hub's cache, only names and shapes are read.
 
     Args:
         source: A model, a state dict, the path of a checkpoint, or the name of a timm model with pretrained weights, as
             for ``create_model`` ('local-dir:' and 'hf-hub:' included). Checkpoints may be of DINO, MAE and CLIP (its
             vision tower); a moving average of the weights is preferred.
+        student: Names of the tensors of the student. The prefixes of wrappers are removed from the names of a
+            checkpoint, unless the student has them.
 
     Raises:
         FileNotFoundError: The source is neither a file nor a timm model.
@@ -107,15 +110,15 @@ def open_teacher(source: TeacherSource) -> Teacher:
         source = unwrap_model(source)
         return _from_state_dict(source.state_dict(), source)
     if isinstance(source, Mapping):
-        return _with_timm_names(_from_state_dict(state_dict_of(source, _WRAPPERS)))
+        return _with_timm_names(_from_state_dict(state_dict_of(source, _WRAPPERS)), student)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
             f'teacher must be a model, a state dict, a path or the name of a timm model, got {source!r:.100}.')
     path = os.fspath(source)
     if os.path.isfile(path):
         if path.endswith('.safetensors'):
-            return _with_timm_names(_from_safetensors(path))
-        return _with_timm_names(_from_state_dict(read_state_dict(path, wrappers=_WRAPPERS)))
+            return _with_timm_names(_from_safetensors(path), student)
+        return _with_timm_names(_from_state_dict(read_state_dict(path, wrappers=_WRAPPERS)), student)
     if path.startswith(_SOURCES):
         with config_errors(path):
             return open_teacher(timm.create_model(path, pretrained=True))

@@ -158,11 +158,11 @@ def weight_select_init(
             model, first, element_selection, layer_selection, include, exclude, include_head, strict, seed, heads)
         first = model
 
-    opened = open_teacher(first)
     student = unwrap_model(student)
+    state_dict = student.state_dict()
+    opened = open_teacher(first, state_dict)
     if isinstance(student, nn.ModuleDict):
         raise ValueError('student must be the plain model, got a ModuleDict (features_only=True), whose names differ.')
-    state_dict = student.state_dict()
     if any(value.is_meta for value in state_dict.values()):
         raise ValueError("Expected a student with data, but it is on 'meta': create it on another device.")
     layout = ModelLayout.from_model(student, {name: tuple(value.shape) for name, value in state_dict.items()})
@@ -206,7 +206,7 @@ def weight_select_init(
             del tensor
     except BaseException:
         with torch.no_grad():
-            for name, value in before.items():
+            for name, value in reversed(before.items()):  # of tied tensors, the first one has the original
                 state_dict[name].copy_(value)
         raise
     return SelectionReport(tuple(selections))

@@ -242,7 +242,8 @@ class AnnealedActivation(_Annealed):
         return slope, (mean_out - slope * mean_in) / weight.clamp(min=tiny)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.act(x.clone() if getattr(self.act, 'inplace', False) else x)
+        in_place = any(getattr(module, 'inplace', False) for module in self.act.modules())
+        y = self.act(x.clone() if in_place else x)
         if self.training and x.numel() and not self.has_ended:
             if not self.is_counted and not torch.compiler.is_compiling():
                 self.is_counted = True  # the warning comes once

@@ -6,6 +6,7 @@ A foldable layer has the structure 'training' or 'deploy' (RePa), or 'target', '
 its attribute ``structure``, and a table ``structure_keys``: keys of its state dict, or beginnings of them that end in a
 dot, with the structures that have such a key.
 """
+import contextlib
 from typing import Any, Iterator, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -26,6 +27,18 @@ def check_foldable(module: nn.Module) -> None:
     reason = unfoldable_reason(module)
     if reason:
         raise ValueError(f'Expected a plain layer, but the {type(module).__name__} {reason}.')
+
+
+@contextlib.contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Eval mode, in which a parametrized weight does not change: spectral norm in train mode does at each access."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def to_float64(x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +92,7 @@ class Affine(NamedTuple):
 
     @classmethod
     def from_linear(cls, linear: Union[nn.Linear, nn.Conv2d]) -> 'Affine':
-        """The map of an ``nn.Linear`` or a 1 x 1 convolution; a missing bias is zero.
+        """The map of an ``nn.Linear`` or a 1 x 1 convolution in eval mode; a missing bias is zero.
 
         Raises:
             ValueError: The layer has a different type, for example that of an adapter, or is quantized.
@@ -89,7 +102,8 @@ class Affine(NamedTuple):
             raise ValueError(
                 f'Expected a linear layer, but got {kind.__name__}: merge adapters into the layers that they adapt, '
                 'and quantize after folding.')
-        weight = to_float64(linear.weight).flatten(1)
+        with in_eval_mode(linear):
+            weight = to_float64(linear.weight).flatten(1)
         return cls(weight, weight.new_zeros(weight.shape[0]) if linear.bias is None else to_float64(linear.bias))
 
     def after_norm(self, norm: nn.modules.batchnorm._BatchNorm) -> 'Affine':

@@ -12,7 +12,7 @@ import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d
 from torch.jit import Final
 
-from .fold import Affine, check_foldable, unfoldable_reason
+from .fold import Affine, check_foldable, in_eval_mode, unfoldable_reason
 from .fused_idle import fused_idle_ffn, fused_idle_is_faster, use_fused_idle
 
 
@@ -133,7 +133,9 @@ class GatedUnit(nn.Module):
         self.act = act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gates, values = x.chunk(2, dim=self.dim)
+        # chunk() gives views that an activation in place must not write to
+        width = x.shape[self.dim] // 2
+        gates, values = x.narrow(self.dim, 0, width), x.narrow(self.dim, width, width)
         return self.act(gates) * values
 
 
@@ -301,25 +303,26 @@ class RePaMlp(nn.Module):
             OverflowError: A folded weight does not fit the dtype of the model.
         """
         check_foldable(self)
-        active, hidden_features = self.act.active_channels, self.act.channels
-        fc_in = Affine.from_linear(self.fc1).after_norm(self.norm1)
-        fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2)
-        if isinstance(self.ls, (LayerScale, LayerScale2d)):
-            fc_out = fc_out.scale_outputs(self.ls.gamma)
+        with in_eval_mode(self):
+            active, hidden_features = self.act.active_channels, self.act.channels
+            fc_in = Affine.from_linear(self.fc1).after_norm(self.norm1)
+            fc_out = Affine.from_linear(self.fc2).after_norm(self.norm2)
+            if isinstance(self.ls, (LayerScale, LayerScale2d)):
+                fc_out = fc_out.scale_outputs(self.ls.gamma)
 
-        deploy = RePaMlpDeploy(
-            self.fc1.weight.shape[1],
-            hidden_features,
-            idle_ratio=self.idle_ratio,
-            use_conv=self.use_conv,
-            device='meta',  # every parameter is replaced below, so no random numbers are drawn
-        )
-        if active < hidden_features:
-            fc_out.inputs(active).after(fc_in.outputs(active)).write_to(deploy.fc_idle, like=self.fc2.weight)
-        if active > 0:
-            fc_in.outputs(0, active).write_to(deploy.fc_in, like=self.fc1.weight)
-            fc_out.inputs(0, active).write_to(deploy.fc_out, like=self.fc2.weight)
-            deploy.act = self.act.act
+            deploy = RePaMlpDeploy(
+                self.fc1.weight.shape[1],
+                hidden_features,
+                idle_ratio=self.idle_ratio,
+                use_conv=self.use_conv,
+                device='meta',  # every parameter is replaced below, so no random numbers are drawn
+            )
+            if active < hidden_features:
+                fc_out.inputs(active).after(fc_in.outputs(active)).write_to(deploy.fc_idle, like=self.fc2.weight)
+            if active > 0:
+                fc_in.outputs(0, active).write_to(deploy.fc_in, like=self.fc1.weight)
+                fc_out.inputs(0, active).write_to(deploy.fc_out, like=self.fc2.weight)
+                deploy.act = self.act.act
         return deploy.train(self.training)
 
 
