@@ -17,7 +17,7 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import timm_rep
-from tests.helpers import ROOT, in_processes, relative, same_weights, torchrun
+from tests.helpers import ROOT, in_processes, needs_recorded_args, relative, same_weights, torchrun
 from timm_rep.accelerate import STATE, _check_folded, accelerate, check_output, measure, write_model
 from timm_rep.cli import main
 from timm_rep.hub import save_folder
@@ -378,6 +378,7 @@ def test_a_sweep_needs_matplotlib_before_the_model(data, tmp_path, capsys, monke
         "timm-rep: accelerate --sweep requires matplotlib: pip install matplotlib.\n")
 
 
+@needs_recorded_args
 def test_moving_average(data, tmp_path, capsys):
     """--use-ema takes it, also of `export`; without the option, one line says that it is there."""
     models = [original(data) for _ in range(2)]
@@ -421,6 +422,7 @@ def test_a_damaged_report_of_int8_is_found_before_any_work(data, tmp_path, capsy
     assert 'quantization.json' in capsys.readouterr().err
 
 
+@needs_recorded_args
 def test_a_random_classifier_is_noted(data, tmp_path, capsys):
     save_folder(original(data), tmp_path / 'model')
     assert main([
