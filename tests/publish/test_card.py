@@ -183,7 +183,7 @@ def test_img_size_of_a_recipe(args, img_size, tmp_path):
     assert config['model_args'].get('img_size') == img_size
 
 
-def test_arguments_of_the_model_and_of_its_validation(images, tmp_path):
+def test_arguments_of_the_model_and_of_its_validation(tmp_path):
     """gp and bn_eps build the model, as in train.py; a size or crop of the recipe replaces the source's for validation.
 
     The recipe is as train.py writes args.yaml: with all its arguments, also those that were not given.

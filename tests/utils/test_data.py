@@ -80,7 +80,7 @@ def test_classes_in_the_order_of_the_model(colours):
 
 
 @pytest.mark.parametrize('kwargs', [{}, dict(dynamic_img_size=True)])
-def test_a_size_that_the_model_was_not_built_for(colours, kwargs):
+def test_a_size_that_the_model_was_not_built_for(kwargs):
     """It would be lost in config.json, where timm writes the size of the model."""
     model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=24, depth=1, num_heads=2, **kwargs)
     with pytest.raises(ValueError, match=r'img_size must be .* 32 x 32, got 48: create it with img_size=48'):

@@ -5,18 +5,16 @@ from timm_rep.hub import CARD_NAME, split_name
 from timm_rep.publish import prepare_folder
 from timm_rep.utils.atomic import check_writable
 
-from ._arguments import Commands, add_device, default_device, positive_int
+from ._arguments import Commands, add_checkpoint, add_device, default_device, positive_int
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('card', help='prepare a folder for publishing: weights, figures, card, hashes')
     parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_any.cifar10')
-    parser.add_argument('--checkpoint', metavar='FILE', help='checkpoint of a training run (default: keep the weights)')
+    add_checkpoint(parser, 'checkpoint of a training run (default: keep the weights)')
     parser.add_argument(
         '--recipe', metavar='FILE',
         help='file for train.py --config, in the folder of the checkpoint (default: train.yaml of DIR)')
-    parser.add_argument(
-        '--use-ema', action='store_true', help='use the moving average of the weights in the checkpoint')
     parser.add_argument('--half', action='store_true', help='write parameters as float16, in half the space')
     parser.add_argument('--data-dir', metavar='DIR', help='measure the accuracy on these images')
     parser.add_argument(
