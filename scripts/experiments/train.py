@@ -129,7 +129,9 @@ def _start(model: nn.Module, settings: Mapping[str, Any], workspace: Workspace, 
         count = args.pop('calibrate', 0)
         weight_select_init(model, trained(args.pop('teacher'), workspace).model, seed=settings['seed'], **args)
         if count:
-            calibrate_batchnorm(model, images.calibration(count), identity_norms=['*.mlp.norm2'])
+            has_identities = any(name.endswith('.mlp.norm2') for name, _ in model.named_modules())  # a RePaFormer's
+            calibrate_batchnorm(
+                model, images.calibration(count), identity_norms=['*.mlp.norm2'] if has_identities else ())
 
 
 def trained(settings: Mapping[str, Any], workspace: Workspace) -> Trained:
@@ -145,7 +147,7 @@ def trained(settings: Mapping[str, Any], workspace: Workspace) -> Trained:
             cfg['num_classes'] = settings['model_args']['num_classes']
         model = timm.create_model(
             settings['model'], pretrained=True, **settings['model_args'], pretrained_cfg_overlay=cfg)
-        return Trained(model.eval(), [], 0., {})
+        return Trained(model.eval().to(workspace.device), [], 0., {})
     with workspace.training_folder(settings) as folder:
         path, device, columns = folder / 'last.pth', workspace.device, {}
         scales = settings['scales']
