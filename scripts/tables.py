@@ -20,6 +20,8 @@ A cell is a figure of a file of results. It is described by what is said of its 
               deviation where there are several
     over:     column by which each is divided
     minus:    ``where`` of the rows that are subtracted, paired by file and seed
+    reach:    ``where`` of rows whose last figure is to be reached, for a ``get`` of lists, such as the accuracy after
+              each epoch: the cell is the number of figures until then, paired by file and seed
     digits:   decimals (as in the file)
     spread:   whether to state the standard deviation (true)
     value:    a figure of a paper or another text, in place of all of the above
@@ -36,6 +38,7 @@ import csv
 import functools
 import itertools
 import json
+import operator
 import os
 import re
 import statistics
@@ -51,7 +54,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get('TIMM_REP_RESULTS') or ROOT / 'scripts' / 'results')
 DECLARATIONS = ROOT / 'scripts' / 'results' / 'tables.yaml'
 PICTURES = DECLARATIONS.with_name('pictures.yaml')
-_CELL_KEYS = ('file', 'where', 'get', 'over', 'minus', 'digits', 'spread', 'value')
+_CELL_KEYS = ('file', 'where', 'get', 'over', 'minus', 'reach', 'digits', 'spread', 'value')
 _TABLE = re.compile(r'(<!-- results: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 
@@ -83,18 +86,28 @@ def _json(files: Sequence[str]) -> str:
     return ', '.join(f'{file}.json' for file in files)
 
 
+def _steps_to_reach(curve: Sequence[float], other: Sequence[float], name: str) -> int:
+    """Number of figures of a curve until it reaches the last one of another curve."""
+    reached = [i for i, figure in enumerate(curve, 1) if figure >= other[-1]]
+    if not reached:
+        raise ValueError(f'Table {name}: a curve up to {max(curve)} never reaches {other[-1]}.')
+    return reached[0]
+
+
 def _text(cell: Mapping[str, Any], name: str) -> str:
     """The text of a cell."""
     if 'value' in cell:
         return '' if cell['value'] is None else str(cell['value'])
     where = cell.get('where', {})
     by_seed = _figures(cell, where, name)
-    if 'minus' in cell:
-        subtracted = _figures(cell, {**where, **cell['minus']}, name)
-        if by_seed.keys() != subtracted.keys():
-            expected, got = (', '.join(f'{seed} of {file}' for seed, file in part) for part in (by_seed, subtracted))
-            raise ValueError(f'Table {name}: seeds must be {expected} for {cell["minus"]}, got {got}.')
-        by_seed = {seed: figure - subtracted[seed] for seed, figure in by_seed.items()}
+    others = cell.get('minus') or cell.get('reach')
+    if others:
+        found = _figures(cell, {**where, **others}, name)
+        if by_seed.keys() != found.keys():
+            expected, got = (', '.join(f'{seed} of {file}' for seed, file in part) for part in (by_seed, found))
+            raise ValueError(f'Table {name}: seeds must be {expected} for {others}, got {got}.')
+        combine = operator.sub if 'minus' in cell else functools.partial(_steps_to_reach, name=name)
+        by_seed = {key: combine(figure, found[key]) for key, figure in by_seed.items()}
     figures = list(by_seed.values())
     sign = '+' if 'minus' in cell else ''
     if len(figures) > 1:
@@ -111,10 +124,10 @@ def _merged(*parts: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
 
 
 def _labelled(cell: Mapping[str, Any], label: str) -> Dict[str, Any]:
-    """A cell with the label of its row in the values of ``where`` and ``minus``."""
+    """A cell with the label of its row in the values of ``where``, ``minus`` and ``reach``."""
     choices = {part: {
         key: value.replace('{label}', label) if isinstance(value, str) else value
-        for key, value in cell[part].items()} for part in ('where', 'minus') if part in cell}
+        for key, value in cell[part].items()} for part in ('where', 'minus', 'reach') if part in cell}
     return {**cell, **choices}
 
 

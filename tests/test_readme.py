@@ -438,6 +438,20 @@ def test_tables_of_several_files(small_table, tmp_path):
         small_table(file=['x', 'y'])
 
 
+def test_epochs_to_reach_another_row(small_table, tmp_path):
+    """Of each seed, the first epoch at or above the last one of the other row."""
+    curves = {'slow': ([1., 5., 3.], [1., 2., 4.]), 'fast': ([3., 2., 6.], [2., 4., 3.]), 'low': ([1.], [9.])}
+    rows = [dict(row=row, seed=i, curve=curve) for row, both in curves.items() for i, curve in enumerate(both)]
+    (tmp_path / 'y.json').write_text(json.dumps({'rows': rows}))
+    cell = {'file': 'y', 'get': 'curve', 'digits': 1, 'reach': {'row': '{label}'}}
+    assert small_table(columns={'': cell}, rows={'slow': {'where': {'row': 'fast'}}}) == ['| slow | 1.5 ± 0.7 |']
+    with pytest.raises(ValueError, match=r'Table t: a curve up to 1\.0 never reaches 3\.0'):
+        small_table(columns={'': cell}, rows={'slow': {'where': {'row': 'low'}}})
+    (tmp_path / 'y.json').write_text(json.dumps({'rows': rows[:-1]}))
+    with pytest.raises(ValueError, match=r'seeds must be 0 of y, 1 of y .* got 0 of y'):
+        small_table(columns={'': cell}, rows={'low': {'where': {'row': 'fast'}}})
+
+
 def test_a_table(small_table):
     """Means and deviations over the seeds, differences paired by the seed, quotients, texts."""
     assert small_table() == ['| first | 2.50 ± 2.12 |']
