@@ -850,7 +850,7 @@ def test_seeds_have_other_weights_and_batches(load_script, small_space):
     assert not torch.equal(first[0][0], first[1][0])
 
 
-def test_calibration_of_a_start(load_script, images, tmp_path, monkeypatch):
+def test_calibration_of_a_start(load_script, models_trained, images, tmp_path):
     """The start from a plain teacher depends on the seed alone, not on whether this process trained the teacher."""
     train, workspace = load_script('experiments/train'), load_script('experiments/workspace')
     common = dict(
@@ -860,23 +860,16 @@ def test_calibration_of_a_start(load_script, images, tmp_path, monkeypatch):
     student = dict(
         common, model='repa_deit_tiny', model_args=dict(vit, pre_norm=False), seed=1,
         start={'teacher': teacher, 'calibrate': 12})
-    starts, fit = [], train.fit
-
-    def spied(model, *args, **kwargs):
-        starts.append(copy.deepcopy(model))
-        return fit(model, *args, **kwargs)
-
-    monkeypatch.setattr(train, 'fit', spied)
     space = workspace.Workspace(tmp_path / 'out', str(images), torch.device('cpu'), 'validation')
     train.trained(student, space)
     next((tmp_path / 'out').glob('repa_deit_tiny-*/last.pth')).unlink()
     train.trained(student, space)
-    _, first, second = starts
+    _, first, second = (model for model, _ in models_trained)
     assert same_weights(first.state_dict(), second.state_dict())
     assert first.blocks[0].mlp.norm1.running_mean.abs().min() > 0
 
 
-def test_calibration_of_a_convolutional_start(load_script, images, tmp_path, monkeypatch):
+def test_calibration_of_a_convolutional_start(load_script, models_trained, images, tmp_path):
     """A network without a RePaFormer's norms is calibrated as well."""
     train, workspace = load_script('experiments/train'), load_script('experiments/workspace')
     common = dict(
@@ -885,15 +878,8 @@ def test_calibration_of_a_convolutional_start(load_script, images, tmp_path, mon
     student = dict(common, seed=1, start={'teacher': common, 'calibrate': 12})
     space = workspace.Workspace(tmp_path / 'out', str(images), torch.device('cpu'), 'validation')
     teacher = train.trained(common, space).model
-    starts, fit = [], train.fit
-
-    def spied(model, *args, **kwargs):
-        starts.append(copy.deepcopy(model))
-        return fit(model, *args, **kwargs)
-
-    monkeypatch.setattr(train, 'fit', spied)
     train.trained(student, space)
-    calibrated, = starts
+    _, (calibrated, _) = models_trained
     torch.testing.assert_close(calibrated.conv_stem.weight, teacher.conv_stem.weight, rtol=0, atol=0)
     batches = train.Images(space, student, space.device).calibration(12)
     means = torch.stack([calibrated.conv_stem(images).mean((0, 2, 3)) for images, _ in batches])
