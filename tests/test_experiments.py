@@ -869,23 +869,6 @@ def test_calibration_of_a_start(load_script, models_trained, images, tmp_path):
     assert first.blocks[0].mlp.norm1.running_mean.abs().min() > 0
 
 
-def test_calibration_of_a_convolutional_start(load_script, models_trained, images, tmp_path):
-    """A network without a RePaFormer's norms is calibrated as well."""
-    train, workspace = load_script('experiments/train'), load_script('experiments/workspace')
-    common = dict(
-        train.DEFAULTS, model='efficientnet_lite_half', num_classes=4, img_size=16, epochs=1, warmup_epochs=0,
-        batch_size=8, train_images=16, opt='adamw', lr=0.)
-    student = dict(common, seed=1, start={'teacher': common, 'calibrate': 12})
-    space = workspace.Workspace(tmp_path / 'out', str(images), torch.device('cpu'), 'validation')
-    teacher = train.trained(common, space).model
-    train.trained(student, space)
-    _, (calibrated, _) = models_trained
-    torch.testing.assert_close(calibrated.conv_stem.weight, teacher.conv_stem.weight, rtol=0, atol=0)
-    batches = train.Images(space, student, space.device).calibration(12)
-    means = torch.stack([calibrated.conv_stem(images).mean((0, 2, 3)) for images, _ in batches])
-    torch.testing.assert_close(calibrated.bn1.running_mean, means.mean(0))
-
-
 def test_committed_rows(load_script, monkeypatch):
     """Committed results are of the data files, which count them as finished."""
     module, experiment = load_script('experiments/run'), load_script('experiments/experiment')

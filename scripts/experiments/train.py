@@ -129,9 +129,7 @@ def _start(model: nn.Module, settings: Mapping[str, Any], workspace: Workspace, 
         count = args.pop('calibrate', 0)
         weight_select_init(model, trained(args.pop('teacher'), workspace).model, seed=settings['seed'], **args)
         if count:
-            has_identities = any(name.endswith('.mlp.norm2') for name, _ in model.named_modules())  # a RePaFormer's
-            calibrate_batchnorm(
-                model, images.calibration(count), identity_norms=['*.mlp.norm2'] if has_identities else ())
+            calibrate_batchnorm(model, images.calibration(count), identity_norms=['*.mlp.norm2'])
 
 
 def trained(settings: Mapping[str, Any], workspace: Workspace) -> Trained:
