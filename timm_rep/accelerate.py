@@ -132,11 +132,11 @@ def accelerate(
     original = copy.deepcopy(model).eval().to(images.device)
     if not hasattr(original, '_model_args'):  # timm records them since 1.0.31
         original._model_args = {}
+    check_convertible(original)
     if recorded_base(original) is None:
         raise ValueError(f'Expected a timm model, but got {type(model).__name__}: create it with timm.create_model().')
     with torch.inference_mode():
         check_finite(original, torch.zeros(1, *images.config['input_size'], device=images.device))
-    check_convertible(original)
     check_saveable(original)
     folded = {'original': folded_copy(original)}  # refuses hooks that folding would drop
     rank = world_size_and_rank()[1]

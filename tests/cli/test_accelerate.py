@@ -496,6 +496,14 @@ def test_models_whose_architecture_is_unknown(data):
         accelerate(model, images, calibration_images=16)
 
 
+def test_converted_models_are_refused(data):
+    model = original(data)
+    images = Images(model, str(data))
+    timm_rep.convert_to_repa(model)
+    with pytest.raises(ValueError, match='has foldable layers already'):
+        accelerate(model, images, calibration_images=16)
+
+
 def test_models_frozen_for_inference_are_distilled(data):
     model = original(data).requires_grad_(False)
     images = Images(model, str(data), batch_size=24)

@@ -64,7 +64,8 @@ def test_multi_branch_network_of_timm(images, tmp_path):
     (['-o', '{tmp}/scales.pth'], '--output must be a .safetensors file'),
     (['-o', '{tmp}/file/s.safetensors'], "cannot write to the output folder '{tmp}/file'"),
     (['--num-classes', '3'], '--num-classes must be >= 4'),
-    (['--batch-size', '21'], '--batch-size must be'),
+    (['--batch-size', '21'], "--batch-size must be <= 20, the number of images in 'train'"),
+    (['--model-kwargs', 'in_chans=1'], 'in_chans must be 3'),
     (['--device', 'nothing'], 'nothing'),
     pytest.param(
         ['--device', 'cuda'], "--device must be one that torch can use, got 'cuda'",

@@ -59,6 +59,7 @@ def test_wrong_use(images, tmp_path, capsys, monkeypatch):
     assert '--max-error' in refused('--qat-epochs', '2', '--max-error', '.1')
     assert '--max-accuracy-loss' in refused('--qat-epochs', '2', '--max-accuracy-loss', '0')
     assert 'percentile must be' in refused('--percentile', '3')
+    assert '--calibrator percentile, got minmax' in refused('--percentile', '99')
     assert "the split 'test'" in refused('--val-split', 'test')
     assert not (tmp_path / 'out').exists()
     (tmp_path / 'file').write_text('')

@@ -69,6 +69,7 @@ def test_chain(teacher, tmp_path, monkeypatch):
     (['-o', 'x.safetensors', '--student', 'vit_tinny'], "'vit_tinny'"),
     (['-o', 'x.safetensors', '--teacher', 'nothing'], "teacher must be a file or a timm model, got 'nothing'"),
     (['-o', 'x.safetensors', '--student', 'vit_base_patch16_224'], 'smaller'),
+    (['-o', 'x.safetensors', '--heads', 'within'], "'uniform_heads', got 'uniform'"),
     (['-o', 'x.safetensors', '--num-classes', '7', '--model-kwargs', 'num_classes=7'], '--model-kwargs num_classes'),
     (['-o', 'x.safetensors', '--model-kwargs', 'bogus=1'], "with --model-kwargs {'bogus': 1} cannot be used"),
 ])

@@ -10,7 +10,7 @@ from timm.layers import Mlp, RmsNorm, SimpleNorm
 from timm.models import nextvit
 
 import timm_rep
-from tests.convert.families import VIT
+from tests.convert.families import VIT, build
 from tests.helpers import images, relative
 from timm_rep.convert import ConversionReport, anneal_ffns, linearize_ffns, use_repa_ffns
 from timm_rep.convert.ffn import find_ffns, replace_module
@@ -227,3 +227,16 @@ def test_momentum_none_is_a_cumulative_average():
     model = vit()
     timm_rep.convert_to_repa(model, bn_momentum=None)
     assert {m.momentum for m in model.modules() if isinstance(m, torch.nn.BatchNorm1d)} == {None}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('family', [
+    'LevitMlp: levit', 'LevitMlp with convolutions: levit', 'RepVitMlp: repvit', 'NormMlp: tiny_vit'])
+def test_layers_that_timm_folds_keep_float64(family):
+    """timm creates them in the default dtype, which is as before afterwards."""
+    model, x = build(family)
+    timm_rep.convert_to_repa(model, calibration=[x])
+    expected = model.double()(x.double())
+    assert relative(model.reparameterize()(x.double()), expected) < 1e-12
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert torch.get_default_dtype() == torch.float32

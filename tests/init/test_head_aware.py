@@ -295,39 +295,50 @@ SLOW = (
     'vit_tiny_patch16_224', 'volo_d1_224', 'xcit_nano_12_p8_224')
 
 
+GROUPED = {  # grouped-query attention, in newer versions of timm
+    'gemma4_vit_167m': dict(img_size=48, embed_dim=32, depth=1, num_heads=4, num_kv_heads=2, head_dim=16),
+    'vit_base_patch16_sapiens2': dict(img_size=32, embed_dim=48, depth=1, num_heads=6, num_kv_heads=(2,)),
+}
+
+
 def attentions(model):
     """The first attention of each class and order of layers, by name, with its layout."""
     found = {}
     for name, module in model.named_modules():
         layout, children = AttentionLayout.of(module), dict(module.named_children())
         values = [child for child in children if 'v' in getattr(layout, 'projections', lambda *_: '')([child], 0)]
-        if values and 'proj' in children:
+        if values and {'proj', 'o_proj'} & children.keys():
             found.setdefault((type(module), layout.fused, layout.head_first, *children), (name, layout))
     return dict(found.values())
 
 
 def zero(module, layout, select, dim):
-    """Set the channels that ``select`` takes from the positions (heads, channels) of the values to zero."""
+    """Set the channels that ``select`` takes from the positions (heads, ...) of values and outputs to zero."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         projections = layout.projections(name.split('.'), dim) if tensor.ndim > dim else ''
-        if 'v' in projections:
-            positions = layout.positions(projections, tensor.shape[dim])[projections.index('v')]
-            tensor.index_fill_(dim, select(positions).flatten(), 0.)
+        if not {*'vo'} & {*projections}:
+            continue
+        for projection, positions in zip(projections, layout.positions(projections, tensor.shape[dim])):
+            if projection in 'vo':
+                tensor.index_fill_(dim, select(positions).flatten(), 0.)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize('name', [
+    *DEFAULT, *sorted(GROUPED.keys() & timm.list_models()), *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_values_and_heads(name):
     """Without values nothing is attended to; values of one head reach the inputs of ``proj`` that are that head's."""
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=2).eval()
+    args = GROUPED.get(name, {})
+    model = timm.create_model(name, num_classes=2, **args).eval()
     layouts = attentions(model)
     assert layouts
     calls = {}
     for path in layouts:
         model.get_submodule(path).register_forward_hook(
             lambda _, args, kwargs, y, path=path: calls.update({path: (args, kwargs)}), with_kwargs=True)
-    model(torch.randn(1, *model.default_cfg['input_size']))
+    size = args.get('img_size')
+    model(torch.randn(1, 3, size, size) if size else torch.randn(1, *model.default_cfg['input_size']))
     for path, layout in layouts.items():
         module, (args, kwargs) = copy.deepcopy(model.get_submodule(path)), calls[path]
         for key, p in module.named_parameters():
@@ -389,6 +400,46 @@ def test_indices_of_projections(heads, head_first):
     for (head, channel), i in zip(inputs, indices.tolist()):
         other = chosen[head, 'v', channel]
         assert their_inputs[i] == (other[0], other[2])
+
+
+def grouped(seed, heads, groups):
+    """A ViT of gated heads of 8 channels, of which each group shares keys and values."""
+    torch.manual_seed(seed)
+    model = timm.create_model('vit_tiny_patch16_224', **VIT, depth=1, embed_dim=8 * heads, num_heads=heads)
+    model.blocks[0].attn = timm.layers.AttentionRope(
+        8 * heads, heads, num_kv_heads=groups, qkv_fused=False, gated=True)
+    return model
+
+
+@pytest.mark.skipif(not timm.is_model('vit_base_patch16_sapiens2'), reason='no grouped-query attention in this timm')
+@pytest.mark.parametrize('source', ['model', 'state dict'])
+@pytest.mark.parametrize('ours, theirs', [((4, 2), (8, 4)), ((2, 1), (12, 4)), ((4, 4), (8, 4)), ((4, 2), (12, 3))])
+def test_heads_that_share_keys_and_values(ours, theirs, source):
+    """Whole heads of keys and values, and heads of queries that attend to these."""
+    (heads, groups), (their_heads, their_groups) = ours, theirs
+    student, teacher = grouped(0, *ours), grouped(1, *theirs)
+    report = init(student, teacher if source == 'model' else teacher.state_dict())
+    found = {s.name.split('attn.')[1]: s.indices for s in report.selections if 'attn.' in s.name}
+    rows = {name: found[f'{name}_proj.weight'][0] for name in 'qkv' if found[f'{name}_proj.weight'][0] is not None}
+    kept = evenly_spaced(their_groups, groups)
+    for name in 'kv':
+        expected = (kept[:, None] * 8 + torch.arange(8)).flatten()
+        assert torch.equal(rows.get(name, torch.arange(their_groups * 8)), expected)
+    queries = rows['q'].reshape(heads, 8)
+    assert (queries % 8 == torch.arange(8)).all()
+    chosen = queries[:, 0] // 8
+    assert len({*chosen.tolist()}) == heads
+    assert torch.equal(chosen // (their_heads // their_groups), kept.repeat_interleave(heads // groups))
+    for tensor, dim in (('proj.weight', 1), ('gate.weight', 0), ('gate.bias', 0), ('q_proj.bias', 0)):
+        assert torch.equal(found[tensor][dim], rows['q'])
+
+
+@pytest.mark.skipif(not timm.is_model('vit_base_patch16_sapiens2'), reason='no grouped-query attention in this timm')
+def test_too_few_heads_of_a_group_are_refused():
+    student, teacher = grouped(0, 4, 2), grouped(1, 8, 8)
+    with pytest.raises(ValueError, match='4 heads of 8 channels in 2 groups, the teacher 8 of 8 in 8 groups'):
+        init(student, teacher)
+    init(student, teacher, heads='within')
 
 
 def test_other_layouts_are_refused():

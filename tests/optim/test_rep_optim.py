@@ -332,6 +332,21 @@ def ones(param):
     return param
 
 
+def test_parameters_in_another_dtype_than_their_momentum(form):
+    """As in torch, the buffers of earlier steps stay in their dtype."""
+    params = []
+    for cls in RepSGD, torch.optim.SGD:
+        model = net(attach=False)
+        ones(model[1].weight)
+        optimizer = cls(model.parameters(), lr=.1, momentum=.9)
+        for step, dtype in enumerate((torch.float32, torch.float64, torch.float64)):
+            backward(model.to(dtype), dtype, step)
+            optimizer.step()
+        params.append([*model.parameters()])
+    for ours, torchs in zip(*params):
+        torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize('flags', [dict(), dict(fused=True), dict(foreach=False), dict(foreach=True)], ids=str)
 @pytest.mark.parametrize('rep,plain', PAIRS)
 @pytest.mark.parametrize('change', [

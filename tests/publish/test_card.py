@@ -1,6 +1,7 @@
 """timm-rep card: from a checkpoint and a recipe to a folder that can be published."""
 import argparse
 import json
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
+import timm_rep
 from tests.helpers import normal_scales, read_predictions, relative, save_model
 from tests.hub.published import REPA, REPOPT, trained, write_folder
 from timm_rep.cli import main
@@ -164,6 +166,24 @@ def test_multi_branch_network_of_timm(tmp_path):
     assert 'ding2022re' in card
     loaded, x = timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), torch.randn(2, 3, 32, 32)
     assert torch.equal(loaded(x), model(x))
+
+
+def test_model_of_timm(tmp_path, monkeypatch):
+    """One that was not converted: its card has no line that does not run, and no folded form."""
+    folder = tmp_path / 'vit_tiny_patch16_224.mine'
+    model = timm.create_model('vit_tiny_patch16_224', **{**REPA[1], 'num_classes': 4}).eval()
+    model.pretrained_cfg['input_size'] = (3, 32, 32)
+    timm_rep.export(model, folder)
+    prepare_folder(folder)
+    verify_folder(folder)
+    card = (folder / 'README.md').read_text()
+    assert 'Speedup by folding' not in card
+    assert not re.search(r'^\| (un)?folded \|', card, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    found, x = {}, torch.randn(2, 3, 32, 32)
+    code = card.split('```python')[1].split('config =')[0]
+    exec(code, found)
+    assert torch.equal(found['model'](x), model(x))
 
 
 @pytest.mark.parametrize('args, img_size', [

@@ -64,6 +64,9 @@ def run(args: argparse.Namespace) -> None:
             '--num-classes sets the number of classes.')
     if not args.data_dir and args.dataset.partition('/')[0] in ('', 'torch'):
         raise ValueError(f'--data-dir must be given for the dataset {args.dataset!r}.')
+    if args.model_kwargs.get('in_chans', 3) != 3:
+        raise ValueError(
+            f'in_chans must be 3 in --model-kwargs, got {args.model_kwargs["in_chans"]!r}: images are read in colour.')
     check_output_file(args.output, '.safetensors')
     args.device = args.device or str(default_device())
     try:
@@ -99,7 +102,9 @@ def run(args: argparse.Namespace) -> None:
     if not classes:
         raise ValueError(f'--num-classes must be given for {args.dataset!r}, which does not report it.')
     if not len(loaders[0]):
-        raise ValueError(f'--batch-size must be <= the number of images of {args.dataset!r}, got {args.batch_size}.')
+        raise ValueError(
+            f'--batch-size must be <= {len(loaders[0].dataset)}, the number of images in {args.train_split!r} of '
+            f'{args.dataset or args.data_dir!r}, got {args.batch_size} in each process.')
     scales = hyper_search(
         args.model,
         loaders[0],

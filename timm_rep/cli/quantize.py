@@ -31,8 +31,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         '--calibrator', choices=CALIBRATORS, default='minmax', help='choice of the ranges of activations (%(default)s)')
     parser.add_argument(
-        '--percentile', type=float, default=99.99, metavar='P',
-        help='percentage of values covered by --calibrator percentile (%(default)s)')
+        '--percentile', type=float, metavar='P',
+        help='percentage of values covered by --calibrator percentile (99.99)')
     parser.add_argument(
         '--images', type=positive_int, default=512, metavar='N', help='number of calibration images (%(default)s)')
     parser.add_argument(
@@ -55,7 +55,10 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_quantization(args.backend, args.calibrator, args.percentile)
+    percentile = {} if args.percentile is None else {'percentile': args.percentile}
+    check_quantization(args.backend, args.calibrator, **percentile)
+    if percentile and args.calibrator != 'percentile':
+        raise ValueError(f'--percentile must be given with --calibrator percentile, got {args.calibrator}.')
     if args.qat_epochs and (
             args.backend != 'inductor' or args.per_tensor or args.calibrator != 'minmax' or args.keep_float
             or args.max_error is not None or args.max_accuracy_loss is not None or args.diagnose or args.equalize):
@@ -82,9 +85,10 @@ def run(args: argparse.Namespace) -> None:
             validation_loader=images.validation())
     else:
         quantized = quantize_ptq(
-            model, images.calibration(args.images), args.backend, not args.per_tensor, args.calibrator, args.percentile,
-            args.images, validation_loader=images.validation(), keep_float=keep_float, max_error=args.max_error,
-            max_accuracy_loss=args.max_accuracy_loss, diagnose=args.diagnose, equalize=args.equalize)
+            model, images.calibration(args.images), args.backend, not args.per_tensor, args.calibrator,
+            max_images=args.images, validation_loader=images.validation(), keep_float=keep_float,
+            max_error=args.max_error, max_accuracy_loss=args.max_accuracy_loss, diagnose=args.diagnose,
+            equalize=args.equalize, **percentile)
     quantized.save(output)
     if args.qat_epochs:
         state.unlink(missing_ok=True)

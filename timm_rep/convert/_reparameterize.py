@@ -1,7 +1,8 @@
 """Fold a model into its deploy structure, and refuse checkpoints of a different structure."""
 import copy
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Dict, Mapping, NamedTuple, Set, Tuple
+from typing import Any, Dict, Iterator, Mapping, NamedTuple, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -69,7 +70,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
     # dry run on a copy: which modules with hooks would timm's folding drop, and does a weight overflow?
     hooked, kinds = _hooked(model), _kinds(model)
     is_half = any(kind.dtype not in _WIDE for kind in kinds.values())
-    rehearsed = reparameterize_model(model) if hooked or is_half else None
+    with _creating_wide(kinds):
+        rehearsed = reparameterize_model(model) if hooked or is_half else None
     lost = sorted(hooked - _hooked(rehearsed)) if rehearsed is not None else ()
     if lost:
         raise ValueError(
@@ -79,7 +81,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
         _restore_kinds(rehearsed, kinds)
     for parent, name, layer in fused:
         setattr(parent, name, layer)
-    folded = reparameterize_model(model, inplace=True)
+    with _creating_wide(kinds):
+        folded = reparameterize_model(model, inplace=True)
     _restore_kinds(folded, kinds)
     for parent in folded.modules():  # parents before their children
         for layer in parent.children():
@@ -104,6 +107,18 @@ def _kinds(model: nn.Module) -> Dict[str, _Kind]:
             known = kinds.get(name, _Kind(parameter.dtype, False))
             kinds[name] = known._replace(requires_grad=known.requires_grad or parameter.requires_grad)
     return kinds
+
+
+@contextmanager
+def _creating_wide(kinds: Mapping[str, _Kind]) -> Iterator[None]:
+    """Create parameters in float64 if there are some: timm writes the kernels that it folds into new layers."""
+    default = torch.get_default_dtype()
+    if any(kind.dtype == torch.float64 for kind in kinds.values()):
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _restore_kinds(folded: nn.Module, kinds: Mapping[str, _Kind]) -> None:

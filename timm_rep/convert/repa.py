@@ -47,8 +47,8 @@ def convert_to_repa(
       step ``anneal_steps``; see :func:`timm_rep.convert.anneal_ffns`.
 
     ``model.reparameterize()`` folds the result. timm's ``save_for_hf()`` and ``timm_rep.export(model, 'folder')`` write
-    it as a ``repa_any``, folded or not, if the model was created with ``timm.create_model`` of timm 1.0.31 or newer.
-    Create optimizers after the conversion.
+    it as a ``repa_any``, folded or not, if the model was created with ``timm.create_model`` of timm 1.0.31 or newer;
+    while it is annealed, only save_for_hf() does. Create optimizers after the conversion.
 
     Args:
         model: timm model, not wrapped.

@@ -25,10 +25,12 @@ def read_images(loader: Iterable[Any], count: int) -> List[torch.Tensor]:
     """Calibration batches of images, float32; ValueError unless they are finite and of one size."""
     batches = [images.detach().float().cpu() for images in take_images(loader, count)]
     for images in batches:
-        if images.shape[1:] != batches[0].shape[1:] or not images.isfinite().all():
+        if images.shape[1:] != batches[0].shape[1:]:
             raise ValueError(
-                f'Calibration images must be finite and of one size, got {tuple(images.shape)} and, in the first '
-                f'batch, {tuple(batches[0].shape)}.')
+                f'Calibration images must be of one size, got {tuple(images.shape)} and, in the first batch, '
+                f'{tuple(batches[0].shape)}.')
+        if not images.isfinite().all():
+            raise ValueError('Calibration images must be finite, got NaN or infinity.')
     return batches
 
 

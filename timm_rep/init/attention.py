@@ -10,8 +10,8 @@ _PROJECTIONS = {
     **{name: name[0] for name in ('q', 'k', 'v', 'q_bias', 'k_bias', 'v_bias', 'q_proj', 'k_proj', 'v_proj')},
     **{name: name[1] for name in ('wq', 'wk', 'wv')},
 }
-# layers whose inputs are the values
-_OUTPUTS = ('proj', 'out_proj')
+# layers whose inputs are the outputs of the heads
+_OUTPUTS = ('proj', 'out_proj', 'o_proj')
 
 
 def fused_projections(name: str) -> int:
@@ -23,19 +23,23 @@ def fused_projections(name: str) -> int:
 class AttentionLayout(NamedTuple):
     """Order of heads and projections along the axes of an attention's tensors.
 
+    A projection is one of the letters q, k and v, or o for the outputs of the heads.
+
     Attributes:
         heads: Number of heads.
         head_first: Whether fused projections are ordered by head first, as in TinyViT and LeViT, instead of by
             projection first, as in ViT.
         widths: Channels of the queries and keys, and of the values, of a head; None if they follow from the tensor.
         fused: The projections of the layer ``qkv``.
-        norm: The projections that the layer ``norm`` normalizes, '' if it is another norm.
+        outputs: Layers, apart from the last projection, with an entry for each output channel of the heads.
+        queries: Heads of queries that share a head of keys and values (grouped-query attention).
     """
     heads: int
     head_first: bool = False
     widths: Optional[Tuple[int, int]] = None
     fused: str = 'qkv'
-    norm: str = ''
+    outputs: Tuple[str, ...] = ()
+    queries: int = 1
 
     @classmethod
     def of(cls, module: nn.Module) -> Optional['AttentionLayout']:
@@ -50,8 +54,10 @@ class AttentionLayout(NamedTuple):
             heads,
             head_first=widths is not None or getattr(module, 'head_first', False) is True,
             widths=widths,
-            norm='v' if hasattr(module, 'q_norm') else '',  # timm's own attentions and EVA's, with scale_norm
+            # timm's own attentions and EVA's; other layers of these names are elsewhere
+            outputs=('norm', 'gate') if hasattr(module, 'q_norm') else (),
             fused='kv' if getattr(module, 'use_global', False) is True else 'qkv',  # GCViT: queries of the image
+            queries=getattr(module, 'num_kv_groups', 1),
         )
 
     def projections(self, parts: Sequence[str], dim: int) -> str:
@@ -62,29 +68,42 @@ class AttentionLayout(NamedTuple):
             dim: The axis.
         """
         if dim == 0:
-            own = {'qkv': self.fused, 'norm': self.norm}
+            own = {'qkv': self.fused, **dict.fromkeys(self.outputs, 'o')}
             return own.get(parts[0], _PROJECTIONS.get(parts[0], ''))
-        return 'v' if dim == 1 and parts[0] in _OUTPUTS and parts[-1] == 'weight' else ''
+        return 'o' if dim == 1 and parts[0] in _OUTPUTS and parts[-1] == 'weight' else ''
 
     def positions(self, projections: str, length: int) -> Optional[List[torch.Tensor]]:
-        """Positions along an axis of each projection, (heads, channels of a head); None if the length does not fit."""
+        """Positions along an axis of each projection; None if the length does not fit.
+
+        Each is (heads of keys and values, heads that share one of these, channels of a head).
+        """
+        counts = [self.heads // (1 if projection in 'qo' else self.queries) for projection in projections]
         if self.widths is None:
-            sizes = [length // len(projections) // self.heads] * len(projections)
+            sizes = [length // sum(counts)] * len(projections)
         else:
-            sizes = [self.widths[projection == 'v'] for projection in projections]
-        if self.heads * sum(sizes) != length:
+            sizes = [self.widths[projection in 'vo'] for projection in projections]
+        if sum(count * size for count, size in zip(counts, sizes)) != length:
             return None
         every = torch.arange(length)
         if self.head_first:
-            return list(every.reshape(self.heads, -1).split(sizes, dim=1))
-        return [part.reshape(self.heads, -1) for part in every.split([self.heads * size for size in sizes])]
+            parts = every.reshape(self.heads, -1).split(sizes, dim=1)
+        else:
+            parts = every.split([count * size for count, size in zip(counts, sizes)])
+        return [part.reshape(self.heads // self.queries, -1, size) for part, size in zip(parts, sizes)]
 
-    def scaled(self, length: int, other: int) -> 'AttentionLayout':
+    def scaled(self, projections: str, length: int, other: int, queries: int) -> 'AttentionLayout':
         """The layout of a larger attention, guessed from the length of one axis in this one and in the larger one.
 
         Its heads are assumed to be as wide, if that divides the axis; otherwise there are as many.
+
+        Args:
+            projections: The projections along the axis.
+            length: Entries along the axis in this attention.
+            other: Entries along the axis in the larger one.
+            queries: ``queries`` of the larger one.
         """
-        width = length // self.heads
+        shared = projections[0] not in 'qo'  # by the queries of a group
+        width = length // (self.heads // self.queries if shared else self.heads)
         if width and other % width == 0:
-            return self._replace(heads=other // width)
-        return self._replace(widths=None)
+            return self._replace(heads=other // width * (queries if shared else 1), queries=queries)
+        return self._replace(widths=None, queries=queries)

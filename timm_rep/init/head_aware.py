@@ -8,7 +8,7 @@ import torch.nn as nn
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 from .attention import AttentionLayout, fused_projections
-from .elements import Indices, evenly_spaced
+from .elements import Indices, evenly_spaced, index_axes
 from .matching import Shape
 
 HEADS = ('whole', 'within')
@@ -73,7 +73,8 @@ class _Unit(NamedTuple):
     """Entries along an axis that are selected by themselves.
 
     Attributes:
-        ours: Positions along the student's axis, (heads or groups, entries of each).
+        ours: Positions along the student's axis, (heads or groups, entries of each); the heads of an attention are
+            (heads of keys and values, heads that share one of these, channels of a head).
         theirs: Positions along the teacher's axis.
         kind: 'heads', 'groups' or a kind of hidden channels; '' for an axis, or half of one, without structure.
     """
@@ -83,21 +84,26 @@ class _Unit(NamedTuple):
 
     def select(self, heads: str) -> torch.Tensor:
         """The teacher's positions, one for each of the student's; Unselectable if there are too few."""
-        (number, width), (teacher_number, teacher_width) = self.ours.shape, self.theirs.shape
         length, teacher_length = self.ours.numel(), self.theirs.numel()
         if heads == 'within' and teacher_length >= length > 0:
             return self.theirs.flatten()[evenly_spaced(teacher_length, length)]
-        if number > teacher_number or width > teacher_width:
+        if any(ours > theirs for ours, theirs in zip(self.ours.shape, self.theirs.shape)):
             if not self.kind:
                 raise Unselectable('smaller')
             if 'channels' in self.kind:
                 raise Unselectable(f'the student has {length} {self.kind}, the teacher {teacher_length}')
+            (*numbers, width), (*teacher_numbers, teacher_width) = self.ours.shape, self.theirs.shape
+            of = ['', '']
+            if self.kind == 'heads' and max(numbers[1], teacher_numbers[1]) > 1:
+                of = [f' in {n} groups' for n in (numbers[0], teacher_numbers[0])]
             raise Unselectable(
-                f'the student has {number} {self.kind} of {width} channels, the teacher {teacher_number} of '
-                f"{teacher_width}; heads='within' selects among the channels of all of them")
+                f'the student has {math.prod(numbers)} {self.kind} of {width} channels{of[0]}, the teacher '
+                f"{math.prod(teacher_numbers)} of {teacher_width}{of[1]}; heads='within' selects among the channels of "
+                'all of them')
         if length == 0:
             return torch.arange(0)
-        return self.theirs[evenly_spaced(teacher_number, number)][:, evenly_spaced(teacher_width, width)].flatten()
+        every = [evenly_spaced(theirs, ours) for theirs, ours in zip(self.theirs.shape, self.ours.shape)]
+        return index_axes(self.theirs, every).flatten()
 
 
 def _parts(length: int, first: int) -> Tuple[torch.Tensor, ...]:
@@ -157,7 +163,7 @@ def _attention_units(
         return []
     if _BIAS_TABLE.search(name):
         attention = attention._replace(widths=None)
-        projections = '' if dim in _position_axes(name, student.shapes[name]) else 'v'  # one number a head
+        projections = '' if dim in _position_axes(name, student.shapes[name]) else 'o'  # one number a head
     else:
         projections = attention.projections(parts, dim)
     length = student.shapes[name][dim]
@@ -166,7 +172,8 @@ def _attention_units(
         return []
     larger, larger_parts = teacher.attention_of(teacher_name)
     if larger is None:  # a state dict
-        larger = attention.scaled(length, teacher_length)
+        queries = _queries(teacher_name, parts, teacher.shapes) or attention.queries
+        larger = attention.scaled(projections, length, teacher_length, queries)
     elif _BIAS_TABLE.search(name):
         larger = larger._replace(widths=None)
     elif larger.projections(larger_parts, dim) != projections:
@@ -175,6 +182,19 @@ def _attention_units(
     if theirs is None:
         raise Unselectable(f'which does not split into {larger.heads} heads of equal width')
     return [_Unit(*pair, 'heads') for pair in zip(ours, theirs)]
+
+
+def _queries(name: str, parts: List[str], shapes: Mapping[str, Shape]) -> int:
+    """Heads of queries that share a head of keys and values, from the shapes of a state dict; 0 if it does not show.
+
+    Args:
+        name: Name of a tensor of the attention.
+        parts: Its name within the attention, split at the dots.
+        shapes: Shapes by tensor.
+    """
+    within = '.'.join(['', *parts[1:-1], 'weight'])
+    q, k = (shapes.get(name[:-len('.'.join(parts))] + layer + within, (0,)) for layer in ('q_proj', 'k_proj'))
+    return q[0] // max(k[0], 1)
 
 
 def head_aware_indices(
@@ -190,7 +210,10 @@ def head_aware_indices(
     - A ``qkv``, ``kv`` or ``q`` (ViT, Swin, PVT, TinyViT), in either order of heads and projections: for each
       projection, evenly spaced heads and evenly spaced channels within each head; with ``heads='within'``, evenly
       spaced channels across all heads.
-    - The inputs of an attention's ``proj``: the same channels as its values.
+    - Grouped-query attention (``num_kv_heads``): evenly spaced heads of keys and values, and evenly spaced heads of
+      queries of each of them.
+    - The inputs of an attention's ``proj``, its ``norm`` and its ``gate``: the same channels as its values, or, where
+      several heads share these, as its queries.
     - ``relative_position_bias_table`` (Swin, BEiT, MaxViT): the selected heads; :func:`interpolate_positions` fits the
       window.
     - ``pos_embed`` (ViT): :func:`interpolate_positions` fits the grid.

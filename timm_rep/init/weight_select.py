@@ -217,6 +217,8 @@ def _check_arguments(element_selection: str, layer_selection: str, heads: str, p
         raise ValueError(f'element_selection must be one of {", ".join(ELEMENT_CHOICES)}, got {element_selection!r}.')
     if heads not in HEADS:
         raise ValueError(f'heads must be one of {", ".join(HEADS)}, got {heads!r}.')
+    if heads == 'within' and element_selection != 'uniform_heads':
+        raise ValueError(f"heads='within' is for the element_selection 'uniform_heads', got {element_selection!r}.")
     select_blocks(1, 1, layer_selection)
     for pattern in patterns:
         if not isinstance(pattern, str) or (pattern not in COMPONENTS and not any(c in pattern for c in '.*?[_')):

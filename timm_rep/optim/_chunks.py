@@ -1,5 +1,5 @@
 """Pieces of large parameters that fit the cache of a CPU, and the layouts that torch's fused kernels need."""
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, Optional, Sequence
 
 import torch
 
@@ -67,11 +67,12 @@ def flat(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-def use_fused(param: torch.Tensor, group: Dict[str, Any]) -> bool:
+def use_fused(param: torch.Tensor, group: Dict[str, Any], state: Sequence[Optional[torch.Tensor]]) -> bool:
     """Whether torch's fused kernel updates the chunks of a parameter on a CPU, the default where it applies."""
     if not is_dense(param):
         return False
     if group['fused'] is not None or group['foreach'] is not None:
         return bool(group['fused'])
-    # the CPU kernel of torch 2.5 leaves parameters in half precision unchanged
-    return param.dtype in (torch.float32, torch.float64)
+    # the CPU kernel of torch 2.5 leaves parameters in half precision unchanged; all require a state of one dtype
+    return param.dtype in (torch.float32, torch.float64) and all(
+        x is None or x.dim() == 0 or x.dtype == param.dtype for x in state)

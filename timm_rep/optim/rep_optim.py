@@ -124,7 +124,7 @@ class _RepOptimizer(_Base):
             self._update(pieces, dict(zip(state, states)), group)
         for i in [i for i, p in enumerate(params) if in_chunks(p)]:
             param, grad, *own = (xs[i] for xs in lists)
-            fused = use_fused(param, group)
+            fused = use_fused(param, group, own)
             relayout, chunk_group = flat if fused else lambda x: x, {**group, 'foreach': False, 'fused': fused}
             for rows in row_chunks(param):
                 chunks = [x if x is None or not x.dim() else relayout(x[rows]) for x in own]

@@ -88,10 +88,10 @@ def card_text(folder: StrPath) -> str:
     return _card(name, license_, metrics, [
         _description(variant, config, metrics),
         _accuracy(metrics),
-        _cost(metrics),
+        _cost(metrics, variant),
         _int8(folder, name),
         _cited(metrics),
-        _usage(name, config),
+        _usage(name, variant, config),
         f'## Files\n\n{files}',
         f'## Recipe\n\n```yaml\n{recipe}\n```' if recipe else '',
         f'## Licence\n\n{license_ or "unknown"}',
@@ -159,6 +159,11 @@ def _family(variant: str) -> Tuple[str, str]:
     return _FAMILIES.get(variant) or _FAMILIES.get(variant.split('_')[0], ('', ''))
 
 
+def _is_ours(variant: str) -> bool:
+    """Whether a model is one of this package, with a folded form and published weights, and not timm's own."""
+    return bool(_family(variant)[0])
+
+
 def _description(variant: str, config: Mapping[str, Any], metrics: Metrics) -> str:
     family, _ = _family(variant)
     args = config.get('model_args', {})
@@ -187,12 +192,14 @@ def _accuracy(metrics: Metrics) -> str:
         f'| top-1 | top-5 |\n|---|---|\n| {accuracy.top1:.2f}% | {accuracy.top5:.2f}% |')
 
 
-def _cost(metrics: Metrics) -> str:
+def _cost(metrics: Metrics, variant: str) -> str:
     cost = metrics.cost
     if not cost:
         return ''
+    names = {} if _is_ours(variant) else {'folded': 'float32'}
     rows = [
-        f'| {form} | {figures.params / 1e6:.2f} M | {figures.gmacs:.3g} G | {figures.images_per_second:g} |'
+        f'| {names.get(form, form)} | {figures.params / 1e6:.2f} M | {figures.gmacs:.3g} G | '
+        f'{figures.images_per_second:g} |'
         for form, figures in cost.forms.items()
     ]
     ratio = ''
@@ -234,16 +241,19 @@ def _cited(metrics: Metrics) -> str:
         f'- {figure.what}: {figure.value} ({figure.source})' for figure in metrics.cited)
 
 
-def _usage(name: str, config: Mapping[str, Any]) -> str:
-    fold = '' if config.get('model_args', {}).get('reparameterized') else (
-        "\nmodel.reparameterize()   # fold: the same outputs up to rounding, less computation")
+def _usage(name: str, variant: str, config: Mapping[str, Any]) -> str:
+    source, fold = name, "\nmodel.reparameterize()   # fold: the same outputs up to rounding, less computation"
+    if not _is_ours(variant):
+        source, fold = f'local-dir:{name}', ''
+    elif config.get('model_args', {}).get('reparameterized'):
+        fold = ''
     return f'''## Usage
 
 ```python
 import timm
 import timm_rep   # pip install timm-rep
 
-model = timm.create_model('{name}', pretrained=True).eval(){fold}
+model = timm.create_model('{source}', pretrained=True).eval(){fold}
 
 config = timm.data.resolve_data_config(model=model)
 transform = timm.data.create_transform(**config)

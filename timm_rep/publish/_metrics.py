@@ -213,7 +213,7 @@ def measure_cost(
         int8: Quantized model, which runs on the CPU, and has the parameters and multiply-accumulates of the folded one.
     """
     model = model.to(device)
-    if is_folded(model):
+    if is_folded(model) or not hasattr(model, 'reparameterize'):  # a model of timm has no other form
         forms = {'folded': model}
     else:
         forms = {'unfolded': model, 'folded': folded_copy(model)}
