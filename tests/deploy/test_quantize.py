@@ -359,6 +359,8 @@ def test_pickled_values_are_refused(quantized, tmp_path):
 def test_wrong_images(quantized):
     with pytest.raises(ValueError, match=r'images of size \(N, 3, 64, 64\), but got \(2, 3, 32, 32\)'):
         quantized(images(2, 32))
+    with pytest.raises(ValueError, match='an empty batch'):
+        quantized(torch.zeros(0, 3, 64, 64))
     with pytest.raises(ValueError, match=r'float32 images on the CPU, but got torch\.float64 on cpu'):
         quantized(images(2).double())
     with pytest.raises(ValueError, match='train the float model'):

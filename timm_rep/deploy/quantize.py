@@ -52,10 +52,12 @@ class Quantized(nn.Module):
             images: Images (N, channels, height, width) of the calibrated size, float32, on the CPU.
 
         Raises:
-            ValueError: The images have the wrong size, dtype or device.
+            ValueError: The images have the wrong size, dtype or device, or there are none.
         """
         size = self.report.input_size
-        if images.ndim != 4 or tuple(images.shape[1:]) != size or not len(images):
+        if images.ndim == 4 and not len(images):
+            raise ValueError('Expected at least one image, but got an empty batch.')
+        if images.ndim != 4 or tuple(images.shape[1:]) != size:
             raise ValueError(
                 f'Expected images of size (N, {", ".join(map(str, size))}), but got {tuple(images.shape)}: quantize '
                 'the model with images of that size.')
