@@ -435,6 +435,20 @@ def test_heads_that_share_keys_and_values(ours, theirs, source):
 
 
 @pytest.mark.skipif(not timm.is_model('vit_base_patch16_sapiens2'), reason='no grouped-query attention in this timm')
+def test_wider_heads_that_share_keys_and_values():
+    """Of a state dict, whose 2 heads of keys could also be 3 of another width in the queries alone."""
+    student = grouped(0, 2, 2)
+    lengths = dict(q_proj=80, k_proj=20, v_proj=20)
+    teacher = {
+        f'blocks.0.attn.{layer}.{name}': torch.randn(length, *shape)
+        for layer, length in lengths.items() for name, shape in (('weight', (16,)), ('bias', ()))}
+    report = init(student, teacher, strict=False)
+    found = {s.name.split('attn.')[1]: s.indices[0] for s in report.selections if '_proj.weight' in s.name}
+    assert torch.equal(found['k_proj.weight'], torch.cat([evenly_spaced(10, 8), 10 + evenly_spaced(10, 8)]))
+    assert torch.equal(found['q_proj.weight'], torch.cat([evenly_spaced(10, 8), 40 + evenly_spaced(10, 8)]))
+
+
+@pytest.mark.skipif(not timm.is_model('vit_base_patch16_sapiens2'), reason='no grouped-query attention in this timm')
 def test_too_few_heads_of_a_group_are_refused():
     student, teacher = grouped(0, 4, 2), grouped(1, 8, 8)
     with pytest.raises(ValueError, match='4 heads of 8 channels in 2 groups, the teacher 8 of 8 in 8 groups'):

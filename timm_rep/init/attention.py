@@ -102,8 +102,10 @@ class AttentionLayout(NamedTuple):
             other: Entries along the axis in the larger one.
             queries: ``queries`` of the larger one.
         """
-        shared = projections[0] not in 'qo'  # by the queries of a group
-        width = length // (self.heads // self.queries if shared else self.heads)
+        groups = self.heads // self.queries
+        if projections[0] in 'qo':  # to the length of the keys, on which all projections have to agree
+            length, other = length // self.queries, other // queries
+        width = length // groups
         if width and other % width == 0:
-            return self._replace(heads=other // width * (queries if shared else 1), queries=queries)
-        return self._replace(widths=None, queries=queries)
+            return self._replace(heads=other // width * queries, queries=queries)
+        return self._replace(heads=groups * queries, widths=None, queries=queries)
