@@ -402,6 +402,10 @@ def test_indices_of_projections(heads, head_first):
         assert their_inputs[i] == (other[0], other[2])
 
 
+needs_grouped = pytest.mark.skipif(
+    not timm.is_model('vit_base_patch16_sapiens2'), reason='no grouped-query attention in this timm')
+
+
 def grouped(seed, heads, groups):
     """A ViT of gated heads of 8 channels, of which each group shares keys and values."""
     torch.manual_seed(seed)
@@ -411,7 +415,7 @@ def grouped(seed, heads, groups):
     return model
 
 
-@pytest.mark.skipif(not timm.is_model('vit_base_patch16_sapiens2'), reason='no grouped-query attention in this timm')
+@needs_grouped
 @pytest.mark.parametrize('source', ['model', 'state dict'])
 @pytest.mark.parametrize('ours, theirs', [((4, 2), (8, 4)), ((2, 1), (12, 4)), ((4, 4), (8, 4)), ((4, 2), (12, 3))])
 def test_heads_that_share_keys_and_values(ours, theirs, source):
@@ -434,7 +438,7 @@ def test_heads_that_share_keys_and_values(ours, theirs, source):
         assert torch.equal(found[tensor][dim], rows['q'])
 
 
-@pytest.mark.skipif(not timm.is_model('vit_base_patch16_sapiens2'), reason='no grouped-query attention in this timm')
+@needs_grouped
 def test_wider_heads_that_share_keys_and_values():
     """Of a state dict, whose 2 heads of keys could also be 3 of another width in the queries alone."""
     student = grouped(0, 2, 2)
@@ -448,7 +452,7 @@ def test_wider_heads_that_share_keys_and_values():
     assert torch.equal(found['q_proj.weight'], torch.cat([evenly_spaced(10, 8), 40 + evenly_spaced(10, 8)]))
 
 
-@pytest.mark.skipif(not timm.is_model('vit_base_patch16_sapiens2'), reason='no grouped-query attention in this timm')
+@needs_grouped
 def test_too_few_heads_of_a_group_are_refused():
     student, teacher = grouped(0, 4, 2), grouped(1, 8, 8)
     with pytest.raises(ValueError, match='4 heads of 8 channels in 2 groups, the teacher 8 of 8 in 8 groups'):
