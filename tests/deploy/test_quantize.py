@@ -161,6 +161,41 @@ def test_any_batch_size_in_any_mode(quantized):
         torch.testing.assert_close(quantized(images(5, seed=3)), y)
 
 
+class Gray(nn.Module):
+    """Convolutions of one channel: of images, with an attention over the channels (ECA), and one over the pixels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 32, 3, stride=2)
+        self.norm = nn.BatchNorm2d(32)
+        self.depthwise = nn.Conv2d(32, 32, 3, groups=32)
+        self.channels = nn.Conv1d(1, 1, 3, padding=1)
+        self.mask = nn.Conv2d(32, 1, 1)
+        self.pixels = nn.Conv2d(1, 1, 3, padding=1, bias=False)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x):
+        x = self.depthwise(self.norm(self.stem(x)).relu())
+        x = x * self.channels(x.mean((2, 3)).unsqueeze(1)).sigmoid().transpose(1, 2).unsqueeze(3)
+        return self.head((x * self.pixels(self.mask(x)).sigmoid()).mean((2, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('keep_float', [(), ('stem', 'pixels')])
+def test_inputs_with_one_channel(keep_float, tmp_path):
+    """inductor's kernels refuse them when the batch size varies, in int8 and in float; those of conv1d are wrong."""
+    torch.manual_seed(0)
+    model, x = randomize_(Gray()), images(4, 31)[:, :1]
+    quantized = timm_rep.quantize_ptq(model, [x], calibrator='percentile', keep_float=keep_float)
+    layers = 'stem', 'depthwise', 'mask', 'pixels', 'head'
+    assert quantized.report.int8_layers == [name for name in layers if name not in keep_float]
+    assert quantized.report.float_layers == {**dict.fromkeys(keep_float, 'conv2d'), 'channels': 'conv1d'}
+    quantized.save(tmp_path)
+    for program in quantized, load_quantized(tmp_path):
+        for n in (1, 2, 4):
+            assert relative(program(x[:n]), model(x[:n]).detach()) < .05
+
+
 def test_report(model, quantized, calibration):
     report = quantized.report
     folded = timm.utils.reparameterize_model(model)
@@ -409,6 +444,18 @@ def test_all_of_an_error_is_told(model, calibration, monkeypatch):
     monkeypatch.setattr(InductorProgram, 'quantize', fail)
     with pytest.raises(RuntimeError, match=r"RepOptVgg with 'inductor'(.|\n)*The cause"):
         timm_rep.quantize_ptq(model, calibration)
+
+
+def test_errors_of_the_program_on_validation_images(model, quantized, calibration, monkeypatch):
+    class OtherBatchSize(type(quantized.program)):
+        def __call__(self, images):
+            if len(images) == 3:
+                raise AssertionError('expected size 3')
+            return super().__call__(images)
+
+    monkeypatch.setattr('timm_rep.deploy.quantize._program', lambda name: OtherBatchSize)
+    with pytest.raises(RuntimeError, match="Cannot quantize RepOptVgg with 'inductor': AssertionError: expected size"):
+        timm_rep.quantize_ptq(model, calibration, validation_loader=[(images(3), torch.zeros(3))])
 
 
 @pytest.mark.parametrize('loader, error, message', [

@@ -1,12 +1,13 @@
 """Formats and int8 of runtimes that no extra for the tests installs: each test runs where its runtime is installed."""
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn as nn
 
 import timm_rep
 from tests.deploy.models import MODELS, build
-from tests.helpers import images, relative
+from tests.helpers import images, randomize_, relative
 from timm_rep.cli import main
 from timm_rep.convert import folded_copy
 from timm_rep.deploy import BACKENDS, FORMATS, load_quantized
@@ -118,6 +119,46 @@ def test_only_layers_are_rounded_by_openvino(kind):
     rounded = RoundedModel(folded, [x], settings)
     rounded.rounded = {*rounded.names}
     assert relative(program(x), folded(x)) < 1.35 * relative(rounded(x), folded(x))
+
+
+def test_layers_before_batchnorms_stay_in_float(backend):
+    """The runtimes fold the BatchNorms of a plain network; a shared layer has a BatchNorm for each call."""
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 3, bias=False)
+            self.norms = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(3)])
+            self.shared = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+            self.head = nn.Linear(8, 5)
+
+        def forward(self, x):
+            x = self.norms[0](self.stem(x)).relu()
+            for norm in self.norms[1:]:
+                x = norm(self.shared(x)).relu()
+            return self.head(x.mean((2, 3)))
+
+    torch.manual_seed(0)
+    model, x = randomize_(Shared()).eval(), images(8, 10)
+    layers = 'stem', 'shared', 'head'
+    errors = {}
+    for kept in ((), ('stem',), ('shared',), layers):
+        report = timm_rep.quantize_ptq(model, [x], backend, keep_float=kept).report
+        assert set(report.int8_layers) == {*layers} - {*kept}
+        assert report.float_layers.keys() == {*kept}
+        errors[kept] = report.relative_rms
+    assert errors[layers] < 1e-5 < errors[()] < .1
+
+
+@pytest.mark.parametrize('fused', [False, True])
+def test_products_of_attention_are_reported(fused):
+    for package in BACKENDS['openvino'].packages:
+        pytest.importorskip(package)
+    model = timm.create_model('deit_tiny_patch16_224', img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    report = timm_rep.quantize_ptq(model.eval(), [images(4, 32)], 'openvino').report
+    assert report.float_layers == {
+        f'blocks.{i}.attn': 'ScaledDotProductAttention' if fused else 'MatMul' for i in range(2)}
 
 
 def test_int8_with_group_norms(backend):

@@ -6,7 +6,7 @@ import warnings
 import zipfile
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -25,11 +25,11 @@ from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
 from .formats import export_program, save_program
 from .observers import ACTIVATION_OBSERVERS, PerTensorWeightObserver
-from .program import PRODUCTS, Program, QuantizationSettings, module_name, operator_name, trace
+from .program import PRODUCTS, Program, QuantizationSettings, module_name, operator_name, trace_graph
 
 aten = torch.ops.aten
-# layers with int8 kernels in inductor
-_LAYERS = (aten.conv1d.default, aten.conv2d.default, aten.linear.default)
+# layers with int8 kernels in inductor; those of conv1d have outputs of a wrong size
+_LAYERS = (aten.conv2d.default, aten.linear.default)
 
 # names of tensors in an archive of torch.export.save; objects of other names are unpickled
 _TENSORS = re.compile(r'(weight|tensor)_\d+')
@@ -57,6 +57,8 @@ class _LayerQuantizer(X86InductorQuantizer):
                         contiguous[x] = model.graph.call_function(aten.contiguous.default, (x,))
                     contiguous[x].meta = {**node.meta, 'val': x.meta['val'].contiguous()}
                 node.replace_input_with(x, contiguous[x])
+            elif node.target == aten.conv2d.default and node.args[0].meta['val'].shape[1] == 1:
+                _repeat_channel(model, node)
         model.recompile()
         return model
 
@@ -72,28 +74,20 @@ class _LayerQuantizer(X86InductorQuantizer):
         pass
 
 
-def _graph(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphModule:
-    """The exported graph, with separate parameters for each call of a layer.
+def _repeat_channel(model: torch.fx.GraphModule, layer: torch.fx.Node) -> None:
+    """Give a convolution of one channel a second one, a copy with weights of 0.
 
-    A layer that is called several times, such as the head of a detector, would stay in float: inductor computes its
-    float weight once for all calls. And torchao would fold the BatchNorms after all calls into the one weight.
+    The strides of one channel are ambiguous, and inductor's kernels refuse them when the batch size varies.
     """
-    graph = trace(model, images).module()
-    used: Set[str] = set()
-    for node in graph.graph.nodes:
-        for x in node.all_input_nodes if node.target in _LAYERS else ():
-            if x.op == 'get_attr' and x.target in used:
-                name = f'{x.target}_{len(used)}'
-                module, _, parameter = name.rpartition('.')
-                setattr(graph.get_submodule(module), parameter, attrgetter(x.target)(graph))
-                with graph.graph.inserting_before(node):
-                    own = graph.graph.get_attr(name)
-                own.meta = dict(x.meta)
-                node.replace_input_with(x, own)
-                x = own
-            used.add(str(x.target))
-    graph.recompile()
-    return graph
+    x, weight = layer.args[:2]
+    value = attrgetter(weight.target)(model)
+    module, _, parameter = weight.target.rpartition('.')
+    setattr(model.get_submodule(module), parameter, nn.Parameter(torch.cat([value, torch.zeros_like(value)], 1)))
+    weight.meta['val'] = torch.cat([weight.meta['val']] * 2, 1)
+    with model.graph.inserting_before(layer):
+        twice = model.graph.call_function(aten.cat.default, ([x, x], 1))
+    twice.meta = {**layer.meta, 'val': torch.cat([x.meta['val']] * 2, 1)}
+    layer.replace_input_with(x, twice)
 
 
 def _quantizer(activation: Any, weight: Any, keep_float: Sequence[str] = ()) -> _LayerQuantizer:
@@ -147,7 +141,7 @@ class InductorProgram(Program):
             settings: QuantizationSettings,
             keep_float: Sequence[str] = (),
     ) -> 'InductorProgram':
-        prepared = prepare_pt2e(_graph(model, batches[0]), _quantizer(
+        prepared = prepare_pt2e(trace_graph(model, batches[0]), _quantizer(
             ACTIVATION_OBSERVERS[settings.calibrator].with_args(percentile=settings.percentile),
             PerChannelMinMaxObserver if settings.per_channel else PerTensorWeightObserver,
             keep_float))
@@ -242,7 +236,7 @@ def prepare_training(model: nn.Module, images: torch.Tensor) -> torch.fx.GraphMo
 
     Computes the model in eval mode: without dropout, and with the running statistics of BatchNorms.
     """
-    graph = _graph(model, images)
+    graph = trace_graph(model, images)
     _fuse_conv_bn_(graph)  # as in prepare_pt2e; prepare_qat_pt2e would use batch statistics
     # torchao's default, FusedMovingAvgObsFakeQuantize, rounds with a different scale than the converted graph
     prepared = prepare_qat_pt2e(graph, _quantizer(

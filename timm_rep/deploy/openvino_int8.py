@@ -1,6 +1,7 @@
 """Int8 backend 'openvino': NNCF. Imported only with its packages installed."""
 import logging
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
@@ -16,14 +17,27 @@ from nncf.quantization.range_estimator import (
     StatisticsCollectorParameters,
     StatisticsType,
 )
+from torchao.quantization.pt2e.utils import _fuse_conv_bn_
 
-from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure, trace
+from .formats import export_program, tracing_batch
+from .program import (
+    PRODUCTS,
+    Program,
+    QuantizationSettings,
+    module_name,
+    operator_name,
+    output_structure,
+    restore_structure,
+    trace_graph,
+)
 from .runtimes import compile_openvino, save_openvino, to_openvino
 
 # elementwise products and sums, LayerNorms (MVN) and means, whose inputs hold the shortcuts: their rounding errors
 # accumulate from block to block; not GroupNormalization, for which OpenVINO 2026.4 then computes the same outputs for
 # all images
 _FLOAT_TYPES = ['Add', 'Multiply', 'Subtract', 'Divide', 'MVN', 'AvgPool', 'ReduceMean']
+_KERNELS = ('Convolution', 'Deconvolution', 'FullyConnected', 'MatMul')  # of convolutions and matrix products
+_ATTENTION = 'ScaledDotProductAttention'  # fused with others into a kernel 'Subgraph'
 _STRUCTURE = 'timm_rep_outputs'  # key for the structure of several outputs
 _NAMES = 'timm_rep_layers'  # key for the names of modules, by name of the operation
 
@@ -48,10 +62,16 @@ class OpenVinoProgram(Program):
             keep_float: Sequence[str] = (),
     ) -> 'OpenVinoProgram':
         structure = output_structure(model, batches[0])
-        program = trace(model, batches[0])
+        graph = trace_graph(model, batches[0])
+        _fuse_conv_bn_(graph)  # OpenVINO fuses them too, but into convolutions without names
+        program = export_program(graph, tracing_batch(batches[0]))
+        names = _module_names(graph, program)
         converted = to_openvino(program, batches[0])
-        names = _module_names(program)
-        kept = [x.get_friendly_name() for x in converted.get_ordered_ops() if _module(x, names) in keep_float]
+        modules = {x.get_friendly_name(): _module(x, names) for x in converted.get_ordered_ops()}
+        missing = {*keep_float}.difference(modules.values())
+        if missing:
+            raise RuntimeError(f'The OpenVINO model has no operation of {", ".join(sorted(missing))}.')
+        kept = [name for name, module in modules.items() if module in keep_float]
         nncf.set_log_level(logging.ERROR)  # else it lists all ignored operations
         quantized = nncf.quantize(
             converted,
@@ -73,14 +93,17 @@ class OpenVinoProgram(Program):
         int8, other = [], {}
         for node in self._compiled.get_runtime_model().get_ordered_ops():
             info = {key: str(value.astype(str)) for key, value in node.get_rt_info().items()}
-            if info.get('layerType') not in ('Convolution', 'FullyConnected', 'MatMul', 'Deconvolution'):
-                continue
             operations = re.split('[,/]', info['originalLayersNames'])
+            operator = info.get('layerType')
+            if operator not in _KERNELS:
+                if _ATTENTION not in operations:
+                    continue
+                operator = _ATTENTION
             module = next((names[x] for x in operations if x in names), node.get_friendly_name())
             if info['runtimePrecision'] in ('i8', 'u8'):
                 int8.append(module)
             else:
-                other[module] = info['layerType']
+                other[module] = operator
         return list(dict.fromkeys(name for name in int8 if name not in other)), other
 
     def write(self, path: Path) -> None:
@@ -95,17 +118,18 @@ class OpenVinoProgram(Program):
                 f'Expected an OpenVINO model, but reading {str(path)!r} failed: {type(e).__name__}: {e}') from e
 
 
-def _module_names(program: 'torch.export.ExportedProgram') -> Dict[str, str]:
-    """Names of modules by names of the operations in the program that OpenVINO decomposes."""
+def _module_names(graph: torch.fx.GraphModule, program: 'torch.export.ExportedProgram') -> Dict[str, str]:
+    """Names of modules in a graph by names of the operations of the same program, exported again, in OpenVINO."""
     names: Dict[str, str] = {}
-    convolutions = 0
-    for node in program.graph.nodes:
-        module, target = module_name(node), str(node.target)
-        if re.match(r'aten\.conv(_transpose)?\dd', target) or target.startswith('aten.convolution'):
-            names[f'convolution_{convolutions}' if convolutions else 'convolution'] = module or node.name
-            convolutions += 1
-        elif 'linear' in target:
-            names[node.name] = module or node.name
+    decomposed: Counter[str] = Counter()
+    products = ([node for node in x.graph.nodes if operator_name(node) in PRODUCTS] for x in (graph, program))
+    for node, exported in zip(*products, strict=True):
+        name, operator = exported.name, operator_name(node)
+        if operator.startswith('conv') or operator in ('bmm', 'matmul', 'einsum'):  # OpenVINO decomposes these
+            kind = 'convolution' if operator.startswith('conv') else 'bmm'
+            name = f'{kind}_{decomposed[kind]}' if decomposed[kind] else kind
+            decomposed[kind] += 1
+        names[name] = module_name(node) or node.name
     return names
 
 
@@ -117,7 +141,7 @@ def _products_of_activations(model: openvino.Model) -> List[str]:
     """Names of products such as attention's, which stay in float: quantized, they cost most of the accuracy."""
     return [
         node.get_friendly_name() for node in model.get_ordered_ops()
-        if node.get_type_name() == 'ScaledDotProductAttention' or (node.get_type_name() == 'MatMul' and not any(
+        if node.get_type_name() == _ATTENTION or (node.get_type_name() == 'MatMul' and not any(
             x.get_source_output().get_node().get_type_name() == 'Constant' for x in node.inputs()))]
 
 

@@ -1,5 +1,6 @@
 """Interface of the int8 backends."""
 from abc import ABC, abstractmethod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence, Set, Tuple
 
@@ -11,7 +12,7 @@ from .formats import export_program, tracing_batch
 
 __all__ = [
     'PRODUCTS', 'Program', 'QuantizationSettings', 'layers_with_weights', 'module_name', 'operator_name',
-    'output_structure', 'restore_structure', 'trace',
+    'output_structure', 'restore_structure', 'trace', 'trace_graph',
 ]
 
 # operators of all convolutions and matrix products
@@ -125,6 +126,30 @@ def trace(model: nn.Module, images: torch.Tensor, dynamic_batch: bool = True) ->
                 layer = name, type(model.get_submodule(name)).__qualname__
                 node.meta['nn_module_stack'] = {**node.meta.get('nn_module_stack', {}), name: layer}
     return program
+
+
+def trace_graph(model: nn.Module, images: torch.Tensor, dynamic_batch: bool = True) -> torch.fx.GraphModule:
+    """The graph of :func:`trace`, with separate parameters for each call of a layer.
+
+    A layer that is called several times, such as the head of a detector, would stay in float: inductor computes its
+    float weight once for all calls. And torchao would fold the BatchNorms after all calls into the one weight.
+    """
+    graph = trace(model, images, dynamic_batch).module()
+    used: Set[str] = set()
+    for node in graph.graph.nodes:
+        for x in node.all_input_nodes if operator_name(node) in PRODUCTS else ():
+            if x.op == 'get_attr' and x.target in used:
+                name = f'{x.target}_{len(used)}'
+                module, _, parameter = name.rpartition('.')
+                setattr(graph.get_submodule(module), parameter, attrgetter(x.target)(graph))
+                with graph.graph.inserting_before(node):
+                    own = graph.graph.get_attr(name)
+                own.meta = dict(x.meta)
+                node.replace_input_with(x, own)
+                x = own
+            used.add(str(x.target))
+    graph.recompile()
+    return graph
 
 
 def layers_with_weights(graph: torch.fx.GraphModule) -> Dict[torch.fx.Node, str]:

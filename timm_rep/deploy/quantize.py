@@ -357,7 +357,8 @@ def _finish(
     quantized = Quantized(program, report)
     if accuracy is not None:
         before, images = accuracy
-        after = evaluate(quantized, validation_loader, torch.device('cpu'))[1]
+        with _errors(model, backend):
+            after = evaluate(quantized, validation_loader, torch.device('cpu'))[1]
         quantized.report = replace(report, accuracy=Accuracy(round(before, 2), round(after, 2), images))
     return quantized
 
