@@ -599,6 +599,14 @@ def test_damaged_states(data, tmp_path, change):
         distil(original(data), teacher, images, epochs=1, lr=1e-4, checkpoint=state, resume=True)
 
 
+def test_no_epochs(data, tmp_path):
+    teacher, student = original(data), original(data).train()
+    distil(student, teacher, Images(teacher, str(data)), epochs=0, lr=1e-4, checkpoint=tmp_path / STATE)
+    assert same_weights(student, teacher)
+    assert not student.training
+    assert not (tmp_path / STATE).exists()
+
+
 def test_resuming_with_other_calibration_images(data, tmp_path, monkeypatch):
     model = original(data)
     images, state = Images(model, str(data), batch_size=24), str(tmp_path / STATE)

@@ -422,6 +422,9 @@ class TestCommand:
         x = images(2, 32)
         with torch.no_grad():
             assert relative(loaded(x), model(x)) < 1e-5
+        # the entry that timm finds for the name is of other weights
+        assert timm.get_pretrained_cfg('repa_deit_tiny').license
+        assert loaded.pretrained_cfg.get('license') is None
 
         assert main([*command, '-o', str(tmp_path / 'm.pt2'), '--format', 'pt2', '--no-reparam']) == 0
         assert 'pt2, not folded' in capsys.readouterr().out

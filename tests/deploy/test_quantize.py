@@ -1,5 +1,6 @@
 """quantize_ptq and quantize_qat: what they compute, what they report, what they refuse."""
 import copy
+import gc
 import json
 import os
 import sys
@@ -224,6 +225,20 @@ class Written:
 
     def write(self, path):
         path.write_text('program')
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_copies_outlive_the_model(backend, tmp_path):
+    for package in BACKENDS[backend].packages:
+        pytest.importorskip(package)
+    torch.manual_seed(0)
+    quantized, x = timm_rep.quantize_ptq(nn.Conv2d(3, 4, 3).eval(), [images(2, 8)], backend), images(1, 8)
+    expected, copied = quantized(x), copy.deepcopy(quantized)
+    del quantized
+    gc.collect()
+    copied.save(tmp_path)
+    assert torch.equal(copied(x), expected)
+    assert torch.equal(load_quantized(tmp_path)(x), expected)
 
 
 def test_the_model_of_another_backend_goes(quantized, tmp_path):

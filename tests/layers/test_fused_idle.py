@@ -463,6 +463,15 @@ def test_inputs_are_cast_once_under_autocast(always):
     assert seen.count(torch.bfloat16) >= 2
 
 
+def test_autocast_leaves_float64_as_it_is(always):
+    model = ffn()
+    x = tokens()
+    outputs = copy.deepcopy(model)(x)
+    assert outputs.dtype == torch.float64
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.equal(model(x), outputs)
+
+
 def test_on_meta(always):
     model = ffn().to('meta')
     assert model(tokens().to('meta')).shape == tokens().shape

@@ -102,7 +102,7 @@ def test_card(folder, checkpoint, images, capsys):
     text = (folder / 'README.md').read_text()
     assert capsys.readouterr().out == f'Written: {folder / "README.md"}\n'
     card = ModelCard(text).data
-    assert (card.library_name, card.license, card.datasets) == ('timm', 'apache-2.0', ['stripes'])
+    assert (card.library_name, card.license, card.datasets) == ('timm', None, ['stripes'])
     assert card.eval_results[0].metric_value == metrics['accuracy']['top1']
     for part in (f'| {metrics["accuracy"]["top1"]:.2f}% | 100.00% |', 'on the 8 images', 'xu2025repavit',
                  metrics['cost']['machine'], f"create_model('{NAME}', pretrained=True)", 'opt: adamw',
@@ -271,17 +271,23 @@ def test_license_of_a_tag(tmp_path):
         assert json.loads((folder / 'config.json').read_text())['pretrained_cfg'].get('license') == expected
 
 
-@pytest.mark.parametrize('tag, expected', [('cifar10', 'apache-2.0'), ('mine', None)])
-def test_license_of_a_trained_model(tmp_path, tag, expected):
-    """The license of the weights registered under the tag, otherwise none, although the base's weights have one."""
-    settings = dict(model='repa_any', model_kwargs=dict(base='fasternet_t0', embed_dim=8), num_classes=4)
-    model = _create_trained(settings, tmp_path / 'train.yaml', f'repa_any.{tag}')
+CONVERTED = dict(model_kwargs=dict(base='fasternet_t0', embed_dim=8), num_classes=4)
+
+
+@pytest.mark.parametrize('name, settings, expected', [
+    ('repa_any.cifar10', CONVERTED, 'apache-2.0'), ('repa_any.mine', CONVERTED, None),
+    ('repa_deit_tiny.in1k', {}, 'apache-2.0'), ('repa_deit_tiny.mine', {}, None)])
+def test_license_of_a_trained_model(tmp_path, name, settings, expected):
+    """The license of the weights registered under the tag, otherwise none, although other weights have one."""
+    settings = dict(settings, model=name.partition('.')[0])
+    model = _create_trained(settings, tmp_path / 'train.yaml', name)
     assert model.pretrained_cfg.get('license') == expected
+    assert timm.get_pretrained_cfg('repa_deit_tiny').license
     assert timm.get_pretrained_cfg('fasternet_t0').license
 
 
 def test_an_int8_form_is_measured(folder, checkpoint, monkeypatch):
-    """When it comes, and not again; without it, the figures are without it."""
+    """When it comes, and when another one does; without it, the figures are without it."""
     prepare_folder(folder, checkpoint[2])
     loaded = []
 
@@ -289,15 +295,23 @@ def test_an_int8_form_is_measured(folder, checkpoint, monkeypatch):
         loaded.append(path)
         return load_folder(path)
 
-    def forms():
-        prepare_folder(folder)
+    def forms(**kwargs):
+        prepare_folder(folder, **kwargs)
         return list(json.loads((folder / 'metrics.json').read_text())['cost']['forms'])
 
-    with monkeypatch.context() as patch:
-        patch.setattr('timm_rep.publish.prepare.load_quantized', load)
-        patch.setattr('timm_rep.publish.prepare.quantized_files', lambda path: [path / 'model.onnx'])
-        assert [forms(), forms()] == [['unfolded', 'folded', 'int8']] * 2
-        assert len(loaded) == 1
+    write_int8(folder, 'onnxruntime')
+    monkeypatch.setattr('timm_rep.publish.prepare.load_quantized', load)
+    assert [forms(), forms()] == [['unfolded', 'folded', 'int8']] * 2
+    assert len(loaded) == 1
+    (folder / 'model.onnx').write_bytes(b'1')
+    assert forms(device='cuda') == ['unfolded', 'folded']  # it runs on the CPU
+    assert [forms(), forms()] == [['unfolded', 'folded', 'int8']] * 2
+    assert len(loaded) == 2
+    write_int8(folder, 'openvino')
+    assert [forms(), forms()] == [['unfolded', 'folded', 'int8']] * 2
+    assert len(loaded) == 3
+    for path in quantized_files(folder):
+        path.unlink()
     assert forms() == ['unfolded', 'folded']
 
 

@@ -6,7 +6,7 @@ import timm
 
 from tests.hub.published import publish, same
 from timm_rep.cli import main
-from timm_rep.hub._folder import write_hashes
+from timm_rep.hub import write_hashes, write_model
 from timm_rep.publish import push as push_module
 from timm_rep.publish.push import push_folder
 
@@ -109,6 +109,16 @@ def test_a_new_branch_holds_what_the_folder_does(account, folder):
     assert 'notes.txt' in account.files(REPO)
 
 
+def test_a_new_branch_without_changes(account, folder):
+    publish(folder)
+    push_folder(folder, 'we')
+    assert {*whats(push_folder(folder, 'we', revision='next', dry_run=True)).values()} == {'same'}
+    with pytest.raises(Exception, match='next'):
+        account.files(REPO, 'next')
+    assert {*whats(push_folder(folder, 'we', revision='next')).values()} == {'same'}
+    assert account.commits(REPO, 'next') == account.commits(REPO)
+
+
 def test_a_commit_in_between(account, folder, monkeypatch):
     """Files that somebody else pushed since the branch was looked at are not overwritten."""
     publish(folder)
@@ -150,6 +160,16 @@ def test_folded(account, folder, capsys):
     assert not (folder.parent / f'{NAME}_folded').exists()
 
 
+def test_a_model_without_a_folded_form(account, tmp_path, capsys):
+    folder = tmp_path / 'test_resnet.mine'
+    folder.mkdir()
+    write_model(timm.create_model('test_resnet'), folder, tag='mine')
+    write_hashes(folder)
+    assert main(['push', str(folder), '--folded']) == 1
+    assert 'Expected a model with a folded form, but test_resnet has none' in capsys.readouterr().err
+    assert main(['push', str(folder)]) == 0
+
+
 def test_refused_before_anything_is_sent(account, folder, tmp_path, capsys):
     publish(folder)
     (folder / 'stray.txt').write_text('?')
@@ -158,7 +178,7 @@ def test_refused_before_anything_is_sent(account, folder, tmp_path, capsys):
     (folder / 'stray.txt').unlink()
     weights = (folder / 'model.safetensors').read_bytes()
     (folder / 'model.safetensors').write_bytes(weights[:-1])
-    with pytest.raises(RuntimeError, match='expected sha256'):
+    with pytest.raises(RuntimeError, match=r'expected sha256 .* run timm-rep card on the folder'):
         push_folder(folder, 'we')
     (folder / 'model.safetensors').unlink()
     with pytest.raises(FileNotFoundError, match=r'model\.safetensors'):

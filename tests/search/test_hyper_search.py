@@ -95,6 +95,18 @@ def test_resumed_after_a_kill_is_the_uninterrupted_search(straight, tmp_path, ba
     assert timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **args) == straight
 
 
+@pytest.mark.parametrize(
+    'change', ['model', 'optimizer', 'history', {'epoch': None}, {'epoch': 5}, {'history': 1}], ids=str)
+def test_damaged_checkpoints(tmp_path, change):
+    path = tmp_path / 'search.pth'
+    search(checkpoint=path)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, **change} if isinstance(change, dict) else {
+        name: value for name, value in content.items() if name != change}, path)
+    with pytest.raises(ValueError, match=r'search\.pth.* is damaged .* delete it to start again'):
+        search(checkpoint=path, resume=True)
+
+
 @pytest.mark.gpu
 def test_device_of_the_model():
     model = timm.create_model('repopt_vgg_a0', structure='search', scales='ones', **TINY).cuda()

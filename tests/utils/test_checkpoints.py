@@ -4,10 +4,12 @@ import os
 from functools import partial
 
 import pytest
+import timm
 import torch
 import torch.nn as nn
 from safetensors.torch import load_file
 
+import timm_rep  # noqa: F401  registers the models
 from timm_rep.utils.checkpoints import (
     has_moving_average,
     load_checkpoint,
@@ -73,6 +75,18 @@ def test_a_checkpoint_of_a_deeper_model(tmp_path):
     assert len(str(e.value)) < 300 + len(str(tmp_path))
     with pytest.raises(RuntimeError, match=r' 100 \(0\.weight, 0\.bias, 1\.weight, \.\.\.\)'):
         load_checkpoint(wide, tmp_path / 'c.pth')
+
+
+@pytest.mark.parametrize('name, args, other, folded, advice', [
+    ('repa_deit_tiny', dict(img_size=32, embed_dim=24, depth=1, num_heads=3), {}, True, 'with reparameterized=True'),
+    ('repopt_vgg_a0', dict(depths=(1, 1, 1, 1), widths=(8, 8, 8, 8), stem_width=8, structure='search'),
+     dict(structure='target'), False, "with structure='search'")])
+def test_a_checkpoint_of_another_structure(tmp_path, name, args, other, folded, advice):
+    """The message says how to create the model of the checkpoint."""
+    model, other = timm.create_model(name, **args), timm.create_model(name, **{**args, **other})
+    torch.save((model.eval().reparameterize() if folded else model).state_dict(), tmp_path / 'c.pth')
+    with pytest.raises(RuntimeError, match=rf'c\.pth.* structure .*{advice}'):
+        load_checkpoint(other, tmp_path / 'c.pth')
 
 
 @pytest.mark.parametrize('make', [lambda p: p.mkdir(), lambda p: p.symlink_to(p), lambda p: os.mkfifo(p)])

@@ -100,7 +100,7 @@ def test_other_channels_are_refused(colours):
 
 @pytest.mark.parametrize('given', [
     dict(interpolation='zz'), dict(crop_pct=-1), dict(crop_pct='x'), dict(std=(-1., 1., 1.)), dict(mean='x'),
-    dict(img_size=0), dict(img_size=16.)], ids=str)
+    dict(mean=()), dict(std=()), dict(img_size=0), dict(img_size=16.)], ids=str)
 def test_wrong_preprocessing(colours, given):
     with pytest.raises(ValueError, match='input_size' if 'img_size' in given else next(iter(given))):
         Images(vit(3), str(colours), **given)

@@ -180,6 +180,8 @@ def load_from(args: argparse.Namespace, model: nn.Module) -> None:
     """Load --checkpoint, if given; print a note if it has a moving average that is not used."""
     if args.checkpoint:
         load_checkpoint(model, args.checkpoint, args.use_ema)
+        if not names_weights(args.model):
+            model.pretrained_cfg['license'] = None  # timm's entry is of its own weights
         if not args.use_ema and has_moving_average(args.checkpoint):
             print(f'{args.checkpoint} also has a moving average of the weights: --use-ema loads it.')
     elif args.use_ema:

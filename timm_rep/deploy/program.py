@@ -35,7 +35,10 @@ class QuantizationSettings(NamedTuple):
 
 
 class Program(ABC):
-    """A quantized model compiled by a backend; called like the model."""
+    """A quantized model compiled by a backend; called like the model. Copies share it, as nothing changes it."""
+
+    def __deepcopy__(self, memo: Any) -> 'Program':
+        return self
 
     @abstractmethod
     def __call__(self, images: torch.Tensor) -> Any:

@@ -23,14 +23,22 @@ def sha256(path: StrPath) -> str:
     return digest.hexdigest()
 
 
-def check_sha256(path: StrPath, expected: str, source: str) -> None:
-    """Raise RuntimeError unless a file has the SHA-256 that ``source``, a folder or repository, published."""
+def check_sha256(path: StrPath, expected: str, source: str, own: bool = False) -> None:
+    """Raise RuntimeError unless a file has the SHA-256 that ``source``, a folder or repository, published.
+
+    Args:
+        path: The file.
+        expected: The SHA-256, as hexadecimal digits.
+        source: Name for the message.
+        own: The file is in a folder of the user, who may have changed it: the message says what to do then.
+    """
     found = sha256(path)
     if found != expected:
         real = os.path.realpath(path)
+        delete = 'If you changed it, run timm-rep card on the folder; otherwise delete' if own else 'Delete'
         raise RuntimeError(
             f'{os.fspath(path)!r} is not the file that {source} published, or is damaged: expected sha256 {expected}, '
-            f'found {found} ({os.path.getsize(path)} bytes). Nothing was loaded. Delete {real!r} and get it again.')
+            f'found {found} ({os.path.getsize(path)} bytes). Nothing was loaded. {delete} {real!r} and get it again.')
 
 
 class ModelRepository(NamedTuple):
@@ -77,7 +85,7 @@ class ModelRepository(NamedTuple):
             kind = 'is not a regular file' if os.path.lexists(path) else 'does not exist'
             raise FileNotFoundError(f'Expected {name} in {self.where!r}, but it {kind}.')
         if name in self.hashes:
-            check_sha256(path, self.hashes[name], self.where)
+            check_sha256(path, self.hashes[name], self.where, own=not self.repo_id)
         return os.fspath(path)
 
 

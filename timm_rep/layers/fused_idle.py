@@ -139,7 +139,8 @@ def fused_idle_ffn(
     """
     active, count, dtype = act.active_channels, len(x), torch.promote_types(x.dtype, torch.float32)
     u = _batch_norm(x, norm1, slice(None), False, _next_momentum(norm1))
-    if _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
+    # autocast leaves float64 as it is
+    if u.dtype != torch.float64 and _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
         u = u.to(torch.get_autocast_dtype(x.device.type))  # cast once, not in each linear layer
     gram = _Gram.apply(u)
     # 0 up to rounding, which is not small for inputs with a mean much larger than their standard deviation

@@ -3,7 +3,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ContextManager, Dict, Optional, Sequence, Union
+from typing import Any, ContextManager, Dict, Mapping, Optional, Sequence, Union
 
 import timm
 import torch
@@ -121,6 +121,7 @@ def prepare_folder(
     if checkpoint is None and (use_ema or recipe is not None):
         raise ValueError(f'checkpoint must be given with {"use_ema" if use_ema else "recipe"}, got None.')
     with _draft(folder) as draft:
+        published = _config(draft).get('sha256', {})
         if checkpoint is not None:
             _write_trained(draft, folder, Path(checkpoint), recipe, data_dir, split, half, use_ema)
         for name in CONFIG_NAME, WEIGHTS_NAME:
@@ -140,6 +141,7 @@ def prepare_folder(
             accuracy, predictions = measure_accuracy(model, data_dir, split, device, weights)
             metrics = replace(metrics, accuracy=accuracy)
             write_predictions(draft / PREDICTIONS_NAME, predictions)
+        metrics = _without_another_int8(metrics, draft, published)
         measured, on_cpu = metrics.cost.forms if metrics.cost else {}, device.type == 'cpu'
         known = metrics.cost.batch_size if metrics.cost else None
         batch_size = batch_size or known or 8
@@ -211,7 +213,7 @@ def _write_trained(
     if data_dir is not None:
         classes = ImageFolder(data_dir, split).classes
     elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # a different recipe may have different classes
-        classes = _label_names(folder)
+        classes = _config(folder).get('label_names')
     model = _create_trained(settings, recipe, f'{variant}.{tag}')
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(
@@ -247,17 +249,27 @@ def _create_trained(settings: Dict[str, Any], recipe: Path, name: str) -> torch.
     for key in TEST_PREPROCESSING:
         if ('crop_pct' if key == 'test_crop_pct' else 'input_size') in overlay:
             overlay[key] = None
-    if name in timm.list_pretrained(f'{settings["model"]}.*'):
-        overlay['license'] = timm.get_pretrained_cfg(name).license  # the untagged cfg has the licence of other weights
+    # the untagged cfg has the licence of other weights
+    is_registered = name in timm.list_pretrained(f'{settings["model"]}.*')
+    overlay['license'] = timm.get_pretrained_cfg(name).license if is_registered else None
     with argument_errors(f'{str(recipe)!r}: model_kwargs'):
         return timm.create_model(settings['model'], pretrained_cfg_overlay=overlay, **_model_args(settings))
 
 
-def _label_names(folder: Path) -> Optional[Sequence[str]]:
+def _config(folder: Path) -> Mapping[str, Any]:
     try:
-        return read_folder(folder).config.get('label_names')
+        return read_folder(folder).config
     except (FileNotFoundError, RuntimeError):  # it is about to be replaced
-        return None
+        return {}
+
+
+def _without_another_int8(metrics: Metrics, folder: Path, published: Mapping[str, str]) -> Metrics:
+    """Figures without the speed of an int8 model whose files are no longer those published."""
+    files = quantized_files(folder)
+    if metrics.cost is None or (files and all(published.get(path.name) == sha256(path) for path in files)):
+        return metrics
+    forms = {name: form for name, form in metrics.cost.forms.items() if name != 'int8'}
+    return replace(metrics, cost=replace(metrics.cost, forms=forms))
 
 
 def _scales(model: torch.nn.Module) -> Optional[Scales]:
@@ -357,13 +369,15 @@ def write_folded(folder: StrPath, parent: StrPath) -> Path:
 
     Raises:
         FileNotFoundError, RuntimeError: A file is missing or damaged.
-        ValueError: It is folded already, or the folder is not named after a model.
+        ValueError: It is folded already, or has no folded form, or the folder is not named after a model.
     """
     folder = Path(folder).resolve()
     _, tag = split_name(folder)
     repo = read_folder(folder)
     if repo.model_args.get('reparameterized'):
         raise ValueError(f'Expected an unfolded model, but {str(folder)!r} is folded already.')
+    if not hasattr(load_folder(folder), 'reparameterize'):
+        raise ValueError(f'Expected a model with a folded form, but {repo.config["architecture"]} has none.')
     model = load_folder(folder, reparameterized=True)
     target = Path(parent).resolve() / f'{folder.name}_folded'
     with _draft(target) as draft:

@@ -37,8 +37,9 @@ def push_folder(
 ) -> List[Change]:
     """Make the repository ``<org>/<name of the folder>`` on the Hub equal to the folder, in one commit.
 
-    Unchanged files are not sent again; without changes nothing is committed. A commit by someone else in the meantime
-    is not overwritten: the push fails. Files of weights are deleted only if they are named.
+    Unchanged files are not sent again; without changes nothing is committed, but a new branch is created. A commit by
+    someone else in the meantime is not overwritten: the push fails. Files of weights are deleted only if they are
+    named.
 
     Args:
         folder: Folder written by ``timm-rep card``: config.json has the sha256 of every file.
@@ -80,14 +81,15 @@ def push_folder(
         CommitOperationAdd(change.file, folder / change.file)
         for change in changes if change.action != 'same'
     ]
-    if operations and not dry_run:
+    if (operations or is_new) and not dry_run:
         with hub_errors():
             api.create_repo(repository, private=private, exist_ok=True)
             if is_new and revision != 'main':
                 api.create_branch(repository, branch=revision, exist_ok=True)
-            api.create_commit(
-                repository, operations, commit_message=message or f'{folder.name}, by timm-rep', revision=revision,
-                parent_commit=info.sha if info else None)
+            if operations:
+                api.create_commit(
+                    repository, operations, commit_message=message or f'{folder.name}, by timm-rep', revision=revision,
+                    parent_commit=info.sha if info else None)
     return changes
 
 

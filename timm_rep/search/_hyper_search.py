@@ -6,7 +6,7 @@ import math
 from datetime import date
 from numbers import Real
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sized, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sized, Union
 
 import timm
 import torch
@@ -19,10 +19,10 @@ from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
 from timm_rep.scales.scales import check_metadata
 from timm_rep.utils.atomic import check_writable
-from timm_rep.utils.checkpoints import read_training_state, write_training_state
+from timm_rep.utils.checkpoints import write_training_state
 from timm_rep.utils.data import Loader, batches_of, labelled_images, world_size_and_rank
 from timm_rep.utils.files import StrPath
-from timm_rep.utils.training import check_not_diverged, check_start, evaluate, fit
+from timm_rep.utils.training import check_not_diverged, check_start, evaluate, fit, load_training_state
 from timm_rep.version import __version__
 
 _History = Dict[str, Dict[str, List[float]]]
@@ -163,7 +163,10 @@ def hyper_search(
     start = 0
     history: Dict[str, Any] = {}
     if resume and checkpoint is not None and checkpoint.is_file():
-        start, history = _load_checkpoint(checkpoint, model, optimizer, settings)
+        state = load_training_state(checkpoint, settings, 'search', unwrap_model(model), optimizer, epochs)
+        if not isinstance(state.get('history'), dict):
+            raise ValueError(f'{str(checkpoint)!r} is damaged (it has no history): delete it to start again.')
+        start, history = state['epoch'], state['history']
     check_start(start)
 
     def after_epoch(done: int) -> None:
@@ -292,16 +295,3 @@ def _save_checkpoint(
         epoch=epoch,
         history=history,
     ))
-
-
-def _load_checkpoint(
-        path: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        settings: Dict[str, Any],
-) -> Tuple[int, _History]:
-    """Load a checkpoint into model and optimizer; returns the number of epochs done and their history."""
-    state = read_training_state(path, settings, 'search')
-    unwrap_model(model).load_state_dict(state['model'])
-    optimizer.load_state_dict(state['optimizer'])
-    return state['epoch'], state['history']

@@ -64,6 +64,8 @@ def load_checkpoint(model: nn.Module, path: StrPath, use_ema: bool = False) -> N
     try:
         model.load_state_dict(state_dict)
     except RuntimeError as e:
+        if not str(e).startswith('Error(s) in loading state_dict'):  # a hook refuses it, and says what to do
+            raise RuntimeError(f'{os.fspath(path)!r}: {e}') from e
         differences = _differences(model.state_dict(), state_dict)
         raise RuntimeError(
             f'Expected a checkpoint that fits the model, but got {os.fspath(path)!r}: {differences or e}. Create the '

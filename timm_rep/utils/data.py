@@ -36,6 +36,8 @@ def check_preprocessing(values: Mapping[str, Any], source: str = '') -> None:
             continue
         where = f'{source}: {name}' if source else name
         parse(kind, value, where)
+        if value in ([], ()):
+            raise RuntimeError(f'{where} must have one value, or one for each channel, got {value!r}.')
         if name in _POSITIVE and min(value if isinstance(value, (list, tuple)) else [value]) <= 0:
             raise RuntimeError(f'{where} must be positive, got {value!r}.')
 

@@ -3,7 +3,7 @@ import contextlib
 import hashlib
 import math
 from pathlib import Path
-from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -158,6 +158,42 @@ def check_start(epoch: int) -> None:
             'them see.')
 
 
+def load_training_state(
+        path: Path,
+        settings: Mapping[str, Any],
+        training: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        epochs: int,
+) -> Dict[str, Any]:
+    """Load the file of an interrupted training into model and optimizer.
+
+    Args:
+        path: File with 'model', 'optimizer' and 'epoch', the number of epochs done.
+        settings: As for :func:`timm_rep.utils.checkpoints.read_training_state`.
+        training: Likewise.
+        model: Model of the training.
+        optimizer: Its optimizer.
+        epochs: Number of epochs of the training.
+
+    Returns:
+        The content of the file.
+
+    Raises:
+        ValueError: It is damaged, or its run had other settings.
+    """
+    state = read_training_state(path, settings, training)
+    try:
+        epoch = state['epoch']
+        if not isinstance(epoch, int) or not 0 <= epoch <= epochs:
+            raise ValueError(f'epoch must be an integer from 0 to {epochs}, got {epoch!r}')
+        model.load_state_dict(state['model'])
+        optimizer.load_state_dict(state['optimizer'])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise ValueError(f'{str(path)!r} is damaged ({type(e).__name__}: {e}): delete it to start again.') from e
+    return state
+
+
 def check_distillation(epochs: int, lr: float) -> None:
     """Raise ValueError unless epochs is an integer >= 0 and lr a finite number > 0."""
     if not isinstance(epochs, int) or epochs < 0:
@@ -202,6 +238,9 @@ def distil(
     check_distillation(epochs, lr)
     device = images.device
     model.to(device)
+    if not epochs:
+        model.eval()
+        return
     teacher.to(device).eval()
     loader = images.training()
     optimizer = create_optimizer_v2(model, opt='adamw', lr=lr, weight_decay=weight_decay)
@@ -214,16 +253,7 @@ def distil(
             weight_decay=weight_decay, steps=len(loader), seed=images.seed,
             **{name: config[name] for name in PREPROCESSING if name in config})
     if resume and checkpoint is not None and checkpoint.is_file():
-        state = read_training_state(checkpoint, settings or {}, 'distillation')
-        try:
-            start = state['epoch']
-            if not isinstance(start, int) or not 0 <= start <= epochs:
-                raise ValueError(f'epoch must be an integer from 0 to {epochs}, got {start!r}')
-            model.load_state_dict(state['model'])
-            optimizer.load_state_dict(state['optimizer'])
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-            raise ValueError(
-                f'{str(checkpoint)!r} is damaged ({type(e).__name__}: {e}): delete it to start again.') from e
+        start = load_training_state(checkpoint, settings or {}, 'distillation', model, optimizer, epochs)['epoch']
     check_start(start)
 
     def after_epoch(epoch: int) -> None:
