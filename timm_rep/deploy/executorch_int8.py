@@ -12,7 +12,7 @@ from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from .observers import ACTIVATION_OBSERVERS
-from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure, trace
+from .program import Program, QuantizationSettings, module_name, output_structure, restore_structure, trace_graph
 from .runtimes import load_executorch, lower_to_executorch
 
 # shortcuts stay in float, since their rounding errors accumulate from block to block
@@ -55,7 +55,7 @@ class ExecuTorchProgram(Program):
         for layer in _LAYERS:
             quantizer.set_operator_type(layer, config)
         with torch.no_grad():
-            prepared = prepare_pt2e(trace(model, *example, dynamic_batch=False).module(), quantizer)
+            prepared = prepare_pt2e(trace_graph(model, *example, dynamic_batch=False), quantizer)
             for image in torch.cat(list(batches)).split(1):
                 prepared(image)
         graph = convert_pt2e(prepared)

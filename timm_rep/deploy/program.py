@@ -135,7 +135,8 @@ def trace_graph(model: nn.Module, images: torch.Tensor, dynamic_batch: bool = Tr
     """The graph of :func:`trace`, with separate parameters for each call of a layer.
 
     A layer that is called several times, such as the head of a detector, would stay in float: inductor computes its
-    float weight once for all calls. And torchao would fold the BatchNorms after all calls into the one weight.
+    float weight once for all calls. XNNPACK would refuse it. And torchao would fold the BatchNorms after all calls into
+    the one weight.
     """
     graph = trace(model, images, dynamic_batch).module()
     used: Set[str] = set()
