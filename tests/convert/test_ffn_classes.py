@@ -218,6 +218,34 @@ def test_ffns_of_other_dtypes(ffn, dtype):
         assert len(find_ffns(nn.ModuleList([ffn(16, 32)]))[0]) == 1
 
 
+@pytest.mark.parametrize('parts', [
+    dict(last='dwn'), dict(norm='nrm'), dict(absent='x'), dict(attribute='x'), dict(first='nonlinearity'),
+    dict(first=''), dict(act='nonlinearity nonlinearity'), dict(drop='x')], ids=str)
+def test_registrations_of_parts_that_are_not_there(parts):
+    register_ffn(UserFfn, **{**REGISTRATIONS[UserFfn], **parts})
+    model = nn.Sequential(UserFfn(4, 8))
+    ffns, others = find_ffns(model)
+    assert not ffns
+    assert set(others) == {'0'}
+    with pytest.raises(ValueError, match=r'0 (does not have|has no|must have)'):
+        timm_rep.convert_to_repa(model, calibration=[torch.randn(8, 2, 1, 4)])
+
+
+@pytest.mark.parametrize('attribute', ['norm', 'mlp'])
+def test_blocks_without_a_registered_attribute(attribute):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(4), Mlp(4, 8)
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x))
+
+    register_block(Other, **{**dict(norm='norm', mlp='mlp'), attribute: 'x'})
+    with pytest.raises(ValueError, match=r"Other must have .* no 'x': .*register_block"):
+        timm_rep.convert_to_repa(nn.Sequential(Other()))
+
+
 @pytest.mark.parametrize('change,reason', [
     (_extra, r'extra\.weight'),
     (lambda ffn: delattr(ffn, 'nonlinearity'), 'registered parts'),

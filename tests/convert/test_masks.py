@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 
+import timm_rep
 from tests.helpers import images, relative
 from timm_rep.convert import anneal_ffns, linearize_ffns, use_repa_ffns
 from timm_rep.convert._reparameterize import folded_copy
@@ -53,6 +54,22 @@ def test_padded_patches(class_token, key_only):
     # masked patches do not change the outputs
     batch['patches'] = batch['patches'] + 5 * torch.randn(3, 4, 1) * ~batch['patch_valid'][..., None]
     assert relative(watch(model, batch)[1], y) < 1e-5
+
+
+def test_an_interrupted_forward_pass_leaves_no_mask():
+    """In training, the mask of the padding is for the next forward pass of the FFN, which may not come."""
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    model = naflex(False, init_values=.5)
+    timm_rep.convert_to_repa(model)
+    handle = model.blocks[1].attn.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.train()(patches([2, 4]))
+    handle.remove()
+    batch = patches([4, 4])
+    outputs = [model.eval()(batch) for _ in range(2)]
+    assert torch.equal(*outputs)
 
 
 def test_images_have_no_padding():

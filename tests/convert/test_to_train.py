@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from timm.layers import GroupNorm1
+from timm.layers import BatchNormAct2d, GroupNorm1
 from timm.models import beit, convit, eva, gcvit, metaformer, mlp_mixer, nest, volo
 from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
@@ -260,3 +260,14 @@ def test_batch_norms_keep_their_statistics_and_mode(mode):
     assert same_weights(found, expected)
     assert found.training == mode
     assert model.stages[1].blocks[0].mlp.norm2.training
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(anneal_steps=2, norm='batch')], ids=str)
+def test_norms_with_an_activation_are_refused(kwargs):
+    """The matrices hold no activation but that of the FFN."""
+    model = metaformer.MetaFormer(
+        token_mixers=metaformer.Pooling, norm_layers=BatchNormAct2d, depths=(1,) * 4, dims=(8,) * 4, num_classes=3)
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=r'mlp follows a BatchNormAct2d, .* Nothing was changed'):
+        timm_rep.convert_to_repa(model, **kwargs)
+    assert list(model.state_dict()) == before

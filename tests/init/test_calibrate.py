@@ -117,6 +117,9 @@ def test_refusals():
         timm_rep.calibrate_batchnorm(model, [batches()[0], torch.full((2, 3, 32, 32), float('nan'))])
     with pytest.raises(TypeError, match=r"model must be .*'repa_deit_tiny'"):
         timm_rep.calibrate_batchnorm('repa_deit_tiny', batches())
+    for count in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=rf'batches must be .* got {count}'):
+            timm_rep.calibrate_batchnorm(model, batches(), batches=count)
     with pytest.raises(TypeError, match=r"Expected an iterable of batches .* got 'data'"):
         timm_rep.calibrate_batchnorm(model, 'data')
     with pytest.raises(TypeError, match=r'Expected an iterable .* got a tensor \(4, 3, 32, 32\)'):

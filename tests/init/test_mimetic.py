@@ -114,3 +114,18 @@ def test_a_refused_position_embedding_changes_nothing():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     timm_rep.mimetic_init_(model, pos_embed=False)
     assert torch.equal(model.pos_embed, before['pos_embed'])
+
+
+@pytest.mark.parametrize('patch_embed', [None, (100, 100)])
+def test_a_position_embedding_without_a_grid_is_refused(patch_embed):
+    model = vit(embed_dim=24)
+    if patch_embed is None:
+        model.patch_embed = nn.Identity()
+    else:
+        model.patch_embed.grid_size = patch_embed
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r'grid_size .* pass pos_embed=False'):
+        timm_rep.mimetic_init_(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    timm_rep.mimetic_init_(model, pos_embed=False)
+    assert not torch.equal(model.blocks[0].attn.proj.weight, before['blocks.0.attn.proj.weight'])

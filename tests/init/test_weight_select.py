@@ -8,6 +8,8 @@ import torch
 import torch.nn as nn
 from safetensors.torch import save_file
 from timm.models import VisionTransformer
+from timm.models.levit import Levit
+from timm.models.metaformer import MetaFormer, Pooling
 
 import timm_rep
 from tests.helpers import needs_recorded_args, same_weights, save_model
@@ -146,6 +148,31 @@ def test_head(student, teacher):
     report = timm_rep.weight_select_init(other, teacher, include_head=True)
     assert torch.equal(other.head.weight, before)
     assert [s.reason for s in report.not_selected] == ['a classifier of 4 classes, the teacher has 5'] * 2
+
+
+def levit(widths, classes=5):
+    return Levit(
+        img_size=64, stem_type='s8', embed_dim=widths, depth=(1, 1), num_heads=(2, 2), key_dim=8, num_classes=classes)
+
+
+def metaformer(dims, classes=5):
+    model = MetaFormer(token_mixers=Pooling, use_mlp_head=True, depths=(1,) * 4, dims=dims, num_classes=classes)
+    model.pretrained_cfg = dict(classifier='head.fc')
+    return model
+
+
+@pytest.mark.parametrize('build, small, large, last', [
+    (levit, (16, 24), (32, 48), 'head.linear.weight'),
+    (metaformer, (8, 16, 16, 32), (16, 32, 32, 64), 'head.fc.fc2.weight')])
+def test_heads_of_several_layers(build, small, large, last):
+    """The number of classes is that of the last layer."""
+    student, teacher = build(small), build(large)
+    report = timm_rep.weight_select_init(student, teacher, include_head=True)
+    assert not [s.name for s in report.not_selected if s.component == 'head']
+    weight, given = (model.get_parameter(last) for model in (student, teacher))
+    assert torch.equal(weight, selected(given, weight.shape))
+    report = timm_rep.weight_select_init(build(small, classes=4), teacher, include_head=True)
+    assert last in {s.name for s in report.not_selected if s.reason == 'a classifier of 4 classes, the teacher has 5'}
 
 
 def test_what_has_no_counterpart(student):

@@ -3,7 +3,9 @@ import pickle
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
 
 from tests.helpers import relative
 from tests.reference import branch_by_branch, grad_mult
@@ -259,6 +261,11 @@ def test_refusals():
     with pytest.raises(ValueError, match='kernel_size must'):
         ConvBranch((3,))
     csla = CSLAS['RepOpt-VGG']
+    with pytest.raises(ValueError, match=r"structure must be one of 'target', .* got 'train'"):
+        RepOptConv(csla, 'train')
+    for norm in BatchNormAct2d(8), nn.GroupNorm(1, 8):
+        with pytest.raises(TypeError, match=type(norm).__name__):
+            RepOptConv(csla, norm=norm)
     for value in (float('nan'), float('inf')):
         with pytest.raises(ValueError, match=r'conv3x3.*finite'):
             GradMult(csla, {'conv3x3': torch.full((8,), value), 'conv1x1': torch.ones(8)})

@@ -1,10 +1,12 @@
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
 from timm.utils import reparameterize_model
 
 from tests.helpers import relative, wild_
@@ -245,6 +247,11 @@ def test_idle_ratios():
 def test_refusals():
     with pytest.raises(TypeError, match='LayerNorm'):
         RePaMlp(8, norm_layer=nn.LayerNorm)
+    with pytest.raises(TypeError, match='BatchNormAct2d'):
+        RePaMlp(8, norm_layer=BatchNormAct2d, use_conv=True)
+    RePaMlp(8, norm_layer=partial(BatchNormAct2d, apply_act=False), use_conv=True).fuse()
+    with pytest.raises(ValueError, match='hidden channel'):
+        RePaMlpDeploy(8, 0)
     with pytest.raises(ValueError, match='track_running_stats'):
         RePaMlp(8, norm_layer=lambda n, **dd: nn.BatchNorm1d(n, track_running_stats=False, **dd)).fuse()
     mlp = RePaMlp(8, 32).half()

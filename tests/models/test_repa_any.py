@@ -232,12 +232,21 @@ def test_bases_that_timm_folds(args, tmp_path):
     (dict(VIT, linear_path=['x'] * 4), 'linear_path'),
     (dict(VIT, linear_path=5), 'linear_path'),
     (dict(VIT, anneal_schedule='x'), 'anneal_schedule'),
+    (dict(VIT, idle_ratio=1., linear_path=False), 'hidden channel'),
     (dict(VIT, reparameterized='yes'), 'reparameterized'),
     (dict(VIT, norm='layer'), r"norm must .*'layer'"),
 ])
 def test_refusals(args, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model('repa_any', device='meta', **args)
+
+
+@pytest.mark.parametrize('variant', ['repa_any', 'repopt_any'])
+def test_unknown_tags(variant):
+    """As of every model of timm; a folder of that name would be found first."""
+    for given in dict(model_name=f'{variant}.unknown'), dict(model_name=variant, pretrained_cfg='unknown'):
+        with pytest.raises(RuntimeError, match=rf'Invalid pretrained tag \(unknown\) for {variant}'):
+            timm.create_model(**given)
 
 
 @pytest.mark.parametrize('given', [

@@ -347,6 +347,28 @@ def test_parameters_in_another_dtype_than_their_momentum(form):
         torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize('flags', [dict(), dict(fused=True)], ids=str)
+@pytest.mark.parametrize('marked', [False, True])
+@pytest.mark.parametrize('dampening', [0., .3])
+def test_the_first_step_after_a_skipped_one_is_not_dampened(flags, marked, dampening):
+    """GradScaler skips its first steps, as its scale begins too large; torch's SGD without a skipped step decides."""
+    results = []
+    for cls, gradients, kwargs in (
+            (RepSGD, (float('inf'), 1., 2., float('inf'), 3.), flags), (torch.optim.SGD, (1., 2., 3.), {})):
+        param = nn.Parameter(torch.ones(4, 4, 3, 3))
+        optimizer = cls(
+            [ones(param) if cls is RepSGD and marked else param], lr=.1, momentum=.9, dampening=dampening, **kwargs,
+            **(dict(strict=False) if cls is RepSGD else {}))
+        scaler = torch.amp.GradScaler('cpu', init_scale=8., enabled=cls is RepSGD)
+        for gradient in gradients:
+            optimizer.zero_grad()
+            scaler.scale((param * gradient).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(param.detach())
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize('flags', [dict(), dict(fused=True), dict(foreach=False), dict(foreach=True)], ids=str)
 @pytest.mark.parametrize('rep,plain', PAIRS)
 @pytest.mark.parametrize('change', [

@@ -10,6 +10,7 @@ import torch.nn as nn
 from timm.models.nextvit import merge_pre_bn
 
 from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios
+from timm_rep.layers.fold import is_plain_batch_norm
 from timm_rep.utils.modes import keeping_modes
 
 from .ffn_classes import Block, FfnSpec, affine_of, class_name, ffn_spec, find_blocks, find_linear
@@ -112,6 +113,9 @@ class Ffn:
         if len(self.blocks) != 1:
             return 'is shared by several blocks' if self.blocks else (
                 'is in a block of a class that is not registered with timm_rep.convert.register_block()')
+        norm = getattr(self.blocks[0].module, self.blocks[0].norm)
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_plain_batch_norm(norm):
+            return f'follows a {type(norm).__name__}, which has an activation'
         return None
 
     @torch.no_grad()
@@ -273,7 +277,11 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
         if (spec.attribute or spec.inline) and any(isinstance(m, RePaMlpDeploy) for m in module.modules()):
             continue  # converted already
         if spec.attribute:
-            module, name = module.get_submodule(spec.attribute), f'{name}.{spec.attribute}'
+            try:
+                module, name = module.get_submodule(spec.attribute), f'{name}.{spec.attribute}'
+            except AttributeError as e:
+                others[name] = f'does not have the registered parts ({e})'
+                continue
         reason = spec.unsupported_reason(module)
         if reason:
             others[name] = reason

@@ -35,9 +35,11 @@ class FfnSpec(NamedTuple):
         try:
             parts = {part: self.layers(module, part) for part in (
                 'first', 'act', 'last', 'value', 'drop', 'before', 'after')}
+            norm, absent = (getattr(module, name) if name else None for name in (self.norm, self.absent))
         except AttributeError as e:
             return f'does not have the registered parts ({e})'
-        norm, absent = (getattr(module, name) if name else None for name in (self.norm, self.absent))
+        if len(parts['act']) != 1:
+            return f'must have one activation, not {len(parts["act"])}'
         if absent is not None and not isinstance(absent, nn.Identity):
             return 'has a convolution between its linear layers'
         act, = parts['act']
@@ -46,6 +48,9 @@ class FfnSpec(NamedTuple):
                 reason = None if part in act.modules() else _unsupported_linear(part)  # composites hold the activation
                 if reason:
                     return reason
+        for name in 'first', 'last':
+            if not any(isinstance(m, (nn.Linear, nn.Conv2d)) for layer in parts[name][:1] for m in layer.modules()):
+                return f'has no linear layer at the beginning of {name}={getattr(self, name)!r}'
         if any(p.numel() > 1 for p in act.parameters()):
             return 'has an activation with parameters for every channel'
         use_conv = isinstance(find_linear(parts['first'][0]), nn.Conv2d)
@@ -261,6 +266,11 @@ def find_blocks(model: nn.Module) -> Iterator[Block]:
     """The blocks of registered classes, see :func:`timm_rep.convert.register_block`, whatever the type of their FFN."""
     for path, module in model.named_modules():
         norm, mlp, ls = _BLOCKS.get(class_name(type(module)), ('', '', ''))
+        missing = [name for name in (norm, mlp) if name and not hasattr(module, name)]
+        if missing:
+            raise ValueError(
+                f'{type(module).__name__} must have the attributes that it was registered with, but has no '
+                f'{missing[0]!r}: check the arguments of timm_rep.convert.register_block().')
         if mlp and getattr(module, mlp) is not None:
             yield Block(path, module, norm, mlp, ls)
 

@@ -124,8 +124,8 @@ def _repa_mlp(ffn: Ffn, idle_ratio: float, bn_momentum: Optional[float], bn_eps:
 def _set_valid_tokens(name: str, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Set which tokens of a RePaMlp's next input are not padding; a forward pre-hook of its block."""
     mlp = getattr(block, name)
-    if isinstance(mlp, RePaMlp) and mlp.training:
-        mlp.valid_tokens = attended_tokens(kwargs.get('attn_mask'))
+    if isinstance(mlp, RePaMlp):  # also without a mask: an interrupted forward pass leaves its own
+        mlp.valid_tokens = attended_tokens(kwargs.get('attn_mask')) if mlp.training else None
 
 
 def use_repa_ffns(

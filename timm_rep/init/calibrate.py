@@ -40,10 +40,12 @@ def calibrate_batchnorm(
     Raises:
         TypeError: The model is not a module, or a batch has no tensor of images.
         ValueError: The model has no BatchNorm with running statistics, a pattern matches none with a scale and a shift,
-            the loader is empty, or the statistics are not finite.
+            batches is no positive integer, the loader is empty, or the statistics are not finite.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f'model must be a torch.nn.Module, got {model!r:.100}.')
+    if batches is not None and (not isinstance(batches, int) or batches < 1):
+        raise ValueError(f'batches must be an integer >= 1 or None, got {batches!r}.')
     norms = {
         name: m for name, m in model.named_modules()
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None

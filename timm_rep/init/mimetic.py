@@ -67,7 +67,7 @@ def mimetic_init_(
 
     Raises:
         ValueError: The model has no such attention, one whose heads together are wider than its input, or a position
-            embedding to replace whose channels are no multiple of 4. The model is unchanged.
+            embedding to replace whose channels are no multiple of 4 or whose grid is unknown. The model is unchanged.
     """
     found = dict(attentions(model))
     if not found:
@@ -85,6 +85,11 @@ def mimetic_init_(
         raise ValueError(
             f'model must have a number of channels that is a multiple of 4 for a sinusoidal position embedding, got '
             f'{table.shape[2]}: pass pos_embed=False. Nothing was changed.')
+    grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (0, 0)
+    if table is not None and not 0 < grid[0] * grid[1] <= table.shape[1]:
+        raise ValueError(
+            f'model must have a patch_embed with the grid_size of its {table.shape[1]} positions, got {grid}: pass '
+            'pos_embed=False. Nothing was changed.')
     for attention in found.values():
         heads, channels = attention.num_heads, attention.qkv.in_features
         width = attention.qkv.out_features // 3 // heads
@@ -94,7 +99,6 @@ def mimetic_init_(
         attention.qkv.weight.copy_(torch.cat([q, k, v]))
         attention.proj.weight.copy_(proj.T)
     if table is not None:
-        grid = model.patch_embed.grid_size
         table.zero_()
         table[:, table.shape[1] - grid[0] * grid[1]:] = build_sincos2d_pos_embed(grid, table.shape[2]).to(table)
     return model

@@ -3,7 +3,7 @@
 `Initializing Models with Larger Ones` - https://arxiv.org/abs/2311.18823
 """
 import copy
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import timm
 import torch
@@ -242,6 +242,7 @@ def _choose_tensors(
     for pattern in [*(include or ()), *(exclude or ())]:
         if pattern not in COMPONENTS and not any(matches(name, '', [pattern]) for name in components):
             raise ValueError(f'{pattern!r} must match a tensor of the student, but matches none; nothing was changed.')
+    classes, teacher_classes = (_class_counts(layout.shapes, classifiers) for layout in (student, teacher))
     selections = []
     names = map_names(student.shapes, teacher.shapes, layer_selection)
     for name, teacher_name in names.items():
@@ -255,7 +256,8 @@ def _choose_tensors(
         elif teacher_name is None:
             reason = absent_in_plain(name, names)
             reason, problem = reason or 'the teacher has none', not reason
-        elif component == 'head' and student.shapes[name][0] != teacher.shapes[teacher_name][0]:
+        elif (component == 'head' and classes != teacher_classes and student.shapes[name][:1] in classes
+                and teacher.shapes[teacher_name][:1] in teacher_classes):
             reason = (
                 f'a classifier of {student.shapes[name][0]} classes, the teacher has {teacher.shapes[teacher_name][0]}')
         else:
@@ -267,6 +269,12 @@ def _choose_tensors(
             selections.append(TensorSelection(
                 name, component, student.shapes[name], teacher_name, teacher.shapes[teacher_name]))
     return selections
+
+
+def _class_counts(shapes: Mapping[str, Tuple[int, ...]], classifiers: Sequence[str]) -> Set[Tuple[int, ...]]:
+    """Numbers of classes, the first axes of the last tensors of classifiers."""
+    last = {x: name for x in classifiers for name, shape in shapes.items() if shape and name.startswith(f'{x}.')}
+    return {shapes[name][:1] for name in last.values()}
 
 
 def _why_impossible(

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .csla import ConvBranch, Csla
-from .fold import Affine, check_foldable
+from .fold import Affine, check_foldable, is_plain_batch_norm
 from .grad_mult import GradMult, get_grad_mult, set_grad_mult
 
 # names that torch's wrappers insert into the names of modules
@@ -268,7 +268,15 @@ class RepOptConv(nn.Sequential):
             norm: BatchNorm of the output; a new BatchNorm2d if None.
             device: Device of the parameters.
             dtype: Dtype of the parameters.
+
+        Raises:
+            TypeError: The norm is not a BatchNorm, or has an activation.
+            ValueError: The structure is unknown.
         """
+        if structure not in _LAYERS:
+            raise ValueError(f'structure must be one of {", ".join(map(repr, _LAYERS))}, got {structure!r}.')
+        if norm is not None and not is_plain_batch_norm(norm):
+            raise TypeError(f'norm must be a BatchNorm without activation, got {type(norm).__name__}.')
         dd = {'device': device, 'dtype': dtype}
         super().__init__(
             _LAYERS[structure](csla, **dd),

@@ -29,6 +29,12 @@ def check_foldable(module: nn.Module) -> None:
         raise ValueError(f'Expected a plain layer, but the {type(module).__name__} {reason}.')
 
 
+def is_plain_batch_norm(norm: Any) -> bool:
+    """Whether a module is a BatchNorm without an activation; timm's BatchNormAct2d has one, which does not fold."""
+    act = getattr(norm, 'act', None)
+    return isinstance(norm, nn.modules.batchnorm._BatchNorm) and (act is None or isinstance(act, nn.Identity))
+
+
 @contextlib.contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
     """Eval mode, in which a parametrized weight does not change: spectral norm in train mode does at each access."""

@@ -12,7 +12,7 @@ import torch.nn as nn
 from timm.layers import LayerScale, LayerScale2d
 from torch.jit import Final
 
-from .fold import Affine, check_foldable, in_eval_mode, unfoldable_reason
+from .fold import Affine, check_foldable, in_eval_mode, is_plain_batch_norm, unfoldable_reason
 from .fused_idle import fused_idle_ffn, fused_idle_is_faster, use_fused_idle
 
 
@@ -230,10 +230,10 @@ class RePaMlp(nn.Module):
         self.fc2 = linear_layer(hidden_features, in_features, bias=bias, **dd)
         self.drop2 = nn.Dropout(drop)
         self.ls = ls_layer(in_features, init_values=init_values, **dd) if init_values else nn.Identity()
-        if not isinstance(self.norm1, nn.modules.batchnorm._BatchNorm):
+        if not is_plain_batch_norm(self.norm1):
             raise TypeError(
-                f'norm_layer must build a BatchNorm, which folds into a linear layer, got {type(self.norm1).__name__}: '
-                'pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of them.')
+                'norm_layer must build a BatchNorm without activation, which folds into a linear layer, got '
+                f'{type(self.norm1).__name__}: pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of them.')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.jit.is_scripting() and self.valid_tokens is not None:
@@ -377,11 +377,13 @@ class RePaMlpDeploy(nn.Module):
             dtype: Dtype of the parameters.
 
         Raises:
-            ValueError: The ratio is not in [0, 1].
+            ValueError: The ratio is not in [0, 1], or there are no hidden channels.
         """
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
-        hidden_features = hidden_features or in_features
+        hidden_features = in_features if hidden_features is None else hidden_features
+        if hidden_features < 1:
+            raise ValueError(f'There must be a hidden channel or, for idle ones, a linear path, got {hidden_features}.')
         out_features = out_features or in_features
         if active_features is None:
             active_features = active_channels(hidden_features, idle_ratio)

@@ -115,6 +115,8 @@ def create_from_base(
         cfg = args.get('pretrained_cfg')
         if f'{variant}.{cfg}' in model_cfgs:
             cfg = get_pretrained_cfg(f'{variant}.{cfg}')
+        elif isinstance(cfg, str) and cfg and not weights:
+            raise RuntimeError(f'Invalid pretrained tag ({cfg}) for {variant}.')  # as timm's build_model_with_cfg
         args['pretrained_cfg'] = base_cfg(variant, base, cfg, has_base_weights)
         args['pretrained_filter_fn'] = _filter_fn(base)
         if args.get('features_only'):

@@ -253,6 +253,7 @@ class RepSGD(_RepOptimizer, SGD):
 
     def _update_plain(self, params: List[torch.Tensor], group: Dict[str, Any]) -> None:
         buffers = [self.state[p].get('momentum_buffer') for p in params]
+        new, dampening = [p for p, buffer in zip(params, buffers) if buffer is None], group['dampening']
         if self._scalers['found_inf'] is not None and group['momentum'] != 0 and any(b is None for b in buffers):
             # torch's fused kernel, where it skips its first step, leaves a new buffer uninitialized for the second one
             group = {**group, 'dampening': 0} if all(b is None for b in buffers) else group
@@ -261,6 +262,7 @@ class RepSGD(_RepOptimizer, SGD):
         if group['momentum'] != 0:
             for param, buffer in zip(params, buffers):
                 self.state[param]['momentum_buffer'] = buffer
+            self._forget_skipped(new, dampening)
 
     def _states(self, params: List[torch.Tensor], group: Dict[str, Any]) -> States:
         if group['momentum'] == 0:
@@ -274,6 +276,14 @@ class RepSGD(_RepOptimizer, SGD):
                 buffer = self.state[p]['momentum_buffer'] if is_old else torch.zeros_like(p)
                 self.state[p]['momentum_buffer'] = match_strides(p, buffer)
             yield some, {'momentum_buffer_list': [to_local(self.state[p]['momentum_buffer']) for p in some]}, shared
+            if not is_old:
+                self._forget_skipped(some, group['dampening'])
+
+    def _forget_skipped(self, params: List[torch.Tensor], dampening: float) -> None:
+        """Forget the new buffers of a skipped step: the next step is the first one, which is not dampened."""
+        if params and dampening and self._scalers['found_inf'] is not None and self._scalers['found_inf'].item():
+            for param in params:
+                del self.state[param]['momentum_buffer']
 
     def _update(self, pieces: _Pieces, state: Dict[str, List[Any]], group: Dict[str, Any]) -> None:
         params, grads, grad_mults, start, empty_like, relayout = pieces
