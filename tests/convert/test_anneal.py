@@ -471,7 +471,8 @@ def test_folded_layers_have_the_mode_of_the_model(mode):
 
 
 @pytest.mark.parametrize('name, kwargs', [
-    ('levit_128s', dict(depth=(1, 1, 1))), ('repvit_m0_9', {}), ('mobileone_s0', {}), ('repghostnet_050', {})])
+    ('levit_128s', dict(depth=(1, 1, 1))), ('repghostnet_050', {}),
+    *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ('repvit_m0_9', 'mobileone_s0'))])
 def test_folded_layers_have_the_dtype_of_the_model_and_stay_frozen(name, kwargs):
     """Those that timm folds too, which it creates trainable and in float32."""
     model = timm.create_model(name, **kwargs).eval()

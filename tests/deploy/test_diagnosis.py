@@ -2,9 +2,9 @@
 import copy
 
 import pytest
-import timm
 import torch
 import torch.nn as nn
+from timm.layers import ConvNormAct
 
 import timm_rep
 from tests.helpers import images, relative, same_weights
@@ -114,10 +114,12 @@ def test_names_of_folded_layers_kept_in_float_by_onnxruntime():
     """They are names that keep_float takes, although the BatchNorms are folded, and those of fc layers are too."""
     pytest.importorskip('onnxruntime')
     torch.manual_seed(0)
-    model, x = timm.create_model('test_resnet', num_classes=3).eval(), images(4, 32)
-    kept = ['layer1.0.conv1', 'conv1.0', 'fc']
+    model = nn.Sequential(ConvNormAct(3, 8), ConvNormAct(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    model, x = nn.Sequential(model).eval(), images(4, 16)
+    kept = ['0.1.conv', '0.4']
     report = timm_rep.quantize_ptq(model, [x], 'onnxruntime', keep_float=kept).report
     assert report.float_layers.keys() == {*kept}
+    assert report.int8_layers == ['0.0.conv']
     again = timm_rep.quantize_ptq(model, [x], 'onnxruntime', keep_float=list(report.float_layers)).report
     assert (again.int8_layers, again.float_layers) == (report.int8_layers, report.float_layers)
 

@@ -227,7 +227,8 @@ class Written:
         path.write_text('program')
 
 
-@pytest.mark.parametrize('backend', BACKENDS)
+@pytest.mark.parametrize('backend', [
+    pytest.param(name, marks=() if name == 'onnxruntime' else pytest.mark.slow) for name in BACKENDS])
 def test_copies_outlive_the_model(backend, tmp_path):
     for package in BACKENDS[backend].packages:
         pytest.importorskip(package)
