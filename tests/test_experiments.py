@@ -17,7 +17,7 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from timm.optim import list_optimizers
+from timm.optim import list_optimizers, muon
 
 from tests.helpers import ROOT, SCRIPTS, needs_recorded_args, randomize_, relative, run, same_weights
 from timm_rep.convert import folded_copy
@@ -64,16 +64,23 @@ def models_trained(load_script, monkeypatch):
 @pytest.mark.parametrize('supported', [False, True])
 def test_bfloat16_where_the_cpu_has_it(script, load_script, images, tmp_path, monkeypatch, supported):
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: supported)
-    module, dtypes = load_script('experiments/train'), []
-    fit = module.fit
+    module, dtypes, of_muon = load_script('experiments/train'), [], set()
+    fit, newton_schulz = module.fit, muon.zeropower_via_newtonschulz
+
+    def recorded(gradient, *args, dtype=torch.bfloat16, **kwargs):
+        of_muon.add(dtype)
+        return newton_schulz(gradient, *args, dtype=dtype, **kwargs)
+
     monkeypatch.setattr(module, 'fit', lambda *args, **kw: dtypes.append(kw['amp_dtype']) or fit(*args, **kw))
+    monkeypatch.setattr(muon, 'zeropower_via_newtonschulz', recorded)
     settings = [setting for setting in TOY if not setting.startswith('amp')]
-    args = ['--rows', 'sgd', '--seeds', '0', '--set', *settings, VGG, 'epochs=1']
+    args = ['--rows', 'sgd', '--seeds', '0', '--set', *settings, VGG, 'epochs=1', 'opt=muon']
     assert script(
         'experiments/run', 'repoptimizers', '--data-dir', images, '--val-split', 'validation',
         '--output', tmp_path / 'out', *args) == 0
     content = json.loads(next((tmp_path / 'results').glob('*/repoptimizers.json')).read_text())
     assert (dtypes, content['settings']['amp']) == ([torch.bfloat16 if supported else None], supported)
+    assert of_muon == {torch.bfloat16 if supported else torch.float32}
 
 
 def trainings(settings):

@@ -7,9 +7,9 @@
 
 An experiment is a data file, scripts/experiments/NAME.yaml. Run it again after a stop: a training continues after its
 last epoch, finished rows are skipped, and several processes may run the same experiment. ``--scale cpu`` is for two
-cores (two processes with OMP_NUM_THREADS=1), ``--scale gpu`` for one GPU. Settings with ``amp`` train in bfloat16, on
-CPUs without AVX512-BF16 in float32, which is faster there. Results are written row by row to
-scripts/results/<machine>/NAME.json.
+cores (two processes with OMP_NUM_THREADS=1), ``--scale gpu`` for one GPU. Settings with ``amp`` train in bfloat16, and
+Muon orthogonalizes in it; on CPUs without AVX512-BF16 both use float32, which is faster there. Results are written row
+by row to scripts/results/<machine>/NAME.json.
 """
 import argparse
 import sys

@@ -2,6 +2,7 @@
 import copy
 import statistics
 import time
+from functools import partial
 from typing import Any, Dict, List, Mapping, NamedTuple
 
 import timm
@@ -10,7 +11,7 @@ import torch.nn as nn
 from experiments import models  # noqa: F401, registers them
 from experiments.workspace import Images, Workspace, num_classes
 from timm.layers import set_fused_attn
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, muon
 from timm.scheduler import create_scheduler_v2
 from timm.utils import random_seed
 
@@ -156,6 +157,8 @@ def trained(settings: Mapping[str, Any], workspace: Workspace) -> Trained:
             scales = scales.mean_over_channels()
         if device.type == 'cpu':
             set_fused_attn(not settings['amp'])  # torch's fused attention is slow in bfloat16 on a CPU
+            if not torch.cpu._is_avx512_bf16_supported():  # float32 is fifty times as fast; Muon has no option for it
+                muon.zeropower_via_newtonschulz = partial(muon.zeropower_via_newtonschulz, dtype=torch.float32)
         random_seed(settings['seed'])
         model = build(settings, scales)
         state = dict(epoch=0, curve=[], seconds=0.)
