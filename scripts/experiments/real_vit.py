@@ -44,9 +44,9 @@ from experiments.workspace import files_digest
 import timm_rep
 from timm_rep.hub import sha256
 from timm_rep.search import DeviceLoader, create_search_dataset
-from timm_rep.utils.checkpoints import read_training_state, write_training_state
+from timm_rep.utils.checkpoints import write_training_state
 from timm_rep.utils.profiling import count_macs, time_passes
-from timm_rep.utils.training import evaluate, fit
+from timm_rep.utils.training import evaluate, fit, load_training_state
 
 # conversions: whether FFNs with a linear path are refused, and whether the residual stream is corrected
 _FORMS = {
@@ -136,10 +136,7 @@ def train_parts(
         warmup_lr_init=1e-6, t_in_epochs=False)
     settings, start = dict(known, epochs=epochs, lr=args.lr), 0
     if path.is_file():
-        state = read_training_state(path, settings, 'training')
-        model.load_state_dict(state['model'])
-        optimizer.load_state_dict(state['optimizer'])
-        start = state['epoch']
+        start = load_training_state(path, settings, 'training', model, optimizer, epochs * _PARTS)['epoch']
 
     def after_part(part: int) -> None:
         if part % _PARTS == 0:
