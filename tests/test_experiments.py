@@ -204,6 +204,8 @@ def test_errors(load_script, monkeypatch, tmp_path, script, capsys):
     assert "training 'vit': procedure must be 'train' for 'trained', got 'pretrained'" in message(pretrained)
     other['trainings'] = {'deit': {}}
     assert "row 'a': teacher must be one of deit, got 'vit'" in message(other)
+    assert "row 'a': teacher must be one of deit, got [1]" in message(
+        {**other, 'rows': {'a': {}}}, 'x', '--set', 'teacher=[1]')
     assert "row 'a': expected 'seeds', but got 'seed'" in message({'rows': {'a': {'seed': 9}}})
     assert "x.yaml lacks 'seeds'" in message({'seeds': []})
     assert "x.yaml: gpu: keys must be among" in message({'gpu': {'setting': {}}})
@@ -244,8 +246,9 @@ def test_checked_before_anything_is_written(start, images, tmp_path, capsys):
     assert start('repoptimizers', '--seeds', 0, '--rows', 'sgd', settings=[VGG]) == (0, rows)
     path, = (tmp_path / 'results').glob('*/repoptimizers.json')
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, 'versions': {**content['versions'], 'torch': '2.4.0'}}))
-    assert 'repoptimizers.json has rows of torch 2.4.0. Move it away' in error(settings=[VGG])
+    for name in 'torch', 'other':
+        path.write_text(json.dumps({**content, 'versions': {**content['versions'], name: '2.4.0'}}))
+        assert f'repoptimizers.json has rows of {name} 2.4.0. Move it away' in error(settings=[VGG])
     for found in {'train': 50, 'val': 10}, {**content['images'], 'digest': 'of as many others'}:
         path.write_text(json.dumps({**content, 'images': found}))
         assert f"has rows of other images, {found}, than these, {content['images']}" in error(settings=[VGG])

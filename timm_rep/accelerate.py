@@ -11,7 +11,7 @@ from timm_rep.convert.linearize import DEFAULT_IDLE_RATIO, check_convertible, ch
 from timm_rep.convert.record import recorded_base
 from timm_rep.deploy import quantized_files
 from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, read_folder, save_folder
-from timm_rep.publish import REPORT_NAME, AccelerationReport, accelerated_card, figures_table
+from timm_rep.publish import PICTURE_NAME, REPORT_NAME, AccelerationReport, accelerated_card, figures_table
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.compare import check_finite, compare
 from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, Images, batch_images, world_size_and_rank
@@ -23,7 +23,6 @@ __all__ = ['Accelerated', 'accelerate', 'check_output', 'figures_table', 'measur
 
 # state of an unfinished distillation in the folder of the result
 STATE = 'distillation.pth'
-_PICTURE = 'accuracy.png'
 
 
 @torch.inference_mode()
@@ -198,7 +197,7 @@ def check_output(folder: StrPath) -> Path:
     path = Path(folder)
     recover(path)
     quantized_files(path)  # of an earlier model, to be removed
-    found = [name for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME, _PICTURE) if (path / name).exists()]
+    found = [name for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME, PICTURE_NAME) if (path / name).exists()]
     if found and not (path / REPORT_NAME).is_file():
         raise FileExistsError(f'The folder {str(path)!r} holds {found[0]} of another model: choose a new folder.')
     return path
@@ -232,9 +231,9 @@ def write_model(folder: Path, result: Accelerated, command: str = '') -> None:
         if swept:
             from timm_rep.plotting import plot_accuracy  # matplotlib is an extra
 
-            plot_accuracy(result.figures).savefig(draft / _PICTURE, dpi=120)
+            plot_accuracy(result.figures).savefig(draft / PICTURE_NAME, dpi=120)
 
-    outdated = [folder / _PICTURE, *quantized_files(folder)]
+    outdated = [folder / PICTURE_NAME, *quantized_files(folder)]
     if 'distilled' in result.figures:
         outdated.append(folder / STATE)
     save_folder(copy.deepcopy(result.model).cpu(), folder, extra=write_documents, outdated=outdated)

@@ -204,7 +204,7 @@ def _resolved(
         for key, value in settings.items():
             if isinstance(value, Mapping):
                 settings[key] = with_trainings(value)
-            elif key in _REFERENCES and value in trainings:
+            elif key in _REFERENCES and isinstance(value, str) and value in trainings:
                 training = dict(trainings[value])
                 kind, place = training.pop('procedure', 'train'), f'{where}, training {value!r}'
                 if kind not in ('train', 'search', 'pretrained'):

@@ -53,7 +53,7 @@ def check_results(content: Dict[str, Any], experiment: Experiment, workspace: Wo
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         which = ', '.join(f'{key}={before.get(key)!r} instead of {now.get(key)!r}' for key in changed)
         others.append(f'{other} rows of other settings' + (f' ({which})' if which else ''))
-    others += [f'rows of {k} {v}' for k, v in content['versions'].items() if v != versions()[k]]
+    others += [f'rows of {k} {v}' for k, v in content['versions'].items() if v != versions().get(k)]
     before = content.get('images') or {}
     if not before.keys() <= workspace.images.keys() or any(workspace.images[k] != v for k, v in before.items()):
         others.append(f'rows of other images, {before}, than these, {workspace.images}')

@@ -10,12 +10,14 @@ import pytest
 import timm
 import torch
 from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file, save_file
 from timm.data import resolve_data_config
 
 import timm_rep
 from tests.helpers import needs_recorded_args, relative
 from tests.hub.published import REPA, REPOPT, publish, same, trained, write_folder
+from timm_rep.cli import main
 from timm_rep.hub import check_saveable, read_repository, save_folder, sha256
 from timm_rep.hub._folder import write_hashes
 from timm_rep.layers import csla_layers
@@ -391,10 +393,28 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch):
             asked.append(local_files_only), hf_hub_download(*args, local_files_only=True, **kwargs))[1])
         with pytest.raises(RuntimeError, match='cannot be reached'):
             timm.create_model('repa_deit_tiny', pretrained=True)
-        assert asked == [True]
+        with pytest.raises(FileNotFoundError, match='cannot be reached'):
+            Scales.load('owner/name')
+        assert asked == [True, True]
         for name in 'http_proxy', 'HTTP_PROXY':
             monkeypatch.setenv(name, 'http://127.0.0.1:1')
         assert is_reachable(constants.ENDPOINT)
+
+
+def test_errors_of_the_connection(monkeypatch, capsys):
+    """The errors of the client's HTTP library, as of a proxy that refuses, may be no OSErrors."""
+    def refused(*args, **kwargs):
+        raise HfHubHTTPError.__bases__[0]('403 Forbidden')
+
+    monkeypatch.setattr('timm_rep.utils.network.is_reachable', lambda address: True)
+    monkeypatch.setattr('timm_rep.utils.network.hf_hub_download', refused)
+    with pytest.raises(FileNotFoundError, match='403 Forbidden'):
+        Scales.load('owner/name')
+    monkeypatch.setattr('timm.create_model', refused)
+    assert main(['verify', 'test_vit.r160_in1k']) == 1
+    error = capsys.readouterr().err
+    assert '403 Forbidden' in error
+    assert error.count('\n') == 1
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------
@@ -647,10 +667,14 @@ def test_a_model_with_other_outputs_than_its_arguments_say(tmp_path, hook):
     assert not (tmp_path / 'a').exists()
 
 
-def test_names_by_number_are_not_taken_for_names(tmp_path):
+@pytest.mark.parametrize('names, expected', [
+    ({'1': 'b', '0': 'a'}, ['a', 'b']), ({1: 'b', 0: 'a'}, ['a', 'b']), ({'0': 'a', '2': 'b'}, None),
+    ({'0': 'a'}, None), ({}, None),
+], ids=str)
+def test_names_by_number(tmp_path, names, expected):
     """timm's label_names may be a dict, whose keys are not names."""
     args = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
     model = timm.create_model('vit_tiny_patch16_224', num_classes=2, **args)
-    model.pretrained_cfg['label_names'] = {'0': 'a', '1': 'b'}
+    model.pretrained_cfg['label_names'] = names
     save_folder(model, tmp_path / 'a', model_args=args)
-    assert 'label_names' not in json.loads((tmp_path / 'a' / 'config.json').read_text())
+    assert json.loads((tmp_path / 'a' / 'config.json').read_text()).get('label_names') == expected

@@ -522,6 +522,11 @@ def test_names_of_classes_in_their_order(folder, tmp_path):
     assert json.loads((folder / 'config.json').read_text())['label_names'] == ['1', '2', '10', '20']
     prepare_folder(folder, tmp_path / 'c.pth')  # without the images they stay
     assert json.loads((folder / 'config.json').read_text())['label_names'] == ['1', '2', '10', '20']
+    config = json.loads((folder / 'config.json').read_text())
+    config['label_names'] = dict(enumerate(config['label_names']))
+    (folder / 'config.json').write_text(json.dumps(config))
+    prepare_folder(folder, tmp_path / 'c.pth')
+    assert json.loads((folder / 'config.json').read_text())['label_names'] == ['1', '2', '10', '20']
     shutil.copytree(folder, tmp_path / 'again' / NAME)
     (tmp_path / 'other.yaml').write_text((folder / 'train.yaml').read_text() + '# of other images\n')
     prepare_folder(tmp_path / 'again' / NAME, tmp_path / 'c.pth', recipe=tmp_path / 'other.yaml')
@@ -546,10 +551,34 @@ def test_folded_again(tmp_path, folder, checkpoint, images):
     assert (target / 'train.yaml').is_file()
     old = {path.name for path in target.iterdir()}
     write_int8(target, 'onnxruntime')
-    (target / 'predictions.csv').write_text('of other weights')
+    for name in 'predictions.csv', 'report.json', 'accuracy.png':
+        (target / name).write_text('of other weights')
     write_folded(folder, tmp_path / 'out')
     assert {path.name for path in target.iterdir()} == old
     verify_folder(target)
+
+
+def test_the_report_of_earlier_weights(folder, checkpoint):
+    """Of a conversion, whose accuracies are not those of the model that is trained further."""
+    for name in 'report.json', 'accuracy.png':
+        (folder / name).write_text('of a conversion')
+    prepare_folder(folder, checkpoint[2])
+    assert not {'report.json', 'accuracy.png'} & {path.name for path in folder.iterdir()}
+    assert 'report.json' not in (folder / 'README.md').read_text()
+    for name in 'report.json', 'accuracy.png':
+        (folder / name).write_text('of these weights')
+    prepare_folder(folder)
+    assert {'report.json', 'accuracy.png'} <= verify_folder(folder).hashes.keys()
+
+
+def test_saved_by_transformers(folder, checkpoint):
+    """Their save_pretrained() keeps the hashes of the files that it read; those that card writes are of its own."""
+    prepare_folder(folder, checkpoint[2])
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps({**config, 'transformers_version': '5.0.0'}))
+    (folder / 'README.md').write_text('theirs')
+    prepare_folder(folder)
+    assert verify_folder(folder).hashes['README.md'] == sha256(folder / 'README.md')
 
 
 def test_classes_in_another_order(folder, checkpoint):

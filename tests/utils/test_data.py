@@ -1,8 +1,12 @@
 """Images of a folder for a model."""
+import re
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
 from PIL import Image
+from timm.data import dataset_factory
 from torchvision.transforms.functional import pil_to_tensor
 
 from timm_rep.utils.data import Images, image_config, open_dataset, read_images
@@ -122,6 +126,30 @@ def test_a_data_set_without_a_prefix(colours):
     """timm would open the folder of images."""
     with pytest.raises(ValueError, match="'foo'"):
         open_dataset('foo', str(colours), 'val')
+
+
+@pytest.mark.parametrize('split, train', [
+    ('train', True), ('training', True), ('validation', False), ('test', False),
+    ('Train', None), ('trian', None), ('train[:4]', None), ('validation[:50%]', None), ('', None),
+], ids=str)
+def test_splits_of_torchvision(monkeypatch, split, train):
+    """timm takes every name that it does not know as the validation images."""
+    monkeypatch.setitem(dataset_factory._TORCH_BASIC_DS, 'mine', SimpleNamespace)
+    if train is None:
+        with pytest.raises(ValueError, match=re.escape(repr(split))):
+            open_dataset('torch/mine', '.', split)
+    else:
+        assert open_dataset('torch/mine', '.', split).train == train
+
+
+@pytest.mark.parametrize('name', ['', 'torch/image_folder', 'Torch/folder'])
+def test_splits_of_folders(colours, name):
+    """timm takes every folder as a class if there is none for the split, and all images of the folder of a slice."""
+    assert len(open_dataset(name, str(colours), 'val')) == len(list((colours / 'val').rglob('*.png')))
+    with pytest.raises(FileNotFoundError, match='trian'):
+        open_dataset(name, str(colours), 'trian')
+    with pytest.raises(ValueError, match='slice'):
+        open_dataset(name, str(colours), 'val[:2]')
 
 
 @pytest.mark.parametrize('kwargs', [dict(features_only=True), dict(num_classes=0)], ids=str)

@@ -14,6 +14,7 @@ from typing import List, Optional
 
 from safetensors import SafetensorError
 
+from timm_rep.utils.network import HTTP_ERROR
 from timm_rep.version import __version__
 
 from . import (
@@ -40,7 +41,7 @@ _COMMANDS = (
     accelerate, card, convert, demo, export, hyper_search, models, plot_attention_weights, plot_scales, profile, push,
     quantize, run, verify, weight_select)
 # printed as one line, unless --traceback is given; any other type is a bug in this package and shows its traceback
-_ERRORS = (OSError, ValueError, RuntimeError, ImportError, OverflowError, SafetensorError, TypeError)
+_ERRORS = (OSError, ValueError, RuntimeError, ImportError, OverflowError, SafetensorError, TypeError, HTTP_ERROR)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

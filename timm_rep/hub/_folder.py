@@ -234,6 +234,7 @@ def write_hashes(folder: StrPath) -> None:
     repo = read_folder(folder)
     hashes = {name: sha256(repo.folder / name) for name in published_files(repo.folder)}
     config = {**repo.config, 'sha256': hashes}
+    config.pop('transformers_version', None)  # its hashes would be taken for those of other files
     if SCALES_NAME in hashes:
         config['model_args'] = {**repo.model_args, 'scales': SCALES_IN_FOLDER}
     _write_config(repo.folder, config)

@@ -1,11 +1,20 @@
 """Prepare model folders (weights, measurements, model card, hashes) and push them to the Hub."""
 from ._card import accelerated_card, card_text, figures_table
-from ._metrics import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
+from ._metrics import (
+    METRICS_NAME,
+    PICTURE_NAME,
+    PREDICTIONS_NAME,
+    REPORT_NAME,
+    AccelerationReport,
+    Metrics,
+    read_metrics,
+)
 from .prepare import convert_released, prepare_folder, write_folded
 from .push import Change, push_folder
 
 __all__ = [
     'METRICS_NAME',
+    'PICTURE_NAME',
     'PREDICTIONS_NAME',
     'REPORT_NAME',
     'AccelerationReport',

@@ -17,7 +17,15 @@ from timm_rep.hub import (
 )
 from timm_rep.utils.files import StrPath, parse, read_text
 
-from ._metrics import METRICS_NAME, PREDICTIONS_NAME, REPORT_NAME, AccelerationReport, Metrics, read_metrics
+from ._metrics import (
+    METRICS_NAME,
+    PICTURE_NAME,
+    PREDICTIONS_NAME,
+    REPORT_NAME,
+    AccelerationReport,
+    Metrics,
+    read_metrics,
+)
 
 RECIPE_NAME = 'train.yaml'
 
@@ -55,6 +63,7 @@ _FILES = {
     METRICS_NAME: 'figures of this card, with machine, versions and dates',
     PREDICTIONS_NAME: 'predictions for a sample of the validation images',
     REPORT_NAME: 'figures and report of the conversion',
+    PICTURE_NAME: 'accuracy by speed of the conversions',
     QUANTIZATION_NAME: 'how the int8 form was quantized, and the layers that run in int8',
     **dict.fromkeys((name for backend in BACKENDS.values() for name in backend.files), 'the int8 form, folded'),
     CONFIG_NAME: "configuration in timm's format, with the sha256 of the other files",

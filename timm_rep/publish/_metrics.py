@@ -26,6 +26,7 @@ from timm_rep.utils.training import evaluate
 METRICS_NAME = 'metrics.json'
 PREDICTIONS_NAME = 'predictions.csv'
 REPORT_NAME = 'report.json'
+PICTURE_NAME = 'accuracy.png'
 
 Prediction = Tuple[str, int, int]  # file, class, predicted class
 

@@ -29,14 +29,16 @@ from timm_rep.hub import (
 from timm_rep.scales import Scales, attach_grad_mults, resolve_scales
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import load_checkpoint, read_state_dict
-from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, ImageFolder, check_preprocessing
+from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, ImageFolder, check_preprocessing, labels_by_index
 from timm_rep.utils.files import StrPath, argument_errors, parse, read_text
 from timm_rep.utils.profiling import model_input_size
 
 from ._card import RECIPE_NAME, write_card
 from ._metrics import (
     METRICS_NAME,
+    PICTURE_NAME,
     PREDICTIONS_NAME,
+    REPORT_NAME,
     Metrics,
     measure_accuracy,
     measure_cost,
@@ -213,7 +215,7 @@ def _write_trained(
     if data_dir is not None:
         classes = ImageFolder(data_dir, split).classes
     elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # a different recipe may have different classes
-        classes = _config(folder).get('label_names')
+        classes = labels_by_index(_config(folder).get('label_names'))
     model = _create_trained(settings, recipe, f'{variant}.{tag}')
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(
@@ -277,8 +279,8 @@ def _scales(model: torch.nn.Module) -> Optional[Scales]:
 
 
 def _drop_weights(folder: Path) -> None:
-    """Remove weights, and the files made from them: scales, int8 form and card."""
-    for name in WEIGHTS_NAME, SCALES_NAME, CARD_NAME:
+    """Remove weights, and the files made from them: scales, int8 form, report of a conversion, and card."""
+    for name in WEIGHTS_NAME, SCALES_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME:
         (folder / name).unlink(missing_ok=True)
     _drop_int8(folder)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Dict, Mapping, Tuple
 
 import torch
-from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import read_state_dict, write_safetensors
 from timm_rep.utils.files import StrPath, parse_json
+from timm_rep.utils.network import hub_download
 
 from .packaged import locate_packaged, packaged_scales
 from .released import RELEASED_PREFIX, locate_released
@@ -53,7 +53,7 @@ def locate(source: StrPath) -> str:
             f"scales must be a file, a Hub repository (owner/name), 'ones', 'init', False for no scales, or a model "
             f"with packaged scales ({', '.join(packaged_scales())}), but {source!r} does not exist.")
     try:
-        return hf_hub_download(hub_id['repo'], SCALES_NAME, revision=hub_id['revision'])
+        return hub_download(hub_id['repo'], SCALES_NAME, hub_id['revision'])
     except (OSError, ValueError) as e:
         raise FileNotFoundError(
             f'Expected a file of scales, or a Hub repository with a {SCALES_NAME}, but {source!r} is neither, or the '

@@ -8,6 +8,7 @@ from PIL import Image
 from timm.data import create_dataset, create_loader, create_transform, resolve_data_config
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import Dataset
+from torchvision.datasets import DatasetFolder
 
 from .files import parse
 from .profiling import model_img_size, model_input_size
@@ -24,6 +25,8 @@ PREPROCESSING = {
 # other values of these for validation, which timm's validate.py prefers
 TEST_PREPROCESSING = ('test_input_size', 'test_pool_size', 'test_crop_pct')
 _POSITIVE = ('input_size', 'std', 'crop_pct')
+# timm's names of the training and the validation images of a dataset of torchvision; it takes others as the latter
+_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 # Pillow's mode of an image, timm's input_img_mode, by number of channels
 _MODES = {1: 'L', 3: 'RGB'}
 
@@ -43,7 +46,7 @@ def check_preprocessing(values: Mapping[str, Any], source: str = '') -> None:
 
 
 def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> Dataset:
-    """timm's ``create_dataset``, with an error where timm would take the images of every split, or of a folder.
+    """timm's ``create_dataset``, with an error where timm would take the images of another split, or of every one.
 
     The name is '' for folders of images, otherwise it has a prefix: 'torch/cifar100', 'hfds/...'.
     """
@@ -53,9 +56,13 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
             "folders of images it is ''.")
     if not name and not os.path.exists(root or ''):
         raise FileNotFoundError(f'Expected images in {root}/{split}/CLASS/IMAGE, but {root!r} does not exist.')
+    if '[' in split and name.partition('/')[0].lower() in ('', 'torch'):
+        raise ValueError(f'A split of this dataset must be its name, without a slice, got {split!r}.')
     dataset = create_dataset(name, root=root, split=split, **kwargs)
-    reader = getattr(dataset, 'reader', None)
-    if isinstance(reader, ReaderImageFolder) and root is not None and os.path.samefile(reader.root, root):
+    if hasattr(dataset, 'train') and split not in _SPLITS:  # a dataset of torchvision with two splits
+        raise ValueError(f'The split of {name!r} must be one of {", ".join(_SPLITS)}, got {split!r}.')
+    folder = getattr(dataset, 'reader', dataset)
+    if isinstance(folder, (ReaderImageFolder, DatasetFolder)) and root and os.path.samefile(folder.root, root):
         raise FileNotFoundError(
             f'Expected images in {root}/{split}/CLASS/IMAGE, but {root!r} has no folder for the split {split!r}.')
     return dataset
@@ -127,8 +134,16 @@ class ImageFolder(Dataset):
 
 def recorded_labels(model: nn.Module) -> Optional[Sequence[str]]:
     """Names of the classes by index that a model was trained with, if its pretrained_cfg lists one for each."""
-    names = model.pretrained_cfg.get('label_names')  # timm also takes a mapping, with gaps
-    return names if isinstance(names, (list, tuple)) and len(names) == model.num_classes else None
+    names = labels_by_index(model.pretrained_cfg.get('label_names'))
+    return names if names is not None and len(names) == model.num_classes else None
+
+
+def labels_by_index(names: Union[Sequence[str], Mapping[Any, str], None]) -> Optional[Sequence[str]]:
+    """timm's label_names as a list; None if they are a mapping from numbers that has gaps."""
+    if not isinstance(names, Mapping):
+        return names if isinstance(names, (list, tuple)) else None
+    by_number, numbers = {str(index): name for index, name in names.items()}, [str(i) for i in range(len(names))]
+    return [by_number[i] for i in numbers] if by_number.keys() == {*numbers} else None
 
 
 def image_config(

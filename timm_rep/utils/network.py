@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from .files import StrPath
 
 # base error of the client's HTTP library (requests, then httpx); a failed connection raises it, not OSError
-_HTTP_ERROR = HfHubHTTPError.__bases__[0]
+HTTP_ERROR = HfHubHTTPError.__bases__[0]
 _TIMEOUT = 1.5  # seconds
 
 
@@ -23,7 +23,7 @@ def hub_errors() -> Iterator[None]:
         yield
     except HFValidationError:
         raise
-    except _HTTP_ERROR as e:
+    except HTTP_ERROR as e:
         if isinstance(e, OSError):
             raise
         raise ConnectionError(f'The Hub cannot be reached: {type(e).__name__}: {e}') from e
