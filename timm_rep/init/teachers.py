@@ -7,13 +7,12 @@ from typing import Callable, Collection, Dict, Mapping, Optional, Union
 import timm
 import torch
 import torch.nn as nn
-from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from timm.utils import unwrap_model
 
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
 from timm_rep.utils.files import StrPath, config_errors
-from timm_rep.utils.network import hub_errors
+from timm_rep.utils.network import hub_download
 
 from .matching import Shape
 
@@ -144,9 +143,7 @@ def _open_cached(name: str) -> Optional[Teacher]:
         if hasattr(model, 'reparameterize'):
             return None  # this package's create_model() verifies the weights it loads
         repository, _, revision = cfg.hf_hub_id.partition('@')
-        with hub_errors():
-            path = hf_hub_download(repository, 'model.safetensors', revision=revision or None)
-        teacher = _from_safetensors(path, model)
+        teacher = _from_safetensors(hub_download(repository, 'model.safetensors', revision or None), model)
     except (TypeError, OSError, RuntimeError):
         return None  # create_model() looks in other places and raises the error
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
