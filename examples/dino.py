@@ -6,7 +6,7 @@ Without --data-dir, trains a small model on scikit-learn's digits in minutes on 
   dino.py --data-dir DIR --model-kwargs img_size=32 patch_size=4 --transform-kwargs "gaussian_blur=(0,0,0)" \\
       --epochs 100 --batch-size 256 --lr 5e-4 --momentum 0.996 --warmup-epochs 10 --device cuda -j 8
 
-Needs lightly, and scikit-learn (pip install lightly 'timm-rep[demo]').
+Needs lightly and scikit-learn (pip install -e '.[ssl]').
 """
 import argparse
 import copy

@@ -16,6 +16,7 @@ import torch
 import timm_rep
 from tests.browser import find_chromium, open_page
 from tests.helpers import ROOT, run
+from timm_rep import cli
 
 pytest.importorskip('mkdocs', reason='the extra docs is not installed')
 
@@ -37,6 +38,12 @@ def test_reference_is_complete(site):
     page = (site / 'reference' / 'index.html').read_text()
     documented = set(re.findall(r'id="timm_rep\.(\w+)"', page))
     assert documented == {name for name in timm_rep.__all__ if not name.startswith('__')}
+
+
+def test_every_command_is_listed():
+    page = (ROOT / 'docs' / 'reference' / 'commands.md').read_text()
+    commands = [command.__name__.rpartition('.')[2].replace('_', '-') for command in cli._COMMANDS]
+    assert re.findall(r'^\| `([\w-]+)` \|', page, re.MULTILINE) == commands
 
 
 def _documented():

@@ -22,7 +22,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser('profile', help='time the parts of a model: vanilla, RePa and folded')
     parser.add_argument(
         'models', nargs='+', metavar='MODEL',
-        help='RePa models, or other timm models that convert_to_repa() converts')
+        help='RePa models, or timm models whose FFNs are plain MLPs in known blocks')
     add_picture(parser, 'profile.png')
     add_device(parser)
     parser.add_argument('--batch-size', type=positive_int, default=1, metavar='N', help='batch size (%(default)s)')

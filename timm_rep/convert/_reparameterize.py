@@ -178,6 +178,12 @@ def folded_copy(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: A layer cannot be folded, see :func:`timm_rep.convert.reparameterize`, or a folded weight exceeds
             the range of the model's dtype; the message names the layer.
+
+    Examples:
+        >>> model = timm.create_model('repa_deit_tiny').eval()
+        >>> folded = folded_copy(model)
+        >>> model.reparameterized, folded.reparameterized
+        (False, True)
     """
     folded = copy.deepcopy(model)
     try:
@@ -236,7 +242,7 @@ class ReparameterizeMixin:
         """Fold the model into its deploy structure, in place; the function in eval mode is unchanged.
 
         Running statistics are folded in either mode, in float64 (RePaFormer, eq. 4-7). A folded model is left as it is.
-        ``timm.models.reparameterize_model(model)`` does the same to a copy.
+        ``timm.utils.reparameterize_model(model)`` does the same to a copy.
 
         Returns:
             The model.

@@ -148,7 +148,7 @@ def anneal_ffns(
         model: timm model.
         anneal_steps: Training steps until the model is foldable, an integer >= 2.
         idle_ratio: Share of the hidden channels of an FFN that become linear, from 0 to 1; or one per FFN, None to keep
-            an FFN.
+            an FFN with norm='keep'.
         norm: 'keep', or 'batch' to turn the norms before the FFNs into BatchNorms too.
         anneal_schedule: 'linear' or 'cosine'.
         bn_momentum: Momentum of the BatchNorms; None for a cumulative average.
@@ -160,7 +160,8 @@ def anneal_ffns(
     Raises:
         TypeError: model is not a module.
         ValueError: The model has no FFN that can be annealed or one with a tied parameter, or is wrapped, compiled or
-            converted; or an argument is out of range. The model is unchanged.
+            converted; norm='batch' and an FFN is not two linear layers in a known block; or an argument is out of
+            range. The model is unchanged.
 
     Examples:
         >>> model = timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=48, num_heads=3, depth=2)

@@ -53,7 +53,8 @@ def convert_to_repa(
     Args:
         model: timm model, not wrapped.
         idle_ratio: Share of the hidden channels of each FFN that skip the activation, from 0 to 1 (default: 0.75); or
-            a sequence of one ratio per FFN. In a sequence, with calibration or anneal_steps, None keeps an FFN.
+            a sequence of one ratio per FFN. In a sequence, None keeps an FFN, with calibration or with anneal_steps and
+            norm='keep'.
         calibration: Batches of images, preprocessed as for the model. The first ``max_images`` are used, 2,048 by
             default.
         anneal_steps: Training steps until the annealed FFNs are foldable, an integer >= 2.

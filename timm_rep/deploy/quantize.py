@@ -37,7 +37,7 @@ class Quantized(nn.Module):
     first call with a different batch size compiles once more, for any batch size.
 
     Attributes:
-        report: Settings, layers in int8 and in float, and errors; ``print(model.report)`` shows them.
+        report: Settings, layers in int8 and in float, and errors; ``print(model.report)`` shows a summary.
     """
 
     def __init__(self, program: Program, report: QuantizationReport):
@@ -169,9 +169,10 @@ def quantize_ptq(
         ``keep_float='auto'`` does not reach its limits.
 
     Raises:
-        ModuleNotFoundError: The backend requires a package that is not installed.
+        ImportError: The backend requires a package that is not installed, or does not fit this torch.
         RuntimeError: The backend cannot compute the model.
-        TypeError: ``model`` is not a module, a batch has no images, or a batch of ``validation_loader`` no labels.
+        TypeError: ``model`` is not a module, a batch has no images, ``validation_loader`` is an iterator, which can be
+            read only once, or a batch of it has no labels.
         ValueError: An argument is invalid, a loader is empty, batches differ in size, images are not finite, labels
             have no class, or the model is in training mode, not yet annealed, not on the CPU, not in float32, quantized
             or wrapped.

@@ -101,6 +101,14 @@ def select_elements(
 
     Raises:
         ValueError: The shapes do not allow it, or ``element_selection`` is unknown.
+
+    Examples:
+        >>> selected, (rows, columns) = select_elements(torch.arange(16).reshape(4, 4), (2, 4))
+        >>> selected
+        tensor([[ 0,  1,  2,  3],
+                [ 8,  9, 10, 11]])
+        >>> columns is None
+        True
     """
     shape = tuple(shape)
     if element_selection not in ELEMENT_SELECTIONS:

@@ -101,6 +101,13 @@ def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mappin
 
     Raises:
         ValueError: Patches are padding, and the model drops patches at random.
+
+    Examples:
+        >>> from timm_rep import convert_to_repa
+        >>> model = timm.create_model('test_vit').train()
+        >>> report = convert_to_repa(model, anneal_steps=100)
+        >>> advance_annealing(model)
+        >>> features = model.forward_features(torch.randn(2, 3, 160, 160))
     """
     annealed = [m for m in model.modules() if isinstance(m, _Annealed) and m.training]
     valid = _valid_patches(args, kwargs) if annealed else None

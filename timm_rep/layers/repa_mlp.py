@@ -51,6 +51,10 @@ def idle_ratios(depth: int, idle_ratio: float = 0.75, idle_schedule: str = 'cons
 
     Raises:
         ValueError: The schedule is unknown, or the ratio of a block is not in [0, 1].
+
+    Examples:
+        >>> idle_ratios(4, 0.5, 'linear')
+        [0.3333333333333333, 0.6666666666666666, 1.0, 0.0]
     """
     active_channels(1, idle_ratio)
     if idle_schedule == 'constant':
@@ -365,7 +369,7 @@ class RePaMlpDeploy(nn.Module):
     ):
         """
         Args:
-            in_features: Number C of input and output channels.
+            in_features: Number C of input channels.
             hidden_features: Number of hidden channels of the training structure, in_features if None.
             idle_ratio: Share of the hidden channels that skip the activation, from 0 to 1.
             act_layer: Element-wise activation.

@@ -113,6 +113,7 @@ def prepare_folder(
 
     Raises:
         FileNotFoundError: Weights, recipe or checkpoint do not exist.
+        OverflowError: A weight is outside of the range of float16, with ``half``.
         RuntimeError: The checkpoint does not fit the recipe, or a file cannot be read.
         ValueError: The folder is not named after a model; the recipe is not one of this model, or is elsewhere; the
             images have other classes or cannot be decoded; the checkpoint has no moving average; or recipe or use_ema

@@ -125,7 +125,9 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
 
     @classmethod
     def initial(cls, model: nn.Module) -> 'Scales':
-        """The scales that a search of this model starts from, ``sqrt(2 / l)`` in RepOpt-VGG (appendix B).
+        """The scales that a search of this model starts from (appendix B).
+
+        In RepOpt-VGG, 1 in the first layer of a stage and ``sqrt(2 / l)`` in the l-th after it.
 
         Raises:
             ValueError: The model has no CSLA layers.
