@@ -107,6 +107,8 @@ def test_refusals():
         kernel_layer({'fc.weight': torch.ones(3, 3)})
     with pytest.raises(ValueError, match=r"'head.fc.weight' must be a 3 x 3 kernel of m"):
         plot_kernels({'m': model().state_dict()}, ['head.fc.weight'])
+    with pytest.raises(ValueError, match='each of the 2 state dicts'):
+        plot_kernels({'a': {'x': torch.ones(4, 4, 3, 3)}, 'b': {'x': torch.ones(4, 4, 3, 3)}}, ['x'])
 
 
 def test_command(tmp_path, capsys):

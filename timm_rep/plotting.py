@@ -132,9 +132,11 @@ def plot_kernels(
         A matplotlib Figure.
 
     Raises:
-        ValueError: A state dict has no such kernel.
+        ValueError: A state dict has no such kernel, or there are fewer or more layers than state dicts.
     """
     layers = layers or [kernel_layer(state_dict) for state_dict in state_dicts.values()]
+    if len(layers) != len(state_dicts):
+        raise ValueError(f'layers must name a kernel for each of the {len(state_dicts)} state dicts, got {layers!r}.')
     for (name, state_dict), layer in zip(state_dicts.items(), layers):
         if not _is_kernel(state_dict.get(layer)):
             raise ValueError(f'{layer!r} must be a 3 x 3 kernel of {name}.')

@@ -1,12 +1,15 @@
 """Annealing: the pretrained model at the first step, foldable at the last."""
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from timm.models.coat import CoaT
+from timm.models.metaformer import MetaFormer
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, reparameterize_model
 
@@ -20,7 +23,7 @@ from tests.models.test_repa_any import CONVNEXT, VIT, plain
 from timm_rep.convert import reparameterize
 from timm_rep.convert.anneal import AnnealedFfn, anneal_ffns
 from timm_rep.convert.ffn import find_ffns
-from timm_rep.layers import AnnealedActivation, AnnealedNorm, RePaMlpDeploy
+from timm_rep.layers import AnnealedActivation, AnnealedNorm, RePaMlpDeploy, is_reparameterized
 
 SWIN = dict(
     base='swin_tiny_patch4_window7_224', img_size=56, embed_dim=24, depths=(1, 1), num_heads=(2, 4), drop_path_rate=0.,
@@ -528,3 +531,83 @@ def test_checkpoints_of_another_idle_ratio_are_refused(idle_ratio):
     create(.5).load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match=r'blocks\.0\.mlp.*idle must have .* got 48: .*idle_ratio'):
         create(idle_ratio).load_state_dict(model.state_dict())
+
+
+def shared_vit():
+    torch.manual_seed(0)
+    model = timm.create_model('test_vit', num_classes=5)
+    model.blocks[1].mlp = model.blocks[0].mlp
+    return model
+
+
+def small_coat():
+    """Its parallel blocks have one FFN under three names."""
+    torch.manual_seed(0)
+    return CoaT(
+        img_size=64, patch_size=4, embed_dims=(16,) * 4, serial_depths=(1,) * 4, parallel_depth=1, mlp_ratios=(2,) * 4,
+        num_classes=5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('build_model, size, names', [
+    (shared_vit, 160, ['blocks.0.mlp', 'blocks.1.mlp']),
+    (small_coat, 64, [f'parallel_blocks.0.mlp{i}' for i in (2, 3, 4)])])
+def test_an_ffn_with_several_names(build_model, size, names):
+    """Weights of the plain model load, and folding replaces it under every name, by one layer."""
+    original, model = build_model().eval(), build_model()
+    for p in original.parameters():
+        p.add_(torch.randn_like(p), alpha=.02)
+    timm_rep.convert_to_repa(model, anneal_steps=2, idle_ratio=.5)
+    model.load_state_dict(original.state_dict())
+    x = images(2, size)
+    assert relative(model.eval()(x), original(x)) < 1e-5
+    for _ in range(2):
+        model.train()(x)
+    expected = model.eval()(x)
+    model.reparameterize()
+    assert len({model.get_submodule(name) for name in names}) == 1
+    assert is_reparameterized(model)
+    assert not [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, AnnealedFfn)]
+    assert relative(model(x), expected) < 1e-5
+
+
+def test_evaluation_waits_for_no_other_process(monkeypatch):
+    """After a backward pass that repeated the forward pass; the other processes may not evaluate."""
+    calls = []
+    monkeypatch.setattr('timm_rep.layers.annealing.dist', SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda *args: 2,
+        all_reduce=lambda tensor, *args, **kwargs: calls.append(tensor)))
+    model = annealed_from(plain(VIT), VIT).train()
+    model.set_grad_checkpointing()
+    model(images(4, 32)).sum().backward()
+    assert calls
+    calls.clear()
+    model.eval()(images(4, 32))
+    assert not calls
+    model.train()(images(4, 32))
+    assert calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('name', ['test_vit', 'repvgg_a0'])
+def test_norms_in_float32_beside_other_weights(name):
+    model = timm.create_model(name, num_classes=5).eval()
+    if name == 'test_vit':
+        timm_rep.convert_to_repa(model)
+    model.bfloat16()
+    for m in model.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            m.float()
+    x = images(2, 160).bfloat16()
+    expected = model(x)
+    reparameterize(model)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert relative(model(x), expected) < .1
+
+
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+def test_a_frozen_batch_norm_of_the_model_stays_frozen(norm):
+    model = MetaFormer(depths=(1,) * 4, dims=(8, 16, 16, 16), num_classes=5, norm_layers=nn.BatchNorm2d).train()
+    frozen = [m.eval() for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    timm_rep.convert_to_repa(model, anneal_steps=3, norm=norm)
+    assert not any(m.training for m in frozen)

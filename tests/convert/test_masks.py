@@ -260,3 +260,22 @@ def test_kinds_of_masks(dtype):
         assert torch.equal(attended_tokens(mask), expected)
     with pytest.raises(ValueError, match='attn_mask'):
         attended_tokens(mask[0])
+
+
+@pytest.mark.parametrize('call', [
+    lambda model, batch: model(batch['patches'], batch['patch_coord'], batch['patch_valid']),
+    lambda model, batch: model(batch['patches'], batch['patch_coord'], patch_valid=batch['patch_valid']),
+    lambda model, batch: model(x=batch),
+    lambda model, batch: model(**{'x' if name == 'patches' else name: value for name, value in batch.items()}),
+])
+def test_padding_does_not_count_in_annealing_however_it_is_passed(call):
+    batch = garbage(calibration(3, 9))
+    fits = []
+    for how in (lambda model, batch: model(batch)), call:
+        model = naflex(False).train()
+        anneal_ffns(model, 4)
+        for _ in range(2):
+            how(model, {name: x.float() if x.is_floating_point() else x for name, x in batch.items()})
+        fits.append(torch.stack([torch.stack(m.linear_fit()) for m in model.modules() if hasattr(m, 'linear_fit')]))
+    assert fits[0].abs().max() > 0
+    assert torch.equal(*fits)

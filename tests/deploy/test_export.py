@@ -450,3 +450,13 @@ class TestCommand:
             assert message in error
             assert len(error.splitlines()) == 1
         assert not list(tmp_path.iterdir())
+
+
+def test_with_another_default_dtype(tmp_path):
+    model, size = build('repa_vit')
+    torch.set_default_dtype(torch.float64)
+    try:
+        timm_rep.export(model, tmp_path / 'model.pt2', 'pt2')
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.export.load(tmp_path / 'model.pt2').module()(images(2, size[1])).dtype == torch.float32

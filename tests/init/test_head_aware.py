@@ -507,3 +507,18 @@ def test_pairs(pair):
     report = timm_rep.weight_select_init(student, teacher, element_selection='uniform_heads')
     assert {s.component for s in report.not_selected} == {'head'}
     assert student.eval()(torch.randn(1, *student.default_cfg['input_size'])).isfinite().all()
+
+
+@pytest.mark.parametrize('heads', ['whole', 'within'])
+def test_the_norm_of_attention_pooling_is_after_its_projection(heads):
+    """Unlike the norms of timm's other attentions, whose channels are those of the heads."""
+    args = dict(img_size=32, depth=1)
+    student, teacher = (
+        build(i, 'vit_base_patch16_siglip_224', **args, embed_dim=width, num_heads=n)
+        for i, (width, n) in enumerate([(16, 2), (32, 4)]))
+    report = init(student, teacher, heads=heads)
+    indices = {s.name: s.indices for s in report.selections}
+    expected = indices['attn_pool.proj.weight'][0]
+    assert expected.tolist() == list(range(0, 32, 2))
+    assert torch.equal(indices['attn_pool.norm.weight'][0], expected)
+    assert torch.equal(student.attn_pool.norm.bias, teacher.attn_pool.norm.bias[expected])

@@ -3,6 +3,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from safetensors.torch import save_file
 from timm.optim import create_optimizer_v2
 from timm.task import FeatureDistillationTask, LogitDistillationTask
 
@@ -103,3 +104,17 @@ def test_distillation(kind, student):
     if student.startswith('repa'):
         expected = model.eval()(x)
         assert torch.allclose(model.reparameterize()(x), expected, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize('other', [dict(img_size=256, window_size=8), dict(img_size=192)])
+def test_weights_of_another_window(other, tmp_path):
+    """As timm's Swins, swin_femto fits its tables of relative positions to the window."""
+    args = dict(embed_dim=24, num_heads=(1, 2), depths=(1, 1), num_classes=5)
+    save_file(timm.create_model('swin_femto', **args).state_dict(), tmp_path / 'model.safetensors')
+    models = [
+        timm.create_model(
+            name, **args, **other, pretrained=True,
+            pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.safetensors'), num_classes=5))
+        for name in ('swin_femto', 'swin_tiny_patch4_window7_224')]
+    ours, timms = (model.state_dict() for model in models)
+    assert all(torch.equal(value, ours[name]) for name, value in timms.items())

@@ -59,12 +59,12 @@ def reparameterize(model: nn.Module) -> nn.Module:
             module.reparameterize = _stay_folded  # timm's would fold the module again, and fail
     _check_statistics(model)
     before = {*model.modules()}
-    fused = []
+    fused: Dict[nn.Module, nn.Module] = {}
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
-            if hasattr(child, 'structure_keys') and hasattr(child, 'fuse'):
+            if child not in fused and hasattr(child, 'structure_keys') and hasattr(child, 'fuse'):
                 try:
-                    fused.append((parent, name, child.fuse()))
+                    fused[child] = child.fuse()
                 except (ValueError, OverflowError) as e:
                     raise type(e)(f'{path}.{name} cannot be folded: {e}'.lstrip('.')) from e
     # dry run on a copy: which modules with hooks would timm's folding drop, and does a weight overflow?
@@ -79,8 +79,10 @@ def reparameterize(model: nn.Module) -> nn.Module:
             'hooks by handle.remove(), and merge adapters into the weights.')
     if rehearsed is not None:
         _restore_kinds(rehearsed, kinds)
-    for parent, name, layer in fused:
-        setattr(parent, name, layer)
+    for parent in before:  # a layer may have several parents, or names
+        for name, child in parent._modules.items():
+            if child in fused:
+                parent._modules[name] = fused[child]
     with _creating_wide(kinds):
         folded = reparameterize_model(model, inplace=True)
     _restore_kinds(folded, kinds)
@@ -100,7 +102,8 @@ class _Kind(NamedTuple):
 def _kinds(model: nn.Module) -> Dict[str, _Kind]:
     """Kinds of the parameters and modules of a model by name."""
     kinds: Dict[str, _Kind] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    # matrices and kernels first: norms may be in float32 beside them
+    for name, parameter in sorted(model.named_parameters(remove_duplicate=False), key=lambda item: item[1].ndim < 2):
         kinds[name] = _Kind(parameter.dtype, parameter.requires_grad)
         while name:
             name = name.rpartition('.')[0]

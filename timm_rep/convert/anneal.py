@@ -3,7 +3,7 @@
 A state dict of the plain model loads into the annealed one.
 """
 from functools import partial
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -58,6 +58,8 @@ class AnnealedFfn(nn.Module):
         """
         super().__init__()
         kept = [*ffn.module.modules()]
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):  # which may be frozen
+            kept.append(norm)
         self.norm = nn.Identity() if norm is None else norm
         self.ffn = ffn.module
         self.ls = nn.Identity() if ls is None else ls
@@ -185,7 +187,9 @@ def anneal_ffns(
             raise ValueError(
                 f'Expected FFNs without a norm of their hidden features, but {ffn.name} has one: convert with '
                 'calibration, or pass None as its idle ratio.')
-    plain = {id(value): name for name, value in model.state_dict(keep_vars=True).items()}
+    plain: Dict[int, List[str]] = {}  # a tied tensor has several names
+    for name, value in model.state_dict(keep_vars=True).items():
+        plain.setdefault(id(value), []).append(name)
     if norm == 'keep':
         for ffn, active in chosen:
             replace_module(model, ffn.module, AnnealedFfn(ffn, active, anneal_steps, anneal_schedule))
@@ -195,9 +199,9 @@ def anneal_ffns(
         raise ValueError(f"norm must be 'keep' or 'batch', got {norm!r}.")
     add_annealing_hooks(model)
     add_reparameterize(model)
-    plain_names = {name: plain.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
+    plain_names = {name: plain.get(id(value), []) for name, value in model.state_dict(keep_vars=True).items()}
     model.register_load_state_dict_pre_hook(partial(
-        _take_plain_weights, {name: old for name, old in plain_names.items() if name != old}))
+        _take_plain_weights, {name: old for name, old in plain_names.items() if name not in old}))
     kept = {**kept, **{ffn.name: 'has no idle ratio' for ffn, ratio in zip(ffns, ratios) if ratio is None}}
     return ConversionReport([ConvertedFfn(ffn.name, ffn.hidden_features, active) for ffn, active in chosen], kept)
 
@@ -227,7 +231,7 @@ def _anneal_with_norms(
 
 
 def _take_plain_weights(
-        plain_names: Mapping[str, Optional[str]],
+        plain_names: Mapping[str, Sequence[str]],
         model: nn.Module,
         state_dict: Dict[str, Any],
         prefix: str,
@@ -242,8 +246,8 @@ def _take_plain_weights(
     if any(prefix + name in state_dict or name not in own for name in plain_names):  # annealed or folded
         return
     taken = {
-        name: state_dict[prefix + old] for name, old in plain_names.items()
-        if old is not None and prefix + old in state_dict}
+        name: state_dict[prefix + old] for name, names in plain_names.items()
+        for old in names if prefix + old in state_dict}
     if not taken:
         return
     for layer_name, layer in model.named_modules():
@@ -251,7 +255,7 @@ def _take_plain_weights(
             taken.update({
                 f'{layer_name}.bn.{affine}': taken[f'{layer_name}.norm.{name}'].reshape(-1)
                 for name, affine in affine_names(layer.norm).items() if f'{layer_name}.norm.{name}' in taken})
-    for old in plain_names.values():
-        state_dict.pop(f'{prefix}{old}', None)
-    kept = {name: own[name] for name, old in plain_names.items() if old is None}
+    for old in {old for names in plain_names.values() for old in names} - own.keys():
+        state_dict.pop(prefix + old, None)
+    kept = {name: own[name] for name, names in plain_names.items() if not names}
     state_dict.update({prefix + name: value for name, value in {**kept, **taken}.items()})

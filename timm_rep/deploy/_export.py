@@ -206,7 +206,8 @@ def _batches(
     if images is not None and tuple(images.shape[1:]) != tuple(input_size):
         raise ValueError(
             f'images must be of input_size {tuple(input_size)}, got {tuple(images.shape[1:])}: leave input_size out.')
-    batches = {'random': torch.randn(3, *input_size, generator=torch.Generator().manual_seed(0), device='cpu')}
+    batches = {'random': torch.randn(
+        3, *input_size, generator=torch.Generator().manual_seed(0), device='cpu', dtype=torch.float32)}
     return batches if images is None else {**batches, 'real': images.detach().float().cpu()}
 
 

@@ -54,8 +54,8 @@ class AttentionLayout(NamedTuple):
             heads,
             head_first=widths is not None or getattr(module, 'head_first', False) is True,
             widths=widths,
-            # timm's own attentions and EVA's; other layers of these names are elsewhere
-            outputs=('norm', 'gate') if hasattr(module, 'q_norm') else (),
+            # timm's own attentions and EVA's; other layers of these names are elsewhere (attn_pool.norm)
+            outputs=('norm', 'gate') if hasattr(module, 'q_norm') and not hasattr(module, 'latent') else (),
             fused='kv' if getattr(module, 'use_global', False) is True else 'qkv',  # GCViT: queries of the image
             queries=getattr(module, 'num_kv_groups', 1),
         )

@@ -138,7 +138,8 @@ def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mappin
 
 def _valid_patches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Optional[torch.Tensor]:
     """``patch_valid`` in the arguments of a NaFlexViT; None if no patch is padding."""
-    images = args[0] if args and isinstance(args[0], dict) else kwargs
+    given = {**dict(zip(('x', 'patch_coord', 'patch_valid'), args)), **kwargs}
+    images = given['x'] if isinstance(given.get('x'), dict) else given
     valid = images.get('patch_valid')
     return None if valid is None or bool(valid.all()) else valid.bool()
 
@@ -149,7 +150,7 @@ def _collect_moments(model: nn.Module, *args: Any) -> None:
 
     They take effect at the next step: gradient checkpointing repeats this one with the same lines.
     """
-    layers = [m for m in model.modules() if isinstance(m, AnnealedActivation) and m.batch is not None]
+    layers = [m for m in model.modules() if isinstance(m, AnnealedActivation) and m.training and m.batch is not None]
     batches: List[torch.Tensor] = [layer.batch for layer in layers]
     counts = [batch[5:] for batch in batches]
     means = _over_processes([batch[:2] for batch in batches], counts)

@@ -8,7 +8,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.mlp_mixer import _cfg as mixer_cfg
-from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
 from timm.models.swin_transformer import _cfg as swin_cfg
 
 default_cfgs = generate_default_cfgs({
@@ -40,6 +40,7 @@ def swin_femto(pretrained: bool = False, **kwargs: Any) -> SwinTransformer:
         SwinTransformer,
         'swin_femto',
         pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(flatten_sequential=True, out_indices=out_indices),
         **dict(model_args, **kwargs),
     )
