@@ -110,3 +110,20 @@ def test_what_the_teacher_lacks():
     names = map_names(shapes('deit_tiny_distilled_patch16_224'), shapes('deit_base_patch16_224'))
     assert {name for name, other in names.items() if other is None} == {
         'dist_token', 'head_dist.weight', 'head_dist.bias'}
+
+
+@pytest.mark.parametrize('student, teacher, prefix, last', [
+    ('regnetx_002', 'regnetx_004', 's3.b', [1, 5, 6, 7]),
+    ('densenet121', 'densenet169', 'features.denseblock3.denselayer', [1, *range(10, 33)]),
+    ('dpn68', 'dpn92', 'features.conv4_', [1, 2, *range(11, 21)]),
+])
+def test_blocks_whose_names_are_more_than_numbers(student, teacher, prefix, last):
+    """Those of a different kind, the first of a stage, are matched first."""
+    def number(name):
+        return int(name[len(prefix):].partition('.')[0])
+
+    small, large = shapes(student), shapes(teacher)
+    for selection, expected in ('first', range(1, len(last) + 1)), ('last', last):
+        found = {name: other for name, other in map_names(small, large, selection).items() if name.startswith(prefix)}
+        assert all(other.startswith(prefix) for other in found.values())
+        assert {number(name): number(other) for name, other in found.items()} == dict(enumerate(expected, 1))

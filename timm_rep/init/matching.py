@@ -36,6 +36,8 @@ _REPA_TO_PLAIN = (
     (r'^(stages\..*)\.mlp\.ls\.gamma$', r'\1.layer_scale2.scale'),
     (r'\.mlp\.ls\.gamma$', '.ls2.gamma'),
 )
+# names of blocks in a stage: 3, b3 (RegNet), denselayer3 (DenseNet), conv4_3 (DPN)
+_BLOCK = re.compile(r'(|b|denselayer|conv\d+_)(\d+)')
 _REPA_ONLY = re.compile(_MLP + r'\.(norm1\.(running_mean|running_var|num_batches_tracked)|norm2\.\w+)$')
 
 
@@ -158,7 +160,7 @@ def _group_blocks(blocks: Mapping[str, Mapping[str, Shape]]) -> _Groups:
     The first block of a stage that changes stride or width is a group of its own.
     """
     groups: Dict[FrozenSet[Any], List[str]] = {}
-    for number in sorted(filter(str.isdigit, blocks), key=int):
+    for number in sorted(blocks, key=int):
         groups.setdefault(frozenset(blocks[number].items()), []).append(number)
     return [
         (frozenset((name, len(without_ones(shape))) for name, shape in block), numbers)
@@ -182,13 +184,13 @@ def _match_kinds(student: _Groups, teacher: _Groups) -> Dict[FrozenSet[Any], Fro
     return found
 
 
-def _match_blocks(
+def _match_numbers(
         student: Mapping[str, Mapping[str, Shape]],
         teacher: Mapping[str, Mapping[str, Shape]],
         layer_selection: str,
 ) -> Dict[str, str]:
     """Number of the teacher's block by number of the student's block, without blocks that have no counterpart."""
-    if set(filter(str.isdigit, student)) == set(filter(str.isdigit, teacher)):
+    if student.keys() == teacher.keys():
         return {number: number for number in student}
     groups, teacher_groups = _group_blocks(student), _group_blocks(teacher)
     numbers: Dict[str, str] = {}
@@ -206,13 +208,35 @@ def _match_blocks(
     return numbers
 
 
+def _match_blocks(
+        student: Mapping[str, Mapping[str, Shape]],
+        teacher: Mapping[str, Mapping[str, Shape]],
+        layer_selection: str,
+) -> Dict[str, str]:
+    """Name of the teacher's block by name of the student's block, without blocks that have no counterpart."""
+    ours, theirs = _by_prefix(student), _by_prefix(teacher)
+    return {
+        prefix + number: prefix + other for prefix, blocks in ours.items()
+        for number, other in _match_numbers(blocks, theirs.get(prefix, {}), layer_selection).items()}
+
+
+def _by_prefix(children: Mapping[str, Mapping[str, Shape]]) -> Dict[str, Dict[str, Mapping[str, Shape]]]:
+    """The blocks of a module by their numbers, by what their names begin with."""
+    blocks: Dict[str, Dict[str, Mapping[str, Shape]]] = {}
+    for name, child in children.items():
+        match = _BLOCK.fullmatch(name)
+        if match:
+            blocks.setdefault(match[1], {})[match[2]] = child
+    return blocks
+
+
 def _map_names(student: Mapping[str, Shape], teacher: Mapping[str, Shape], layer_selection: str) -> Dict[str, str]:
     """:func:`map_names` for two plain models or two RePaFormers, without the names that have no counterpart."""
     found: Dict[str, str] = {}
     children, teacher_children = _children(student), _children(teacher)
-    numbers = _match_blocks(children, teacher_children, layer_selection)
+    blocks = _match_blocks(children, teacher_children, layer_selection)
     for part, child in children.items():
-        teacher_part = numbers.get(part) if part.isdigit() else part
+        teacher_part = blocks.get(part) if _BLOCK.fullmatch(part) else part
         if teacher_part is None:
             continue
         teacher_child = teacher_children.get(teacher_part, {})
