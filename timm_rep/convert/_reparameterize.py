@@ -60,13 +60,12 @@ def reparameterize(model: nn.Module) -> nn.Module:
     _check_statistics(model)
     before = {*model.modules()}
     fused: Dict[nn.Module, nn.Module] = {}
-    for path, parent in model.named_modules():
-        for name, child in parent.named_children():
-            if child not in fused and hasattr(child, 'structure_keys') and hasattr(child, 'fuse'):
-                try:
-                    fused[child] = child.fuse()
-                except (ValueError, OverflowError) as e:
-                    raise type(e)(f'{path}.{name} cannot be folded: {e}'.lstrip('.')) from e
+    for path, layer in model.named_modules():
+        if path and hasattr(layer, 'structure_keys') and hasattr(layer, 'fuse'):
+            try:
+                fused[layer] = layer.fuse()
+            except (ValueError, OverflowError) as e:
+                raise type(e)(f'{path} cannot be folded: {e}') from e
     # dry run on a copy: which modules with hooks would timm's folding drop, and does a weight overflow?
     hooked, kinds = _hooked(model), _kinds(model)
     is_half = any(kind.dtype not in _WIDE for kind in kinds.values())
