@@ -611,3 +611,21 @@ def test_a_frozen_batch_norm_of_the_model_stays_frozen(norm):
     frozen = [m.eval() for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     timm_rep.convert_to_repa(model, anneal_steps=3, norm=norm)
     assert not any(m.training for m in frozen)
+
+
+@pytest.mark.parametrize('kind', ['annealed', 'plain'])
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+@pytest.mark.parametrize('base', ['vit', 'convnext'])
+def test_a_model_on_meta_takes_the_tensors_it_loads(base, norm, kind):
+    """load_state_dict(assign=True), with weights of another dtype; annealing is at its beginning, or where it was."""
+    args = {**BASES[base], 'norm': norm}
+    source = plain(BASES[base]) if kind == 'plain' else steps(annealed(args), 2)
+    expected = annealed(args)
+    expected.load_state_dict(source.state_dict())
+    model = annealed(args, device='meta')
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert same_weights(model, expected)
+    assert same_weights(steps(model, 3), steps(expected, 3))
+    half = annealed(args, device='meta', dtype=torch.bfloat16)
+    half.load_state_dict(copy.deepcopy(source).bfloat16().state_dict(), assign=True)
+    assert same_weights(half, annealed_from(source, args).bfloat16())

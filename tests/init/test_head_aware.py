@@ -1,5 +1,7 @@
 """Selection by heads, projections and positions, and the layouts of timm's attentions that it relies on."""
 import copy
+import re
+from functools import partial
 
 import pytest
 import timm
@@ -125,6 +127,39 @@ def test_position_embeddings_are_interpolated():
         timm_rep.weight_select_init(student, teacher)
 
 
+@pytest.mark.parametrize('size,known', [((48, 96), True), ((48, 96), False), ((72, 32), True)])
+@torch.no_grad()
+def test_position_embeddings_of_other_shapes(size, known):
+    """The grids of models are known: 6 x 12 and 9 x 4 from 6 x 6; without a model a grid is a square."""
+    teacher = build(1, **dict(TEACHER, img_size=48))
+    student = build(0, **dict(STUDENT, img_size=size))
+    init(student, teacher if known else teacher.state_dict())
+    expected = resample_abs_pos_embed(teacher.pos_embed, [size[0] // 8, size[1] // 8])[..., evenly_spaced(80, 24)]
+    assert torch.equal(student.pos_embed, expected)
+    larger = build(1, **dict(TEACHER, img_size=size))
+    for source in (larger, larger.state_dict()):
+        init(student, source)  # of equal length, the same grid
+        assert torch.equal(student.pos_embed, larger.pos_embed[..., evenly_spaced(80, 24)])
+    small = build(0, **dict(STUDENT, img_size=48))
+    init(small, larger)
+    assert torch.equal(
+        small.pos_embed,
+        resample_abs_pos_embed(larger.pos_embed, [6, 6], [size[0] // 8, size[1] // 8])[..., evenly_spaced(80, 24)])
+
+
+@torch.no_grad()
+def test_grids_that_do_not_fit():
+    """2 tokens and 4 x 2 positions are not 1 and 3 x 3, although there are 10 of each; a grid of other size neither."""
+    student = build(0, **dict(STUDENT, img_size=24))
+    teacher = build(1, 'deit_tiny_distilled_patch16_224', **dict(TEACHER, img_size=(32, 16)))
+    init(student, teacher)
+    assert torch.equal(student.pos_embed[:, 0], teacher.pos_embed[:, 0, evenly_spaced(80, 24)])
+    student = build(0, **dict(STUDENT, img_size=(32, 16), reg_tokens=1))
+    teacher = build(1, **dict(TEACHER, img_size=24))
+    with pytest.raises(ValueError, match='10 positions cannot be interpolated to 10: expected grids'):
+        init(student, teacher)
+
+
 @torch.no_grad()
 def test_other_tokens_before_the_grid():
     """The first of them are kept."""
@@ -236,28 +271,79 @@ def test_gates_and_values_are_apart():
     assert torch.equal(ours.fc2.weight, theirs.fc2.weight[inputs][:, hidden])
 
 
+def bottleneck(net, groups, width, seed):
+    """A bottleneck of a ResNeXt, a RegNet or a RegNetZ, with a norm that is not the identity."""
+    inner = groups * width
+    if net == 'resnext':  # squeeze-and-excitation of the outputs of the block
+        block = timm.models.resnet.Bottleneck(
+            48, 12, cardinality=groups, base_width=(width + .5) * 64 / 12, attn_layer=timm.layers.SEModule)
+    elif net == 'regnet':
+        block = timm.models.regnet.Bottleneck(48, 48, bottle_ratio=inner / 48, group_size=width, se_ratio=.25)
+    else:
+        layers = timm.models.byobnet.LayerFn(attn=partial(timm.layers.SEModule, rd_channels=8))
+        block = timm.models.byobnet.BottleneckBlock(48, 48, bottle_ratio=inner / 48, group_size=width, layers=layers)
+    generator = torch.Generator().manual_seed(seed)
+    for value in block.state_dict().values():
+        if value.dtype.is_floating_point:
+            value.copy_(torch.rand(value.shape, generator=generator) + .5)
+    return block.eval()
+
+
+@pytest.mark.parametrize('groups,width', [((2, 4), (4, 8)), ((3, 8), (6, 8)), ((2, 4), (2, 8)), ((4, 2), (8, 3))])
+@pytest.mark.parametrize('net', ['resnext', 'regnet', 'regnetz'])
 @torch.no_grad()
-def test_groups():
-    """Whole groups, and channels in them."""
-    def net(groups, width):
-        return nn.Sequential(nn.Conv2d(groups * width, groups * width, 3, groups=groups))
-
-    torch.manual_seed(0)
-    student, teacher = net(2, 3), net(4, 6)
+def test_groups(net, groups, width):
+    """Whole groups, and channels in them, in all layers with these channels: the student is a part of the teacher."""
+    (number, size), (their_number, their_size) = groups, width
+    student, teacher = bottleneck(net, number, size, 0), bottleneck(net, their_number, their_size, 1)
+    kept = (evenly_spaced(their_number, number)[:, None] * their_size + evenly_spaced(their_size, size)).flatten()
+    ours = {}
     for source in (teacher, teacher.state_dict()):
-        init(student, source)
-        groups = evenly_spaced(4, 2)
-        for g in range(2):
-            rows = groups[g] * 6 + evenly_spaced(6, 3)
-            assert torch.equal(student[0].weight[3 * g:3 * g + 3], teacher[0].weight[rows][:, evenly_spaced(6, 3)])
-            assert torch.equal(student[0].bias[3 * g:3 * g + 3], teacher[0].bias[rows])
+        report = init(student, source)
+        ours = {s.name: s.indices for s in report.selections}
+        of_groups = {
+            'resnext': ('conv1.weight', 'bn1.bias', 'conv2.weight', 'bn2.running_mean', 'conv3.weight'),
+            'regnet': ('conv1.conv.weight', 'conv1.bn.weight', 'conv2.conv.weight', 'conv2.bn.running_var',
+                       'se.fc2.weight', 'se.fc2.bias', 'conv3.conv.weight', 'se.fc1.weight'),
+            'regnetz': ('conv1_1x1.conv.weight', 'conv1_1x1.bn.bias', 'conv2_kxk.conv.weight', 'conv2_kxk.bn.weight',
+                        'attn.fc2.weight', 'attn.fc2.bias', 'conv3_1x1.conv.weight', 'attn.fc1.weight'),
+        }[net]
+        for name in of_groups:
+            positions = ours[name][bool(re.search('conv3|fc1', name))]
+            assert torch.equal(torch.arange(their_number * their_size) if positions is None else positions, kept), name
+    if net == 'resnext':
+        assert not any(positions is not None for name in ('se.fc1.weight', 'se.fc2.bias') for positions in ours[name])
 
-    # more outputs for each input of a group than in the student, so that only the model says how many groups there are
-    teacher = nn.Sequential(nn.Conv2d(24, 48, 3, groups=4))
-    init(student, teacher)
-    for g in range(2):
-        rows = evenly_spaced(4, 2)[g] * 12 + evenly_spaced(12, 3)
-        assert torch.equal(student[0].bias[3 * g:3 * g + 3], teacher[0].bias[rows])
+
+@pytest.mark.parametrize('name,tensor', [
+    ('efficientvit_b0', 'stages.2.blocks.1.context_module.main.qkv.conv.weight'),
+    ('shvit_s1', 'stages.1.blocks.0.mixer.m.qkv.c.weight')])
+def test_attentions_of_unknown_heads(name, tensor):
+    """Queries are not selected from keys; tensors of equal size are copied."""
+    student, teacher = (timm.create_model(n, num_classes=2) for n in (name, name[:-1] + str(int(name[-1]) + 1)))
+    report = init(student, teacher, strict=False)
+    reason = next(s.reason for s in report.selections if s.name == tensor)
+    assert "an attention whose heads are unknown; exclude it, or use element_selection='uniform'" in reason
+    report = init(student, copy.deepcopy(student))
+    assert all(s.reason in ('', 'classifier') for s in report.selections)
+
+
+@torch.no_grad()
+def test_heads_of_outlook_attention():
+    """A head's weights of its windows of 3 x 3, 9 from each position, are selected whole (VOLO)."""
+    student, teacher = (nn.Sequential(timm.models.volo.OutlookAttention(12 * n, n)) for n in (2, 5))
+    for source in (teacher, teacher.state_dict()):
+        report = init(student, source)
+        rows = {s.name: s.indices for s in report.selections}['0.attn.weight'][0]
+        assert rows.tolist() == [*range(81), *range(4 * 81, 5 * 81)]
+
+
+@torch.no_grad()
+def test_groups_of_too_few_channels():
+    student, teacher = bottleneck('resnext', 4, 3, 0), bottleneck('resnext', 3, 8, 1)
+    with pytest.raises(ValueError, match=r'bn1\.weight .* the student has 4 groups of 3 channels, the teacher 3 of 8'):
+        init(student, teacher)
+    init(student, teacher, heads='within', include='bn1.*')
 
 
 @pytest.mark.parametrize('pair', [
@@ -373,7 +459,7 @@ def test_indices_of_projections(heads, head_first):
         attention = AttentionLayout(heads, head_first, (key, value))
         length = heads * (2 * key + value)
         shapes = {'attn.qkv.weight': (length, 8), 'attn.qkv.bias': (length,), 'attn.proj.weight': (8, heads * value)}
-        return ModelLayout({'attn': attention}, {}, {}, shapes)
+        return ModelLayout({'attn': attention}, {}, shapes)
 
     def rows(layout):
         """(head, projection, channel) of each row, and (head, channel) of each input of proj."""
@@ -462,7 +548,7 @@ def test_too_few_heads_of_a_group_are_refused():
 
 def test_other_layouts_are_refused():
     shapes = [{'attn.qkv.weight': (length, 8)} for length in (24, 48)]
-    student, *teachers = (ModelLayout({'attn': layout}, {}, {}, shape) for layout, shape in (
+    student, *teachers = (ModelLayout({'attn': layout}, {}, shape) for layout, shape in (
         (AttentionLayout(2), shapes[0]),
         (AttentionLayout(2, fused='kv'), shapes[1]),
         (AttentionLayout(5), shapes[1]),
@@ -490,7 +576,7 @@ def test_fused_queries_and_keys():
 def test_windows_of_maxvit():
     """MaxViT's tables are (heads, height, width)."""
     student, teacher = ({'rel_pos.relative_position_bias_table': shape} for shape in ((2, 5, 5), (4, 9, 9)))
-    layouts = [ModelLayout({'rel_pos': AttentionLayout(n)}, {}, {}, s) for n, s in ((2, student), (4, teacher))]
+    layouts = [ModelLayout({'rel_pos': AttentionLayout(n)}, {}, s) for n, s in ((2, student), (4, teacher))]
     name, = student
     assert head_aware_indices(name, name, (4, 9, 9), *layouts)[0].tolist() == [0, 2]
     table = torch.arange(4.)[:, None, None].expand(4, 9, 9)

@@ -250,12 +250,17 @@ def _take_plain_weights(
         for old in names if prefix + old in state_dict}
     if not taken:
         return
+    kept = {name: own[name] for name, names in plain_names.items() if not names}
+    device = next(iter(taken.values())).device
     for layer_name, layer in model.named_modules():
+        initial = layer.initial_state(device) if isinstance(layer, (AnnealedActivation, AnnealedNorm)) else {}
+        kept.update({  # what a model on 'meta' does not hold
+            f'{layer_name}.{name}': value.to(own[f'{layer_name}.{name}'].dtype) for name, value in initial.items()
+            if own[f'{layer_name}.{name}'].is_meta})
         if isinstance(layer, AnnealedNorm):
             taken.update({
-                f'{layer_name}.bn.{affine}': taken[f'{layer_name}.norm.{name}'].reshape(-1)
+                f'{layer_name}.bn.{affine}': taken[f'{layer_name}.norm.{name}'].reshape(-1).clone()
                 for name, affine in affine_names(layer.norm).items() if f'{layer_name}.norm.{name}' in taken})
     for old in {old for names in plain_names.values() for old in names} - own.keys():
         state_dict.pop(prefix + old, None)
-    kept = {name: own[name] for name, names in plain_names.items() if not names}
     state_dict.update({prefix + name: value for name, value in {**kept, **taken}.items()})

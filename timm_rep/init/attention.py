@@ -50,12 +50,17 @@ class AttentionLayout(NamedTuple):
         key, value = getattr(module, 'key_dim', None), getattr(module, 'val_dim', None)
         # LeViT, TinyViT, EfficientFormer
         widths = (key, value) if isinstance(key, int) and isinstance(value, int) else None
+        # timm's own attentions and EVA's; other layers of these names are elsewhere (attn_pool.norm)
+        outputs: Tuple[str, ...] = ()
+        if hasattr(module, 'q_norm') and not hasattr(module, 'latent'):
+            outputs = ('norm', 'gate')
+        if isinstance(getattr(module, 'attn', None), nn.Linear):
+            outputs = ('attn',)  # VOLO: the weights of each head's window
         return cls(
             heads,
             head_first=widths is not None or getattr(module, 'head_first', False) is True,
             widths=widths,
-            # timm's own attentions and EVA's; other layers of these names are elsewhere (attn_pool.norm)
-            outputs=('norm', 'gate') if hasattr(module, 'q_norm') and not hasattr(module, 'latent') else (),
+            outputs=outputs,
             fused='kv' if getattr(module, 'use_global', False) is True else 'qkv',  # GCViT: queries of the image
             queries=getattr(module, 'num_kv_groups', 1),
         )

@@ -12,10 +12,17 @@ from .elements import Indices, evenly_spaced, index_axes
 from .matching import Shape
 
 HEADS = ('whole', 'within')
+Grid = Tuple[int, int]
 
 _BIAS_TABLE = re.compile(r'(^|\.)relative_position_bias_table$')
 _HIDDEN = re.compile(r'^(.*)\.(fc1\.weight|fc1\.bias|norm2\.\w+|fc2\.weight)$')
 _GLU = re.compile(r'^(.*\.)?(fc1|w12)\.(weight|bias)$')
+# layers of a bottleneck of ResNet, RegNet or RegNetZ by axis that has the channels of its middle convolution
+_BOTTLENECK = (
+    re.compile(r'^(.*\.)?(?:(?:conv[12]b?|bn[12])(?:_\w+)?|(se|attn)\.fc2)\.'),
+    re.compile(r'^(.*\.)?(?:conv3(?:_\w+)?|(se|attn)\.fc1)\.'),
+)
+_MIDDLE = ('conv2', 'conv2.conv', 'conv2_kxk.conv')
 
 
 class Unselectable(Exception):
@@ -27,30 +34,30 @@ class ModelLayout(NamedTuple):
 
     Attributes:
         attentions: Layouts of the attentions by module.
-        groups: Numbers of groups by grouped convolution.
         active: Numbers of activated hidden channels, which come first, by RePaFormer FFN.
         shapes: Shapes by tensor.
+        known: Whether there is a model, and not only shapes.
+        grid: Rows and columns of the positions of ``pos_embed``; None if unknown.
     """
     attentions: Mapping[str, AttentionLayout]
-    groups: Mapping[str, int]
     active: Mapping[str, int]
     shapes: Mapping[str, Shape]
+    known: bool = False
+    grid: Optional[Grid] = None
 
     @classmethod
     def from_model(cls, model: Optional[nn.Module], shapes: Mapping[str, Shape]) -> 'ModelLayout':
         """Read the layout from a model; without one only the shapes are known."""
         attentions: Dict[str, AttentionLayout] = {}
-        groups: Dict[str, int] = {}
         active: Dict[str, int] = {}
         for name, module in model.named_modules() if model is not None else ():
             attention = AttentionLayout.of(module)
             if attention is not None:
                 attentions[name] = attention
-            if isinstance(module, nn.Conv2d) and module.groups > 1:
-                groups[name] = module.groups
             if hasattr(getattr(module, 'act', None), 'active_channels'):
                 active[name] = module.act.active_channels
-        return cls(attentions, groups, active, shapes)
+        grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
+        return cls(attentions, active, shapes, model is not None, grid)
 
     def attention_of(self, name: str) -> Tuple[Optional[AttentionLayout], List[str]]:
         """The innermost attention that a tensor belongs to, None if unknown, and the parts of its name within it."""
@@ -67,6 +74,20 @@ class ModelLayout(NamedTuple):
         if attention is None or not attention.projections(parts, 0):
             return fused_projections(name)
         return 1 if attention.head_first else len(attention.projections(parts, 0))
+
+    def groups(self, name: str, dim: int) -> int:
+        """Number of groups of channels along an axis that has the channels of a bottleneck's grouped convolution."""
+        match = _BOTTLENECK[dim].match(name) if dim < 2 else None
+        if match is None:
+            return 1
+        block, squeeze = match[1] or '', match[2]
+        middle = next((w for w in (f'{block}{layer}.weight' for layer in _MIDDLE) if w in self.shapes), '')
+        first = self.shapes.get(middle.replace('conv2', 'conv1').replace('kxk', '1x1'))
+        # ResNet has its squeeze-and-excitation after the last convolution, RegNet after the middle one
+        if not first or (squeeze and f'{block}bn2.weight' in self.shapes):
+            return 1
+        outputs, inputs = self.shapes[middle][:2]
+        return outputs // inputs if self.shapes[name][dim] == first[0] == outputs else 1
 
 
 class _Unit(NamedTuple):
@@ -123,8 +144,7 @@ def _units(
     length = student.shapes[name][dim]
     glu = _GLU.match(name)
     hidden, teacher_hidden = _HIDDEN.match(name), _HIDDEN.match(teacher_name)
-    module, teacher_module = (n.rpartition('.')[0] for n in (name, teacher_name))
-    groups = student.groups.get(module, 1)
+    groups, teacher_groups = student.groups(name, dim), teacher.groups(teacher_name, dim)
     of_attention = _attention_units(name, dim, teacher_name, teacher_length, student, teacher)
     if of_attention:
         return of_attention
@@ -138,14 +158,9 @@ def _units(
         if active is not None and teacher_active is not None:
             parts = zip(_parts(length, active), _parts(teacher_length, teacher_active))
             return [_Unit(*part, f'{kind} hidden channels') for part, kind in zip(parts, ('activated', 'idle'))]
-    if dim == 0 and groups > 1 and student.shapes[f'{module}.weight'][1] > 1:
-        inputs, teacher_inputs = student.shapes[f'{module}.weight'][1], teacher.shapes[f'{teacher_module}.weight'][1]
-        # a state dict: assume as many outputs for each input of a group as in the student
-        guess = max(teacher_length * inputs * groups // (length * teacher_inputs), 1)
-        teacher_groups = teacher.groups.get(teacher_module, guess)
-        width = teacher_length // teacher_groups
-        theirs = torch.arange(teacher_groups * width).reshape(teacher_groups, width)
-        return [_Unit(torch.arange(length).reshape(groups, -1), theirs, 'groups')]
+    if max(groups, teacher_groups) > 1:
+        ours, theirs = torch.arange(length), torch.arange(teacher_length)
+        return [_Unit(ours.reshape(groups, -1), theirs.reshape(teacher_groups, -1), 'groups')]
     return [_Unit(torch.arange(length)[None], torch.arange(teacher_length)[None])]
 
 
@@ -160,6 +175,9 @@ def _attention_units(
     """The heads of each projection along an axis; none for other axes."""
     attention, parts = student.attention_of(name)
     if attention is None:
+        if dim == 0 and student.known and fused_projections(name) > 1 and student.shapes[name][0] != teacher_length:
+            raise Unselectable(
+                "of an attention whose heads are unknown; exclude it, or use element_selection='uniform'")
         return []
     if _BIAS_TABLE.search(name):
         attention = attention._replace(widths=None)
@@ -219,7 +237,8 @@ def head_aware_indices(
     - ``pos_embed`` (ViT): :func:`interpolate_positions` fits the grid.
     - The first layer of a GLU: gates and values separately.
     - The hidden channels of a RePaFormer's FFN from another RePaFormer's: activated and idle ones separately.
-    - Grouped convolutions with more than one channel a group: evenly spaced groups, evenly spaced channels in each.
+    - The channels of the grouped convolution in a bottleneck (ResNeXt, RegNet, RegNetZ), in all of its layers: evenly
+      spaced groups, and evenly spaced channels within each group.
     - Every other axis, such as the residual stream and plain hidden layers: evenly spaced (algorithm 1).
 
     Args:
@@ -237,8 +256,9 @@ def head_aware_indices(
     position_axes = _position_axes(name, shape)
     indices: Indices = []
     for dim, (length, teacher_length) in enumerate(zip(shape, teacher_shape)):
-        if dim in position_axes and length != teacher_length:
-            if len(position_axes) == 1 and (_grids(teacher_length, length) if dim else _window(length)) is None:
+        if dim in position_axes and (length != teacher_length or _differ(student.grid, teacher.grid)):
+            grids = _grids(teacher_length, length, teacher.grid, student.grid) if dim else _window(length)
+            if len(position_axes) == 1 and grids is None:
                 raise Unselectable(f'{teacher_length} positions cannot be interpolated to {length}: expected grids')
             indices.append(None)
             continue
@@ -258,7 +278,9 @@ def _position_axes(name: str, shape: Shape) -> Tuple[int, ...]:
     return (0,) if len(shape) == 2 else (1, 2)  # (positions, heads), in MaxViT also (heads, height, width)
 
 
-def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torch.Tensor:
+def interpolate_positions(
+        tensor: torch.Tensor, name: str, shape: Shape, grid: Optional[Grid] = None, teacher_grid: Optional[Grid] = None,
+) -> torch.Tensor:
     """Resize a teacher's position embedding or table of relative positions to the student's grid or window.
 
     Class and register tokens of a position embedding are copied, the first ones if the teacher has more.
@@ -267,12 +289,15 @@ def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torc
         tensor: The teacher's tensor.
         name: Name of the student's tensor; others than these are returned as they are.
         shape: Shape of the student's tensor.
+        grid: Rows and columns of the student's position embedding; None for a square.
+        teacher_grid: Those of the teacher's; None for the student's if both are as long, otherwise for a square.
 
     Returns:
         The tensor with the student's number of positions and the teacher's number of channels or heads.
     """
     axes = _position_axes(name, shape)
-    if all(tensor.shape[axis] == shape[axis] for axis in axes):
+    same = all(tensor.shape[axis] == shape[axis] for axis in axes)
+    if same and not (axes == (1,) and _differ(grid, teacher_grid)):
         return tensor
     if axes == (1, 2):
         window, table = [(length + 1) // 2 for length in shape[1:]], (tensor.shape[0], *shape[1:])
@@ -280,20 +305,31 @@ def interpolate_positions(tensor: torch.Tensor, name: str, shape: Shape) -> torc
         return resize_rel_pos_bias_table(tensor, window, table).reshape(table)
     if axes == (0,):
         return resize_rel_pos_bias_table(tensor, (_window(shape[0]),) * 2, (shape[0], tensor.shape[1]))
-    (prefix, old), (kept, new) = _grids(tensor.shape[1], shape[1])  # type: ignore[misc]  # axes are () if it is None
+    grids = _grids(tensor.shape[1], shape[1], teacher_grid, grid)
+    (prefix, old), (kept, new) = grids  # type: ignore[misc]  # axes are () if it is None
     tensor = torch.cat([tensor[:, :kept], tensor[:, prefix:]], dim=1)
-    return resample_abs_pos_embed(tensor, [new, new], [old, old], num_prefix_tokens=kept)
+    return resample_abs_pos_embed(tensor, list(new), list(old), num_prefix_tokens=kept)
 
 
-def _grids(old: int, new: int) -> Optional[Tuple[Tuple[int, int], Tuple[int, int]]]:
-    """Prefix tokens and side of the grid for position embeddings of two lengths, with as few prefix tokens as possible.
+def _differ(grid: Optional[Grid], teacher_grid: Optional[Grid]) -> bool:
+    """Whether two grids are known and differ."""
+    return None not in (grid, teacher_grid) and grid != teacher_grid
 
-    None unless both are square grids with at most 9 prefix tokens, and the old one has at least as many prefix tokens.
+
+def _grids(
+        old: int, new: int, old_grid: Optional[Grid], new_grid: Optional[Grid],
+) -> Optional[Tuple[Tuple[int, Grid], Tuple[int, Grid]]]:
+    """Prefix tokens and grids of position embeddings of two lengths, with as few prefix tokens as possible.
+
+    An unknown grid is a square. None unless there are grids with at most 9 prefix tokens, and the old one has at least
+    as many prefix tokens.
     """
     found = []
-    for length in (old, new):
-        sides = {prefix: math.isqrt(max(length - prefix, 0)) for prefix in range(10)}
-        found.append([(prefix, side) for prefix, side in sides.items() if side and side ** 2 == length - prefix])
+    for length, grid in ((old, old_grid), (new, new_grid)):
+        prefixes = range(min(length, 10))
+        squares = ((prefix, (math.isqrt(length - prefix),) * 2) for prefix in prefixes)
+        given = squares if grid is None else ((prefix, grid) for prefix in prefixes)
+        found.append([(prefix, sides) for prefix, sides in given if math.prod(sides) == length - prefix])
     pairs = [(a, b) for b in found[1] for a in found[0] if a[0] >= b[0]]
     # prefer equal prefixes, or else equal grids
     return min(pairs, default=None, key=lambda pair: (

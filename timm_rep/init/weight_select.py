@@ -193,7 +193,8 @@ def weight_select_init(
             else:
                 indices = head_aware_indices(
                     s.name, s.teacher_name, tuple(tensor.shape), layout, teacher_layout, of_heads)
-                tensor = index_axes(interpolate_positions(tensor, s.name, s.shape), indices)
+                tensor = interpolate_positions(tensor, s.name, s.shape, layout.grid, teacher_layout.grid)
+                tensor = index_axes(tensor, indices)
             tensor = tensor.to(state_dict[s.name])
             if not tensor.isfinite().all():
                 raise ValueError(

@@ -4,8 +4,9 @@ Norm: `SLAB: Efficient Transformers with Simplified Linear Attention and Progres
 Normalization`, equations 2 and 3 - https://arxiv.org/abs/2405.11582
 """
 import math
+import numbers
 import warnings
-from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ _SCHEDULES = ('linear', 'cosine')
 
 def check_annealing(anneal_steps: int, anneal_schedule: str) -> None:
     """Raise ValueError unless anneal_steps is an integer >= 2 and the schedule is known."""
-    if isinstance(anneal_steps, bool) or not isinstance(anneal_steps, int) or anneal_steps < 2:
+    if isinstance(anneal_steps, bool) or not isinstance(anneal_steps, numbers.Integral) or anneal_steps < 2:
         raise ValueError(f'anneal_steps must be an integer >= 2, got {anneal_steps!r}.')
     if anneal_schedule not in _SCHEDULES:
         raise ValueError(f"anneal_schedule must be 'linear' or 'cosine', got {anneal_schedule!r}.")
@@ -34,7 +35,7 @@ class _Annealed(nn.Module):
     def __init__(self, anneal_steps: int, anneal_schedule: str = 'linear', device: Any = None):
         super().__init__()
         check_annealing(anneal_steps, anneal_schedule)
-        self.anneal_steps, self.anneal_schedule = anneal_steps, anneal_schedule
+        self.anneal_steps, self.anneal_schedule = int(anneal_steps), anneal_schedule
         self.register_buffer('step', torch.zeros((), dtype=torch.long, device=device))
         self.is_counted = False  # whether a step was counted by this object
         self.has_ended = False  # the end of annealing in Python, without a GPU sync or graph break
@@ -43,6 +44,10 @@ class _Annealed(nn.Module):
     def train(self, mode: bool = True) -> '_Annealed':
         self.update_end()
         return super().train(mode)
+
+    def initial_state(self, device: Any = None) -> Dict[str, torch.Tensor]:
+        """The parts of the state dict before the first step that a plain model does not have."""
+        return {'step': torch.zeros((), dtype=torch.long, device=device)}
 
     def update_end(self) -> None:
         """Set ``has_ended`` from the buffer."""
@@ -223,13 +228,24 @@ class AnnealedActivation(_Annealed):
         self.act = act
         self.channels, self.active_channels = channels, active_channels
         self.gates, self.dim = gates, dim
-        self.register_buffer('idle', torch.arange(channels, device=device) >= active_channels)
+        state = self.initial_state(device)
+        self.register_buffer('idle', state['idle'])
         # averages of h, act(h), both variances, the covariance, and of 1, by which the others are divided
-        self.register_buffer('moments', torch.zeros(6, channels, device=device))
-        self.register_buffer('pending', torch.zeros(6, channels, device=device))  # the last batch of all processes
-        self.register_buffer('importance', torch.ones(channels, device=device))
+        self.register_buffer('moments', state['moments'])
+        self.register_buffer('pending', state['pending'])  # the last batch of all processes
+        self.register_buffer('importance', state['importance'])
         # moments of the last batch of this process, in the last row its number of tokens
         self.batch: Optional[torch.Tensor] = None
+
+    def initial_state(self, device: Any = None) -> Dict[str, torch.Tensor]:
+        channels = self.channels
+        return {
+            **super().initial_state(device),
+            'idle': torch.arange(channels, device=device) >= self.active_channels,
+            'moments': torch.zeros(6, channels, device=device),
+            'pending': torch.zeros(6, channels, device=device),
+            'importance': torch.ones(channels, device=device),
+        }
 
     def _load_from_state_dict(
             self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: List[str],
@@ -328,6 +344,13 @@ class AnnealedNorm(_Annealed):
         # SLAB trains from scratch with 1 at first; 0 makes the BatchNorm resemble a pretrained LayerNorm
         self.alpha = nn.Parameter(
             torch.zeros(1, dtype=bn.weight.dtype, device=bn.weight.device), requires_grad=bn.weight.requires_grad)
+
+    def initial_state(self, device: Any = None) -> Dict[str, torch.Tensor]:
+        count = torch.zeros((), dtype=torch.long, device=device)
+        mean, var = (torch.full((self.bn.num_features,), value, device=device) for value in (0., 1.))
+        return {
+            **super().initial_state(device), 'alpha': mean[:1].clone(),
+            'bn.running_mean': mean, 'bn.running_var': var, 'bn.num_batches_tracked': count}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
