@@ -822,6 +822,33 @@ def test_a_hidden_layernorm_without_bias():
     assert relative(model(images(4, 32)), expected) < 1e-4
 
 
+@pytest.mark.parametrize('kwargs', [dict(idle_ratio=1.), dict(idle_ratio=[1.]), dict(macs=.7204)])
+@pytest.mark.parametrize('gated', [False, True])
+@torch.no_grad()
+def test_no_active_channels_before_a_hidden_layernorm(gated, kwargs):
+    """An affine function of the input remains, the best one on the images."""
+    name = 'eva02_tiny_patch14_224' if gated else 'vit_tiny_patch16_224'
+    args = dict(img_size=28, swiglu_mlp=True, scale_mlp=True) if gated else dict(img_size=32, scale_mlp_norm=True)
+    if gated and 'macs' in kwargs:
+        kwargs = dict(macs=.6823)
+    torch.manual_seed(0)
+    model = timm.create_model(name, embed_dim=48, num_heads=3, depth=1, num_classes=5, **args).eval()
+    block, x, inputs = model.blocks[0], images(64, args['img_size']), []
+    block.mlp.norm.weight.uniform_(.5, 2)
+    block.mlp.norm.bias.normal_()
+    ffn = copy.deepcopy(block.mlp)
+    hook = block.mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    model(x)
+    hook.remove()
+    report = timm_rep.convert_to_repa(model, calibration=[x], compensate=False, **kwargs)
+    assert report.ffns[-1].active_features == 0
+    u = inputs[0].flatten(0, -2)
+    y, converted = ffn(u), block.mlp(u)
+    ones = torch.cat([u, torch.ones(len(u), 1)], 1).double()
+    best = ones @ torch.linalg.lstsq(ones, y.double()).solution
+    assert relative(converted, y) < 1.02 * relative(best, y)
+
+
 def test_frozen_norms_keep_their_mode():
     """Of kept layers inside of FFNs and their blocks."""
     model = timm.create_model('starnet_s1', num_classes=5, depths=[1, 1, 1, 1], base_dim=8).train()
@@ -842,6 +869,27 @@ def test_called_in_inference_mode():
         linearize_ffns(model, [images(80, 32)], .5)
     model(images(4, 32)).sum().backward()
     assert all(p.grad is not None for p in model.blocks[0].mlp.parameters())
+
+
+@pytest.mark.parametrize('kwargs', [dict(idle_ratio=.5), dict(macs=.8)])
+def test_images_of_inference_mode(kwargs):
+    models, x = [vit(), vit()], images(80, 32)
+    with torch.inference_mode():
+        timm_rep.convert_to_repa(models[0], calibration=[x.clone()], **kwargs)
+    timm_rep.convert_to_repa(models[1], calibration=[x], **kwargs)
+    assert same_weights(*models)
+
+
+def test_calibration_with_another_default_dtype():
+    """Of more rows than bfloat16 can count."""
+    models, x = [vit(img_size=96), vit(img_size=96)], images(40, 96)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        timm_rep.convert_to_repa(models[0], .5, calibration=[x])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    timm_rep.convert_to_repa(models[1], .5, calibration=[x])
+    assert same_weights(*models)
 
 
 def test_images_that_require_gradients():

@@ -15,6 +15,7 @@ from timm.utils import reparameterize_model
 import timm_rep
 from tests.convert.multi_branch import FAMILIES, build
 from tests.helpers import images, normal_scales, relative, same_weights, save_model
+from timm_rep.convert import folded_copy
 from timm_rep.convert.linear_sums import find_linear_sums
 from timm_rep.convert.repopt import use_repopt_convs
 from timm_rep.layers import CslaBlock, CslaConv2d, RepOptConv, csla_layers
@@ -432,6 +433,47 @@ def test_a_network_converted_in_inference_mode_trains():
         timm_rep.convert_to_repopt(model)
     model.train()(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize('family', ['repvit', 'byobnet, RepVGG'])
+@torch.no_grad()
+def test_a_block_with_two_names(family):
+    """The plain convolution replaces it under both."""
+    model, x = build(family), images(2, 64)
+    blocks = model.stages[0].blocks if family == 'repvit' else model.stages[1]
+    blocks.append(copy.deepcopy(blocks[-1]))
+    if family == 'repvit':
+        blocks[1].token_mixer = blocks[0].token_mixer
+    else:
+        blocks.append(blocks[-1])
+    before = model(x)
+    timm_rep.convert_to_repopt(model)
+    assert relative(model(x), before) < 1e-5
+    assert not find_linear_sums(model)[0]
+    assert relative(model.reparameterize()(x), before) < 1e-5
+
+
+@pytest.mark.parametrize('form', ['reparameterize', 'folded_copy'])
+def test_a_model_folded_in_inference_mode_trains(form):
+    model, x = timm.create_model('repopt_any', base='fastvit_t8', **FASTVIT).eval(), images(2, 64)
+    with torch.inference_mode():
+        model = model.reparameterize() if form == 'reparameterize' else folded_copy(model)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize('name', ['levit_128s', 'repvit_m0_9', 'repopt_vgg_a0'])
+@torch.no_grad()
+def test_folding_is_exact_with_another_default_dtype(name):
+    model, x = timm.create_model(name, num_classes=5).eval(), images(1, 224)
+    expected = model(x)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        folded = folded_copy(model)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert relative(folded(x), expected) < 1e-5
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -289,3 +289,25 @@ def test_initial_scale_as_an_integer():
 def test_folding_keeps_the_mode(structure, training):
     layer = RepOptConv(Csla(4, 4, (ConvBranch(3), IdentityBranch())), structure).train(training)
     assert layer.fuse().training is training
+
+
+@pytest.mark.parametrize('structure', ['target', 'search', 'csla'])
+@torch.no_grad()
+def test_folding_without_a_kernel(structure):
+    """Of identities only."""
+    torch.manual_seed(0)
+    layer = RepOptConv(Csla(4, 4, (IdentityBranch(),)), structure).eval()
+    for p in layer.parameters():
+        p.normal_()
+    layer[1].running_mean.normal_()
+    x = torch.randn(2, 4, 5, 7)
+    assert relative(layer.fuse()(x), layer(x)) < 1e-5
+
+
+def test_scales_of_further_branches():
+    csla = Csla(4, 4, (ConvBranch(3), ConvBranch(1), IdentityBranch('shortcut')))
+    scales = {name: torch.rand(4) for name in ('conv3x3', 'conv1x1')}
+    for name in ('identity', 'shortcut'):
+        assert csla.check_scales({**scales, name: torch.ones(4)}).keys() == scales.keys()
+    with pytest.raises(ValueError, match="got one for the branch 'conv1x3' too"):
+        csla.check_scales({**scales, 'conv1x3': torch.rand(4)})

@@ -150,6 +150,16 @@ def test_scales_are_constants():
     assert not before.requires_grad
 
 
+def test_initial_scales_do_not_depend_on_the_default_dtype():
+    model = timm.create_model('repopt_vgg_a0')
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scales = Scales.initial(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scales == Scales.initial(model)
+
+
 def test_summary():
     scales = Scales({
         'stem.conv.0': {'conv3x3': torch.tensor([1., -3.]), 'conv1x1': torch.tensor([2., 2.])},

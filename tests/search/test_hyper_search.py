@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -335,3 +336,20 @@ def test_command(images, tmp_path):
     scales = Scales.load(output)
     assert scales.metadata['batch_size'] == '10'
     assert sorted(path.name for path in tmp_path.iterdir()) == ['s.safetensors', 's.safetensors.checkpoint']
+
+
+@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+def test_recipe_of_numpy_numbers(tmp_path, dtype):
+    """It can be resumed, and equals that of Python's numbers."""
+    recipe = {name: float(dtype(value)) for name, value in dict(
+        lr=.05, weight_decay=1e-4, smoothing=.2, clip_grad=2.).items()}
+    numbers = {name: dtype(value) for name, value in recipe.items()}
+    with pytest.raises(Killed):
+        timm_rep.hyper_search(
+            'repopt_vgg_a0', KilledLoader(5), epochs=2, warmup_epochs=0, checkpoint=tmp_path / 'a.pth', progress=False,
+            **numbers, **TINY)
+    resumed = search(checkpoint=tmp_path / 'a.pth', epochs=2, warmup_epochs=0, resume=True, **numbers)
+    assert resumed == search(epochs=2, warmup_epochs=0, **recipe)
+    for seed in (np.int64(3), -1, .5):
+        with pytest.raises(ValueError, match='seed must be an integer >= 0'):
+            search(epochs=1, warmup_epochs=0, seed=seed)

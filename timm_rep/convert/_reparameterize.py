@@ -37,6 +37,8 @@ def check_unconverted(model: nn.Module) -> None:
             raise ValueError(f'Expected a model before compilation, but {name or kind} is compiled: convert it first.')
 
 
+@torch.inference_mode(False)  # inference tensors cannot be trained
+@torch.no_grad()
 def reparameterize(model: nn.Module) -> nn.Module:
     """Fold a model into its deploy structure, in place: the layers of this package, then the layers that timm folds.
 
@@ -113,10 +115,13 @@ def _kinds(model: nn.Module) -> Dict[str, _Kind]:
 
 @contextmanager
 def _creating_wide(kinds: Mapping[str, _Kind]) -> Iterator[None]:
-    """Create parameters in float64 if there are some: timm writes the kernels that it folds into new layers."""
+    """Create parameters in float64 if there are some, otherwise in float32.
+
+    timm writes the kernels that it folds into new layers of the default dtype.
+    """
     default = torch.get_default_dtype()
-    if any(kind.dtype == torch.float64 for kind in kinds.values()):
-        torch.set_default_dtype(torch.float64)
+    is_double = any(kind.dtype == torch.float64 for kind in kinds.values())
+    torch.set_default_dtype(torch.float64 if is_double else torch.float32)
     try:
         yield
     finally:
@@ -168,6 +173,8 @@ def _hooked(model: nn.Module) -> Set[str]:
         if name and (module._forward_hooks or module._forward_pre_hooks or 'forward' in module.__dict__)}
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def folded_copy(model: nn.Module) -> nn.Module:
     """Fold a copy of a model; the model itself is unchanged.
 

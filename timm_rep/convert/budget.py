@@ -65,8 +65,9 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
                     if logits.shape[1] > 1:
                         logits = logits.float().log_softmax(1)
                         if noise is None:
-                            noise = -torch.empty(share.size, logits.shape[1], device='cpu').exponential_(
-                                generator=torch.Generator().manual_seed(share.batch)).log()[share.part]
+                            noise = -torch.empty(
+                                share.size, logits.shape[1], dtype=torch.float32, device='cpu',
+                            ).exponential_(generator=torch.Generator().manual_seed(share.batch)).log()[share.part]
                         # Gumbel-max sampling of a class; seeded per batch, whatever the number of processes
                         drawn = (logits.detach() + noise[start:start + len(logits)].to(logits)).argmax(1)
                         logits = logits.gather(1, drawn[:, None])

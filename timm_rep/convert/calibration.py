@@ -27,7 +27,8 @@ def take(images: Any, part: slice, **kwargs: Any) -> Any:
         return {name: take(x, part, **kwargs) for name, x in images.items()}
     if not images.is_floating_point():
         kwargs.pop('dtype', None)
-    return images[part].to(**kwargs) if kwargs else images[part]
+    images = images[part].to(**kwargs) if kwargs else images[part]
+    return images.clone() if images.is_inference() else images  # autograd refuses inference tensors
 
 
 def is_padded(images: Any) -> bool:
@@ -135,7 +136,8 @@ class TokenSampler:
         prefix, used = self.probes[name].prefix_tokens, min(self.counts[name], n)
         key = share.batch, n, used, prefix, None if attended is None else name
         if key not in self._chosen:
-            scores = torch.rand(share.size, n, generator=torch.Generator().manual_seed(share.batch), device='cpu')
+            generator = torch.Generator().manual_seed(share.batch)
+            scores = torch.rand(share.size, n, generator=generator, dtype=torch.float32, device='cpu')
             scores[:, :prefix] += 1
             scores = scores[share.part]
             if attended is not None and attended.shape == scores.shape:

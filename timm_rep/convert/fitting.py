@@ -95,7 +95,9 @@ def least_squares(
     dtype = torch.promote_types(rows.inputs.dtype, torch.float32 if ridge >= _FLOAT32_RIDGE else torch.float64)
     weight, bias = (x.to(exact.fc_out.weight.device, dtype) for x in second)
     all_features = _features(ffn, exact)
-    own = None if channels is None else _features(ffn, ffn.with_weights(channels))
+    own: Optional[Callable[[torch.Tensor], torch.Tensor]] = None
+    if channels is not None:
+        own = _features(ffn, ffn.with_weights(channels)) if len(channels) else lambda u: u[:, :0]
 
     def columns(part: slice) -> torch.Tensor:
         u = rows.inputs[part]

@@ -15,6 +15,7 @@ from timm_rep.layers import Affine, Csla, RepOptConv, RepOptConvDeploy, csla_lay
 from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage_of
 
 from ._reparameterize import check_unconverted, reparameterize
+from .ffn import replace_module
 from .linear_sums import LinearSum, find_linear_sums
 from .record import make_foldable, record_conversion
 
@@ -182,8 +183,7 @@ def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> 
 def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
     module = linear_sum.module
     if not linear_sum.slot:
-        parent, _, name = linear_sum.name.rpartition('.')
-        setattr(model.get_submodule(parent), name, layer)
+        replace_module(model, module, layer)
         return
     setattr(module, linear_sum.slot, nn.Sequential(layer, linear_sum.act) if linear_sum.act is not None else layer)
     for name, value in linear_sum.replaced.items():

@@ -65,6 +65,11 @@ class Probe(NamedTuple):
     residual: Optional[Residual]
 
 
+def _spread(n: int) -> torch.Tensor:
+    """Up to _ROWS evenly spaced indices of n rows, whatever the default dtype."""
+    return torch.linspace(0, n - 1, min(n, _ROWS), dtype=torch.float32).long()
+
+
 class _Activation(NamedTuple):
     module: nn.Module
     is_input: bool
@@ -169,7 +174,7 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
                 continue
             rows = tokens_of(x, channels_first)
             n = len(rows)
-            rows = to_float64(rows[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
+            rows = to_float64(rows[_spread(n)])
             activation = _Activation(module, is_input, channels_first, n, rows)
             for p in list(pending):
                 if n != p.tokens or rows.shape != p.y.shape:
@@ -193,7 +198,7 @@ def probe(model: nn.Module, ffns: Sequence[Ffn], images: Any) -> Dict[str, Probe
     def record_features(ffn: Ffn, x: torch.Tensor) -> None:
         g = tokens_of(x, ffn.use_conv)
         n = len(g)
-        g = to_float64(g[torch.linspace(0, n - 1, min(n, _ROWS)).long()])
+        g = to_float64(g[_spread(n)])
         second = ffn.fc_out()
         y = g @ second.weight.T + second.bias
         before = [a for a in reversed(recent) if a.tokens == n and a.rows.shape == y.shape]

@@ -26,7 +26,7 @@ def evenly_spaced(length: int, count: int) -> torch.Tensor:
     """
     if length % count == 0:
         return torch.arange(count) * (length // count)
-    return torch.linspace(0, length - 1, count).round().long()
+    return torch.linspace(0, length - 1, count, dtype=torch.float32).round().long()
 
 
 def index_axes(tensor: torch.Tensor, indices: Indices) -> torch.Tensor:

@@ -112,8 +112,8 @@ def _factors(
         rank: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """Factors L and R (rank, channels): L^T R is the closest matrix of this rank to alpha Z + beta I."""
-    z = torch.randn(channels, channels, generator=generator, device='cpu') / channels ** .5
-    matrix = alpha * z + beta * torch.eye(channels, device='cpu')
+    z = torch.randn(channels, channels, generator=generator, dtype=torch.float32, device='cpu') / channels ** .5
+    matrix = alpha * z + beta * torch.eye(channels, dtype=torch.float32, device='cpu')
     # the singular vectors on one side are enough: half the time of torch.linalg.svd()
     squares, vectors = torch.linalg.eigh(matrix.T @ matrix)
     root = squares[-rank:].clamp(min=torch.finfo(matrix.dtype).tiny) ** .25

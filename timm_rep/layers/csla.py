@@ -158,15 +158,19 @@ class Csla:
         """Validate scales.
 
         Args:
-            scales: Scale of each conv branch, (out_channels,), by the name of the branch. Other entries, such as a
-                search model's 'identity', are ignored.
+            scales: Scale of each conv branch, (out_channels,), by the name of the branch. An entry 'identity', which
+                a search model has, is ignored.
 
         Returns:
             The scales of the conv branches, detached.
 
         Raises:
-            ValueError: A scale is missing or has the wrong shape.
+            ValueError: A scale is missing, has the wrong shape or is of another branch.
         """
+        others = set(scales).difference(['identity'], (branch.name for branch in self.branches))
+        if others:
+            raise ValueError(
+                f'Expected scales for {list(self.scaled_branches)}, but got one for the branch {min(others)!r} too.')
         for name in self.scaled_branches:
             if name not in scales:
                 raise ValueError(

@@ -300,7 +300,7 @@ class RepOptConv(nn.Sequential):
                 f'Expected a CSLA layer, but got {type(conv).__name__}: merge adapters into the layers that they '
                 'adapt, and quantize after folding.')
         deploy = RepOptConvDeploy(conv.csla, device='meta')  # its parameters are replaced
-        like = next(p for p in conv.parameters() if p.ndim == 4)
+        like = max(conv.parameters(), key=lambda p: p.ndim)  # scales may be in float32 beside the kernels
         kernel = conv.equivalent_kernel(dtype=torch.float64)
         Affine.from_kernel(kernel).before_norm(norm).write_to(deploy, like=like)
         return deploy.train(self.training)

@@ -138,7 +138,7 @@ class Scales(Mapping[str, Mapping[str, torch.Tensor]]):
                 f'Expected a model with CSLA layers, but {type(model).__name__} has none: scales are for RepOpt models '
                 'before reparameterize(), for models of convert_to_repopt(), and for those built with '
                 'timm_rep.layers.Csla.')
-        return cls({name: layer.csla.initial_scales(device='cpu') for name, layer in layers.items()})
+        return cls({name: layer.csla.initial_scales('cpu', torch.float32) for name, layer in layers.items()})
 
     @classmethod
     def ones(cls, model: nn.Module) -> 'Scales':

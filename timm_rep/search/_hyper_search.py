@@ -116,10 +116,15 @@ def hyper_search(
         RuntimeError: Weights became infinite or NaN. The checkpoint holds an epoch before.
         OSError: The checkpoint cannot be written, is a folder, or exists without ``resume`` or ``overwrite``.
     """
+    _check_recipe(dict(
+        epochs=epochs, warmup_epochs=warmup_epochs, checkpoint_epochs=checkpoint_epochs, seed=seed, lr=lr,
+        weight_decay=weight_decay, smoothing=smoothing, clip_grad=clip_grad))
+    # a checkpoint with numbers of NumPy could not be loaded
+    lr, weight_decay, smoothing = float(lr), float(weight_decay), float(smoothing)
+    clip_grad = None if clip_grad is None else float(clip_grad)
     recipe = dict(
         epochs=epochs, lr=lr, warmup_epochs=warmup_epochs, weight_decay=weight_decay, smoothing=smoothing,
         clip_grad=clip_grad, seed=seed, amp_dtype=None if amp_dtype is None else str(amp_dtype))
-    _check_recipe({**recipe, 'checkpoint_epochs': checkpoint_epochs})
     if amp_dtype not in (None, torch.bfloat16):
         raise ValueError(
             f'amp_dtype must be torch.bfloat16 or None, got {amp_dtype!r}: float16 needs a GradScaler, which '
@@ -206,7 +211,7 @@ def hyper_search(
 
 
 def _check_recipe(recipe: Mapping[str, Any]) -> None:
-    for name, least in (('epochs', 1), ('warmup_epochs', 0), ('checkpoint_epochs', 1)):
+    for name, least in (('epochs', 1), ('warmup_epochs', 0), ('checkpoint_epochs', 1), ('seed', 0)):
         value = recipe[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f'{name} must be an integer >= {least}, got {value!r}.')

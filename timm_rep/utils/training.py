@@ -236,6 +236,7 @@ def distil(
             group do not all see it.
     """
     check_distillation(epochs, lr)
+    lr, weight_decay = float(lr), float(weight_decay)  # a checkpoint with numbers of NumPy could not be loaded
     device = images.device
     model.to(device)
     if not epochs:
