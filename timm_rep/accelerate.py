@@ -59,7 +59,7 @@ def measure(
     for batch_size in batch_sizes:
         rates = measure_throughput(models, torch.randn(batch_size, *size, device=images.device))
         for name, rate in rates.items():
-            figures[name]['images_per_second'][str(batch_size)] = round(rate, 1)
+            figures[name]['images_per_second'][str(batch_size)] = float(f'{rate:.4g}')
     return figures
 
 

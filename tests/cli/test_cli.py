@@ -235,3 +235,13 @@ def test_an_interrupted_search_says_how_to_continue(monkeypatch, capsys, tmp_pat
     paths = ['--data-dir', str(tmp_path), '-o', str(tmp_path / 's.safetensors')]
     assert main(['hyper-search', 'repopt_vgg_a0', *paths]) == 130
     assert '--resume continues' in capsys.readouterr().err
+
+
+def test_names_that_are_not_utf8(monkeypatch):
+    """The command can be written to a file."""
+    from timm_rep.cli import profile
+
+    found = []
+    monkeypatch.setattr(profile, 'run', lambda args: found.append(args.command))
+    main(['profile', 'x\udce9', 'y z'])
+    assert found == [r"timm-rep profile 'x\udce9' 'y z'"]

@@ -18,6 +18,7 @@ from tests.helpers import images, needs_recorded_args, needs_torch_2_6, randomiz
 from timm_rep.cli import main
 from timm_rep.convert import use_repa_ffns
 from timm_rep.deploy import FORMATS, VERIFICATION_NAME, onnx_runner
+from timm_rep.hub import load_folder
 from timm_rep.layers import RePaMlp, is_reparameterized
 
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
@@ -359,6 +360,7 @@ REFUSED = [
     (lambda: tiny('repopt_vgg_a0', structure='csla'), 'm', dict(reparameterize=False), ValueError,
      'reparameterize must be True for the csla structure'),
     (deit, 'm', dict(tolerance=float('nan')), ValueError, 'tolerance must be .* got nan'),
+    (deit, 'm', dict(tolerance=float('inf')), ValueError, 'tolerance must be .* got inf'),
     (deit, 'm', dict(tolerance='x'), ValueError, "tolerance must be .* got 'x'"),
     (deit, 'm', dict(images=[1]), TypeError, 'images must be a tensor .* got list'),
     (deit, 'm', dict(images=torch.zeros(3, 32, 32)), ValueError, r'images must be .* got \(3, 32, 32\)'),
@@ -460,3 +462,17 @@ def test_with_another_default_dtype(tmp_path):
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.export.load(tmp_path / 'model.pt2').module()(images(2, size[1])).dtype == torch.float32
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+def test_a_folder_with_another_default_dtype(dtype, tmp_path):
+    """As rebuilt for the comparison with the model."""
+    model, _ = build('repa_vit')
+    torch.set_default_dtype(dtype)
+    try:
+        timm_rep.export(model, tmp_path / 'exported')
+        timm_rep.hub.save_folder(model, tmp_path / 'saved')
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same_weights(load_folder(tmp_path / 'saved'), model)

@@ -1,6 +1,7 @@
 """quantize_ptq and quantize_qat: what they compute, what they report, what they refuse."""
 import copy
 import gc
+import importlib.metadata
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ import torch.nn as nn
 import timm_rep
 from tests.helpers import images, randomize_, relative, run, same_weights, tiny
 from timm_rep.deploy import BACKENDS, REPORT_NAME, Quantized, load_quantized, quantize_qat, quantized_files, read_report
+from timm_rep.deploy.formats import package_versions
 from timm_rep.deploy.program import QuantizationSettings, output_structure, restore_structure
 from timm_rep.utils.data import Images
 
@@ -482,6 +484,7 @@ def test_errors_of_the_program_on_validation_images(model, quantized, calibratio
     ([(images(2, 32), torch.zeros(2))], ValueError, r'size \(3, 64, 64\), got \(3, 32, 32\)'),
     (iter([(images(2), torch.zeros(2))]), TypeError, 'got an iterator'),
     ([(images(2) * float('nan'), torch.zeros(2))], ValueError, 'validation_loader must have finite images'),
+    ([(images(2).double(), torch.zeros(2))], ValueError, r'in float32 .* got \(3, 64, 64\) in torch\.float64'),
     ([(images(2), torch.tensor([0, 5]))], ValueError, 'labels from 0 to 4, got 0 to 5'),
     ([(images(2), torch.tensor([-1, 0]))], ValueError, 'labels from 0 to 4, got -1 to 0'),
 ])
@@ -582,6 +585,38 @@ def test_quantization_aware_training(images, monkeypatch):
     dead, *others = ((layer.weight.flatten(1).abs().amax(1) / 127.5) for layer in (model.dead, model.conv, model.head))
     assert any(torch.allclose(scale, dead, rtol=1e-6, atol=0) for scale in scales)
     assert not any(torch.allclose(scale, other, rtol=1e-3) for scale in scales for other in others)
+
+
+def test_convolutions_with_padding_in_words(tmp_path):
+    """Such as ConvMixer's; 'same' with an even kernel, which pads one side more, stays in float."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(
+        nn.Conv2d(1, 8, 5, padding='same'), nn.ReLU(),
+        nn.Conv2d(8, 8, (3, 7), padding='same', dilation=(2, 1), groups=8), nn.ReLU(),
+        nn.Conv2d(8, 8, 2, padding='same'), nn.ReLU(),
+        nn.Conv2d(8, 6, 3, stride=2, padding='valid', bias=False)).eval(), images(6, 21)[:, :1]
+    quantized = timm_rep.quantize_ptq(model, [x], diagnose=True)
+    assert quantized.report.int8_layers == ['0', '2', '6']
+    assert quantized.report.float_layers == {'4': 'conv2d'}
+    quantized.save(tmp_path)
+    for program in quantized, load_quantized(tmp_path):
+        for n in (1, 3):
+            y = x[:n].contiguous(memory_format=torch.channels_last)
+            assert relative(program(y), model(y).detach()) < .05
+
+
+def test_package_of_another_name(monkeypatch):
+    """onnxruntime-gpu holds the module onnxruntime."""
+    found = importlib.metadata.version
+
+    def version(name):
+        if name == 'onnxruntime':
+            raise importlib.metadata.PackageNotFoundError(name)
+        return '9.8' if name == 'onnxruntime-gpu' else found(name)
+
+    monkeypatch.setattr(importlib.metadata, 'version', version)
+    monkeypatch.setattr(importlib.metadata, 'packages_distributions', lambda: {'onnxruntime': ['onnxruntime-gpu']})
+    assert package_versions(BACKENDS['onnxruntime'])['onnxruntime'] == '9.8'
 
 
 def test_missing_package(monkeypatch, model, calibration):

@@ -20,7 +20,7 @@ from timm_rep.deploy import BACKENDS, load_quantized, read_report
 from timm_rep.deploy.report import REPORT_NAME, QuantizationReport, quantized_files
 from timm_rep.hub import sha256
 from timm_rep.hub._folder import load_folder, verify_folder
-from timm_rep.publish._card import card_text
+from timm_rep.publish._card import card_text, figures_table
 from timm_rep.publish.prepare import _create_trained, prepare_folder, write_folded
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import count_params
@@ -658,3 +658,12 @@ def test_a_recipe_belongs_to_the_checkpoint(folder, checkpoint, tmp_path):
     with pytest.raises(FileNotFoundError, match=r'missing\.yaml'):
         prepare_folder(folder, checkpoint[2], tmp_path / 'missing.yaml')
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_speedups_of_slow_models():
+    """Of the throughputs, not of their rounded form."""
+    figures = {
+        name: dict(top1=50., agreement=100., params=10, gmacs=.1, images_per_second={'1': rate, '8': 12350.})
+        for name, rate in (('original', .4491), ('converted', .5512))}
+    last = figures_table(figures).splitlines()[-1]
+    assert '| 0.5512 (1.23x) | 12350 (1.00x) |' in last

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
@@ -120,6 +121,17 @@ def test_evaluate(batches):
     torch.testing.assert_close(logits, model[1:](images))
     assert accuracy == pytest.approx(100 * (model[1:](images).argmax(1) == targets).float().mean().item())
     assert not model.training
+
+
+def test_a_distillation_of_one_output():
+    """It comes close to the teacher; the softmax of one output is constant."""
+    x = torch.randn(32, 3, 4, 4)
+    batches = [(x[i:i + 8], torch.zeros(8, dtype=torch.long)) for i in range(0, 32, 8)]
+    images = SimpleNamespace(device=torch.device('cpu'), seed=0, training=lambda: batches)
+    model, teacher = (nn.Sequential(nn.Flatten(), nn.Linear(48, 1)) for _ in range(2))
+    before = F.mse_loss(model(x), teacher(x)).item()
+    training.distil(model, teacher, images, 40, .05)
+    assert F.mse_loss(model(x), teacher(x)).item() < .05 * before
 
 
 def test_a_distillation_that_diverges(batches, tmp_path):

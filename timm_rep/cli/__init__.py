@@ -55,7 +55,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     for subparser in commands.choices.values():
         subparser.add_argument('--traceback', action='store_true', help='show where in the code an error occurred')
     args = parser.parse_args(argv)
-    args.command = shlex.join(['timm-rep', *(sys.argv[1:] if argv is None else argv)])
+    line = shlex.join(['timm-rep', *(sys.argv[1:] if argv is None else argv)])
+    args.command = line.encode('utf-8', 'backslashreplace').decode()  # names of files may be other bytes
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:

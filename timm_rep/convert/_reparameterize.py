@@ -1,8 +1,7 @@
 """Fold a model into its deploy structure, and refuse checkpoints of a different structure."""
 import copy
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, Dict, Iterator, Mapping, NamedTuple, Set, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -11,6 +10,7 @@ from timm.utils import unwrap_model
 
 from timm_rep.layers import foldable_layers, is_reparameterized, structures_in
 from timm_rep.layers.fold import batch_norm_scale_shift
+from timm_rep.utils.modes import default_dtype
 
 try:
     from timm.models import reparameterize_model
@@ -71,7 +71,9 @@ def reparameterize(model: nn.Module) -> nn.Module:
     # dry run on a copy: which modules with hooks would timm's folding drop, and does a weight overflow?
     hooked, kinds = _hooked(model), _kinds(model)
     is_half = any(kind.dtype not in _WIDE for kind in kinds.values())
-    with _creating_wide(kinds):
+    # timm writes the kernels that it folds into new layers of the default dtype
+    wide = torch.float64 if any(kind.dtype == torch.float64 for kind in kinds.values()) else torch.float32
+    with default_dtype(wide):
         rehearsed = reparameterize_model(model) if hooked or is_half else None
     lost = sorted(hooked - _hooked(rehearsed)) if rehearsed is not None else ()
     if lost:
@@ -84,7 +86,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
         for name, child in parent._modules.items():
             if child in fused:
                 parent._modules[name] = fused[child]
-    with _creating_wide(kinds):
+    with default_dtype(wide):
         folded = reparameterize_model(model, inplace=True)
     _restore_kinds(folded, kinds)
     for parent in folded.modules():  # parents before their children
@@ -111,21 +113,6 @@ def _kinds(model: nn.Module) -> Dict[str, _Kind]:
             known = kinds.get(name, _Kind(parameter.dtype, False))
             kinds[name] = known._replace(requires_grad=known.requires_grad or parameter.requires_grad)
     return kinds
-
-
-@contextmanager
-def _creating_wide(kinds: Mapping[str, _Kind]) -> Iterator[None]:
-    """Create parameters in float64 if there are some, otherwise in float32.
-
-    timm writes the kernels that it folds into new layers of the default dtype.
-    """
-    default = torch.get_default_dtype()
-    is_double = any(kind.dtype == torch.float64 for kind in kinds.values())
-    torch.set_default_dtype(torch.float64 if is_double else torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def _restore_kinds(folded: nn.Module, kinds: Mapping[str, _Kind]) -> None:

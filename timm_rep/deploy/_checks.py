@@ -79,10 +79,10 @@ def float_accuracy(
 
     def batches() -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
         for images, labels in map(labelled_images, batches_of(loader)):
-            if images.shape[1:] != size or not images.isfinite().all():
+            if images.shape[1:] != size or images.dtype != torch.float32 or not images.isfinite().all():
                 raise ValueError(
-                    f'validation_loader must have finite images of the calibrated size {tuple(size)}, got '
-                    f'{tuple(images.shape[1:])}.')
+                    f'validation_loader must have finite images in float32 of the calibrated size {tuple(size)}, got '
+                    f'{tuple(images.shape[1:])} in {images.dtype}.')
             found.append(labels)
             yield images, labels
 

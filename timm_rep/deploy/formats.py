@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.hub import check_timm_model, load_folder, write_model
+from timm_rep.utils.modes import default_dtype
 from timm_rep.utils.profiling import versions
 
 from .runtimes import (
@@ -199,7 +200,8 @@ def _write_folder(model: nn.Module, images: torch.Tensor, folder: Path) -> None:
 
 def _load_folder(folder: Path) -> Runner:
     try:
-        return load_folder(folder)
+        with default_dtype(torch.float32):
+            return load_folder(folder)
     except RuntimeError as e:
         raise ValueError(
             'Expected a model that timm.create_model builds from config.json, but it builds another structure. It '
@@ -242,7 +244,15 @@ BACKENDS: Dict[str, Backend] = {
 
 def package_versions(entry: Union[Format, Backend]) -> Dict[str, str]:
     """Versions of what an entry of the table depends on."""
-    return {**versions(), **{name: importlib.metadata.version(name) for name in entry.packages}}
+    return {**versions(), **{name: _version(name) for name in entry.packages}}
+
+
+def _version(module: str) -> str:
+    """Version of the distribution that holds a module, which may have another name (onnxruntime-gpu)."""
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(importlib.metadata.packages_distributions()[module][0])
 
 
 def check_format(format: str) -> Format:

@@ -167,7 +167,7 @@ class InductorProgram(Program):
         return list(dict.fromkeys(name for name in int8 if name not in other)), other
 
     def write(self, path: Path) -> None:
-        program = export_program(self.graph, torch.zeros(2, *self.input_size))
+        program = export_program(self.graph, torch.zeros(2, *self.input_size, dtype=torch.float32))
         program.example_inputs = None  # torch pickles them
         save_program(program, path)
 

@@ -132,13 +132,16 @@ def trace(model: nn.Module, images: torch.Tensor, dynamic_batch: bool = True) ->
 
 
 def trace_graph(model: nn.Module, images: torch.Tensor, dynamic_batch: bool = True) -> torch.fx.GraphModule:
-    """The graph of :func:`trace`, with separate parameters for each call of a layer.
+    """The graph of :func:`trace`, with separate parameters for each call of a layer, and numbers as padding.
 
     A layer that is called several times, such as the head of a detector, would stay in float: inductor computes its
     float weight once for all calls. XNNPACK would refuse it. And torchao would fold the BatchNorms after all calls into
-    the one weight.
+    the one weight. And convolutions with padding='same' are another operator, without int8 kernels.
     """
     graph = trace(model, images, dynamic_batch).module()
+    for node in graph.graph.nodes:
+        if node.target == torch.ops.aten.conv2d.padding:
+            _use_numeric_padding(node)
     used: Set[str] = set()
     for node in graph.graph.nodes:
         for x in node.all_input_nodes if operator_name(node) in PRODUCTS else ():
@@ -154,6 +157,18 @@ def trace_graph(model: nn.Module, images: torch.Tensor, dynamic_batch: bool = Tr
             used.add(str(x.target))
     graph.recompile()
     return graph
+
+
+def _use_numeric_padding(node: torch.fx.Node) -> None:
+    """Write the padding 'same' or 'valid' of a convolution in numbers, unless it is larger on one side."""
+    given: List[Any] = [*node.args, *(None, [1, 1], 'valid', [1, 1], 1)[len(node.args) - 2:]]
+    x, weight, bias, stride, padding, dilation, groups = given
+    value = weight.meta.get('val')
+    sizes = (attrgetter(weight.target)(node.graph.owning_module) if value is None else value).shape[2:]
+    total = [d * (size - 1) if padding == 'same' else 0 for d, size in zip(dilation, sizes)]
+    if not any(n % 2 for n in total):
+        node.target = torch.ops.aten.conv2d.default
+        node.args = (x, weight, bias, stride, [n // 2 for n in total], dilation, groups)
 
 
 def layers_with_weights(graph: torch.fx.GraphModule) -> Dict[torch.fx.Node, str]:

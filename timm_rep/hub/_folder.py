@@ -19,6 +19,7 @@ from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
 from timm_rep.utils.data import recorded_labels
 from timm_rep.utils.files import StrPath, read_config
+from timm_rep.utils.modes import default_dtype
 from timm_rep.utils.profiling import model_input_size
 
 from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder, sha256
@@ -70,7 +71,10 @@ def save_folder(
     with replacing_files(folder, outdated=outdated) as draft:
         write_model(model, draft, model_args=model_args, scales=scales, label_names=label_names, tag=tag, half=half)
         if not half:
-            _check_rebuilt(model, load_folder(draft).to(next(model.parameters()).dtype))
+            dtype = next(model.parameters()).dtype
+            with default_dtype(torch.promote_types(dtype, torch.float32)):
+                rebuilt = load_folder(draft)
+            _check_rebuilt(model, rebuilt.to(dtype))
         if extra is not None:
             extra(draft)
 
@@ -148,7 +152,8 @@ def check_timm_model(model: nn.Module) -> None:
 @torch.no_grad()
 def _check_rebuilt(model: nn.Module, rebuilt: nn.Module) -> None:
     """Compare a model, in eval mode on the CPU, with the model built from its config.json by their outputs."""
-    images = torch.randn(2, *model_input_size(model), generator=torch.Generator().manual_seed(0), device='cpu')
+    generator, size = torch.Generator().manual_seed(0), model_input_size(model)
+    images = torch.randn(2, *size, generator=generator, dtype=torch.float32, device='cpu')
     model = copy.deepcopy(model).cpu().eval()
     expected, found = (tree_leaves(m(images.to(next(m.parameters()).dtype))) for m in (model, rebuilt.eval()))
     is_equal = len(expected) == len(found) and all(

@@ -132,7 +132,7 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [header, ['---', *['---:'] * (len(header) - 1)]]
     for name, row in figures.items():
         rates = [
-            f'{rate:.1f} ({rate / original["images_per_second"][size]:.2f}x)'
+            f'{rate:g} ({rate / original["images_per_second"][size]:.2f}x)'
             for size, rate in row['images_per_second'].items()]
         rows.append([
             name, f'{row["top1"]:.2f}%', f'{row["agreement"]:.1f}%', f'{row["params"] / 1e6:.2f} M',

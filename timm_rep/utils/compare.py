@@ -1,4 +1,5 @@
 """Comparison of the outputs of models."""
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence
@@ -88,6 +89,6 @@ def check_images(images: Any) -> None:
 
 
 def check_tolerance(tolerance: Any) -> None:
-    """Raise ValueError unless a tolerance is a number >= 0."""
-    if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise ValueError(f'tolerance must be a number >= 0, got {tolerance!r}.')
+    """Raise ValueError unless a tolerance is a finite number >= 0."""
+    if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < math.inf:
+        raise ValueError(f'tolerance must be a finite number >= 0, got {tolerance!r}.')

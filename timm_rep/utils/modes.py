@@ -1,8 +1,20 @@
-"""Training and eval mode."""
+"""Training and eval mode, and torch's default dtype."""
 import contextlib
 from typing import Iterable, Iterator
 
+import torch
 import torch.nn as nn
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create parameters in a dtype, whatever torch's default is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

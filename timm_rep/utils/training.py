@@ -41,8 +41,8 @@ def fit(
 ) -> List[float]:
     """Train a classifier in place; in a process group, data-parallel.
 
-    The loss is label-smoothed cross entropy; with a teacher the Kullback-Leibler divergence from its outputs, without
-    labels.
+    The loss is label-smoothed cross entropy; with a teacher the Kullback-Leibler divergence from its outputs, or of
+    one output the squared difference, without labels.
 
     Args:
         model: A classifier on ``device``.
@@ -124,7 +124,10 @@ def _check_labels(targets: torch.Tensor, num_classes: float) -> None:
 
 def _divergence(outputs: torch.Tensor, teacher: nn.Module, images: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        target = teacher(images).float().log_softmax(1)
+        target = teacher(images).float()
+    if target.shape[1] == 1:  # of which the softmax is constant
+        return F.mse_loss(outputs.float(), target)
+    target = target.log_softmax(1)
     return F.kl_div(outputs.float().log_softmax(1), target, log_target=True, reduction='batchmean')
 
 
@@ -215,9 +218,9 @@ def distil(
 ) -> None:
     """Train a model, in place, on the outputs of a teacher, without labels.
 
-    AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs. The global random
-    number generators of torch, NumPy and Python are seeded. In a process group the ranks split the images, and rank 0
-    writes the checkpoint.
+    AdamW with a cosine schedule; the loss is the Kullback-Leibler divergence of the two outputs, or their squared
+    difference if the models have one output. The global random number generators of torch, NumPy and Python are seeded.
+    In a process group the ranks split the images, and rank 0 writes the checkpoint.
 
     Args:
         model: Converted or quantized model.
