@@ -26,6 +26,7 @@ from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.least_squares import LeastSquares, Moments
 from timm_rep.convert.linearize import check_convertible
 from timm_rep.layers import Affine, RePaMlpDeploy
+from timm_rep.utils.modes import default_dtype
 from timm_rep.utils.profiling import count_macs
 
 
@@ -883,11 +884,8 @@ def test_images_of_inference_mode(kwargs):
 def test_calibration_with_another_default_dtype():
     """Of more rows than bfloat16 can count."""
     models, x = [vit(img_size=96), vit(img_size=96)], images(40, 96)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         timm_rep.convert_to_repa(models[0], .5, calibration=[x])
-    finally:
-        torch.set_default_dtype(torch.float32)
     timm_rep.convert_to_repa(models[1], .5, calibration=[x])
     assert same_weights(*models)
 

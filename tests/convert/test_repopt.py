@@ -21,6 +21,7 @@ from timm_rep.convert.repopt import use_repopt_convs
 from timm_rep.layers import CslaBlock, CslaConv2d, RepOptConv, csla_layers
 from timm_rep.optim import RepAdamW, RepSGD
 from timm_rep.scales import Scales
+from timm_rep.utils.modes import default_dtype
 
 KINDS = ('byobnet, RepVGG', 'byobnet, MobileOne', 'fastvit', 'repvit', 'repghost', 'ghostnet, v3')
 FASTVIT = dict(layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64), num_classes=5)
@@ -467,12 +468,9 @@ def test_a_model_folded_in_inference_mode_trains(form):
 def test_folding_is_exact_with_another_default_dtype(name):
     model, x = timm.create_model(name, num_classes=5).eval(), images(1, 224)
     expected = model(x)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         folded = folded_copy(model)
         assert torch.get_default_dtype() == torch.bfloat16
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert relative(folded(x), expected) < 1e-5
 
 

@@ -20,6 +20,7 @@ from timm_rep.convert import use_repa_ffns
 from timm_rep.deploy import FORMATS, VERIFICATION_NAME, onnx_runner
 from timm_rep.hub import load_folder
 from timm_rep.layers import RePaMlp, is_reparameterized
+from timm_rep.utils.modes import default_dtype
 
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 needs_onnx = pytest.mark.skipif(
@@ -456,11 +457,8 @@ class TestCommand:
 
 def test_with_another_default_dtype(tmp_path):
     model, size = build('repa_vit')
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         timm_rep.export(model, tmp_path / 'model.pt2', 'pt2')
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert torch.export.load(tmp_path / 'model.pt2').module()(images(2, size[1])).dtype == torch.float32
 
 
@@ -468,11 +466,8 @@ def test_with_another_default_dtype(tmp_path):
 def test_a_folder_with_another_default_dtype(dtype, tmp_path):
     """As rebuilt for the comparison with the model."""
     model, _ = build('repa_vit')
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         timm_rep.export(model, tmp_path / 'exported')
         timm_rep.hub.save_folder(model, tmp_path / 'saved')
         assert torch.get_default_dtype() == dtype
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert same_weights(load_folder(tmp_path / 'saved'), model)

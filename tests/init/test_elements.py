@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from timm_rep.init import evenly_spaced, select_elements
+from timm_rep.utils.modes import default_dtype
 
 CONSISTENT = ('uniform', 'consecutive', 'random')
 
@@ -19,11 +20,8 @@ def test_evenly_spaced():
     assert evenly_spaced(7, 3).tolist() == [0, 3, 6]
     assert evenly_spaced(5, 5).tolist() == list(range(5))
     expected = evenly_spaced(3072, 1000)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         assert torch.equal(evenly_spaced(3072, 1000), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert evenly_spaced(9, 1).tolist() == [0]
     assert evenly_spaced(9, 4).tolist() == [0, 3, 5, 8]  # of 0, 2.67, 5.33, 8
     for teacher in range(1, 40):

@@ -18,6 +18,7 @@ import timm_rep
 from timm_rep.layers import ConvBranch, Csla, CslaConv2d, csla_layers
 from timm_rep.optim import RepSGD, get_grad_mult
 from timm_rep.scales import Scales
+from timm_rep.utils.modes import default_dtype
 
 TINY = dict(depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, num_classes=5)
 
@@ -152,11 +153,8 @@ def test_scales_are_constants():
 
 def test_initial_scales_do_not_depend_on_the_default_dtype():
     model = timm.create_model('repopt_vgg_a0')
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         scales = Scales.initial(model)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert scales == Scales.initial(model)
 
 

@@ -82,10 +82,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
             'hooks by handle.remove(), and merge adapters into the weights.')
     if rehearsed is not None:
         _restore_kinds(rehearsed, kinds)
-    for parent in before:  # a layer may have several parents, or names
-        for name, child in parent._modules.items():
-            if child in fused:
-                parent._modules[name] = fused[child]
+    replace_modules(model, fused)
     with default_dtype(wide):
         folded = reparameterize_model(model, inplace=True)
     _restore_kinds(folded, kinds)
@@ -94,6 +91,17 @@ def reparameterize(model: nn.Module) -> nn.Module:
             if layer not in before:
                 layer.training = parent.training
     return folded
+
+
+def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> Set[nn.Module]:
+    """Replace modules wherever they occur, since several parents may share one; the result is their parents."""
+    parents = set()
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                parent._modules[name] = replacements[child]
+                parents.add(parent)
+    return parents
 
 
 class _Kind(NamedTuple):

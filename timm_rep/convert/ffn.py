@@ -13,6 +13,7 @@ from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, i
 from timm_rep.layers.fold import is_plain_batch_norm
 from timm_rep.utils.modes import keeping_modes
 
+from ._reparameterize import replace_modules
 from .ffn_classes import Block, FfnSpec, affine_of, class_name, ffn_spec, find_blocks, find_linear
 
 # MLPs of timm that are not block FFNs: position biases, squeeze and excitation, pooling and classifier heads; and MLPs
@@ -357,15 +358,12 @@ def ratios_of(
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module wherever it occurs; several parents may share it."""
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is old:
-                parent._modules[name] = new
-                if class_name(type(parent)) in _NORM_FOLDING:
-                    parent.__dict__.pop('reparameterize', None)
-                    if ffn_spec(type(new)) is None:  # not the original, put back
-                        parent.reparameterize = partial(_fold_norms, parent)
+    """Replace an FFN wherever it occurs."""
+    for parent in replace_modules(model, {old: new}):
+        if class_name(type(parent)) in _NORM_FOLDING:
+            parent.__dict__.pop('reparameterize', None)
+            if ffn_spec(type(new)) is None:  # not the original, put back
+                parent.reparameterize = partial(_fold_norms, parent)
 
 
 def _fold_norms(block: nn.Module) -> None:

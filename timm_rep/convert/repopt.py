@@ -14,8 +14,7 @@ import torch.nn as nn
 from timm_rep.layers import Affine, Csla, RepOptConv, RepOptConvDeploy, csla_layers
 from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage_of
 
-from ._reparameterize import check_unconverted, reparameterize
-from .ffn import replace_module
+from ._reparameterize import check_unconverted, reparameterize, replace_modules
 from .linear_sums import LinearSum, find_linear_sums
 from .record import make_foldable, record_conversion
 
@@ -183,7 +182,7 @@ def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> 
 def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
     module = linear_sum.module
     if not linear_sum.slot:
-        replace_module(model, module, layer)
+        replace_modules(model, {module: layer})
         return
     setattr(module, linear_sum.slot, nn.Sequential(layer, linear_sum.act) if linear_sum.act is not None else layer)
     for name, value in linear_sum.replaced.items():
