@@ -136,17 +136,18 @@ def torchrun(processes, *command, **env):
         env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), **env})
 
 
+# processes are forked from a server that has imported this package, so that each starts within milliseconds
+multiprocessing.set_forkserver_preload(['timm_rep', 'tests.helpers'])
+
+
 def in_processes(count, fn, *args):
     """Call fn(*args) in a gloo process group of as many processes, on loopback.
-
-    They are forked from a server that has imported this package, so that each starts within milliseconds.
 
     Args:
         count: Number of processes.
         fn: Function at the top level of a module.
         args: Its arguments, picklable.
     """
-    multiprocessing.set_forkserver_preload(['timm_rep', 'tests.helpers'])
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_in_group, (count, f'file://{folder}/group', fn, args), count, start_method='forkserver')
 

@@ -327,10 +327,11 @@ def test_models_of_the_package(registry):
     page = read('docs/models.md')
     listed = re.findall(r'^\| `(\w+)` \|', page, re.MULTILINE)
     assert listed == list(registry.own_models())
-    for name in ('repa_deit_tiny', 'repopt_ghostnet_050', 'mixer_t32', 'repa_any'):
+    for name in ('repa_deit_tiny', 'mixer_t32'):
         assert f'| {" | ".join(map(str, registry.model_row(name)))} |\n' in page
 
 
+@pytest.mark.slow
 def test_examples_of_timm(registry):
     """One model for each file of timm and kind of name, and the rows of some of them."""
     examples = registry.examples()

@@ -276,7 +276,9 @@ def test_bench_batch_sizes(script, load_script, tmp_path, monkeypatch):
         assert [result.get('img_size') for result in results] == [None, None, [512, 512]]
 
 
-@pytest.mark.parametrize('name', ['repa_deit_tiny', 'repa_poolformer_s12', 'repa_lvvit_s'])
+@pytest.mark.parametrize('name', [
+    'repa_deit_tiny',
+    pytest.param('repa_poolformer_s12', marks=pytest.mark.slow), pytest.param('repa_lvvit_s', marks=pytest.mark.slow)])
 def test_bench_training(load_script, name, monkeypatch):
     """The released form computes the same gradients as ours; each side of the comparison is what its name says."""
     bench = load_script('benchmarks/repa_train')
@@ -363,6 +365,7 @@ def test_bench_optim(load_script, monkeypatch):
     torch.testing.assert_close(before - conv.weight, .1 * conv.grad_mult.dense('squared') * grad)
 
 
+@pytest.mark.slow
 def test_bench_ffn(load_script):
     """All forms of the FFN are timed; deploy-ffn itself checks that the folded ones agree."""
     args = arguments(pending=lambda **columns: [dict(C=32, tokens=64)])
@@ -415,6 +418,7 @@ def test_quotients(load_script, monkeypatch, module, section, models, expected):
     assert {key: row[key] for key in expected} == expected
 
 
+@pytest.mark.slow
 def test_bench_conversion(load_script, monkeypatch):
     bench = load_script('benchmarks/conversion')
     create, converted = timm.create_model, []

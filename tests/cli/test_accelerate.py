@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from timm.models import save_for_hf
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 import timm_rep
 from tests.helpers import ROOT, in_processes, needs_recorded_args, relative, same_weights, torchrun
@@ -771,27 +772,29 @@ def test_an_interrupted_write_is_finished_first(tmp_path):
         check_output(tmp_path)
 
 
+def run_until_files_moved(rank, arguments, output, moves):
+    """Kills its process before the file that follows so many others is moved."""
+    replace, done = os.replace, []
+
+    def replace_or_die(source, target):
+        if '.written' in str(source) and (output / '.written' / 'config.json').exists():
+            if len(done) == moves:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done.append(target)
+        return replace(source, target)
+
+    os.replace = replace_or_die
+    main(arguments)
+
+
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs a process that can be killed')
 @pytest.mark.parametrize('moves', [0, 2])
-def test_resumed_after_a_kill_while_files_move(data, tmp_path, monkeypatch, moves):
+def test_resumed_after_a_kill_while_files_move(data, tmp_path, moves):
     """The result is complete, and --resume ends with it."""
     output = tmp_path / 'out'
     arguments = command(data, output, '--images', '24', '--distil-epochs', '1', '--resume')
-    pid = os.fork()
-    if not pid:
-        replace, done = os.replace, []
-
-        def replace_or_die(source, target):
-            if '.written' in str(source) and (output / '.written' / 'config.json').exists():
-                if len(done) == moves:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                done.append(target)
-            return replace(source, target)
-
-        os.replace = replace_or_die
-        main(arguments)
-        os._exit(0)
-    os.waitpid(pid, 0)
+    with pytest.raises(ProcessExitedException, match='SIGKILL'):  # not forked from here, where autograd has threads
+        start_processes(run_until_files_moved, (arguments, output, moves), start_method='forkserver')
     assert (output / STATE).exists()
     assert not (output / 'config.json').exists()
     with pytest.raises((RuntimeError, FileNotFoundError)):  # timm reads config.json before this package can finish it

@@ -587,14 +587,29 @@ def test_quantization_aware_training(images, monkeypatch):
     assert not any(torch.allclose(scale, other, rtol=1e-3) for scale in scales for other in others)
 
 
-def test_convolutions_with_padding_in_words(tmp_path):
-    """Such as ConvMixer's; 'same' with an even kernel, which pads one side more, stays in float."""
+def padded_in_words():
     torch.manual_seed(0)
-    model, x = nn.Sequential(
+    return nn.Sequential(
         nn.Conv2d(1, 8, 5, padding='same'), nn.ReLU(),
         nn.Conv2d(8, 8, (3, 7), padding='same', dilation=(2, 1), groups=8), nn.ReLU(),
         nn.Conv2d(8, 8, 2, padding='same'), nn.ReLU(),
         nn.Conv2d(8, 6, 3, stride=2, padding='valid', bias=False)).eval(), images(6, 21)[:, :1]
+
+
+@torch.no_grad()
+def test_convolutions_with_padding_in_words():
+    """Such as ConvMixer's; 'same' with an even kernel, which pads one side more, stays in float."""
+    from timm_rep.deploy.inductor import InductorProgram
+
+    model, x = padded_in_words()
+    graph = InductorProgram.quantize(model, [x], QuantizationSettings(True, 'minmax', 100.)).graph
+    assert sum('dequantize_per_channel' in str(node.target) for node in graph.graph.nodes) == 3
+    assert 1e-4 < relative(graph(x), model(x)) < .05
+
+
+@pytest.mark.slow
+def test_convolutions_with_padding_in_words_run_in_int8(tmp_path):
+    model, x = padded_in_words()
     quantized = timm_rep.quantize_ptq(model, [x], diagnose=True)
     assert quantized.report.int8_layers == ['0', '2', '6']
     assert quantized.report.float_layers == {'4': 'conv2d'}

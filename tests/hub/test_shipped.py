@@ -72,9 +72,11 @@ def test_folder(name):
         form: figures.params for form, figures in metrics.cost.forms.items()}
     assert {form: round(count_macs(model).total / 1e9, 4) for form, model in forms.items()} == {
         form: figures.gmacs for form, figures in metrics.cost.forms.items()}
+    x = torch.randn(2, *model.pretrained_cfg['input_size'])
+    with torch.no_grad():
+        assert relative(folded.eval()(x), model.eval()(x)) < 1e-4
+        features = model.forward_features(x)
     if model.pretrained_cfg['pool_size']:
-        with torch.no_grad():
-            features = model.eval().forward_features(torch.zeros(1, *model.pretrained_cfg['input_size']))
         assert features.shape[2:] == tuple(model.pretrained_cfg['pool_size'])
     if name.startswith('repopt_'):
         assert (HUB / name / 'scales.safetensors').is_file()
@@ -143,6 +145,7 @@ def test_int8_form(images, name):
     assert within_three_deviations(accuracy, measured.int8, len(logits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', FOLDERS)
 def test_predictions(images, name):
     """The recorded predictions, folded or not, and as many of them right as the card says of all images."""
