@@ -14,7 +14,14 @@ from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, r
 from timm_rep.publish import PICTURE_NAME, REPORT_NAME, AccelerationReport, accelerated_card, figures_table
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.compare import check_finite, compare
-from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, Images, batch_images, world_size_and_rank
+from timm_rep.utils.data import (
+    PREPROCESSING,
+    TEST_PREPROCESSING,
+    Images,
+    batch_images,
+    recorded_labels,
+    world_size_and_rank,
+)
 from timm_rep.utils.files import StrPath
 from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
 from timm_rep.utils.training import check_distillation, distil, evaluate
@@ -148,7 +155,7 @@ def accelerate(
         # timm's validate.py prefers the test settings, with which nothing is measured here
         converted.pretrained_cfg.update(
             {**{name: images.config[name] for name in PREPROCESSING}, **dict.fromkeys(TEST_PREPROCESSING)})
-        if not converted.pretrained_cfg.get('label_names'):
+        if recorded_labels(converted) is None:
             converted.pretrained_cfg['label_names'] = list(images.classes)
         # a fully frozen model was frozen for inference; the converted one must be trainable
         if not any(p.requires_grad for p in converted.parameters()):

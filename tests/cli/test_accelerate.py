@@ -195,7 +195,8 @@ def test_distillation_comes_closer_and_resumes(data, tmp_path):
             (dict(teacher=other_weights), r"teacher is 'sha256:\w{12}' there and 'sha256:\w{12}' here\."),
             (dict(student=wider), r"student is 'sha256:\w{12}' there and 'sha256:\w{12}' here\."),
             (dict(images=Images(teacher, str(data), batch_size=24, mean=(.4, .5, .6))),
-             r'mean is \(0\.5, 0\.5, 0\.5\) there and \(0\.4, 0\.5, 0\.6\) here\.')):
+             r'mean is \(0\.5, 0\.5, 0\.5\) there and \(0\.4, 0\.5, 0\.6\) here\.'),
+            (dict(images=Images(teacher, str(data), batch_size=23)), 'batch_size is 24 there and 23 here')):
         with pytest.raises(ValueError, match=f'of another one: {message}'):
             resume(**kwargs)
     # images without a config, as in the experiments
@@ -291,6 +292,9 @@ def test_channels_last(data, tmp_path):
     model.pretrained_cfg['label_names'] = ['a', 'b', 'c']
     result = accelerate(model, Images(model, str(data), img_size=32), calibration_images=24)
     assert result.model.pretrained_cfg['label_names'] == ['a', 'b', 'c']  # not the names of the folders
+    model.pretrained_cfg['label_names'] = ['a'] * 1000  # of weights with other classes
+    named = accelerate(model, Images(model, str(data), img_size=32), calibration_images=24).model
+    assert named.pretrained_cfg['label_names'] == ['0', '1', '2']
     strides = [x.stride() for x in result.model.state_dict().values()]
     assert any(not x.is_contiguous() for x in result.model.state_dict().values())
     write_model(tmp_path / 'out', result)

@@ -234,6 +234,19 @@ def test_feature_extractor():
     assert len(layers(model)) == 4
 
 
+@pytest.mark.parametrize('num_classes', [5, 7])
+def test_a_file_of_its_own(tmp_path, num_classes):
+    """Not taken for one of the base, whose FFNs would then be random."""
+    args = dict(VIT, num_classes=5, norm='batch')
+    model = annealed(args)
+    train(model.train(), create_optimizer_v2(model, opt='sgd', lr=.1), images(4, 32), torch.arange(4), 1)
+    torch.save(model.state_dict(), tmp_path / 'own.pth')
+    overlay = dict(file=str(tmp_path / 'own.pth'), num_classes=5)
+    loaded = annealed({**args, 'num_classes': num_classes}, pretrained=True, pretrained_cfg_overlay=overlay).eval()
+    x = images(2, 32)
+    assert torch.equal(loaded.forward_features(x), model.eval().forward_features(x))
+
+
 @needs_recorded_args  # before, timm took weights of augreg for a NumPy archive
 def test_pretrained_weights_come_from_the_base(tmp_path, monkeypatch):
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)

@@ -14,7 +14,7 @@ from timm.utils import reparameterize_model
 
 import timm_rep
 from tests.convert.multi_branch import FAMILIES, build
-from tests.helpers import images, normal_scales, relative, same_weights, save_model
+from tests.helpers import images, normal_scales, randomize_, relative, same_weights, save_model
 from timm_rep.convert import folded_copy
 from timm_rep.convert.linear_sums import find_linear_sums
 from timm_rep.convert.repopt import use_repopt_convs
@@ -374,6 +374,22 @@ def test_scales_of_the_registered_architecture(tmp_path):
         timm.create_model('repopt_any', structure='plain', **args)
     with pytest.raises(ValueError, match='base must be'):
         timm.create_model('repopt_any', base='repopt_vgg_a0')
+
+
+@pytest.mark.parametrize('num_classes', [5, 7])
+@pytest.mark.parametrize('fold', [False, True])
+def test_a_file_of_its_own(tmp_path, fold, num_classes):
+    """Not taken for one of the base, whose weights would then be random: timm loads other classes without a check."""
+    args = dict(FASTVIT, base='fastvit_t8', reparameterized=fold)
+    model = randomize_(timm.create_model('repopt_any', **args)).eval()
+    torch.save(model.state_dict(), tmp_path / 'own.pth')
+    args.update(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / 'own.pth'), num_classes=5))
+    loaded = timm.create_model('repopt_any', **{**args, 'num_classes': num_classes}).eval()
+    x = images(2, 64)
+    assert torch.equal(loaded.forward_features(x), model.forward_features(x))
+    if not fold:
+        with pytest.raises(ValueError, match=r'reparameterized .*own\.pth'):
+            timm.create_model('repopt_any', **{**args, 'num_classes': num_classes, 'reparameterized': True})
 
 
 def test_pretrained_weights_of_the_base(tmp_path, monkeypatch):

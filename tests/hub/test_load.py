@@ -160,6 +160,18 @@ def test_scales_come_along(folder):
     assert csla_layers(timm.create_model('repopt_vgg_a0.mine', pretrained=True, scales='ones'))['stem.conv.0'].grad_mult
 
 
+def test_scales_go_with_their_model(folder):
+    """Those that another file of config.json does not list are of a search, and stay."""
+    path = folder / 'repopt_vgg_a0.mine'
+    publish(path, REPOPT)
+    save_folder(trained(*REPOPT, scales='init'), path, model_args=REPOPT[1])
+    assert not (path / 'scales.safetensors').exists()
+    assert timm.create_model(f'local-dir:{path}', pretrained=True).scales_source == 'init'
+    (path / 'scales.safetensors').write_bytes(b'searched')
+    save_folder(trained(*REPOPT, scales='init'), path, model_args=REPOPT[1])
+    assert (path / 'scales.safetensors').read_bytes() == b'searched'
+
+
 def test_saved_by_transformers(folder):
     """Their save_pretrained() keeps unknown fields of config.json, such as sha256, and writes no scales."""
     for kind, name in (REPA, NAME), (REPOPT, 'repopt_vgg_a0.mine'):
@@ -182,6 +194,12 @@ def test_another_idle_ratio_is_refused(folder):
             timm.create_model(NAME, pretrained=True, **kwargs)
         timm.create_model(NAME, **kwargs)
     timm.create_model(NAME, pretrained=True, idle_ratio=.75)
+    kwargs = dict(REPA[1], base='vit_tiny_patch16_224', idle_ratio=(.5, .75))
+    save_folder(timm.create_model('repa_any', **kwargs), folder / 'several', model_args=kwargs)
+    for ratios in (.5, .75), [.5, .75]:
+        timm.create_model(f'local-dir:{folder / "several"}', pretrained=True, idle_ratio=ratios)
+    with pytest.raises(ValueError, match='idle_ratio'):
+        timm.create_model(f'local-dir:{folder / "several"}', pretrained=True, idle_ratio=(.75, .5))
     publish(folder / 'repa_lvvit_s.mine', ('repa_lvvit_s', dict(REPA[1], idle_ratio=.5)))
     timm.create_model('repa_lvvit_s.mine', pretrained=True, idle_ratio=.5)
     for kwargs in (dict(idle_ratio=2 / 3), dict(idle_schedule='linear')):

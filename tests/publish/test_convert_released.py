@@ -163,6 +163,7 @@ def test_what_is_of_the_previous_weights_goes(released_vgg, vgg_scales, tmp_path
 
 def test_scales_may_come_before_the_weights(released_vgg, vgg_scales, tmp_path):
     folder = tmp_path / 'repopt_vgg_a0.in1k'
-    for path in (vgg_scales[1], released_vgg[1]):
+    vgg_scales[0].save(tmp_path / 'searched.safetensors')
+    for path in (vgg_scales[1], released_vgg[1], tmp_path / 'searched.safetensors'):
         convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
-    assert Scales.load(folder / SCALES_NAME) == vgg_scales[0]
+        assert Scales.load(folder / SCALES_NAME) == vgg_scales[0]

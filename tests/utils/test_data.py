@@ -156,3 +156,10 @@ def test_splits_of_folders(colours, name):
 def test_models_without_classes(colours, kwargs):
     with pytest.raises(ValueError, match=r'classifier.* num_classes'):
         Images(timm.create_model('resnet18', **kwargs), str(colours))
+
+
+def test_a_model_that_timm_did_not_create(colours):
+    model = torch.nn.Linear(3, 3)
+    model.num_classes = 3
+    with pytest.raises(ValueError, match='Linear has none'):
+        Images(model, str(colours))

@@ -73,6 +73,35 @@ def test_count_macs_by_hand(device):
     assert not net.attn.training
 
 
+class Fused(nn.Module):
+    """Layers of torch that are one kernel in eval mode, over 16 tokens of 12 channels."""
+
+    def __init__(self, layer, needs_values=False):
+        super().__init__()
+        self.embed, self.layer, self.needs_values = nn.Conv2d(3, 12, 4, 4), layer, needs_values
+        self.register_buffer('shift', torch.zeros(12))
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).transpose(1, 2) + self.shift
+        if self.needs_values and x.sum().item() == 5:
+            return x
+        return self.layer(*[x] * (3 if isinstance(self.layer, nn.MultiheadAttention) else 1))
+
+
+@pytest.mark.parametrize('layer, projections, attention', [
+    (nn.LSTM(12, 8, batch_first=True, bidirectional=True), 2 * 16 * 4 * 8 * (12 + 8), 0),
+    (nn.MultiheadAttention(12, 2, batch_first=True), 16 * 4 * 12 * 12, 2 * 16 * 16 * 12),
+    (nn.TransformerEncoderLayer(12, 2, 20, batch_first=True), 16 * 12 * (4 * 12 + 2 * 20), 2 * 16 * 16 * 12)],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else '')
+def test_count_macs_of_layers_that_are_one_kernel(layer, projections, attention):
+    expected = (16 * 3 * 16 * 12 + projections, attention)
+    net = Fused(layer).train()
+    assert count_macs(net, (3, 16, 16)) == expected
+    assert net.training
+    assert not any(value.is_meta for value in net.state_dict().values())
+    assert count_macs(Fused(layer, needs_values=True), (3, 16, 16)).projections >= 16 * 3 * 16 * 12
+
+
 def test_count_macs_of_the_size_the_model_was_built_for():
     kwargs = dict(patch_size=8, embed_dim=24, depth=1, num_heads=3, num_classes=5, device='meta')
     sizes = [(1, 32, 32), (3, 32, 48)]

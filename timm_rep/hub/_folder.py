@@ -56,7 +56,8 @@ def save_folder(
         model: Model of this package or of timm.
         folder: Folder, created if it does not exist.
         model_args: Arguments of ``create_model`` that determine the structure. Default: those that timm recorded.
-        scales: Scales of the model's GradMults, to train it further. Default: no scales.
+        scales: Scales of the model's GradMults, to train it further. Default: no scales; those of the model
+            that the folder held are removed.
         label_names: Names of the classes, by index. Default: from the model's pretrained_cfg, if it has any.
         tag: Tag of the weights, as in MODEL.TAG.
         half: Write parameters as float16; the statistics of a BatchNorm stay float32.
@@ -68,7 +69,7 @@ def save_folder(
         OverflowError: A parameter is too large for float16.
         ValueError: ``create_model`` cannot build the model from config.json. In all cases, nothing is written.
     """
-    with replacing_files(folder, outdated=outdated) as draft:
+    with replacing_files(folder, outdated=[*outdated, *_earlier_scales(Path(folder))]) as draft:
         write_model(model, draft, model_args=model_args, scales=scales, label_names=label_names, tag=tag, half=half)
         if not half:
             dtype = next(model.parameters()).dtype
@@ -77,6 +78,14 @@ def save_folder(
             _check_rebuilt(model, rebuilt.to(dtype))
         if extra is not None:
             extra(draft)
+
+
+def _earlier_scales(folder: Path) -> List[Path]:
+    try:
+        recorded = read_folder(folder).config.get('sha256') or {}
+    except (FileNotFoundError, RuntimeError):  # it holds no model
+        return []
+    return [folder / SCALES_NAME] if SCALES_NAME in recorded else []
 
 
 def write_model(

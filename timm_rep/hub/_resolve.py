@@ -174,7 +174,7 @@ def _check_idle_channels(
     defaults = _parameters(cls)
     for name in [name for name in ('idle_ratio', 'idle_schedule') if name in defaults]:
         value, trained = (mapping.get(name, defaults[name]) for mapping in (args, trained_with))
-        if value != trained:
+        if (list(value) if isinstance(value, tuple) else value) != trained:  # config.json has lists
             raise ValueError(
                 f'{name} must be {trained!r}, with which the weights were trained, got {value!r}: leave it out, or '
                 'start from them with timm_rep.weight_select_init(model, path).')

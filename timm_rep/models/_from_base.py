@@ -12,6 +12,7 @@ from timm.models import FeatureDictNet, PretrainedCfg, get_pretrained_cfg, model
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
 from timm_rep.hub import build_model
 from timm_rep.layers import AnnealedActivation, add_annealing_hooks
+from timm_rep.utils.checkpoints import read_state_dict
 
 # fields of a pretrained_cfg that describe its weights
 _DESCRIPTION = ('license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
@@ -74,6 +75,37 @@ def _feature_cfg(base: str, args: Dict[str, Any]) -> Dict[str, Any]:
     return cfg
 
 
+def _is_own_file(
+        build: Callable[..., nn.Module],
+        variant: str,
+        model_cfgs: Mapping[str, Mapping[str, Any]],
+        kwargs: Dict[str, Any],
+) -> bool:
+    """Whether the pretrained_cfg_overlay names a file of the converted model, not of its base.
+
+    Raises:
+        ValueError: The file is of the model before folding, but the folded one is to be created.
+    """
+    file = dict(kwargs.get('pretrained_cfg_overlay') or {}).get('file')
+    if not file:
+        return False
+    names = read_state_dict(file).keys()
+    others = ('pretrained_cfg_overlay', 'features_only', 'out_indices', 'weight_select', 'device', 'reparameterized')
+    args = {name: value for name, value in kwargs.items() if name not in others}
+
+    def is_of(**structure: Any) -> bool:
+        own = create_from_base(build, variant, model_cfgs, **args, **structure, device='meta')
+        return own.state_dict().keys() <= names
+
+    if not kwargs.get('reparameterized'):
+        return is_of()
+    if is_of():
+        raise ValueError(
+            f'reparameterized must be False with {file!r}, weights of {variant} before folding: fold the model by '
+            'model.reparameterize().')
+    return is_of(reparameterized=True)
+
+
 def create_from_base(
         build: Callable[..., nn.Module],
         variant: str,
@@ -92,12 +124,14 @@ def create_from_base(
         model_cfgs: Default arguments, as for :func:`timm_rep.hub.build_model`.
         pretrained: Whether to load weights, of the converted model if pretrained_cfg says where they are.
         start_from_base: Arguments of ``build`` for starting from the base's pretrained weights (folded afterwards with
-            ``reparameterized=True``); None if that is not supported.
+            ``reparameterized=True``), unless a file of the converted model is given; None if that is not supported.
         advice: Other ways to start from the weights of the base, for the error of unpublished weights.
         kwargs: Arguments of ``create_model``.
     """
     own = {*inspect.signature(build).parameters, *FACTORY_ARGS}
-    has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
+    has_base_weights = (
+        pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
+        and not _is_own_file(build, variant, model_cfgs, kwargs))
     if has_base_weights and start_from_base is not None:
         overlay = kwargs.pop('pretrained_cfg_overlay', None)
         build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay, **start_from_base)

@@ -208,8 +208,8 @@ def _write_trained(
     settings = _read_recipe(recipe, variant)
     if settings.get('class_map'):
         raise ValueError(
-            f'{str(recipe)!r}: class_map must not be set: here the folders of images, in alphabetical order, are the '
-            'classes.')
+            f'{str(recipe)!r}: class_map must not be set: here the folders of images, in their order in timm, '
+            'are the classes.')
     if recipe.resolve().parent not in (folder, checkpoint.resolve().parent):
         raise ValueError(f'The recipe must be in the folder of the checkpoint, got {str(recipe)!r}: copy it there.')
     classes: Optional[Sequence[str]] = None
@@ -326,7 +326,7 @@ def convert_released(path: StrPath, model_name: str, folder: StrPath, model_args
         raise ValueError(f'The name of the folder must be {model_name}.TAG, got {str(folder)!r}.')
     plain_args = {**model_args, 'scales': None} if 'scales' in model_args else dict(model_args)
     # a file of vectors and no kernels is a file of scales
-    tensors = {} if path.endswith('.safetensors') else read_state_dict(path, use_ema=False)
+    tensors = read_state_dict(path, use_ema=False)
     if tensors and all(tensor.ndim < 2 for tensor in tensors.values()):
         scales = Scales.load(path)
         with argument_errors(f'{model_name} with {dict(model_args)}'):

@@ -91,7 +91,7 @@ class ImageFolder(Dataset):
     timm's ImageDataset silently returns the next image and its target instead.
 
     Attributes:
-        classes: Names of the classes, by index: of the folders in alphabetical order, or ``labels``.
+        classes: Names of the classes, by index: of the folders in timm's order (1, 2, 10), or ``labels``.
         samples: (path, class) of the images.
         filename: timm's function from an index to the path of the image, relative to the folder of the split.
         transform: Transform of the PIL images, set by timm's ``create_loader``.
@@ -343,14 +343,19 @@ class Images:
         Raises:
             FileNotFoundError: A split has no folder, or no images.
             TypeError: Unknown preprocessing.
-            ValueError: The model is not a classifier; the images to measure the accuracy on have other classes than the
-                model or than the images for calibration, which are in folders by class; or as :func:`image_config`.
+            ValueError: The model is not a classifier of timm; the images to measure the accuracy on have other classes
+                than the model or than the images for calibration, which are in folders by class; or as
+                :func:`image_config`.
         """
         classes = getattr(model, 'num_classes', None)
         if not isinstance(classes, int) or classes < 1:
             raise ValueError(
                 f'Expected a classifier, but {type(model).__name__} has no classes: create it with num_classes, and '
                 'without features_only.')
+        if not hasattr(model, 'pretrained_cfg'):
+            raise ValueError(
+                f'Expected a model of timm, with a pretrained_cfg that says how to prepare images, but '
+                f'{type(model).__name__} has none.')
         self.root, self.splits, self.labels = root, (train_split, val_split), recorded_labels(model)
         self.config = image_config(model, **data_config)
         self.workers, self.device, self.seed = workers, torch.device(device), seed

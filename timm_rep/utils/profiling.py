@@ -1,4 +1,5 @@
 """Counting and timing: parameters, multiply-accumulates, throughput."""
+import contextlib
 import platform
 import statistics
 import time
@@ -10,6 +11,7 @@ import timm
 import torch
 import torch.nn as nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from timm_rep.version import __version__
 
@@ -29,6 +31,10 @@ __all__ = [
     'time_passes',
     'versions',
 ]
+
+
+# layers whose forward is one kernel on some devices
+_SINGLE_KERNELS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Macs(NamedTuple):
@@ -76,6 +82,9 @@ def count_macs(
 ) -> Macs:
     """Count the multiply-accumulates for one image with ``torch.utils.flop_counter``, in eval mode.
 
+    torch's own recurrent layers and attentions are single kernels on a device, which the counter does not know: models
+    that have some are counted on 'meta', if they can be run there.
+
     Args:
         model: A model on any device, 'meta' included; its mode is restored.
         input_size: (channels, height, width); from :func:`model_input_size` if None.
@@ -84,16 +93,25 @@ def count_macs(
     Returns:
         The counts: half of the counted floating-point operations.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # imports much of torch
-
     if inputs is None:
         param = next(model.parameters())
         inputs = torch.empty(1, *(input_size or model_input_size(model)), device=param.device, dtype=param.dtype)
     # the counter asks for the gradient of an input of a layer that is a view of a parameter, such as a class token
-    detached = {name: p.detach() for name, p in model.named_parameters()}
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    if any(isinstance(layer, _SINGLE_KERNELS) for layer in model.modules()):
+        everything = {**tensors, **dict(model.named_buffers())}
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # its forward needs values
+            return _count(model, *tree_map_only(torch.Tensor, lambda x: x.to('meta'), (everything, inputs)))
+    return _count(model, tensors, inputs)
+
+
+def _count(model: nn.Module, tensors: Dict[str, torch.Tensor], inputs: Any) -> Macs:
+    """The counts with other tensors in place of those of the model."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports much of torch
+
     # not every version of torch counts fused attention on every device
     with keeping_modes(model), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        torch.func.functional_call(model.eval(), detached, (inputs,))
+        torch.func.functional_call(model.eval(), tensors, (inputs,))
     counts = counter.get_flop_counts().get('Global', {})
     attention = sum(n for op, n in counts.items() if 'bmm' in str(op))
     return Macs(projections=(sum(counts.values()) - attention) // 2, attention=attention // 2)

@@ -251,11 +251,13 @@ def distil(
     scheduler = CosineLRScheduler(optimizer, t_initial=epochs * len(loader), t_in_epochs=False)
     start = 0
     if checkpoint is not None:
-        config = getattr(images, 'config', {})  # other classes of images need none
+        # other classes of images need none of these
+        config = getattr(images, 'config', {})
+        batch_size = {'batch_size': images.batch_size} if hasattr(images, 'batch_size') else {}
         settings = dict(
             settings or {}, teacher=_digest(teacher, values=True), student=_digest(model), epochs=epochs, lr=lr,
             weight_decay=weight_decay, steps=len(loader), seed=images.seed,
-            **{name: config[name] for name in PREPROCESSING if name in config})
+            **batch_size, **{name: config[name] for name in PREPROCESSING if name in config})
     if resume and checkpoint is not None and checkpoint.is_file():
         start = load_training_state(checkpoint, settings or {}, 'distillation', model, optimizer, epochs)['epoch']
     check_start(start)
