@@ -33,6 +33,7 @@ def reported(tmp_path, section):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_compare_scales(script, tmp_path):
     """Pairs of one family; correlations of layer means over the layers that both searches changed."""
     start = Scales.from_model(timm.create_model('repopt_vgg_a0', structure='search', scales='init'))
@@ -143,6 +144,7 @@ def test_bench_prepbn(script, tmp_path, monkeypatch):
     assert all(row[f'{form} / vanilla'] > 0 for form in forms[1:])
 
 
+@pytest.mark.slow
 def test_bench_inference(script, load_script, tmp_path, monkeypatch, capsys):
     args = ['repa-infer', 'parts', '--models', 'repa_deit_tiny', '--rounds', 2, '--batch-size', 1]
     depth = small_deit(monkeypatch)
@@ -337,6 +339,7 @@ def arguments(**more):
         device=torch.device('cpu'), dtype=torch.float32, batch_size=2, rounds=1, amp=False, pending=pending), **more})
 
 
+@pytest.mark.slow
 def test_bench_optim(load_script, monkeypatch):
     """All forms of the step are timed, from the same weights; extra memory includes the multipliers."""
     bench = load_script('benchmarks/optim')

@@ -530,7 +530,9 @@ def test_budget(fraction):
 
 
 @pytest.mark.parametrize('dtype, autocast', [
-    (torch.float16, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=str)
+    (torch.float16, None),
+    pytest.param(torch.bfloat16, None, marks=pytest.mark.slow),
+    pytest.param(torch.float32, torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_half_precision(dtype, autocast):
     """The residual streams are found, the budget is spent alike, and the outputs are nearly as close."""
     x, held_out = [images(128, 32)], images(64, 32, seed=2)

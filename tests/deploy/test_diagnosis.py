@@ -110,6 +110,7 @@ def test_layers_kept_in_float_by_onnxruntime(net):
     assert f'  {next(iter(quantized.report.layers))}: ' in str(quantized.report)
 
 
+@pytest.mark.slow
 def test_names_of_folded_layers_kept_in_float_by_onnxruntime():
     """They are names that keep_float takes, although the BatchNorms are folded, and those of fc layers are too."""
     pytest.importorskip('onnxruntime')

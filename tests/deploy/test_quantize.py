@@ -276,6 +276,7 @@ def test_a_program_of_a_cpu_with_vnni(model, calibration, tmp_path, monkeypatch,
     assert len(found) == (bits == 8)
 
 
+@pytest.mark.slow
 def test_layers_of_a_program_that_was_called():
     """inductor generates code for the first call only; each kernel found there is one layer's."""
     from timm_rep.deploy.inductor import InductorProgram, _take

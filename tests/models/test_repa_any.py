@@ -196,8 +196,8 @@ IFORMER = dict(base='iformer_t', dims=(8, 16, 24, 24), depths=(1, 1, 3, 3), attn
 
 
 @pytest.mark.parametrize('args', [
-    dict(REPVIT), dict(REPVIT, anneal_steps=2), dict(NEXTVIT, anneal_steps=2), dict(IFORMER, anneal_steps=2),
-    dict(VIT, anneal_steps=2)])
+    dict(REPVIT), dict(REPVIT, anneal_steps=2), pytest.param(dict(NEXTVIT, anneal_steps=2), marks=pytest.mark.slow),
+    dict(IFORMER, anneal_steps=2), dict(VIT, anneal_steps=2)])
 @torch.no_grad()
 def test_bases_that_timm_folds(args, tmp_path):
     """Folded by either function, all of the model is, and its folder says so."""
