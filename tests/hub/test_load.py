@@ -161,7 +161,7 @@ def test_scales_come_along(folder):
 
 
 def test_scales_go_with_their_model(folder):
-    """Those that another file of config.json does not list are of a search, and stay."""
+    """Scales that config.json does not list, such as those of a search, stay."""
     path = folder / 'repopt_vgg_a0.mine'
     publish(path, REPOPT)
     save_folder(trained(*REPOPT, scales='init'), path, model_args=REPOPT[1])

@@ -25,9 +25,13 @@ def test_mean_of_neighbors(size, pool_size, channels_last):
         assert relative(form(x), y) < 1e-14
 
 
-@pytest.mark.parametrize('pool_size', [1, 3, 7])
-def test_in_other_forms(pool_size):
-    pool, x = WindowAvgPool2d(pool_size), torch.randn(2, 3, 7, 5, dtype=torch.float64)
+@pytest.mark.parametrize('channels_last', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('pool_size', [1, 3, pytest.param(5, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize('size', [
+    (7, 5), *(pytest.param(size, marks=pytest.mark.slow) for size in ((8, 8), (2, 9), (1, 1), (3, 1), (14, 14)))])
+def test_scripted_and_exported(size, pool_size, channels_last):
+    pool, x = WindowAvgPool2d(pool_size), torch.randn(2, 3, *size, dtype=torch.float64)
+    x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     y = pool(x)
     assert relative(torch.jit.script(pool)(x), y) < 1e-14
     exported = torch.export.export(pool, (x,))
