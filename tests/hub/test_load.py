@@ -530,9 +530,13 @@ def test_every_place_is_in_the_error(hub, folder, monkeypatch):
 
 
 def test_server_errors(hub, published):
-    """A short failure of the Hub does not lead to other weights than usual."""
+    """A short failure of the Hub, or a gated repository, does not lead to other weights than usual."""
     hub.add('timm-rep/repa_deit_tiny.in1k', {'config.json': b'{}'})
     hub.fail(r'timm-rep/repa_deit_tiny\.in1k', status=500, times=20)
+    with pytest.raises(RuntimeError, match=r"3\. the authors' release, Ackesnal/RePaViT: not tried"):
+        timm.create_model('repa_deit_tiny', pretrained=True)
+    hub.clear_faults()
+    hub.fail(r'timm-rep/repa_deit_tiny\.in1k', status=403, times=20, headers={'X-Error-Code': 'GatedRepo'})
     with pytest.raises(RuntimeError, match=r"3\. the authors' release, Ackesnal/RePaViT: not tried"):
         timm.create_model('repa_deit_tiny', pretrained=True)
     hub.clear_faults()

@@ -13,6 +13,7 @@ import torch.nn as nn
 from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    GatedRepoError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -59,8 +60,9 @@ def build_model(
     """timm's ``build_model_with_cfg``, with published arguments, checked weights, folding, and weight selection.
 
     The arguments of the class come from the variant, then from its published model or tag, then from the caller; later
-    ones override earlier ones. With ``reparameterized=True`` and weights of the training structure, the model is
-    built in the training structure, loaded by timm's ``load_pretrained``, and folded in place.
+    ones override earlier ones. With ``reparameterized=True`` and published weights of the training structure, the model
+    is built in the training structure, loaded by timm's ``load_pretrained``, and folded in place; a file that the
+    caller names must have the structure that is asked for.
 
     Args:
         cls: Class of the model, or a function that builds it.
@@ -385,4 +387,6 @@ def _is_absent(e: OSError) -> bool:
     """Whether the Hub answered that a file, revision or repository does not exist."""
     if isinstance(e, LocalEntryNotFoundError):
         return constants.HF_HUB_OFFLINE
+    if isinstance(e, GatedRepoError):  # a RepositoryNotFoundError of a repository that exists
+        return False
     return isinstance(e, (FileNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError))
