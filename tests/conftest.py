@@ -5,23 +5,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 # before torch is imported, here and in subprocesses: processes of one thread each are faster than one of several
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-
-import pytest
-import torch
-from torch.torch_version import TorchVersion
-
-from tests.helpers import ROOT, SCRIPTS
-
-# torchao does not say which torch it needs
-try:
-    if torch.__version__ < TorchVersion('2.6'):
-        import torchao  # noqa: F401
-except AttributeError:
-    sys.modules['torchao'] = None  # skips its tests
-
-torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
 # folder of recorded outputs and scales of the released implementations, which are not part of this repository
 _REFERENCE = Path(os.environ.get('TIMM_REP_REFERENCE', Path(__file__).parents[2] / 'shared' / 'ref'))
@@ -39,6 +26,22 @@ def pytest_xdist_auto_num_workers(config):
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     return min(cores, 4)
+
+
+def pytest_configure(config):
+    """Prepare torch, except in the process that starts the others, which would wait for its import."""
+    if config.option.numprocesses:
+        return
+    import torch
+    from torch.torch_version import TorchVersion
+
+    torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
+    # torchao does not say which torch it needs
+    try:
+        if torch.__version__ < TorchVersion('2.6'):
+            import torchao  # noqa: F401
+    except AttributeError:
+        sys.modules['torchao'] = None  # skips its tests
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +92,7 @@ def hub(monkeypatch, tmp_path):
 @pytest.fixture(scope='session')
 def images(tmp_path_factory):
     """Folders of 40 x 40 images, four classes: train/CLASS/IMAGE.png, validation/CLASS/IMAGE.png."""
+    import torch
     from PIL import Image
 
     root = tmp_path_factory.mktemp('images')
@@ -106,6 +110,8 @@ def images(tmp_path_factory):
 @pytest.fixture
 def load_script(monkeypatch, tmp_path):
     """Imports a script by its path in scripts/, or 'examples/NAME'; its results go to a temporary folder."""
+    from tests.helpers import ROOT, SCRIPTS
+
     monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.setattr(importlib.import_module('experiments.report'), 'RESULTS', tmp_path / 'results')
 
