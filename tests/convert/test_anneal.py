@@ -602,7 +602,7 @@ def test_evaluation_waits_for_no_other_process(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', ['test_vit', 'repvgg_a0'])
+@pytest.mark.parametrize('name', ['test_vit', pytest.param('repvgg_a0', marks=pytest.mark.slow)])
 def test_norms_in_float32_beside_other_weights(name):
     model = timm.create_model(name, num_classes=5).eval()
     if name == 'test_vit':

@@ -100,6 +100,7 @@ def test_layers_kept_in_float_by_inductor(net, kept, monkeypatch):
     assert relative(graph(x), net(x)) > 1e-3
 
 
+@pytest.mark.slow
 def test_layers_kept_in_float_by_onnxruntime(net):
     pytest.importorskip('onnxruntime')
     x = images(4, 16)

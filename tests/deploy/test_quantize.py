@@ -465,6 +465,7 @@ def test_all_of_an_error_is_told(model, calibration, monkeypatch):
         timm_rep.quantize_ptq(model, calibration)
 
 
+@pytest.mark.slow
 def test_errors_of_the_program_on_validation_images(model, quantized, calibration, monkeypatch):
     class OtherBatchSize(type(quantized.program)):
         def __call__(self, images):
