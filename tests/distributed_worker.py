@@ -69,6 +69,7 @@ def train(path, opt, parallel, batch_size):
         rows = layer.weight.to_local().shape[0] if parallel == 'fsdp' else layer.weight.shape[0]
         assert get_grad_mult(layer.weight).shape[0] == rows
     optimizer = create_optimizer_v2(task, opt=opt, lr=.05 if opt == 'repsgd' else 1e-3, weight_decay=.01)
+    model.to('cpu')  # FSDP2's parameters are swapped then, as by a change of device or dtype
     for epoch in range(2):
         loader.sampler.set_epoch(epoch)
         for images, targets in loader:

@@ -74,6 +74,7 @@ def test_multi_branch_network_of_timm(images, tmp_path):
     (['--lr', 'nan'], 'lr must be'),
     (['--model-kwargs', 'structure=target'], '--model-kwargs must not have structure'),
     (['--model-kwargs', 'num_classes=4'], 'num_classes'),
+    (['--model-kwargs', 'features_only=True'], '--model-kwargs must not have features_only'),
 ], ids=str)
 def test_refused_before_anything_is_trained(images, tmp_path, capsys, change, message):
     (tmp_path / 'file').write_text('old')

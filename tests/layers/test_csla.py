@@ -247,7 +247,7 @@ def test_refusals():
     for kwargs in (dict(out_channels=8), dict(out_channels=4, stride=2)):
         with pytest.raises(ValueError, match='identity branch'):
             Csla(4, branches=(C3, ID), **kwargs)
-    for name in ('a.b', 'keys', '1x1', ''):
+    for name in ('a.b', 'keys', 'training', '1x1', ''):
         for branch in (ConvBranch, IdentityBranch):
             if name or branch is IdentityBranch:
                 with pytest.raises(ValueError, match='name of a branch'):

@@ -86,6 +86,42 @@ def test_a_parametrization_after_attaching(model, change, optimizer):
 
 
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_all_parameters_were_replaced_later(model, optimizer):
+    """A wrapper gives an existing optimizer its own parameters, as accelerate does with FSDP2."""
+    existing, relaxed = optimizer(model.parameters()), optimizer(model.parameters(), strict=False)
+    copies = {id(p): nn.Parameter(p.detach().clone()) for p in model.parameters()}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            module._parameters[name] = param if param is None else copies[id(param)]
+    for group in (*existing.param_groups, *relaxed.param_groups):
+        group['params'] = [copies[id(p)] for p in group['params']]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match='attach_grad_mults'):
+        existing.step()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    relaxed.step()
+    timm_rep.attach_grad_mults(model, 'ones')
+    existing.step()
+    timm_rep.attach_grad_mults(model, None)  # on purpose
+    existing.step()
+
+
+def test_a_compiled_layer_is_copied(model):
+    """Without its compiled call, which has the weights of the original."""
+    _, conv = layer(model)
+    conv.compile(backend='eager')
+    x = torch.randn(1, conv.in_channels, 4, 4)
+    assert conv(x).abs().max() > 0
+    for copied in copy.deepcopy(conv), pickle.loads(pickle.dumps(conv)):
+        with torch.no_grad():
+            copied.weight.zero_()
+        assert not copied(x).any()
+        assert torch.equal(copied.grad_mult.dense('squared'), conv.grad_mult.dense('squared'))
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_layers_may_be_left_out(model, optimizer):
     """Frozen layers, an optimizer for each part, layers whose scales were removed, and a copy of the model."""
     other = copy.deepcopy(model)

@@ -304,6 +304,22 @@ def test_a_flattened_parameter_is_refused(rep, plain):
 
 
 @pytest.mark.parametrize('rep,plain', PAIRS)
+@pytest.mark.parametrize('index', [slice(2, 6), (slice(None), slice(2, 6))], ids=['rows', 'columns'])
+def test_a_pruned_parameter_is_refused(rep, plain, index):
+    params = [nn.Parameter(torch.ones(8, 8, 3, 3)) for _ in range(2)]
+    for param in params:
+        set_grad_mult(param, GradMult(csla(), scales()))
+    optimizer = rep(params, lr=.1)
+    params[1].data = params[1].data[index]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r'\(8, 8, 3, 3\)'):
+        optimizer.step()
+    assert torch.equal(params[0], torch.ones(8, 8, 3, 3))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize('rep,plain', PAIRS)
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_low_precision_parameters(rep, plain, dtype):
     """The update is torch's update in the same dtype, times the multiplier."""

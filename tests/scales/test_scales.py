@@ -12,10 +12,11 @@ import torch
 import torch.nn as nn
 import torch.nn.utils.prune
 from safetensors.torch import load_file, save_file
+from timm.task import ClassificationTask
 from timm.utils import ParseKwargs
 
 import timm_rep
-from timm_rep.layers import ConvBranch, Csla, CslaConv2d, csla_layers
+from timm_rep.layers import ConvBranch, Csla, CslaConv2d, IdentityBranch, csla_layers
 from timm_rep.optim import RepSGD, get_grad_mult
 from timm_rep.scales import Scales
 from timm_rep.utils.modes import default_dtype
@@ -298,6 +299,27 @@ def test_attach_through_wrappers(wrap):
         assert torch.equal(found, expected[name].grad_mult.dense('squared'))
     timm_rep.attach_grad_mults(wrapped, None)
     assert all(get_grad_mult(p) is None for p in model.parameters())
+
+
+@pytest.mark.parametrize('wrap', [
+    nn.DataParallel, nn.Sequential, lambda m: nn.ModuleDict(dict(backbone=m)),
+    lambda m: ClassificationTask(m, nn.CrossEntropyLoss(), verbose=False)],
+    ids=['DataParallel', 'Sequential', 'ModuleDict', 'task'])
+def test_attaching_around_the_model_is_recorded(wrap):
+    """The name of the attached scales, of earlier ones before, is what the model is saved with."""
+    model = tiny(scales='init')
+    for scales, recorded in ('ones', 'ones'), (None, None), ('init', 'init'):
+        timm_rep.attach_grad_mults(wrap(model), scales)
+        assert model.scales_source == recorded
+
+
+def test_attach_to_identity_branches_alone(tmp_path):
+    """A saved file has no tensors of them."""
+    csla = Csla(8, 8, branches=(IdentityBranch(), IdentityBranch('second')))
+    model = nn.ModuleDict({'own': CslaConv2d(csla), 'other': CslaConv2d(Csla(8, 8, branches=(ConvBranch(3),)))})
+    Scales.initial(model).save(tmp_path / 'scales.safetensors')
+    timm_rep.attach_grad_mults(model, tmp_path / 'scales.safetensors')
+    assert torch.equal(model['own'].grad_mult.dense('squared')[:, :, 0, 0], 2 * torch.eye(8))
 
 
 def test_attach_where_the_weight_is_not_a_parameter():

@@ -1,5 +1,6 @@
 """The searched scales that come with the package, and those that the authors of RepOptimizers released."""
 import http.server
+import json
 import logging
 import re
 import shutil
@@ -188,6 +189,38 @@ def test_without_download(server, monkeypatch, caplog):
         model = timm.create_model('repopt_vgg_l1', device='meta')
         assert model.scales_source == 'init'
         assert len([r for r in caplog.records if r.levelname == 'WARNING' and 'repopt_vgg_l1' in r.message]) == 1
+
+
+def test_without_download_in_several_processes(server, monkeypatch):
+    """Another process may have got them, and multipliers are not synchronized."""
+    monkeypatch.setattr('timm_rep.models._repopt.world_size_and_rank', lambda: (2, 1))
+    with pytest.raises(FileNotFoundError, match=r"repopt_vgg_l1.*scales='init'"):
+        timm.create_model('repopt_vgg_l1', device='meta')
+    timm.create_model('repopt_vgg_l1', scales='init', device='meta')
+    timm.create_model('repopt_vgg_a0', device='meta')  # packaged
+
+
+def test_a_saved_model_loads_without_its_scales(server, tmp_path, caplog):
+    """Released scales are not in the folder. Only RepSGD needs them, and refuses the model."""
+    pytest.importorskip('timm.models._input', reason='timm records the arguments of a model since 1.0.31')
+    from timm.models import save_for_hf
+
+    model = timm.create_model('repopt_vgg_b1', scales='init', num_classes=3, **_SMALL).eval()
+    model.scales_source = 'released:repopt_vgg_b1'
+    save_for_hf(model, tmp_path / 'saved')
+    assert json.loads((tmp_path / 'saved' / 'config.json').read_text())['model_args']['scales'] == model.scales_source
+    caplog.clear()
+    again = timm.create_model(f'local-dir:{tmp_path / "saved"}', pretrained=True)
+    assert ['repopt_vgg_b1' in r.message for r in caplog.records if r.levelname == 'WARNING'] == [True]
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again.eval()(x), model(x))
+    assert again.scales_source is None
+    with pytest.raises(ValueError, match='GradMult'):
+        timm.optim.create_optimizer_v2(again, opt='repsgd')
+    folded = timm.create_model(f'local-dir:{tmp_path / "saved"}', pretrained=False, reparameterized=True)
+    assert folded.reparameterized
+    with pytest.raises(FileNotFoundError, match='repopt_vgg_b1'):
+        timm.create_model(f'local-dir:{tmp_path / "saved"}', pretrained=True, scales='released')
 
 
 def test_other_content(server):

@@ -212,6 +212,12 @@ def test_refused_before_anything_is_trained(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **{**TINY, **kwargs})
+    for name, kwargs in [
+        ('repopt_vgg_a0', dict(TINY, attn_layer='foo')), ('repopt_vgg_a0', dict(TINY, unknown=1)),
+        ('repopt_any', dict(base='mobileone_s0', act_layer='foo')), ('repopt_ghostnet_050', dict(global_pool='foo')),
+    ]:
+        with pytest.raises(ValueError, match=f"got '{name}'"):
+            timm_rep.hyper_search(name, KilledLoader(0), **kwargs)
     searched = timm.create_model('repopt_vgg_a0', structure='search', **TINY)
     with pytest.raises(TypeError, match='learning_rate'):
         timm_rep.hyper_search(searched, KilledLoader(0), learning_rate=.1)

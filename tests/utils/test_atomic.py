@@ -1,6 +1,7 @@
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -274,6 +275,25 @@ def test_check_writable(tmp_path):
     for name in 'file', 'file/below':
         with pytest.raises(OSError, match='file'):
             check_writable(tmp_path / name)
+
+
+@pytest.mark.parametrize('times', [1, 5])
+def test_check_writable_beside_another_process(tmp_path, monkeypatch, times):
+    """The other one creates the same folder to check it, and removes it again."""
+    folder, opened = tmp_path / 'new' / 'folder', []
+    temporary_file = tempfile.TemporaryFile
+
+    def other_first(dir):
+        opened.append(dir)
+        if len(opened) <= times:
+            folder.rmdir()
+            folder.parent.rmdir()
+        return temporary_file(dir=dir)
+
+    monkeypatch.setattr(tempfile, 'TemporaryFile', other_first)
+    assert check_writable(folder) == folder
+    assert len(opened) == times + 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize('entering', [locking_folder, replacing_files])

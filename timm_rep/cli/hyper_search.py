@@ -57,11 +57,11 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     if not timm.is_model(args.model):
         raise ValueError(f'Expected a RepOpt model, but got {args.model!r}: see timm-rep models "repopt_*".')
-    own = {'num_classes', 'structure', 'scales'} & args.model_kwargs.keys()
+    own = {'num_classes', 'structure', 'scales', 'features_only'} & args.model_kwargs.keys()
     if own:
         raise ValueError(
             f'--model-kwargs must not have {", ".join(sorted(own))}: the search sets structure and scales, and '
-            '--num-classes sets the number of classes.')
+            'needs a classifier, whose classes --num-classes sets.')
     if not args.data_dir and args.dataset.partition('/')[0] in ('', 'torch'):
         raise ValueError(f'--data-dir must be given for the dataset {args.dataset!r}.')
     if args.model_kwargs.get('in_chans', 3) != 3:

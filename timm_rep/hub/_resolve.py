@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import inspect
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +24,7 @@ from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, re
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, input_layers
 from timm_rep.init import weight_select_init
-from timm_rep.scales import recorded_scales
+from timm_rep.scales import RELEASED_PREFIX, locate_released, recorded_scales
 from timm_rep.scales._transformers import extend_timm_wrapper
 from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import recover
@@ -32,6 +33,8 @@ from timm_rep.utils.files import StrPath, argument_errors
 
 from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder, read_repository
 from .released import DEFAULT_IDLE_RATIO, RELEASED_REPO_ID, fetch_released, has_release, rename_released
+
+_logger = logging.getLogger(__name__)
 
 FilterFn = Callable[[Dict[str, torch.Tensor], nn.Module], Dict[str, torch.Tensor]]
 
@@ -245,6 +248,14 @@ def _resolve(
     if resolved.get('scales') == SCALES_IN_FOLDER:
         has_scales = SCALES_NAME in repo.hashes or (repo.folder / SCALES_NAME).is_file()
         resolved['scales'] = repo.file(SCALES_NAME) if has_scales else False
+    recorded = args.get('scales')  # timm passes model_args on as arguments
+    if (isinstance(recorded, str) and recorded.startswith(RELEASED_PREFIX) and resolved['scales'] == recorded
+            and not resolved.get('reparameterized')):
+        try:
+            locate_released(recorded[len(RELEASED_PREFIX):])
+        except FileNotFoundError as e:  # only RepSGD needs them, and it refuses a model without scales
+            _logger.warning('%s is loaded without its scales. %s', repo.where, e)
+            resolved['scales'] = False
     if path or not cfg.get('source'):
         on_hub = repo_id if cfg.get('source') else repo_id or f'{organization()}/{variant}.{tag}'
         resolved['pretrained_cfg'] = _pretrained_cfg(repo, architecture=variant, tag=tag, hf_hub_id=on_hub)

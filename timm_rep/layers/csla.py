@@ -24,9 +24,9 @@ def _pair(x: Union[int, Tuple[int, int]], name: str) -> Tuple[int, int]:
 
 def _check_name(name: str) -> None:
     """Raise ValueError unless a name can be a parameter's name and a part of a key in a file."""
-    if not name.isidentifier() or hasattr(nn.ParameterDict, name):
+    if not name.isidentifier() or hasattr(nn.ParameterDict(), name):
         raise ValueError(
-            f'The name of a branch must be an identifier and not the name of a method of dict, got {name!r}.')
+            f'The name of a branch must be an identifier and not an attribute of nn.ParameterDict, got {name!r}.')
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,13 @@ class CslaConv2d(nn.Conv2d):
     # torch replaces the parameter in the methods below
     def _restore_grad_mult(self, grad_mult: Optional[GradMult]) -> None:
         weight = self._parameters.get('weight')
-        if grad_mult is not None and weight is not None and get_grad_mult(weight) is None:
-            if tuple(weight.shape) == grad_mult.shape:
-                set_grad_mult(weight, grad_mult)
+        if (grad_mult is None or weight is None or get_grad_mult(weight) is not None
+                or tuple(weight.shape) != self.csla.kernel_shape):
+            return
+        is_whole = grad_mult.shape == self.csla.kernel_shape  # else it is of the rows of a shard, which are taken again
+        set_grad_mult(weight, grad_mult if is_whole else GradMult(self.csla, grad_mult.scales))
+        if self.grad_mult is not grad_mult and grad_mult.layers is not None:
+            grad_mult.layers.add(grad_mult.name, self)
 
     def register_parameter(self, name: str, param: Optional[nn.Parameter]) -> None:
         grad_mult = self.grad_mult
@@ -115,7 +119,7 @@ class CslaConv2d(nn.Conv2d):
         self._restore_grad_mult(grad_mult)
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, '_grad_mult': self.grad_mult}
+        return {**super().__getstate__(), '_grad_mult': self.grad_mult}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         state = dict(state)

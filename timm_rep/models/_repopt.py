@@ -4,6 +4,7 @@ from typing import Any, Dict, Mapping, Optional
 
 from timm_rep.convert import ReparameterizeMixin
 from timm_rep.scales import RELEASED, RELEASED_PREFIX, Scales, ScalesLike, packaged_scales, recorded_scales
+from timm_rep.utils.data import world_size_and_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -20,6 +21,10 @@ def choose_scales(variant: str, args: Mapping[str, Any], architecture: Mapping[s
     The default is the first of: the packaged scales of the variant; those that the authors of RepOptimizers released
     for it, if they are in the cache or can be downloaded; 'init'. Scales are specific to an architecture (section 4.3),
     so where an argument changes it, the default is 'init'. A search structure starts from 'init'.
+
+    Raises:
+        FileNotFoundError: The released scales are asked for, or are the default in a training of several processes, and
+            cannot be downloaded.
     """
     scales = args.get('scales', 'default')
     if isinstance(scales, str) and scales == 'released':
@@ -40,6 +45,9 @@ def choose_scales(variant: str, args: Mapping[str, Any], architecture: Mapping[s
         try:
             return Scales.load(RELEASED_PREFIX + variant)
         except FileNotFoundError as e:
+            if world_size_and_rank()[0] > 1:  # others may have them, and multipliers are not synchronized
+                raise FileNotFoundError(
+                    f"{e} Or pass scales='init': all processes of a training need the same scales.") from e
             _logger.warning("Using scales='init' for %s. %s", variant, e)
     else:
         _logger.info("%s: no scales were searched for this model, using scales='init'.", variant)

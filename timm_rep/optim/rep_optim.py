@@ -2,14 +2,14 @@
 
 `Re-parameterizing Your Optimizers rather than Architectures` (RepOptimizers), sections 3.4 and 4.2.
 """
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.optim import SGD, AdamW
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from timm_rep.layers.grad_mult import get_grad_mult, set_grad_mult, to_local
+from timm_rep.layers.grad_mult import MultipliedLayers, get_grad_mult, set_grad_mult, to_local
 
 from ._chunks import Scratch, flat, in_chunks, match_strides, row_chunks, use_fused
 
@@ -48,6 +48,7 @@ class _RepOptimizer(_Base):
     _rule: str
     _takes_sparse: bool
     found_inf: torch.Tensor  # set by GradScaler
+    _models: Sequence[MultipliedLayers] = ()  # with strict, those of the parameters
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Add a parameter group; ValueError for an option that is not supported."""
@@ -82,7 +83,8 @@ class _RepOptimizer(_Base):
 
         Raises:
             RuntimeError: A gradient is sparse or complex where a dense real one is needed.
-            ValueError: A parameter with a GradMult is no longer the 4-dimensional weight of its layer.
+            ValueError: With strict, all GradMults were lost since the last step; or a parameter with a GradMult has
+                another shape, or is no longer the weight of its layer.
             OverflowError: A multiplier exceeds the range of the dtype of its parameter.
         """
         if 'capturable' in self.defaults:  # the check reads this option
@@ -92,6 +94,13 @@ class _RepOptimizer(_Base):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._models:
+            models = self._multiplied_models()
+            if not models and any(self._models):  # removed multipliers are not in a model
+                raise ValueError(
+                    f'The parameters of {type(self).__name__} were replaced by others without a GradMult, for example '
+                    "by accelerate's prepare() with FSDP2: call timm_rep.attach_grad_mults(model, scales) after it.")
+            self._models = models
         groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
         for group, params in groups:
             for param in params:
@@ -139,6 +148,10 @@ class _RepOptimizer(_Base):
         """``grad_scale`` and ``found_inf``: attributes that GradScaler sets for the time of a step, None otherwise."""
         return {name: getattr(self, name, None) for name in ('grad_scale', 'found_inf')}
 
+    def _multiplied_models(self) -> List[MultipliedLayers]:
+        grad_mults = [get_grad_mult(p) for group in self.param_groups for p in group['params']]
+        return [*{id(m.layers): m.layers for m in grad_mults if m is not None and m.layers is not None}.values()]
+
     def _check_grad_mults(self) -> None:
         """Raise ValueError if no parameter has a GradMult, or a layer of the model has lost its own."""
         params = [p for group in self.param_groups for p in group['params']]
@@ -152,8 +165,8 @@ class _RepOptimizer(_Base):
                 f"like torch's optimizer. Create a RepOpt model with scales (timm.create_model('repopt_vgg_b1')), or "
                 f'{how}. Pass strict=False for a plain optimizer.')
         plain = [p for p in params if get_grad_mult(p) is None]
-        models = {id(m.layers): m.layers for m in grad_mults if m.layers is not None}
-        layers = [item for model in models.values() for item in model.items()]
+        self._models = self._multiplied_models()
+        layers = [item for model in self._models for item in model.items()]
         lost = [
             name for name, layer in layers
             if layer.grad_mult is None or any(_has_equal_values(param, layer.weight) for param in plain)]
@@ -177,12 +190,16 @@ class _RepOptimizer(_Base):
                 f'Expected dense real gradients of parameters with a GradMult for {name}, but one of shape '
                 f'{tuple(param.shape)} has a {"sparse" if param.grad.is_sparse else "complex"} one: remove its '
                 'GradMult, or make the gradient dense and real.')
-        if param.dim() != 4:
+        if tuple(to_local(param).shape) != grad_mult.shape:
+            how = (
+                'its values were replaced, for example by pruning. Fold the model before, or remove the multipliers '
+                '(timm_rep.attach_grad_mults(model, None))' if param.dim() == 4 else
+                'a wrapper has flattened it, for example FullyShardedDataParallel. Shard the model with FSDP2 '
+                '(torch.distributed.fsdp.fully_shard), call timm_rep.attach_grad_mults(model, scales) again and make a '
+                'new optimizer')
             raise ValueError(
                 f'Expected a kernel of shape {grad_mult.shape}, but got a parameter of shape {tuple(param.shape)} with '
-                'its GradMult: a wrapper has flattened it, for example FullyShardedDataParallel. Shard the model with '
-                'FSDP2 (torch.distributed.fsdp.fully_shard), call timm_rep.attach_grad_mults(model, scales) again and '
-                'make a new optimizer.')
+                f'its GradMult: {how}.')
         layer = grad_mult.layers.get(grad_mult.name) if grad_mult.layers is not None else None
         if layer is not None:
             try:

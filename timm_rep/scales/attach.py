@@ -4,7 +4,6 @@ from typing import Literal, Mapping, Optional, Union
 
 import torch
 import torch.nn as nn
-from timm.utils import unwrap_model
 
 from timm_rep.layers import CslaConv2d, csla_layers
 from timm_rep.layers.grad_mult import MultipliedLayers
@@ -99,12 +98,12 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
             raise ValueError(f'{name}: {e}') from None
     layers = MultipliedLayers()
     for name, layer in targets.items():
-        layer.set_scales(None if scales is None else scales[name])
+        layer.set_scales(None if scales is None else scales.get(name, {}))
         if scales is not None:
             layers.add(name, layer)
-    owner = unwrap_model(model)
-    if hasattr(owner, 'scales_source'):  # recorded when the model is saved
-        owner.scales_source = scales and scales.source
+    for owner in model.modules():
+        if hasattr(owner, 'scales_source'):  # recorded when the model is saved
+            owner.scales_source = scales and scales.source
     return model
 
 

@@ -257,9 +257,10 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
     if isinstance(model, str):
         try:
             model = timm.create_model(model, structure='search', **model_args)
-        except TypeError as e:
+        except (AssertionError, AttributeError, LookupError, TypeError) as e:  # arguments of the model
             raise ValueError(
-                f"model must name a RepOpt model, built with structure='search' and {model_args}, got {name!r}: {e}"
+                f"model must name a RepOpt model, built with structure='search' and {model_args}, got {name!r}: "
+                f'{type(e).__name__}: {e}'
             ) from e
     elif model_args:
         raise TypeError(f'model must be a name to take arguments of create_model, got a {name} and {model_args}.')

@@ -25,9 +25,14 @@ def check_writable(folder: StrPath) -> Path:
     folder = Path(folder)
     missing = _missing(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        for retries in range(20, -1, -1):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    break
+            except (FileExistsError, FileNotFoundError):  # another process has just removed the folder it created
+                if not retries:
+                    raise
     except OSError as e:
         raise OSError(f'cannot write to the output folder {str(folder)!r}: {e.strerror or e}') from e
     finally:
