@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.convert import folded_copy
+from timm_rep.convert._reparameterize import FOLDING_METHODS
 from timm_rep.utils.compare import check_finite, check_images, check_tolerance, record_outputs, relative_rms
 from timm_rep.utils.profiling import model_input_size
 
@@ -173,5 +174,16 @@ def _folded_layers(unfolded: nn.Module, folded: nn.Module) -> List[str]:
     for name, module in unfolded.named_modules():
         inside = any(not outer or name.startswith(f'{outer}.') for outer in names)
         if not inside and parts(module) != parts(after[name]):
-            names.append(name)
+            names.append(_folding_module(unfolded, name))
     return names
+
+
+def _folding_module(model: nn.Module, name: str) -> str:
+    """Name of the outermost block around a module that folds itself, maybe a norm into other layers; or its own."""
+    parts = name.split('.')
+    for outer in ('.'.join(parts[:n]) for n in range(1, len(parts))):
+        block = model.get_submodule(outer)
+        is_model = hasattr(block, 'pretrained_cfg')
+        if not is_model and any(hasattr(block, method) for method in FOLDING_METHODS):
+            return outer
+    return name

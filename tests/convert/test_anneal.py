@@ -584,6 +584,43 @@ def test_an_ffn_with_several_names(build_model, size, names):
     assert relative(model(x), expected) < 1e-5
 
 
+@pytest.mark.parametrize('build_model, size, calls, checkpointing', [
+    (shared_vit, 160, 2, False), (shared_vit, 160, 2, True), (small_coat, 64, 3, False)])
+def test_all_calls_of_a_step_are_measured_once(build_model, size, calls, checkpointing):
+    """Of an FFN with several names, which has other tokens and other numbers of tokens in each."""
+    model = build_model()
+    timm_rep.convert_to_repa(model, anneal_steps=5, idle_ratio=.5)
+    if checkpointing:
+        model.set_grad_checkpointing()
+    counts = {}
+    for module in model.modules():
+        if isinstance(module, AnnealedActivation):
+            module.register_forward_pre_hook(lambda m, args: counts.setdefault(m, []).append(args[0].detach()))
+    model.train()(images(4, size)).sum().backward()
+    layer, inputs = max(counts.items(), key=lambda item: len(item[1]))
+    inputs = inputs[:calls]
+    if checkpointing:
+        assert len(counts[layer]) == 2 * calls  # repeated in the backward pass
+    h = torch.cat([x.flatten(0, -2) for x in inputs]).double()
+    y = layer.act(h)
+    d, e = h - h.mean(0), y - y.mean(0)
+    expected = torch.stack([
+        h.mean(0), y.mean(0), d.square().mean(0), e.square().mean(0), (d * e).mean(0), torch.ones_like(h[0])])
+    torch.testing.assert_close(layer.pending.double(), expected, rtol=1e-4, atol=1e-5)
+    model(images(4, size))
+    torch.testing.assert_close(layer.moments.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_arguments_of_other_models():
+    """The third one of a NaFlexViT says which patches are padding; a ViT has another one."""
+    model = plain(VIT)
+    x = images(2, 32)
+    expected = model(x, None, False)
+    timm_rep.convert_to_repa(model, anneal_steps=5, idle_ratio=.5)
+    assert relative(model.train()(x, None, False), expected) < 1e-4
+
+
 def test_evaluation_waits_for_no_other_process(monkeypatch):
     """After a backward pass that repeated the forward pass; the other processes may not evaluate."""
     calls = []

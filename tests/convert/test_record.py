@@ -3,6 +3,7 @@ import copy
 import json
 import pickle
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -266,7 +267,7 @@ def test_unknown_arguments_and_other_changes(tmp_path):
 
 
 @pytest.mark.parametrize('ratio', [torch.tensor(.5), torch.tensor([.5, .75, .5]), [torch.tensor(.5)] * 3])
-@pytest.mark.parametrize('kwargs', [{}, dict(anneal_steps=2)])
+@pytest.mark.parametrize('kwargs', [{}, dict(anneal_steps=2), dict(anneal_steps=np.int64(2))])
 def test_ratios_are_recorded_as_numbers(ratio, kwargs):
     model, _ = build('vit')
     timm_rep.convert_to_repa(model, ratio, **kwargs)

@@ -1,16 +1,19 @@
 """Fold a model into its deploy structure, and refuse checkpoints of a different structure."""
+import contextlib
 import copy
 from functools import partial
-from typing import Any, Dict, Mapping, NamedTuple, Set, Tuple
+from typing import Any, Dict, Iterator, Mapping, NamedTuple, Set, Tuple
 
 import torch
 import torch.nn as nn
+import torchvision
+from timm.layers import BatchNormAct2d, FrozenBatchNormAct2d, SyncBatchNormAct
 from timm.models.fastvit import ReparamLargeKernelConv, RepMixer
 from timm.utils import unwrap_model
 
 from timm_rep.layers import foldable_layers, is_reparameterized, structures_in
 from timm_rep.layers.fold import batch_norm_scale_shift
-from timm_rep.utils.modes import default_dtype
+from timm_rep.utils.modes import default_dtype, keeping_modes
 
 try:
     from timm.models import reparameterize_model
@@ -18,7 +21,14 @@ except ImportError:  # timm < 1.0.31
     from timm.utils import reparameterize_model
 
 # methods of a module that timm's reparameterize_model() calls
-_FOLDING = ('fuse', 'reparameterize', 'switch_to_deploy')
+FOLDING_METHODS = ('fuse', 'reparameterize', 'switch_to_deploy')
+# norms that timm folds like these classes, which it tests for, but not everywhere under their own
+_FOLDED_AS = {
+    nn.SyncBatchNorm: nn.BatchNorm2d,
+    SyncBatchNormAct: BatchNormAct2d,
+    FrozenBatchNormAct2d: BatchNormAct2d,
+    torchvision.ops.FrozenBatchNorm2d: nn.BatchNorm2d,
+}
 # dtypes in which folded weights do not overflow
 _WIDE = (torch.float32, torch.float64)
 
@@ -53,14 +63,38 @@ def reparameterize(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: A BatchNorm has no running statistics, annealing is not finished, or a layer that folding removes
-            has hooks or was replaced by an adapter; the message names the layer. The model is unchanged.
+            has hooks or was replaced by an adapter; the message names the layer. Or timm cannot fold frozen BatchNorms
+            in this place. The model is unchanged.
         OverflowError: A folded weight exceeds the range of the model's dtype. The model is unchanged.
     """
+    before = {*model.modules()}
+    with keeping_modes(model), _as_batch_norms(model) as renamed:
+        folded = _fold(model.eval(), rehearse=renamed)
+    for parent in folded.modules():  # parents before their children
+        for layer in parent.children():
+            if layer not in before:
+                layer.training = parent.training
+    return folded
+
+
+@contextlib.contextmanager
+def _as_batch_norms(model: nn.Module) -> Iterator[bool]:
+    """Give the norms of ``_FOLDED_AS`` the class that timm tests for; yields whether there are any."""
+    others = {module: type(module) for module in model.modules() if type(module) in _FOLDED_AS}
+    try:
+        for module, kind in others.items():
+            module.__class__ = _FOLDED_AS[kind]
+        yield bool(others)
+    finally:
+        for module, kind in others.items():
+            module.__class__ = kind
+
+
+def _fold(model: nn.Module, rehearse: bool) -> nn.Module:
     for module in model.modules():
         if isinstance(module, (ReparamLargeKernelConv, RepMixer)) and module.reparam_conv is not None:
             module.reparameterize = _stay_folded  # timm's would fold the module again, and fail
     _check_statistics(model)
-    before = {*model.modules()}
     fused: Dict[nn.Module, nn.Module] = {}
     for path, layer in model.named_modules():
         if path and hasattr(layer, 'structure_keys') and hasattr(layer, 'fuse'):
@@ -73,8 +107,11 @@ def reparameterize(model: nn.Module) -> nn.Module:
     is_half = any(kind.dtype not in _WIDE for kind in kinds.values())
     # timm writes the kernels that it folds into new layers of the default dtype
     wide = torch.float64 if any(kind.dtype == torch.float64 for kind in kinds.values()) else torch.float32
-    with default_dtype(wide):
-        rehearsed = reparameterize_model(model) if hooked or is_half else None
+    try:
+        with default_dtype(wide):
+            rehearsed = reparameterize_model(model) if hooked or is_half or rehearse else None
+    except (AssertionError, AttributeError) as e:
+        raise ValueError(f'timm cannot fold this {type(model).__name__}: {type(e).__name__}: {e}') from e
     lost = sorted(hooked - _hooked(rehearsed)) if rehearsed is not None else ()
     if lost:
         raise ValueError(
@@ -86,10 +123,6 @@ def reparameterize(model: nn.Module) -> nn.Module:
     with default_dtype(wide):
         folded = reparameterize_model(model, inplace=True)
     _restore_kinds(folded, kinds)
-    for parent in folded.modules():  # parents before their children
-        for layer in parent.children():
-            if layer not in before:
-                layer.training = parent.training
     return folded
 
 
@@ -140,7 +173,7 @@ def _restore_kinds(folded: nn.Module, kinds: Mapping[str, _Kind]) -> None:
 def _check_statistics(model: nn.Module) -> None:
     """Raise ValueError if a BatchNorm that timm folds has no statistics or weights: timm would fail half-way."""
     for name, block in model.named_modules():
-        if name and any(hasattr(block, method) for method in _FOLDING) and not hasattr(block, 'structure_keys'):
+        if name and any(hasattr(block, method) for method in FOLDING_METHODS) and not hasattr(block, 'structure_keys'):
             for path, norm in block.named_modules(prefix=name):
                 if isinstance(norm, nn.modules.batchnorm._BatchNorm):
                     if norm.weight is None:

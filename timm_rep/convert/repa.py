@@ -87,7 +87,7 @@ def convert_to_repa(
         args = _linearized_args(names, report)
     elif anneal_steps is not None:
         report = anneal_ffns(model, anneal_steps, **kwargs)
-        args = _with_defaults(anneal_ffns, anneal_steps=anneal_steps, **kwargs)
+        args = _with_defaults(anneal_ffns, anneal_steps=int(anneal_steps), **kwargs)
     else:
         check_unconverted(model)
         report = use_repa_ffns(model, **kwargs)

@@ -38,6 +38,7 @@ class _Annealed(nn.Module):
         self.anneal_steps, self.anneal_schedule = int(anneal_steps), anneal_schedule
         self.register_buffer('step', torch.zeros((), dtype=torch.long, device=device))
         self.is_counted = False  # whether a step was counted by this object
+        self.is_collected = False  # whether the statistics of this step were: what follows are repetitions
         self.has_ended = False  # the end of annealing in Python, without a GPU sync or graph break
         self.valid: Optional[torch.Tensor] = None  # patches (N, patches) of this step that are not padding
 
@@ -135,6 +136,7 @@ def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mappin
         return
     for layer in layers:
         layer.is_counted = True
+        layer.is_collected = False
     if not layers[0].step.is_meta:
         steps = torch.stack([layer.step for layer in layers]).tolist()
         for layer, step in zip(layers, steps):
@@ -146,7 +148,8 @@ def _valid_patches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Optional[t
     given = {**dict(zip(('x', 'patch_coord', 'patch_valid'), args)), **kwargs}
     images = given['x'] if isinstance(given.get('x'), dict) else given
     valid = images.get('patch_valid')
-    return None if valid is None or bool(valid.all()) else valid.bool()
+    # of other models, the third argument is another one
+    return None if not isinstance(valid, torch.Tensor) or bool(valid.all()) else valid.bool()
 
 
 @torch.no_grad()
@@ -169,6 +172,15 @@ def _collect_moments(model: nn.Module, *args: Any) -> None:
         # a compiled model also measures after the end
         layer.pending.copy_(torch.where(layer.step < layer.anneal_steps, last, 0.))
         layer.batch = None
+        if not torch.compiler.is_compiling():  # repetitions of a compiled model do not come back here
+            layer.is_collected = True
+
+
+def _merged(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Moments of two sets of tokens together: rows are both means, both variances, the covariance, the count."""
+    share, d = b[5:] / (a[5:] + b[5:]), b[:2] - a[:2]
+    between = share * (1 - share) * torch.stack([d[0] * d[0], d[1] * d[1], d[0] * d[1]])
+    return torch.cat([a[:2] + share * d, torch.lerp(a[2:5], b[2:5], share) + between, a[5:] + b[5:]])
 
 
 def _over_processes(tensors: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]) -> List[torch.Tensor]:
@@ -268,7 +280,7 @@ class AnnealedActivation(_Annealed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         in_place = any(getattr(module, 'inplace', False) for module in self.act.modules())
         y = self.act(x.clone() if in_place else x)
-        if self.training and x.numel() and not self.has_ended:
+        if self.training and x.numel() and not self.has_ended and not self.is_collected:
             if not self.is_counted and not torch.compiler.is_compiling():
                 self.is_counted = True  # the warning comes once
                 warnings.warn(
@@ -290,8 +302,9 @@ class AnnealedActivation(_Annealed):
         x, y = (v.movedim(self.dim, -1).reshape(-1, self.channels).to(self.moments.dtype) for v in (x, y))
         means = torch.stack([x.mean(0), y.mean(0)])
         x, y = x - means[0], y - means[1]
-        self.batch = torch.cat([means, torch.stack([
+        batch = torch.cat([means, torch.stack([
             x.square().mean(0), y.square().mean(0), (x * y).mean(0), torch.full_like(x[0], len(x))])])
+        self.batch = batch if self.batch is None else _merged(self.batch, batch)  # called several times in a step
 
     @torch.no_grad()
     def update_moments(self) -> None:

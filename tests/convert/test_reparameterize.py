@@ -1,0 +1,91 @@
+"""Folding of timm's own blocks: other norms than BatchNorm2d, training mode, and blocks that move their norms."""
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d
+
+import timm_rep
+from tests.convert import families, multi_branch
+from tests.helpers import images, randomize_, same_weights
+from timm_rep._verify import _folded_layers
+
+NEXTVIT, EFFICIENTVIM = 'nextvit', 'FFN: efficientvim'
+MOVING = [name for name in (NEXTVIT, EFFICIENTVIM) if name in families.FAMILIES]  # the latter is newer than timm 1.0.26
+QUICK = ('byobnet, RepVGG', 'repghost')
+
+
+def build(family):
+    """A model with random norms, and its images."""
+    if family in families.FAMILIES:
+        model, x = families.build(family)
+        return model, x[:2]
+    torch.manual_seed(0)
+    return randomize_(multi_branch.FAMILIES[family]()).eval(), images(2, 56)
+
+
+ALL = [*(family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in (
+    *multi_branch.FAMILIES, *MOVING))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('family', ALL)
+def test_synchronized_norms(family):
+    model, x = build(family)
+    expected = model(x)
+    model = convert_sync_batchnorm(model)
+    norms = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+    assert norms
+    folded = timm_rep.convert.reparameterize(model)
+    torch.testing.assert_close(folded(x), expected, rtol=1e-4, atol=1e-4)
+    assert all(isinstance(m, nn.SyncBatchNorm) for m in norms)  # those that stay in the model too
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('family', ALL)
+def test_frozen_norms(family):
+    """Folded; or refused, with a model that is as it was."""
+    model, x = build(family)
+    expected = model(x)
+    model = freeze_batch_norm_2d(model)
+    before = copy.deepcopy(model)
+    if family == NEXTVIT:
+        with pytest.raises(ValueError, match='NextViT'):
+            timm_rep.convert.reparameterize(model)
+        assert same_weights(model, before)
+        assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+        return
+    torch.testing.assert_close(timm_rep.convert.reparameterize(model)(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('family', ALL)
+def test_in_training_mode(family):
+    """Folded by the running statistics; every layer is in training mode afterwards, as before."""
+    model, x = build(family)
+    expected = model(x)
+    folded = timm_rep.convert.folded_copy(model.train())
+    assert all(m.training for m in (*model.modules(), *folded.modules()))
+    torch.testing.assert_close(folded.eval()(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('family', [
+    NEXTVIT, *(pytest.param(family, marks=pytest.mark.slow) for family in MOVING if family != NEXTVIT)])
+def test_verify_compares_blocks_that_move_norms(family):
+    """They fold a norm, or a shortcut, into layers next to it, whose outputs change."""
+    model, x = build(family)
+    result = timm_rep.verify(model, x)
+    assert result.passed
+    assert result.first_difference is None
+    assert result.folded > 5
+
+
+def test_verify_names_the_layer_inside_a_model():
+    """A model of this package in another one folds itself, but is not the layer that differs."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({'part': nn.Sequential(randomize_(timm.create_model(
+        'repa_deit_tiny', img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)))})
+    assert _folded_layers(model, timm_rep.convert.folded_copy(model)) == [
+        'part.0.blocks.0.mlp', 'part.0.blocks.1.mlp']
