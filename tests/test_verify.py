@@ -12,6 +12,7 @@ from PIL import Image
 from timm.models.byobnet import MobileOneBlock
 
 import timm_rep
+from tests.convert.multi_branch import FAMILIES
 from tests.helpers import images, randomize_, same_weights, tiny
 from timm_rep._causes import _tf32
 from timm_rep._verify import Verification
@@ -237,7 +238,7 @@ def test_float16_overflow_is_a_cause():
 def test_hooks_that_folding_drops(tmp_path):
     """timm alone drops the hooks of the layers that it removes."""
     torch.manual_seed(0)
-    model = randomize_(timm.create_model('repvgg_a0', num_classes=5))
+    model = randomize_(FAMILIES['byobnet, RepVGG']())
     block = model.stages[0][0]
     handle = block.conv_kxk.conv.register_forward_hook(lambda module, args, y: 2 * y)
     x, keys = images(1, 32), model.state_dict().keys()
