@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.convert import folded_copy
-from timm_rep.convert._reparameterize import FOLDING_METHODS
+from timm_rep.convert._reparameterize import folds_itself
 from timm_rep.utils.compare import check_finite, check_images, check_tolerance, record_outputs, relative_rms
 from timm_rep.utils.profiling import model_input_size
 
@@ -184,6 +184,6 @@ def _folding_module(model: nn.Module, name: str) -> str:
     for outer in ('.'.join(parts[:n]) for n in range(1, len(parts))):
         block = model.get_submodule(outer)
         is_model = hasattr(block, 'pretrained_cfg')
-        if not is_model and any(hasattr(block, method) for method in FOLDING_METHODS):
+        if not is_model and folds_itself(block):
             return outer
     return name

@@ -31,33 +31,23 @@ ALL = [*(family if family in QUICK else pytest.param(family, marks=pytest.mark.s
 
 
 @torch.no_grad()
+@pytest.mark.parametrize('change, prefix', [(convert_sync_batchnorm, 'Sync'), (freeze_batch_norm_2d, 'Frozen')])
 @pytest.mark.parametrize('family', ALL)
-def test_synchronized_norms(family):
+def test_other_norms(family, change, prefix):
+    """Synchronized or frozen; folded, or refused with a model that is as it was. Norms that stay keep their class."""
     model, x = build(family)
     expected = model(x)
-    model = convert_sync_batchnorm(model)
-    norms = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
-    assert norms
-    folded = timm_rep.convert.reparameterize(model)
-    torch.testing.assert_close(folded(x), expected, rtol=1e-4, atol=1e-4)
-    assert all(isinstance(m, nn.SyncBatchNorm) for m in norms)  # those that stay in the model too
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('family', ALL)
-def test_frozen_norms(family):
-    """Folded; or refused, with a model that is as it was."""
-    model, x = build(family)
-    expected = model(x)
-    model = freeze_batch_norm_2d(model)
-    before = copy.deepcopy(model)
-    if family == NEXTVIT:
+    model = change(model)
+    before, kinds = copy.deepcopy(model), {m: type(m) for m in model.modules()}
+    assert any(kind.__name__.startswith(f'{prefix}BatchNorm') for kind in kinds.values())
+    if (family, prefix) == (NEXTVIT, 'Frozen'):
         with pytest.raises(ValueError, match='NextViT'):
             timm_rep.convert.reparameterize(model)
         assert same_weights(model, before)
         assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
-        return
-    torch.testing.assert_close(timm_rep.convert.reparameterize(model)(x), expected, rtol=1e-4, atol=1e-4)
+    else:
+        torch.testing.assert_close(timm_rep.convert.reparameterize(model)(x), expected, rtol=1e-4, atol=1e-4)
+    assert all(type(m) is kind for m, kind in kinds.items())
 
 
 @torch.no_grad()

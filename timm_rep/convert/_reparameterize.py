@@ -21,8 +21,8 @@ except ImportError:  # timm < 1.0.31
     from timm.utils import reparameterize_model
 
 # methods of a module that timm's reparameterize_model() calls
-FOLDING_METHODS = ('fuse', 'reparameterize', 'switch_to_deploy')
-# norms that timm folds like these classes, which it tests for, but not everywhere under their own
+_FOLDING = ('fuse', 'reparameterize', 'switch_to_deploy')
+# norms that compute what these classes do in eval mode; some blocks of timm fold only these
 _FOLDED_AS = {
     nn.SyncBatchNorm: nn.BatchNorm2d,
     SyncBatchNormAct: BatchNormAct2d,
@@ -90,7 +90,13 @@ def _as_batch_norms(model: nn.Module) -> Iterator[bool]:
             module.__class__ = kind
 
 
+def folds_itself(module: nn.Module) -> bool:
+    """Whether timm's ``reparameterize_model`` calls a method of the module to fold it."""
+    return any(hasattr(module, method) for method in _FOLDING)
+
+
 def _fold(model: nn.Module, rehearse: bool) -> nn.Module:
+    """:func:`reparameterize` of a model in eval mode; ``rehearse``: try on a copy first whether timm can fold it."""
     for module in model.modules():
         if isinstance(module, (ReparamLargeKernelConv, RepMixer)) and module.reparam_conv is not None:
             module.reparameterize = _stay_folded  # timm's would fold the module again, and fail
@@ -173,7 +179,7 @@ def _restore_kinds(folded: nn.Module, kinds: Mapping[str, _Kind]) -> None:
 def _check_statistics(model: nn.Module) -> None:
     """Raise ValueError if a BatchNorm that timm folds has no statistics or weights: timm would fail half-way."""
     for name, block in model.named_modules():
-        if name and any(hasattr(block, method) for method in FOLDING_METHODS) and not hasattr(block, 'structure_keys'):
+        if name and folds_itself(block) and not hasattr(block, 'structure_keys'):
             for path, norm in block.named_modules(prefix=name):
                 if isinstance(norm, nn.modules.batchnorm._BatchNorm):
                     if norm.weight is None:

@@ -24,7 +24,7 @@ from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, re
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, input_layers
 from timm_rep.init import weight_select_init
-from timm_rep.scales import RELEASED_PREFIX, locate_released, recorded_scales
+from timm_rep.scales import RELEASED_PREFIX, Scales, recorded_scales
 from timm_rep.scales._transformers import extend_timm_wrapper
 from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import recover
@@ -245,14 +245,14 @@ def _resolve(
         raise RuntimeError(f'Expected a {variant} in {repo.where}, but got a {repo.config["architecture"]}.')
     args = _model_args(cls, repo)
     resolved = {**args, **kwargs, 'weights': Weights(path, args, source=repo.where)}
-    if resolved.get('scales') == SCALES_IN_FOLDER:
+    scales = resolved.get('scales')
+    if scales == SCALES_IN_FOLDER:
         has_scales = SCALES_NAME in repo.hashes or (repo.folder / SCALES_NAME).is_file()
         resolved['scales'] = repo.file(SCALES_NAME) if has_scales else False
-    recorded = args.get('scales')  # timm passes model_args on as arguments
-    if (isinstance(recorded, str) and recorded.startswith(RELEASED_PREFIX) and resolved['scales'] == recorded
+    elif (isinstance(scales, str) and scales.startswith(RELEASED_PREFIX) and scales == args.get('scales')
             and not resolved.get('reparameterized')):
         try:
-            locate_released(recorded[len(RELEASED_PREFIX):])
+            resolved['scales'] = Scales.load(scales)
         except FileNotFoundError as e:  # only RepSGD needs them, and it refuses a model without scales
             _logger.warning('%s is loaded without its scales. %s', repo.where, e)
             resolved['scales'] = False

@@ -38,7 +38,7 @@ class _Annealed(nn.Module):
         self.anneal_steps, self.anneal_schedule = int(anneal_steps), anneal_schedule
         self.register_buffer('step', torch.zeros((), dtype=torch.long, device=device))
         self.is_counted = False  # whether a step was counted by this object
-        self.is_collected = False  # whether the statistics of this step were: what follows are repetitions
+        self.is_collected = False  # whether this step was measured: later passes repeat it, for gradient checkpointing
         self.has_ended = False  # the end of annealing in Python, without a GPU sync or graph break
         self.valid: Optional[torch.Tensor] = None  # patches (N, patches) of this step that are not padding
 
@@ -165,7 +165,7 @@ def _collect_moments(model: nn.Module, *args: Any) -> None:
     # central moments about the common means
     deviations = [batch[:2] - mean for batch, mean in zip(batches, means)]
     seconds = _over_processes([
-        batch[2:5] + torch.stack([d[0] * d[0], d[1] * d[1], d[0] * d[1]])
+        batch[2:5] + _products(d)
         for batch, d in zip(batches, deviations)], counts)
     for layer, mean, second in zip(layers, means, seconds):
         last = torch.cat([mean, second, torch.ones_like(mean[:1])])
@@ -179,8 +179,13 @@ def _collect_moments(model: nn.Module, *args: Any) -> None:
 def _merged(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Moments of two sets of tokens together: rows are both means, both variances, the covariance, the count."""
     share, d = b[5:] / (a[5:] + b[5:]), b[:2] - a[:2]
-    between = share * (1 - share) * torch.stack([d[0] * d[0], d[1] * d[1], d[0] * d[1]])
+    between = share * (1 - share) * _products(d)
     return torch.cat([a[:2] + share * d, torch.lerp(a[2:5], b[2:5], share) + between, a[5:] + b[5:]])
+
+
+def _products(d: torch.Tensor) -> torch.Tensor:
+    """What differences d (2, channels) of both means add to both variances and the covariance."""
+    return torch.stack([d[0] * d[0], d[1] * d[1], d[0] * d[1]])
 
 
 def _over_processes(tensors: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]) -> List[torch.Tensor]:
