@@ -290,6 +290,21 @@ def test_folded_models_are_created_folded(kind):
 
 
 @needs_recorded_args
+@pytest.mark.parametrize('kwargs', [{}, dict(anneal_steps=2), dict(anneal_steps=2, idle_ratio=[.25, None])])
+def test_ffns_kept_for_their_hooks_are_kept_where_the_model_is_loaded(kwargs, tmp_path):
+    model, x = build('vit')
+    hook = model.blocks[1].mlp.register_forward_hook(lambda *args: None)
+    if 'anneal_steps' in kwargs:
+        timm_rep.convert_to_repa(model, **kwargs)
+        steps(model, x, 3)
+    else:
+        timm_rep.convert_to_repa(model, calibration=[x])
+    assert 'blocks.1.mlp.fc1.weight' in model.state_dict()
+    hook.remove()
+    check(model, x, tmp_path, 'repa_any')
+
+
+@needs_recorded_args
 @pytest.mark.parametrize('conversion', ['in a base that folds', 'from scratch', 'init'])
 @pytest.mark.parametrize('fold', FOLDS)
 def test_reading_the_weights_changes_nothing(conversion, fold, tmp_path):

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from timm.models.nextvit import merge_pre_bn
 
-from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios
+from timm_rep.layers import Affine, GatedUnit, RePaMlpDeploy, active_channels, idle_ratios, unfoldable_reason
 from timm_rep.layers.fold import is_plain_batch_norm
 from timm_rep.utils.modes import keeping_modes
 
@@ -293,6 +293,14 @@ def find_ffns(model: nn.Module) -> Tuple[List[Ffn], Dict[str, str]]:
         else:
             others[name] = 'does not compute what its registered parts do'
     return ffns, others
+
+
+def names_without_hooks(model: nn.Module) -> List[str]:
+    """Names of the pointwise FFNs that a model has without its hooks, which a saved model does not keep."""
+    ffns, others = find_ffns(model)
+    names = {ffn.name for ffn in ffns}
+    names.update(name for name, reason in others.items() if reason == unfoldable_reason(model.get_submodule(name)))
+    return [name for name, _ in model.named_modules() if name in names]
 
 
 def check_untied(model: nn.Module, ffns: Sequence[Ffn]) -> None:

@@ -9,8 +9,8 @@ from timm_rep.layers import active_channels
 
 from ._reparameterize import check_unconverted
 from .anneal import anneal_ffns
-from .ffn import plain_ratio
-from .linearize import check_convertible, linearize_ffns
+from .ffn import names_without_hooks, plain_ratio
+from .linearize import linearize_ffns
 from .record import make_foldable, record_conversion
 from .report import ConversionReport
 from .to_train import use_repa_ffns
@@ -81,15 +81,17 @@ def convert_to_repa(
                 else f'convert_to_repa() got an unexpected keyword argument {name!r}')
     if idle_ratio is not None:
         kwargs['idle_ratio'] = plain_ratio(idle_ratio)
+    check_unconverted(model)
+    names = names_without_hooks(model)
     if calibration is not None:
-        names = [ffn.name for ffn in check_convertible(model)[0]]
         report = linearize_ffns(model, calibration, **kwargs)
         args = _linearized_args(names, report)
     elif anneal_steps is not None:
         report = anneal_ffns(model, anneal_steps, **kwargs)
         args = _with_defaults(anneal_ffns, anneal_steps=int(anneal_steps), **kwargs)
+        if not report.kept.keys().isdisjoint(names):  # loaded without its hooks, the model keeps the same FFNs
+            args['idle_ratio'] = _linearized_args(names, report)['idle_ratio']
     else:
-        check_unconverted(model)
         report = use_repa_ffns(model, **kwargs)
         args = dict(_with_defaults(use_repa_ffns, **kwargs), norm='batch')
     record_conversion(model, 'repa_any', **args)
@@ -105,7 +107,7 @@ def _with_defaults(convert: Callable[..., Any], **kwargs: Any) -> Dict[str, Any]
 
 
 def _linearized_args(names: Sequence[str], report: ConversionReport) -> Dict[str, Any]:
-    """Arguments of ``repa_any`` for a model whose pointwise FFNs, of these names, were converted from data."""
+    """Arguments of ``repa_any`` for a model of pointwise FFNs of these names, which are converted or kept."""
     converted = {ffn.name: ffn for ffn in report.ffns}
     found = [converted.get(name) for name in names]
     ratios = [ffn and _ratio(ffn.active_features, ffn.hidden_features) for ffn in found]
