@@ -194,7 +194,8 @@ def test_refused_loaders(loader, error, message):
     (dict(idle_ratio=-.1), 'idle_ratio'),
     (dict(idle_ratio=float('nan')), 'idle_ratio'),
     (dict(idle_ratio=[.5]), r'2 FFNs.* 1: blocks\.0\.mlp, blocks\.1\.mlp'),
-    (dict(idle_ratio=[.5, 'x']), 'idle_ratio'),
+    *((dict(idle_ratio=[.5, ratio]), 'idle_ratio') for ratio in ('x', '0.5', True)),
+    (dict(idle_ratio=True), 'idle_ratio'),
     *((dict(idle_ratio=ratio), 'idle_ratio') for ratio in ('0.5', {'blocks.0.mlp': .5})),
     (dict(macs='a'), "macs .*got 'a'"),
     *((dict(max_images=count), 'max_images must be') for count in (None, 1.5)),
@@ -207,6 +208,11 @@ def test_refused_loaders(loader, error, message):
 def test_refused_arguments(kwargs, message):
     with Unchanged(model := vit()), pytest.raises(ValueError, match=message):
         linearize_ffns(model, [images(16, 32)], **kwargs)
+
+
+def test_a_ridge_too_small_for_images_that_repeat():
+    with Unchanged(model := vit()), pytest.raises(ValueError, match='ridge must be large enough.* got 1e-300'):
+        linearize_ffns(model, [images(2, 32).repeat(16, 1, 1, 1)], ridge=1e-300)
 
 
 def test_kinds_of_ratios():

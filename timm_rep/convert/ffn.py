@@ -2,7 +2,6 @@
 import copy
 import re
 from functools import partial
-from numbers import Real
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -325,20 +324,20 @@ def plain_ratio(idle_ratio: Any) -> Union[float, List[Optional[float]]]:
     """An idle ratio, or one per FFN, as Python numbers, which config.json can hold; other values are a ValueError."""
     given = idle_ratio.tolist() if hasattr(idle_ratio, 'tolist') else idle_ratio  # torch, NumPy
     try:
-        if isinstance(given, Real):
-            given = float(given)
-            active_channels(1, given)
-            return given
         if isinstance(given, (list, tuple)):
-            given = [None if ratio is None else float(ratio) for ratio in given]
-            for ratio in given:
-                active_channels(1, 0. if ratio is None else ratio)
-            return given
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(
-        'idle_ratio must be a number from 0 to 1 or a sequence of one number per FFN, None to keep an FFN, got '
-        f'{idle_ratio!r}.')
+            return [None if ratio is None else _plain_number(ratio) for ratio in given]
+        return _plain_number(given)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            'idle_ratio must be a number from 0 to 1 or a sequence of one number per FFN, None to keep an FFN, got '
+            f'{idle_ratio!r}.') from e
+
+
+def _plain_number(ratio: Any) -> float:
+    if isinstance(ratio, (bool, str)):
+        raise TypeError(f'Expected a number, got {ratio!r}.')
+    active_channels(1, float(ratio))
+    return float(ratio)
 
 
 def ratios_of(

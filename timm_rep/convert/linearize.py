@@ -3,11 +3,12 @@
 The FFN ``y = W2 g(u) + b2`` with hidden features g becomes ``W2' g_A + M u + c``: the active channels A keep the
 activation, the others are replaced by their best linear predictor from the input u and the active features.
 """
+import contextlib
 import inspect
 import math
 import warnings
 from numbers import Real
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -144,7 +145,7 @@ def linearize_ffns(
     kept = {**kept, **{name: 'has no idle ratio' for name, ratio in ratios.items() if ratio is None}}
     counts = {ffn.name: active_channels(ffn.hidden_features, ratios[ffn.name]) for ffn in ffns}
     images = CalibrationImages(take_images(loader, max_images, naflex=True), next(model.parameters()))
-    with keeping_modes(model):
+    with keeping_modes(model), _naming_ridge(ridge):
         model.eval()
         before = count_macs(model, inputs=images.first(1)).total
         probes = probe(model, ffns, images.first(4))
@@ -181,6 +182,17 @@ def linearize_ffns(
     if images.rank == 0:
         _warn(images, int(predictions.count_nonzero()), report)
     return report
+
+
+@contextlib.contextmanager
+def _naming_ridge(ridge: float) -> Iterator[None]:
+    """Turn a factorization that fails into an error that names the damping."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as e:
+        raise ValueError(
+            f'ridge must be large enough for features that depend linearly on each other, got {ridge!r}: pass a larger '
+            'one, 1e-2 by default, or more distinct images. Nothing was changed.') from e
 
 
 def _warn(images: CalibrationImages, predicted_classes: int, report: ConversionReport) -> None:
