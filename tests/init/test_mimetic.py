@@ -56,6 +56,22 @@ def test_products_are_near_the_identity():
     assert timm_rep.mimetic_init_(vit(), qk=(0., 1.)).blocks[0].attn.qkv.weight.isfinite().all()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize('seed', range(4))
+def test_almost_singular_products_are_shared_equally(seed):
+    """With beta an eigenvalue of alpha Z, so that rounding decides on the smallest singular value of the product."""
+    model = vit(embed_dim=96, depth=1, num_heads=1)
+    z = torch.randn(2, 96, 96, generator=torch.Generator().manual_seed(seed))[1] / 96 ** .5
+    eigenvalues = torch.linalg.eigvals(.4 * z.double())
+    assert (real := eigenvalues.real[eigenvalues.imag == 0]).numel()
+    for beta in real.tolist():
+        timm_rep.mimetic_init_(model, v_proj=(.4, beta), generator=torch.Generator().manual_seed(seed))
+        attention = model.blocks[0].attn
+        values, outputs = attention.qkv.weight[192:].norm(dim=1), attention.proj.weight.norm(dim=0)
+        torch.testing.assert_close(values, outputs, rtol=1e-3, atol=1e-4)
+        assert relative(attention_products(attention)[1], .4 * z - beta * torch.eye(96)) < 1e-4
+
+
 def test_only_attention_and_positions():
     model = vit()
     before = copy.deepcopy(model.state_dict())

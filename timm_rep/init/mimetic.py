@@ -115,7 +115,8 @@ def _factors(
     z = torch.randn(channels, channels, generator=generator, dtype=torch.float32, device='cpu') / channels ** .5
     matrix = alpha * z + beta * torch.eye(channels, dtype=torch.float32, device='cpu')
     # the singular vectors on one side are enough: half the time of torch.linalg.svd()
-    squares, vectors = torch.linalg.eigh(matrix.T @ matrix)
-    root = squares[-rank:].clamp(min=torch.finfo(matrix.dtype).tiny) ** .25
-    vectors = vectors[:, -rank:]
-    return (matrix @ vectors / root).T, (vectors * root).T
+    vectors = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -rank:]
+    images = matrix @ vectors
+    # not the eigenvalues, squares whose rounding exceeds those of the smallest singular values
+    root = images.norm(dim=0).clamp(min=torch.finfo(matrix.dtype).tiny).sqrt()
+    return (images / root).T, (vectors * root).T
