@@ -154,6 +154,7 @@ def test_data_files(load_script, built, name, scale):
             assert row.settings['trained']['seed'] == row.seed
 
 
+@pytest.mark.slow
 def test_hybrids_of_equal_macs(load_script):
     """A RePaFormer, folded, and its controls, networks of narrower FFNs."""
     build = load_script('experiments/train').build

@@ -725,6 +725,7 @@ def accelerate_model(data, path):
     torch.save((result.model.state_dict(), result.figures), path / f'{dist.get_rank()}.pth')
 
 
+@pytest.mark.slow
 def test_processes_get_the_same_model_and_one_measures(data, tmp_path):
     in_processes(2, accelerate_model, data, tmp_path)
     (first, figures), (second, others) = (torch.load(tmp_path / f'{rank}.pth') for rank in range(2))
