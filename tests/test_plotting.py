@@ -72,6 +72,12 @@ def test_figures_3_and_5():
     """Both histograms contain every entry once; the legends have the standard deviations."""
     state_dict = model().state_dict()
     assert kernel_layer(state_dict) == 'stages.1.1.conv.0.weight'
+    blocks = ['stem', 'stage1.0', 'stage1.1', *(f'stage2.{i}' for i in range(5))]
+    released = {f'{name}.conv.weight': torch.zeros(4, 4, 3, 3) for name in blocks}
+    assert kernel_layer(released) == 'stage2.2.conv.weight'
+    assert kernel_layer({f'module.{name}': value for name, value in released.items()}) == 'module.stage2.2.conv.weight'
+    assert kernel_layer({f'module.{name}': value for name, value in state_dict.items()}) == (
+        'module.stages.1.1.conv.0.weight')
     kernel = torch.zeros(5, 4, 3, 3)
     kernel[:, :, 1, 1] = torch.arange(20.).view(5, 4)
     axes, = plot_kernels({'b1': {**state_dict, 'x': kernel}}, ['x']).axes

@@ -1,13 +1,14 @@
 """Figures of the papers: scales, kernels, latency by part, and products of attention weights."""
 import itertools
 import math
+import re
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
 
 from timm_rep.init import attention_products, attentions
-from timm_rep.scales import Scales
+from timm_rep.scales import Scales, stage_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,8 @@ __all__ = [
 _COLORS = (
     '#2f6fde', '#e08a3c', '#4a9a5b', '#9d5bb5', '#c94f4f', '#7a5c3e', '#d77ab1', '#7f7f7f', '#a8a032', '#2aa5b5')
 
+# stages of timm, of the authors' checkpoints and of ResNets, also behind a prefix
+_STAGE = re.compile(r'(stages\.\d+|stage\d+|layer\d+)\.')
 # names of the models of a sweep, before the idle ratio
 _SWEPT = 'idle ratio '
 
@@ -101,10 +104,11 @@ def kernel_layer(state_dict: Mapping[str, torch.Tensor]) -> str:
     """Name of the kernel that the paper draws: the middle 3 x 3 one of the stage that has the most of them (8th of 16
     in B1).
     """
-    stages: Dict[Tuple[str, ...], List[str]] = {}
+    stages: Dict[str, List[str]] = {}
     for name, value in state_dict.items():
         if _is_kernel(value):
-            stages.setdefault(tuple(name.split('.')[:2]), []).append(name)
+            stage = _STAGE.search(name)
+            stages.setdefault(stage.group() if stage else stage_of(name), []).append(name)
     if not stages:
         raise ValueError('The checkpoint must have a 3 x 3 kernel, got none.')
     layers = max(stages.values(), key=len)

@@ -1,13 +1,15 @@
 """Selection by heads, projections and positions, and the layouts of timm's attentions that it relies on."""
 import copy
 import re
+from collections import OrderedDict
 from functools import partial
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
-from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
+from timm.layers import MultiQueryAttention2d, resample_abs_pos_embed, resize_rel_pos_bias_table
+from timm.layers.halo_attn import HaloAttn
 
 import timm_rep
 from tests.helpers import relative
@@ -449,6 +451,44 @@ def test_values_and_heads(name):
         empty, of_values, of_inputs = (y / scale for y in changed)
         assert empty.abs().max() < 1e-5, path
         assert (of_values - of_inputs).abs().max() < 1e-5, path
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('source', ['model', 'state dict'])
+def test_multi_query_attention(source):
+    """Heads of queries that share keys and values, in convolutions: heads of the student are the teacher's."""
+    student, teacher = (nn.Sequential(OrderedDict(attn=MultiQueryAttention2d(
+        dim, num_heads=heads, key_dim=6, value_dim=10, query_strides=2, kv_stride=2, use_bias=True)))
+        for dim, heads in ((16, 2), (32, 5)))
+    for p in teacher.parameters():
+        p.normal_()
+    init(student, teacher if source == 'model' else teacher.state_dict())
+    ours, theirs = student[0], teacher[0]
+    kept, heads = evenly_spaced(32, 16), evenly_spaced(5, 2)
+    for layer, count, width in ((lambda m: m.query.proj, 5, 6), (lambda m: m.key.proj, 1, 6), (lambda m: m.value.proj, 1, 10)):
+        chosen = heads if count > 1 else [0]
+        a, b = (layer(m).weight.flatten(1).reshape(-1, width, dim) for m, dim in ((ours, 16), (theirs, 32)))
+        assert torch.equal(a, b[chosen][..., kept])
+        assert torch.equal(layer(ours).bias.reshape(-1, width), layer(theirs).bias.reshape(-1, width)[chosen])
+    a, b = (m.output.proj.weight.flatten(1).reshape(len(m.output.proj.weight), -1, 10) for m in (ours, theirs))
+    assert torch.equal(a, b[kept][:, heads])
+    assert torch.equal(ours.query.norm.weight, theirs.query.norm.weight[kept])
+
+
+@torch.no_grad()
+def test_halo_attention():
+    """Keys and values of a head side by side; queries of another width."""
+    student, teacher = (nn.Sequential(OrderedDict(attn=HaloAttn(
+        dim, num_heads=heads, dim_head=8, block_size=4, halo_size=1))) for dim, heads in ((24, 2), (60, 5)))
+    for p in teacher.parameters():
+        p.normal_()
+    init(student, teacher)
+    ours, theirs = student[0], teacher[0]
+    assert (ours.dim_head_qk, ours.dim_head_v, theirs.dim_head_v) == (8, 12, 12)
+    kept, heads = evenly_spaced(60, 24), evenly_spaced(5, 2)
+    for name, width in (('q', 8), ('kv', 20)):
+        a, b = (getattr(m, name).weight.flatten(1).reshape(-1, width, m.q.in_channels) for m in (ours, theirs))
+        assert torch.equal(a, b[heads][..., kept])
 
 
 @pytest.mark.parametrize('heads', ['whole', 'within'])

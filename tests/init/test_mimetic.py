@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 import timm_rep
-from tests.helpers import relative
+from tests.helpers import relative, same_weights
 from timm_rep.init import attention_products, attentions
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
@@ -130,6 +130,22 @@ def test_a_refused_position_embedding_changes_nothing():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     timm_rep.mimetic_init_(model, pos_embed=False)
     assert torch.equal(model.pos_embed, before['pos_embed'])
+
+
+def test_the_table_of_a_naflexvit_by_rows_and_columns():
+    model = timm.create_model('naflexvit_base_patch16_gap', embed_dim=48, depth=1, num_heads=3, num_classes=5)
+    rows, columns = model.embeds.pos_embed.shape[1:3]
+    timm_rep.mimetic_init_(model)
+    same = vit(img_size=(8 * rows, 8 * columns))
+    table = timm_rep.mimetic_init_(same).pos_embed[:, 1:]
+    assert torch.equal(model.embeds.pos_embed.flatten(1, 2), table)
+
+
+def test_wrapped_models():
+    wrapped = nn.DataParallel(vit())
+    assert timm_rep.mimetic_init_(wrapped, generator=torch.Generator().manual_seed(1)) is wrapped
+    expected = timm_rep.mimetic_init_(vit(), generator=torch.Generator().manual_seed(1))
+    assert same_weights(wrapped.module, expected)
 
 
 @pytest.mark.parametrize('patch_embed', [None, (100, 100)])

@@ -110,6 +110,12 @@ def test_component_of():
             'patch_embed.norm.weight': 'norm', 'stages.0.blocks.0.attn.kv.weight': 'attention',
             'stages.0.blocks.0.attn.sr.weight': 'attention', 'stages.0.blocks.0.mlp.dwconv.weight': 'mlp'},
     }
+    expected.update({
+        'efficientnet_b0': {'conv_stem.weight': 'patch_embed', 'bn1.weight': 'norm', 'conv_head.weight': 'other'},
+        'maxvit_tiny_tf_224': {
+            'stages.0.blocks.0.attn_block.mlp.fc1.weight': 'mlp', 'stages.0.blocks.0.attn_grid.mlp.fc2.bias': 'mlp',
+            'stages.0.blocks.0.attn_block.attn.qkv.weight': 'attention', 'stem.conv1.weight': 'patch_embed'},
+    })
     for name, components in expected.items():
         model = timm.create_model(name, device='meta')
         classifier = [model.pretrained_cfg['classifier']]
@@ -542,6 +548,9 @@ def test_bad_arguments(student, teacher, tmp_path):
     for word in ('blocks.*.attention.*', 'blocks.9.*'):
         with pytest.raises(ValueError, match=r'blocks.* must match a tensor of the student'):
             timm_rep.weight_select_init(student, teacher, include=word)
+    with pytest.raises(ValueError, match=r"'other' must match a tensor of the student"):
+        timm_rep.weight_select_init(student, teacher, include=['norm', 'other'])
+    timm_rep.weight_select_init(vit(**STUDENT), teacher, exclude='other')
     with pytest.raises(ValueError, match='features_only'):
         timm_rep.weight_select_init(vit(**STUDENT, features_only=True, out_indices=(0,)), teacher)
     with pytest.raises(ValueError, match=r"student .* on 'meta'"):

@@ -228,7 +228,7 @@ def test_channel_idle():
 def test_active_channels():
     assert [active_channels(10, r) for r in (0, 0.25, 0.5, 0.74, 0.75, 0.76, 1)] == [10, 8, 5, 3, 3, 3, 0]
     assert active_channels(192, 0.5 + 1 / 6 * 2) == 33  # 32 on paper: the released checkpoints need it as they have it
-    for bad in (-0.1, 1.1, float('nan')):
+    for bad in (True, -0.1, 1.1, float('nan')):
         with pytest.raises(ValueError, match=r'idle.ratio'):
             active_channels(10, bad)
 

@@ -334,9 +334,8 @@ def plain_ratio(idle_ratio: Any) -> Union[float, List[Optional[float]]]:
 
 
 def _plain_number(ratio: Any) -> float:
-    if isinstance(ratio, (bool, str)):
-        raise TypeError(f'Expected a number, got {ratio!r}.')
-    active_channels(1, float(ratio))
+    ratio = ratio.item() if hasattr(ratio, 'item') else ratio
+    active_channels(1, ratio)
     return float(ratio)
 
 

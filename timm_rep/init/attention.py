@@ -3,15 +3,18 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
+from timm.layers import MultiQueryAttention2d
+from timm.layers.halo_attn import HaloAttn
 
 # layers and parameters of an attention, and the projections along their first axis
 _PROJECTIONS = {
     'qkv': 'qkv', 'in_proj_weight': 'qkv', 'in_proj_bias': 'qkv', 'kv': 'kv', 'qk': 'qk',
     **{name: name[0] for name in ('q', 'k', 'v', 'q_bias', 'k_bias', 'v_bias', 'q_proj', 'k_proj', 'v_proj')},
     **{name: name[1] for name in ('wq', 'wk', 'wv')},
+    **{f'{name}.proj': name[0] for name in ('query', 'key', 'value')},  # MultiQueryAttention2d, also with convolutions
 }
 # layers whose inputs are the outputs of the heads
-_OUTPUTS = ('proj', 'out_proj', 'o_proj')
+_OUTPUTS = ('proj', 'out_proj', 'o_proj', 'output.proj')
 
 
 def fused_projections(name: str) -> int:
@@ -50,6 +53,8 @@ class AttentionLayout(NamedTuple):
         key, value = getattr(module, 'key_dim', None), getattr(module, 'val_dim', None)
         # LeViT, TinyViT, EfficientFormer
         widths = (key, value) if isinstance(key, int) and isinstance(value, int) else None
+        if isinstance(module, HaloAttn):
+            widths = module.dim_head_qk, module.dim_head_v
         # timm's own attentions and EVA's; other layers of these names are elsewhere (attn_pool.norm)
         outputs: Tuple[str, ...] = ()
         if hasattr(module, 'q_norm') and not hasattr(module, 'latent'):
@@ -62,7 +67,7 @@ class AttentionLayout(NamedTuple):
             widths=widths,
             outputs=outputs,
             fused='kv' if getattr(module, 'use_global', False) is True else 'qkv',  # GCViT: queries of the image
-            queries=getattr(module, 'num_kv_groups', 1),
+            queries=heads if isinstance(module, MultiQueryAttention2d) else getattr(module, 'num_kv_groups', 1),
         )
 
     def projections(self, parts: Sequence[str], dim: int) -> str:
@@ -72,10 +77,11 @@ class AttentionLayout(NamedTuple):
             parts: Name of the tensor within the attention, split at the dots.
             dim: The axis.
         """
+        layers = parts[0], '.'.join(parts[:2])
         if dim == 0:
-            own = {'qkv': self.fused, **dict.fromkeys(self.outputs, 'o')}
-            return own.get(parts[0], _PROJECTIONS.get(parts[0], ''))
-        return 'o' if dim == 1 and parts[0] in _OUTPUTS and parts[-1] == 'weight' else ''
+            known = {**_PROJECTIONS, 'qkv': self.fused, **dict.fromkeys(self.outputs, 'o')}
+            return next((known[layer] for layer in layers if layer in known), '')
+        return 'o' if dim == 1 and {*layers} & {*_OUTPUTS} and parts[-1] == 'weight' else ''
 
     def positions(self, projections: str, length: int) -> Optional[List[torch.Tensor]]:
         """Positions along an axis of each projection; None if the length does not fit.

@@ -211,8 +211,12 @@ def _queries(name: str, parts: List[str], shapes: Mapping[str, Shape]) -> int:
         shapes: Shapes by tensor.
     """
     within = '.'.join(['', *parts[1:-1], 'weight'])
-    q, k = (shapes.get(name[:-len('.'.join(parts))] + layer + within, (0,)) for layer in ('q_proj', 'k_proj'))
-    return q[0] // max(k[0], 1)
+    prefix = name[:-len('.'.join(parts))]
+    for layers in ('q_proj', 'k_proj'), ('query', 'key'):
+        q, k = (shapes.get(f'{prefix}{layer}{within}', (0,))[0] for layer in layers)
+        if k:
+            return q // k
+    return 0
 
 
 def head_aware_indices(

@@ -23,10 +23,10 @@ _Groups = List[Tuple[FrozenSet[Any], List[str]]]  # kinds and numbers of blocks
 _PATTERNS = (
     ('pos_embed', r'(^|\.)(pos_embed\w*|cls_token|dist_token|reg_token|rel_pos\w*|relative_position_bias_table)(\.|$)'),
     ('norm', r'(^|\.)(norm\w*|\w+_norm|bn\d*|ln_\w+)(\.|$)'),
-    ('patch_embed', r'^(patch_embed|stem|conv1)\w*\.'),
+    ('patch_embed', r'^(patch_embed|stem|conv_stem|conv1)\w*\.'),
     ('norm', r'(^|\.)stem\.\d+\.(weight|bias)$'),
+    ('mlp', r'(^|\.)mlp\w*\.'),  # in MaxViT, below attn_block and attn_grid
     ('attention', r'(^|\.)attn\w*\.'),
-    ('mlp', r'(^|\.)mlp\w*\.'),
 )
 # names of a RePaFormer's tensors, and of the same tensors in the plain model
 _MLP = r'\.(mlp|mlp_channels)'

@@ -7,6 +7,7 @@ from typing import Iterator, Optional, Tuple
 import torch
 import torch.nn as nn
 from timm.layers import build_sincos2d_pos_embed
+from timm.utils import unwrap_model
 
 from .attention import AttentionLayout
 
@@ -58,8 +59,8 @@ def mimetic_init_(
         model: A timm model. Only the attentions that :func:`attentions` yields are initialized.
         qk: (alpha, beta) for queries and keys.
         v_proj: (alpha, beta) for values and projection.
-        pos_embed: Replace a learned position embedding (1, tokens, C) by a sinusoidal one, with zeros for the tokens
-            before the grid, as in the paper.
+        pos_embed: Replace a learned position embedding, (1, tokens, C) or (1, rows, columns, C), by a sinusoidal one,
+            with zeros for the tokens before the grid, as in the paper.
         generator: Random number generator on the CPU; torch's default one if None.
 
     Returns:
@@ -69,23 +70,26 @@ def mimetic_init_(
         ValueError: The model has no such attention, one whose heads together are wider than its input, or a position
             embedding to replace whose channels are no multiple of 4 or whose grid is unknown. The model is unchanged.
     """
-    found = dict(attentions(model))
+    inner = unwrap_model(model)
+    found = dict(attentions(inner))
     if not found:
-        raise ValueError(f'model must have an attention with a qkv, got {type(model).__name__} without.')
+        raise ValueError(f'model must have an attention with a qkv, got {type(inner).__name__} without.')
     for name, attention in found.items():
         if attention.qkv.out_features > 3 * attention.qkv.in_features:
             raise ValueError(
                 f'The heads of {name} together must be at most as wide as its input, got '
                 f'{attention.qkv.out_features // 3} channels and an input of {attention.qkv.in_features}. Nothing was '
                 'changed.')
-    table = getattr(model, 'pos_embed', None) if pos_embed else None
-    if not isinstance(table, nn.Parameter) or table.dim() != 3:
+    table = getattr(getattr(inner, 'embeds', inner), 'pos_embed', None) if pos_embed else None  # of a NaFlexViT
+    if not isinstance(table, nn.Parameter) or table.dim() not in (3, 4):
         table = None
-    if table is not None and table.shape[2] % 4:
+    if table is not None and table.shape[-1] % 4:
         raise ValueError(
             f'model must have a number of channels that is a multiple of 4 for a sinusoidal position embedding, got '
-            f'{table.shape[2]}: pass pos_embed=False. Nothing was changed.')
-    grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None) or (0, 0)
+            f'{table.shape[-1]}: pass pos_embed=False. Nothing was changed.')
+    grid = getattr(getattr(inner, 'patch_embed', None), 'grid_size', None) or (0, 0)
+    if table is not None and table.dim() == 4:
+        grid, table = table.shape[1:3], table.flatten(1, 2)
     if table is not None and not 0 < grid[0] * grid[1] <= table.shape[1]:
         raise ValueError(
             f'model must have a patch_embed with the grid_size of its {table.shape[1]} positions, got {grid}: pass '
@@ -99,7 +103,7 @@ def mimetic_init_(
         attention.qkv.weight.copy_(torch.cat([q, k, v]))
         attention.proj.weight.copy_(proj.T)
     if table is not None:
-        table.zero_()
+        table.zero_()  # in place, also the view of a table of rows and columns
         table[:, table.shape[1] - grid[0] * grid[1]:] = build_sincos2d_pos_embed(grid, table.shape[2]).to(table)
     return model
 

@@ -241,7 +241,9 @@ def _choose_tensors(
     """The origin of each tensor of the student, without its indices; ``heads`` is None for all but 'uniform_heads'."""
     components = {name: component_of(name, classifiers) for name in student.shapes}
     for pattern in [*(include or ()), *(exclude or ())]:
-        if pattern not in COMPONENTS and not any(matches(name, '', [pattern]) for name in components):
+        if pattern in COMPONENTS and pattern not in (include or ()):
+            continue  # nothing to exclude
+        if not any(matches(name, component, [pattern]) for name, component in components.items()):
             raise ValueError(f'{pattern!r} must match a tensor of the student, but matches none; nothing was changed.')
     classes, teacher_classes = (_class_counts(layout.shapes, classifiers) for layout in (student, teacher))
     selections = []

@@ -32,7 +32,7 @@ def active_channels(channels: int, idle_ratio: float) -> int:
     Raises:
         ValueError: The ratio is not a number in [0, 1].
     """
-    if not isinstance(idle_ratio, Real) or not 0. <= idle_ratio <= 1.:
+    if isinstance(idle_ratio, bool) or not isinstance(idle_ratio, Real) or not 0. <= idle_ratio <= 1.:
         raise ValueError(f'idle_ratio must be in [0, 1], got {idle_ratio!r}.')
     return math.ceil(channels * (1 - float(idle_ratio)))
 
