@@ -203,8 +203,9 @@ def check_output(folder: StrPath) -> Path:
     """
     path = Path(folder)
     recover(path)
-    quantized_files(path)  # of an earlier model, to be removed
-    found = [name for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME, PICTURE_NAME) if (path / name).exists()]
+    quantized = [file.name for file in quantized_files(path)]
+    names = (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME, PICTURE_NAME, *quantized)
+    found = [name for name in names if (path / name).exists()]
     if found and not (path / REPORT_NAME).is_file():
         raise FileExistsError(f'The folder {str(path)!r} holds {found[0]} of another model: choose a new folder.')
     return path

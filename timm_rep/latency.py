@@ -23,7 +23,9 @@ class _Stopwatch:
         self.marks: List[Tuple[str, Any]] = []
         blocks = list(find_blocks(model))
         if not blocks:
-            raise ValueError(f'Expected blocks with a known FFN, but {type(model).__name__} has none.')
+            raise ValueError(
+                f'Expected blocks with a known FFN, but {type(model).__name__} has none: register their class with '
+                'timm_rep.convert.register_block().')
         embed, mixer, mlp, _ = PARTS
         self.hooks = [
             handle for block in blocks for handle in (
@@ -71,12 +73,14 @@ def profile_latency(
 ) -> Dict[str, Dict[str, float]]:
     """Latency of a forward pass by part: patch embedding, token mixers, FFNs, head (RePaFormer, figure 3).
 
-    Norms, layer scales and shortcuts are attributed to the token mixer or FFN they belong to, downsampling and position
-    embeddings to the patch embedding. The models take turns, and each part's latency is the median over the rounds.
+    Norms, layer scales and shortcuts are attributed to the token mixer or FFN they belong to. What is computed before
+    the first block and between blocks counts as patch embedding: downsampling, position embeddings, and in hybrids such
+    as MaxViT and MobileViT the stages of convolutions. The models take turns, and each part's latency is the median
+    over the rounds.
 
     Args:
         models: Models in eval mode by name, on the device of the inputs: RePaFormers, folded or not, and timm models
-            supported by :func:`timm_rep.convert_to_repa`.
+            with blocks of a class registered with :func:`timm_rep.convert.register_block`.
         inputs: Batch of images (N, C, H, W).
         rounds: Number of timed passes of each model.
         warmup: Number of untimed passes of each model, before the timed ones.

@@ -21,6 +21,7 @@ import timm_rep
 from tests.helpers import ROOT, in_processes, needs_recorded_args, relative, same_weights, torchrun
 from timm_rep.accelerate import STATE, _check_folded, accelerate, check_output, measure, write_model
 from timm_rep.cli import main
+from timm_rep.deploy import quantized_files
 from timm_rep.hub import save_folder
 from timm_rep.utils.atomic import locking_folder
 from timm_rep.utils.data import Images
@@ -190,7 +191,12 @@ def test_distillation_comes_closer_and_resumes(data, tmp_path):
     torch.nn.init.constant_(other_weights.head.bias, 1.)
     wider = original(data)
     timm_rep.convert_to_repa(wider, idle_ratio=.5, calibration=images.calibration(64))
+    other = tmp_path / 'other'
+    shutil.copytree(data, other)
+    renamed = next(path for path in sorted((other / 'train').rglob('*')) if path.is_file())
+    renamed.rename(renamed.with_stem('renamed'))
     for kwargs, message in (
+            (dict(images=Images(teacher, str(other), batch_size=24)), r"images is 'sha256:\w{12}' there and 'sha256"),
             (dict(lr=.1), r'lr is 0\.001 there and 0\.1 here\. Resume with the settings there, or delete'),
             (dict(teacher=other_weights), r"teacher is 'sha256:\w{12}' there and 'sha256:\w{12}' here\."),
             (dict(student=wider), r"student is 'sha256:\w{12}' there and 'sha256:\w{12}' here\."),
@@ -717,17 +723,20 @@ def test_processes_resume_from_the_same_epoch(tmp_path):
     in_processes(2, resume_student, tmp_path)
 
 
-def accelerate_model(data, path):
-    model = original(data)
-    images = Images(model, str(data), batch_size=8)
+def accelerate_model(data, path, name):
+    torch.manual_seed(0)
+    model = original(data) if name is None else timm.create_model(
+        name, embed_dim=(16, 24), depth=(1, 1), num_classes=VIT['num_classes'])
+    images = Images(model, str(data), batch_size=8, img_size=32)
     result = accelerate(model, images, calibration_images=48, distil_epochs=1, checkpoint=path / STATE)
     assert len(images.training()) == 4  # of 36 images of this process, 8 in a step
     torch.save((result.model.state_dict(), result.figures), path / f'{dist.get_rank()}.pth')
 
 
 @pytest.mark.slow
-def test_processes_get_the_same_model_and_one_measures(data, tmp_path):
-    in_processes(2, accelerate_model, data, tmp_path)
+@pytest.mark.parametrize('name', [None, 'repvit_m0_9'])
+def test_processes_get_the_same_model_and_one_measures(data, tmp_path, name):
+    in_processes(2, accelerate_model, data, tmp_path, name)
     (first, figures), (second, others) = (torch.load(tmp_path / f'{rank}.pth') for rank in range(2))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     assert list(figures) == ['original', 'converted', 'distilled']
@@ -761,6 +770,15 @@ def test_one_run_at_a_time(data, tmp_path, capsys):
         assert main(command(data, tmp_path / 'out')) == 1
     assert str(tmp_path / 'out') in capsys.readouterr().err
     assert not list((tmp_path / 'out').iterdir())
+
+
+def test_a_quantized_model_of_another_command_is_not_removed(tmp_path):
+    shutil.copy(ROOT / 'hub' / 'repopt_vgg_a0.cifar10' / 'quantization.json', tmp_path)
+    assert len(quantized_files(tmp_path)) == 2
+    with pytest.raises(FileExistsError, match=r'quantization\.json of another model'):
+        check_output(tmp_path)
+    (tmp_path / 'report.json').write_text('{}')  # written by accelerate, and then quantized
+    assert check_output(tmp_path) == tmp_path
 
 
 def test_an_interrupted_write_is_finished_first(tmp_path):

@@ -679,3 +679,18 @@ def test_a_model_on_meta_takes_the_tensors_it_loads(base, norm, kind):
     half = annealed(args, device='meta', dtype=torch.bfloat16)
     half.load_state_dict(copy.deepcopy(source).bfloat16().state_dict(), assign=True)
     assert same_weights(half, annealed_from(source, args).bfloat16())
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_folded_models_are_scripted(tmp_path):
+    """Without the hooks of annealing, which TorchScript refuses; also in a part of a network. Others' hooks stay."""
+    model = annealed(VIT)
+    kept = model.register_forward_pre_hook(lambda *args: None)
+    steps(model, 4)
+    network = torch.nn.Sequential(model.eval())
+    folded = reparameterize(network)
+    assert [*folded[0]._forward_pre_hooks] == [kept.id]
+    assert not folded[0]._forward_hooks
+    kept.remove()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(torch.jit.script(folded)(x), folded(x))

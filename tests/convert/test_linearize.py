@@ -211,7 +211,7 @@ def test_refused_arguments(kwargs, message):
 
 
 def test_a_ridge_too_small_for_images_that_repeat():
-    with Unchanged(model := vit()), pytest.raises(ValueError, match='ridge must be large enough.* got 1e-300'):
+    with Unchanged(model := vit()), pytest.raises(ValueError, match=r'ridge must be large enough.* got 1e-300'):
         linearize_ffns(model, [images(2, 32).repeat(16, 1, 1, 1)], ridge=1e-300)
 
 

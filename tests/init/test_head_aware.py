@@ -465,11 +465,11 @@ def test_multi_query_attention(source):
     init(student, teacher if source == 'model' else teacher.state_dict())
     ours, theirs = student[0], teacher[0]
     kept, heads = evenly_spaced(32, 16), evenly_spaced(5, 2)
-    for layer, count, width in ((lambda m: m.query.proj, 5, 6), (lambda m: m.key.proj, 1, 6), (lambda m: m.value.proj, 1, 10)):
-        chosen = heads if count > 1 else [0]
-        a, b = (layer(m).weight.flatten(1).reshape(-1, width, dim) for m, dim in ((ours, 16), (theirs, 32)))
+    for name, chosen, width in ('query', heads, 6), ('key', [0], 6), ('value', [0], 10):
+        small, large = (m.get_submodule(f'{name}.proj') for m in (ours, theirs))
+        a, b = (layer.weight.flatten(1).reshape(-1, width, layer.in_channels) for layer in (small, large))
         assert torch.equal(a, b[chosen][..., kept])
-        assert torch.equal(layer(ours).bias.reshape(-1, width), layer(theirs).bias.reshape(-1, width)[chosen])
+        assert torch.equal(small.bias.reshape(-1, width), large.bias.reshape(-1, width)[chosen])
     a, b = (m.output.proj.weight.flatten(1).reshape(len(m.output.proj.weight), -1, 10) for m in (ours, theirs))
     assert torch.equal(a, b[kept][:, heads])
     assert torch.equal(ours.query.norm.weight, theirs.query.norm.weight[kept])

@@ -63,8 +63,9 @@ def test_almost_singular_products_are_shared_equally(seed):
     model = vit(embed_dim=96, depth=1, num_heads=1)
     z = torch.randn(2, 96, 96, generator=torch.Generator().manual_seed(seed))[1] / 96 ** .5
     eigenvalues = torch.linalg.eigvals(.4 * z.double())
-    assert (real := eigenvalues.real[eigenvalues.imag == 0]).numel()
-    for beta in real.tolist():
+    real = eigenvalues.real[eigenvalues.imag == 0].tolist()
+    assert real
+    for beta in real:
         timm_rep.mimetic_init_(model, v_proj=(.4, beta), generator=torch.Generator().manual_seed(seed))
         attention = model.blocks[0].attn
         values, outputs = attention.qkv.weight[192:].norm(dim=1), attention.proj.weight.norm(dim=0)

@@ -122,10 +122,11 @@ def test_classes_of_both_splits(colours, tmp_path):
         Images(vit(3), str(tmp_path))
 
 
-def test_a_data_set_without_a_prefix(colours):
+@pytest.mark.parametrize('name', ['foo', 'torhc/cifar10', '/cifar10'])
+def test_a_dataset_without_a_known_prefix(colours, name):
     """timm would open the folder of images."""
-    with pytest.raises(ValueError, match="'foo'"):
-        open_dataset('foo', str(colours), 'val')
+    with pytest.raises(ValueError, match=f"torch, .*got '{name}'"):
+        open_dataset(name, str(colours), 'val')
 
 
 @pytest.mark.parametrize('split, train', [

@@ -11,7 +11,7 @@ from timm.layers import BatchNormAct2d, FrozenBatchNormAct2d, SyncBatchNormAct
 from timm.models.fastvit import ReparamLargeKernelConv, RepMixer
 from timm.utils import unwrap_model
 
-from timm_rep.layers import foldable_layers, is_reparameterized, structures_in
+from timm_rep.layers import foldable_layers, is_reparameterized, remove_annealing_hooks, structures_in
 from timm_rep.layers.fold import batch_norm_scale_shift
 from timm_rep.utils.modes import default_dtype, keeping_modes
 
@@ -74,6 +74,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
         for layer in parent.children():
             if layer not in before:
                 layer.training = parent.training
+    remove_annealing_hooks(folded)
     return folded
 
 

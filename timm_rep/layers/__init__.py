@@ -1,4 +1,11 @@
-from .annealing import AnnealedActivation, AnnealedNorm, add_annealing_hooks, advance_annealing, check_annealing
+from .annealing import (
+    AnnealedActivation,
+    AnnealedNorm,
+    add_annealing_hooks,
+    advance_annealing,
+    check_annealing,
+    remove_annealing_hooks,
+)
 from .csla import ConvBranch, Csla, IdentityBranch
 from .csla_conv import CslaBlock, CslaConv2d, RepOptConv, RepOptConvDeploy, csla_layers
 from .fold import (
@@ -42,6 +49,7 @@ __all__ = [
     'holds_structure',
     'idle_ratios',
     'is_reparameterized',
+    'remove_annealing_hooks',
     'set_fused_idle',
     'structures_in',
     'unfoldable_reason',

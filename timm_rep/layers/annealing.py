@@ -94,6 +94,16 @@ def add_annealing_hooks(model: nn.Module) -> None:
     model.register_forward_hook(_collect_moments)
 
 
+def remove_annealing_hooks(model: nn.Module) -> None:
+    """Remove the hooks of :func:`add_annealing_hooks` from a model and its parts: TorchScript refuses them."""
+    for module in model.modules():
+        for hooks, own in (
+                (module._forward_pre_hooks, advance_annealing), (module._forward_hooks, _collect_moments)):
+            for key in [key for key, hook in hooks.items() if hook is own]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
     """Count a step of all annealed layers of a model in training mode.
 

@@ -1,4 +1,5 @@
 """Datasets, loaders and batch helpers. Unlike timm's, the datasets raise instead of falling back to other images."""
+import hashlib
 import os
 from typing import Any, Dict, Iterable, Iterator, List, Literal, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
@@ -25,6 +26,8 @@ PREPROCESSING = {
 # other values of these for validation, which timm's validate.py prefers
 TEST_PREPROCESSING = ('test_input_size', 'test_pool_size', 'test_crop_pct')
 _POSITIVE = ('input_size', 'std', 'crop_pct')
+# prefixes of timm's datasets; it takes names with others as folders of images
+_DATASETS = ('torch', 'hfds', 'hfids', 'tfds', 'wds')
 # timm's names of the training and the validation images of a dataset of torchvision; it takes others as the latter
 _SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 # Pillow's mode of an image, timm's input_img_mode, by number of channels
@@ -50,13 +53,14 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
 
     The name is '' for folders of images, otherwise it has a prefix: 'torch/cifar100', 'hfds/...'.
     """
-    if name and '/' not in name:
+    prefix, slash, _ = name.partition('/')
+    if name and not (slash and prefix.lower() in _DATASETS):
         raise ValueError(
-            f"The name of a dataset must have a prefix, as in 'torch/cifar10' or 'hfds/owner/name', got {name!r}: for "
-            "folders of images it is ''.")
+            f'The name of a dataset must have one of the prefixes {", ".join(_DATASETS)}, as in torch/cifar10 or '
+            f"hfds/owner/name, got {name!r}: for folders of images it is ''.")
     if not name and not os.path.exists(root or ''):
         raise FileNotFoundError(f'Expected images in {root}/{split}/CLASS/IMAGE, but {root!r} does not exist.')
-    if '[' in split and name.partition('/')[0].lower() in ('', 'torch'):
+    if '[' in split and prefix.lower() in ('', 'torch'):
         raise ValueError(f'A split of this dataset must be its name, without a slice, got {split!r}.')
     dataset = create_dataset(name, root=root, split=split, **kwargs)
     if hasattr(dataset, 'train') and split not in _SPLITS:  # a dataset of torchvision with two splits
@@ -376,6 +380,12 @@ class Images:
 
     def _loader(self, dataset: ImageFolder, **kwargs: Any) -> Loader:
         return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the names of the images for calibration and distillation."""
+        names = sorted(os.path.relpath(path, self.root) for path, _ in self._folder(self.splits[0]).samples)
+        return f'sha256:{hashlib.sha256(os.fsencode(chr(0).join(names))).hexdigest()[:12]}'
 
     def calibration(self, count: int) -> Loader:
         """Loader of ``count`` random images of the training split, preprocessed as for validation."""

@@ -106,9 +106,19 @@ def fit(
                 bar.update()
             losses += torch.stack(epoch_losses).tolist()
             bar.set_postfix(epoch=epoch + 1, loss=f'{average.avg:.3f}')
+            if world_size > 1:
+                _share_statistics(model)
             if after_epoch is not None:
                 after_epoch(epoch + 1)
     return losses
+
+
+@torch.no_grad()
+def _share_statistics(model: nn.Module) -> None:
+    """Give all ranks the statistics of rank 0, as DistributedDataParallel does only before the next step."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            torch.distributed.broadcast(buffer, 0)
 
 
 def _check_labels(targets: torch.Tensor, num_classes: float) -> None:
@@ -253,11 +263,13 @@ def distil(
     if checkpoint is not None:
         # other classes of images need none of these
         config = getattr(images, 'config', {})
-        batch_size = {'batch_size': images.batch_size} if hasattr(images, 'batch_size') else {}
+        own = {
+            name: getattr(images, attribute) for name, attribute in (('batch_size', 'batch_size'), ('images', 'digest'))
+            if hasattr(images, attribute)}
         settings = dict(
             settings or {}, teacher=_digest(teacher, values=True), student=_digest(model), epochs=epochs, lr=lr,
             weight_decay=weight_decay, steps=len(loader), seed=images.seed,
-            **batch_size, **{name: config[name] for name in PREPROCESSING if name in config})
+            **own, **{name: config[name] for name in PREPROCESSING if name in config})
     if resume and checkpoint is not None and checkpoint.is_file():
         start = load_training_state(checkpoint, settings or {}, 'distillation', model, optimizer, epochs)['epoch']
     check_start(start)
