@@ -175,8 +175,8 @@ def weight_select_init(
     if strict and problems:
         raise ValueError(
             f'Expected a counterpart in the teacher for each tensor of the student, but {len(problems)} of '
-            f'{len(selections)} have none; nothing was changed. strict=False leaves them at their own initialization, '
-            'and returns the reasons of all.\n  '
+            f'{len(selections)} have none; nothing was changed. Initialize models before they are converted or folded. '
+            'weight_select_init(..., strict=False) leaves these tensors as they are, and returns all reasons.\n  '
             + '\n  '.join(f'{s.name} {s.shape}: {s.reason}' for s in problems[:_NAMED])
             + (f'\n  and {len(problems) - _NAMED} more' if len(problems) > _NAMED else ''))
 
@@ -240,10 +240,10 @@ def _choose_tensors(
 ) -> List[TensorSelection]:
     """The origin of each tensor of the student, without its indices; ``heads`` is None for all but 'uniform_heads'."""
     components = {name: component_of(name, classifiers) for name in student.shapes}
+    absent = {*COMPONENTS} - {*(include or ())} - {*components.values()}  # there is nothing to exclude
     for pattern in [*(include or ()), *(exclude or ())]:
-        if pattern in COMPONENTS and pattern not in (include or ()):
-            continue  # nothing to exclude
-        if not any(matches(name, component, [pattern]) for name, component in components.items()):
+        if pattern not in absent and not any(
+                matches(name, component, [pattern]) for name, component in components.items()):
             raise ValueError(f'{pattern!r} must match a tensor of the student, but matches none; nothing was changed.')
     classes, teacher_classes = (_class_counts(layout.shapes, classifiers) for layout in (student, teacher))
     selections = []
