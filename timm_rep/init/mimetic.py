@@ -89,7 +89,7 @@ def mimetic_init_(
             f'{table.shape[-1]}: pass pos_embed=False. Nothing was changed.')
     grid = getattr(getattr(inner, 'patch_embed', None), 'grid_size', None) or (0, 0)
     if table is not None and table.dim() == 4:
-        grid, table = table.shape[1:3], table.flatten(1, 2)
+        grid, table = table.shape[1:3], table.view(1, -1, table.shape[3])
     if table is not None and not 0 < grid[0] * grid[1] <= table.shape[1]:
         raise ValueError(
             f'model must have a patch_embed with the grid_size of its {table.shape[1]} positions, got {grid}: pass '
@@ -103,7 +103,7 @@ def mimetic_init_(
         attention.qkv.weight.copy_(torch.cat([q, k, v]))
         attention.proj.weight.copy_(proj.T)
     if table is not None:
-        table.zero_()  # in place, also the view of a table of rows and columns
+        table.zero_()
         table[:, table.shape[1] - grid[0] * grid[1]:] = build_sincos2d_pos_embed(grid, table.shape[2]).to(table)
     return model
 
