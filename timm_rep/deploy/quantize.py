@@ -178,8 +178,8 @@ def quantize_ptq(
             or wrapped.
     """
     check_quantization(backend, calibrator, percentile)
-    keep_float = keep_float if isinstance(keep_float, str) else [*keep_float]
     check_keep_float(keep_float, max_error, max_accuracy_loss, validation_loader)
+    keep_float = keep_float if isinstance(keep_float, str) else [*keep_float]
     check_float_model(model)
     program = _program(backend)
     batches = read_images(calibration_loader, max_images)
