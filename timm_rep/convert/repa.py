@@ -82,11 +82,12 @@ def convert_to_repa(
     if idle_ratio is not None:
         kwargs['idle_ratio'] = plain_ratio(idle_ratio)
     check_unconverted(model)
-    names = names_without_hooks(model)
     if calibration is not None:
+        names = names_without_hooks(model)
         report = linearize_ffns(model, calibration, **kwargs)
         args = _linearized_args(names, report)
     elif anneal_steps is not None:
+        names = names_without_hooks(model)
         report = anneal_ffns(model, anneal_steps, **kwargs)
         args = _with_defaults(anneal_ffns, anneal_steps=int(anneal_steps), **kwargs)
         if not report.kept.keys().isdisjoint(names):  # loaded without its hooks, the model keeps the same FFNs
