@@ -347,6 +347,7 @@ def test_training_images_need_no_labels(data, tmp_path):
     (['--images', '3'], 'images for blocks.'),
     (['--img-size', '48'], 'img_size must be that of the model, 32 x 32, got 48: create it with img_size=48.'),
     (['--resume'], '--distil-epochs'),
+    (['--lr', '.01'], '--distil-epochs must be given with --lr'),
     (['--mean', '.1', '.2'], 'mean must have 1 or 3 values'),
 ])
 def test_refused_before_anything_is_written(data, tmp_path, capsys, change, message):

@@ -60,6 +60,8 @@ def test_wrong_use(images, tmp_path, capsys, monkeypatch):
     assert '--max-accuracy-loss' in refused('--qat-epochs', '2', '--max-accuracy-loss', '0')
     assert 'percentile must be' in refused('--percentile', '3')
     assert '--calibrator percentile, got minmax' in refused('--percentile', '99')
+    assert '--qat-epochs must be given with --lr' in refused('--lr', '.01')
+    assert 'lr must be' in refused('--qat-epochs', '2', '--lr', 'nan')
     assert "the split 'test'" in refused('--val-split', 'test')
     assert not (tmp_path / 'out').exists()
     (tmp_path / 'file').write_text('')

@@ -64,7 +64,7 @@ def add_parser(commands: Commands) -> None:
         help='largest number of calibration images (default: %(default)s)')
     parser.add_argument(
         '--distil-epochs', type=count, default=0, metavar='N', help='epochs of distillation from MODEL (default: none)')
-    parser.add_argument('--lr', type=float, default=1e-5, help='learning rate of the distillation (%(default)s)')
+    parser.add_argument('--lr', type=float, metavar='X', help='learning rate of the distillation (1e-05)')
     parser.add_argument('--resume', action='store_true', help='continue an interrupted distillation')
     add_loading(parser)
     parser.add_argument('--img-size', type=positive_int, metavar='N', help="image size in pixels (the model's)")
@@ -79,9 +79,12 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_distillation(args.distil_epochs, args.lr)
+    lr = {} if args.lr is None else {'lr': args.lr}
+    check_distillation(args.distil_epochs, **lr)
     if args.resume and not args.distil_epochs:
         raise ValueError('--distil-epochs must be given with --resume: pass the value of the interrupted distillation.')
+    if lr and not args.distil_epochs:
+        raise ValueError('--distil-epochs must be given with --lr, which is the learning rate of the distillation.')
     if args.sweep:
         check_matplotlib('accelerate --sweep')
     args.device = str(args.device or default_device())
@@ -112,10 +115,10 @@ def run(args: argparse.Namespace) -> int:
                 macs=args.macs,
                 calibration_images=args.images,
                 distil_epochs=args.distil_epochs,
-                lr=args.lr,
                 sweep=_SWEEP if args.sweep else (),
                 checkpoint=state if args.distil_epochs else None,
                 resume=args.resume,
+                **lr,
             )
         except KeyboardInterrupt:
             if state.exists():

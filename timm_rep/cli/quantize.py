@@ -4,6 +4,7 @@ import argparse
 from timm_rep.deploy import BACKENDS, CALIBRATORS, check_quantization, quantize_ptq, quantize_qat
 from timm_rep.utils.atomic import check_writable
 from timm_rep.utils.data import Images
+from timm_rep.utils.training import check_distillation
 
 from ._arguments import (
     Commands,
@@ -47,7 +48,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         '--qat-epochs', type=positive_int, default=0, metavar='N',
         help='epochs of quantization-aware training, distilled from MODEL (none); inductor, per channel')
-    parser.add_argument('--lr', type=float, default=1e-4, help='initial learning rate of the training (%(default)s)')
+    parser.add_argument('--lr', type=float, metavar='X', help='initial learning rate of the training (0.0001)')
     parser.add_argument('--resume', action='store_true', help='continue an interrupted training')
     add_loading(parser)
     add_seed(parser)
@@ -69,6 +70,10 @@ def run(args: argparse.Namespace) -> None:
     keep_float = 'auto' if args.keep_float == ['auto'] else args.keep_float
     if args.resume and not args.qat_epochs:
         raise ValueError('--qat-epochs must be given with --resume: pass the value of the interrupted training.')
+    lr = {} if args.lr is None else {'lr': args.lr}
+    if lr and not args.qat_epochs:
+        raise ValueError('--qat-epochs must be given with --lr, which is the learning rate of that training.')
+    check_distillation(args.qat_epochs, **lr)
     output = check_writable(args.output)
     model = create_from(args).eval()
     load_from(args, model)
@@ -81,8 +86,8 @@ def run(args: argparse.Namespace) -> None:
                 f'{str(state)!r} of an interrupted training exists: pass --resume to continue it, or delete it.')
         args.interrupt_hint = '--resume continues the training.'
         quantized = quantize_qat(
-            model, images, args.qat_epochs, args.lr, args.images, checkpoint=state, resume=args.resume,
-            validation_loader=images.validation())
+            model, images, args.qat_epochs, max_images=args.images, checkpoint=state, resume=args.resume,
+            validation_loader=images.validation(), **lr)
     else:
         quantized = quantize_ptq(
             model, images.calibration(args.images), args.backend, not args.per_tensor, args.calibrator,

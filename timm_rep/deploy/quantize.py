@@ -21,7 +21,7 @@ from timm_rep.utils.compare import check_finite, compare
 from timm_rep.utils.data import Images
 from timm_rep.utils.files import StrPath
 from timm_rep.utils.profiling import device_name, time_calls
-from timm_rep.utils.training import distil, evaluate
+from timm_rep.utils.training import check_distillation, distil, evaluate
 
 from ._checks import check_float_model, check_keep_float, check_layers, float_accuracy, read_images
 from .equalize import equalize_ranges
@@ -267,6 +267,7 @@ def quantize_qat(
     """
     check_quantization('inductor', 'minmax')
     check_float_model(model)
+    check_distillation(epochs, lr)
     if epochs < 1:
         raise ValueError(f'epochs must be an integer >= 1, got {epochs!r}.')
     if images.device.type != 'cpu':

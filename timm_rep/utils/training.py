@@ -207,7 +207,7 @@ def load_training_state(
     return state
 
 
-def check_distillation(epochs: int, lr: float) -> None:
+def check_distillation(epochs: int, lr: float = 1.) -> None:
     """Raise ValueError unless epochs is an integer >= 0 and lr a finite number > 0."""
     if not isinstance(epochs, int) or epochs < 0:
         raise ValueError(f'The number of distillation epochs must be an integer >= 0, got {epochs!r}.')
