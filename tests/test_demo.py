@@ -46,6 +46,12 @@ def demo(small, tmp_path_factory):
     return run_demo(tmp_path_factory.mktemp('demo') / 'new folder', epochs=2, seed=3)
 
 
+def test_no_warnings_of_scales(small, caplog):
+    """The networks of the demo have no searched scales, and it does not ask for them."""
+    repopt._csla_difference(small(0)[0], 0)
+    assert not caplog.records
+
+
 def test_results(demo):
     plain, converted, repa, folded = demo.repa.rows.values()
     assert repa['accuracy'] == folded['accuracy']

@@ -177,6 +177,9 @@ def test_latency():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ['FFNs', 'embedding']
     with pytest.raises(ValueError, match='columns'):
         plot_latency({})
+    parts = {f'part {i}': i + .5 for i in range(12)}  # more than there are colours, and not in every bar
+    axes, = plot_latency({'a': {'few': {'part 0': 2.}, 'many': parts}}).axes
+    assert [text.get_text() for text in axes.texts] == ['2.0', '72.0']
 
 
 def test_figure_5(tmp_path, capsys):

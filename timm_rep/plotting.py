@@ -173,10 +173,10 @@ def plot_latency(profiles: Mapping[str, Mapping[str, Mapping[str, float]]]) -> '
     """
     figure = _figure(len(profiles), 1)
     for axes, (title, bars) in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles.items()):
-        parts = list(next(iter(bars.values())))
+        parts = dict.fromkeys(part for bar in bars.values() for part in bar)
         bottom = [0.] * len(bars)
-        for part, color in zip(parts, _COLORS):
-            values = [bar[part] for bar in bars.values()]
+        for part, color in zip(parts, itertools.cycle(_COLORS)):
+            values = [bar.get(part, 0.) for bar in bars.values()]
             axes.bar(list(bars), values, bottom=bottom, label=part, color=color, width=.6)
             bottom = [b + v for b, v in zip(bottom, values)]
         for i, total in enumerate(bottom):

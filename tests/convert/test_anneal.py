@@ -531,6 +531,31 @@ def test_batch_norms_without_weights():
     assert same_weights(model, before)
 
 
+class Neck(nn.Module):
+    """Its method is not for folding."""
+
+    def fuse(self, a, b):
+        return a + b
+
+
+class NeckWithLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fuse = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize('neck', [Neck, NeckWithLayer])
+def test_other_attributes_with_the_names_of_methods_that_fold(neck):
+    """timm would call them, after some layers have been folded."""
+    net = timm.create_model('repa_deit_tiny', img_size=32, embed_dim=24, num_heads=3, depth=1)
+    model = nn.ModuleDict({'net': net, 'neck': neck()})
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r'neck\.fuse must be a method that folds'):
+        reparameterize(model)
+    assert same_weights(model, before)
+    assert reparameterize(model['net']).reparameterized
+
+
 @pytest.mark.parametrize('idle_ratio', [.25, .75])
 def test_checkpoints_of_another_idle_ratio_are_refused(idle_ratio):
     def create(idle_ratio):

@@ -209,6 +209,39 @@ def test_ffns_that_compute_something_else(cls, training):
     assert all(m.training == training for m in module.modules())
 
 
+@pytest.mark.parametrize(
+    'kwargs', [{}, dict(anneal_steps=2), dict(calibration=[images(64, 32)])], ids=['to train', 'annealed', 'from data'])
+def test_ffns_that_take_more_than_their_tokens(kwargs):
+    """As those whose blocks pass height and width: what takes their place would fail."""
+    class Sized(UserFfn):
+        def forward(self, x, height, width=1):
+            return super().forward(x)
+
+    class Block(UserBlock):
+        def forward(self, x):
+            return x + self.scale(self.ffn(self.pre(x), 4))
+
+    register_ffn(Sized, **REGISTRATIONS[UserFfn])
+    register_block(Block, norm='pre', mlp='ffn', ls='scale')
+    model = UserModel(Sized, depth=0).eval()
+    model.layers.append(Block(12, Sized))
+    with pytest.raises(ValueError, match=r'layers\.0\.ffn .*more than its tokens'):
+        timm_rep.convert_to_repa(model, **kwargs)
+    model(images(2, 32))
+
+
+def test_dropouts_of_a_model_to_train():
+    """They are kept, or the conversion is refused: in eval mode no check would see that one is lost."""
+    model, _ = build()
+    register_ffn(UserFfn, **{**REGISTRATIONS[UserFfn], 'drop': 'hidden_drop'})  # one name, after the activation
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn .*drop='out_drop'"):
+        timm_rep.convert_to_repa(model)
+    for block in model.layers:
+        block.ffn.out_drop.p = 0.
+    timm_rep.convert_to_repa(model)
+    assert [(block.ffn.drop1.p, type(block.ffn.drop2)) for block in model.layers] == [(.1, nn.Identity)] * 2
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize('ffn', REGISTRATIONS)
 def test_ffns_of_other_dtypes(ffn, dtype):
@@ -267,6 +300,7 @@ def test_modules_that_are_not_what_was_registered(change, reason):
 @pytest.mark.parametrize('args,error,message', [
     (('UserFfn()', dict(first=1)), TypeError, 'first'),
     (('UserFfn()', dict(packed='yes')), TypeError, 'packed'),
+    (('UserFfn()', dict(drop='a b c')), ValueError, 'drop'),
     ((3, {}), TypeError, 'cls'),
     ((dict, {}), TypeError, 'cls'),
     ((UserFfn(4, 8), {}), TypeError, 'cls'),

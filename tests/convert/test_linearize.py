@@ -663,6 +663,35 @@ def test_metric_of_the_logits(monkeypatch):
     torch.testing.assert_close(root.T @ root, (p.diag() - p[:, None] * p).double(), rtol=0, atol=.012)
 
 
+def test_metric_of_several_outputs():
+    """The information of all outputs is added, so FFNs behind the place where the first one branches off count."""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Mlp(4, 8, 4), Mlp(4, 8, 4)
+            self.early, self.late, self.other = nn.Linear(4, 1), nn.Linear(4, 1), nn.Linear(4, 1)
+
+        def forward(self, x, **given):
+            x = x + given.get('first', self.first(x))
+            y = x + given.get('second', self.second(x))
+            return {'early': self.early(x), 'constant': x.new_zeros(len(x)), 'late': [self.late(y), self.other(y)]}
+
+    torch.manual_seed(0)
+    model = Net().double().eval().requires_grad_(False)
+    x = images(20, 2)[:, 0].flatten(1).double()
+    roots = budget.output_metrics(model, find_ffns(model)[0], CalibrationImages([x], x))
+    hidden = {'first': x, 'second': x + model.first(x)}
+    for name, root in roots.items():
+        def outputs(y, name=name):
+            found = model(x, **{name: y})
+            return torch.stack([found['early'], *found['late']]).sum(1)[:, 0]  # rows are independent
+
+        jacobian = torch.autograd.functional.jacobian(outputs, getattr(model, name)(hidden[name])).flatten(0, 1)
+        expected = jacobian.T @ jacobian / len(x)
+        expected += 1e-3 * expected.diagonal().mean() * torch.eye(4)
+        torch.testing.assert_close(root.T @ root, expected)
+
+
 def test_budget_of_a_model_with_one_output():
     report = linearize_ffns(vit(num_classes=1), [images(16, 32)], macs=.8)
     assert all(ffn.idle_ratio < 1 for ffn in report.ffns)
@@ -679,12 +708,12 @@ class Returning(nn.Module):
         return self.returned(self.model(x))
 
 
-def test_budget_by_the_first_output_of_each_image():
+def test_budget_by_the_logits_of_each_image():
     """Outputs that are not tensors, have one value for all images, or are classes instead of logits are skipped."""
     loader = [images(16, 32)]
     expected = linearize_ffns(vit(), loader, macs=.7)
     found = linearize_ffns(Returning(vit(), lambda y: {
-        'loss': None, 'entropy': y.mean(), 'classes': y.argmax(1), 'logits': y[:, :, None], 'others': y[:, :2],
+        'loss': None, 'entropy': y.mean(), 'classes': y.argmax(1), 'logits': y[:, :, None], 'means': y.mean(0),
     }), loader, macs=.7)
     assert [ffn.active_features for ffn in found.ffns] == [ffn.active_features for ffn in expected.ffns]
 

@@ -230,6 +230,7 @@ def test_warns_if_the_limit_is_not_reached(net, unmeasured, inexact):
 @pytest.mark.parametrize('kwargs, message', [
     (dict(keep_float='b'), "keep_float must be a list of names of layers, or 'auto', got 'b'"),
     (dict(keep_float=None), "keep_float must be a list of names of layers, or 'auto', got None"),
+    (dict(keep_float=True), "keep_float must be a list of names of layers, or 'auto', got True"),
     (dict(keep_float=['c']), "keep_float must be names of convolutions and linear layers .* got 'c'"),
     (dict(keep_float=['']), "got ''"),
     (dict(keep_float='auto'), 'max_error and max_accuracy_loss must be given together'),

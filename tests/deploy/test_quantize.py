@@ -99,6 +99,24 @@ def test_per_tensor_weights(model, calibration):
     assert relative(graph(x), simulated(folded, calibration, x, per_channel=False)) < 1e-5
 
 
+class Clamped(nn.Module):
+    def __init__(self, bounds):
+        super().__init__()
+        self.a, self.b, self.bounds = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 3), bounds
+
+    def forward(self, x):
+        return self.b(self.a(x).clamp(*self.bounds))
+
+
+@pytest.mark.parametrize('bounds', [(.5,), (.1, 1.), (None, -.3), (-2., -.1), (-.5, .7), (0., 6.)], ids=str)
+def test_clamps_whose_bounds_exclude_zero(bounds):
+    """The range of an int8 tensor has 0 in it, so it cannot stand for these bounds."""
+    torch.manual_seed(0)
+    report = timm_rep.quantize_ptq(Clamped(bounds).eval(), [images(8, 16)], 'onnxruntime').report
+    assert report.int8_layers == ['a', 'b']
+    assert 1e-4 < report.relative_rms < .03
+
+
 class Shared(nn.Module):
     """A layer that is called twice, each call followed by a BatchNorm of its own, as in heads of detectors."""
 

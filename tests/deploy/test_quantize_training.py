@@ -92,7 +92,7 @@ def test_wrong_use(images):
     data = Images(model, str(images), val_split='validation', batch_size=10)
     with pytest.raises(ValueError, match='epochs must be an integer >= 1, got 0'):
         quantize_qat(model, data, 0)
-    with pytest.raises(ValueError, match='lr must be .* got nan'):
+    with pytest.raises(ValueError, match=r'lr must be .* got nan'):
         quantize_qat(model, data, 1, lr=float('nan'))
     with pytest.raises(ValueError, match='must be in eval mode'):
         quantize_qat(model.train(), data, 1)

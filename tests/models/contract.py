@@ -16,7 +16,8 @@ from timm.utils import reparameterize_model
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tests.helpers import images, needs_recorded_args, relative
-from timm_rep.layers import CslaBlock, CslaConv2d, RePaMlp
+from timm_rep.layers import CslaBlock, CslaConv2d, RePaMlp, csla_layers, foldable_layers
+from timm_rep.optim import get_grad_mult
 
 
 def train(model, optimizer, x, target, steps):
@@ -140,6 +141,23 @@ class Contract:
         shapes = [tuple(f.shape) for f in features]
         assert [*zip(net.feature_info.channels(), net.feature_info.reduction(), shapes)] == [*self.features]
         for a, b in zip(reparameterize_model(net)(self.images()), features):
+            assert relative(a, b) < 1e-5
+
+    @torch.no_grad()
+    def test_features_only_by_tracing(self, kind):
+        """A traced model has the layers that fold, and a copy of it their multipliers."""
+        net = self.build(kind, features_only=True, feature_cls='fx', **self.feature_args).eval()
+        copied = copy.deepcopy(net).eval()  # otherwise it would run the graph of training
+        multiplied = [[get_grad_mult(p) is not None for p in each.parameters()] for each in (net, copied)]
+        assert multiplied[0] == multiplied[1]
+        assert any(multiplied[0]) == (kind == 'target')
+        assert [*csla_layers(net)] == [*csla_layers(copied)]
+        layers = [layer.structure for _, layer in foldable_layers(net)]
+        assert bool(layers) == (kind not in ('deploy', 'vanilla'))
+        features = net(self.images())
+        folded = reparameterize_model(net).eval()
+        assert [layer.structure for _, layer in foldable_layers(folded)] == ['deploy'] * len(layers)
+        for a, b in zip(folded(self.images()), features, strict=True):
             assert relative(a, b) < 1e-5
 
     def test_arguments(self, kind, kwargs, shape):

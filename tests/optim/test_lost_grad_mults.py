@@ -62,6 +62,19 @@ def test_some_parameters_are_copies(model, optimizer):
         optimizer(params)
 
 
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_other_parameters_of_equal_values(model, optimizer):
+    """Of a second model with the same weights, or before a checkpoint is loaded: nothing is lost."""
+    twin = timm_rep.attach_grad_mults(copy.deepcopy(model), None)
+    optimizer([*model.parameters(), *twin.parameters()])
+    nets = [model, tiny('repopt_ghostnet_050')]
+    timm_rep.attach_grad_mults(nets[1], 'init')
+    for net in nets:
+        for param in net.parameters():
+            nn.init.zeros_(param)
+        optimizer(net.parameters())
+
+
 @pytest.mark.parametrize('change', [
     lambda conv: parametrize.register_parametrization(conv, 'weight', nn.Identity()),
     lambda conv: prune.identity(conv, 'weight'),

@@ -1,6 +1,7 @@
 """Fold a model into its deploy structure, and refuse checkpoints of a different structure."""
 import contextlib
 import copy
+import inspect
 from functools import partial
 from typing import Any, Dict, Iterator, Mapping, NamedTuple, Set, Tuple
 
@@ -101,6 +102,7 @@ def _fold(model: nn.Module, rehearse: bool) -> nn.Module:
     for module in model.modules():
         if isinstance(module, (ReparamLargeKernelConv, RepMixer)) and module.reparam_conv is not None:
             module.reparameterize = _stay_folded  # timm's would fold the module again, and fail
+    _check_methods(model)
     _check_statistics(model)
     fused: Dict[nn.Module, nn.Module] = {}
     for path, layer in model.named_modules():
@@ -175,6 +177,21 @@ def _restore_kinds(folded: nn.Module, kinds: Mapping[str, _Kind]) -> None:
         if dtype not in _WIDE and not parameter.isfinite().all():
             raise OverflowError(f'{name} of the folded model must be in the range of {dtype}.')
         parameter.requires_grad_(requires_grad)
+
+
+def _check_methods(model: nn.Module) -> None:
+    """Raise ValueError if what timm would call to fold a module is a layer, or requires arguments."""
+    for name, module in model.named_modules():
+        method = next((method for method in _FOLDING if hasattr(module, method)), '')
+        if name and method:
+            try:
+                if isinstance(getattr(module, method), nn.Module):
+                    raise TypeError('it is a layer')
+                inspect.signature(getattr(module, method)).bind()
+            except TypeError as e:
+                raise ValueError(
+                    f"{name}.{method} must be a method that folds the module, since timm's reparameterize_model() "
+                    f'calls it, without arguments ({e}): rename it, or fold the modules around it.') from e
 
 
 def _check_statistics(model: nn.Module) -> None:

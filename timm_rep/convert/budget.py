@@ -19,14 +19,16 @@ from .residual import Probe, image_count, tokens_of
 _IMAGES, _CHUNK = 128, 16  # images in all, and in one backward pass
 
 
-def logits_of(outputs: Any) -> torch.Tensor:
-    """The first output with a row for each image, (images, classes)."""
-    for x in tree_leaves(outputs):
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim:
-            return x.reshape(len(x), -1)
-    raise TypeError(
-        'Expected the model to return a floating-point tensor with a row for each image, as macs requires, but got '
-        f'{type(outputs).__name__}. Return the logits, or pass idle_ratio instead of macs. Nothing was changed.')
+def logits_of(outputs: Any, count: int) -> List[torch.Tensor]:
+    """The outputs with a row for each of ``count`` images, (images, classes)."""
+    found = [
+        x.reshape(count, -1) for x in tree_leaves(outputs)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim and len(x) == count]
+    if not found:
+        raise TypeError(
+            'Expected the model to return a floating-point tensor with a row for each image, as macs requires, but got '
+            f'{type(outputs).__name__}. Return the logits, or pass idle_ratio instead of macs. Nothing was changed.')
+    return found
 
 
 def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationImages) -> Dict[str, torch.Tensor]:
@@ -35,7 +37,7 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     To second order, an error e of an FFN's output changes the Kullback-Leibler divergence of the model's outputs by
     ``e^T F e / 2``, where F is the Fisher information ``E g g^T`` and g the gradient of the log probability of a class
     that is drawn from the outputs; errors of different tokens are taken as independent. For a model with a
-    single output, g is the gradient of that output.
+    single output, g is the gradient of that output. The divergences of several tensors of outputs are added.
 
     Returns:
         By name a matrix R with ``R^T R = F``, (out, out), float64.
@@ -57,29 +59,33 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
             # this process's part of the first images of the batch
             x = take(share.x, slice(len(range(images_per_batch)[share.part])))
             count += image_count(x)
-            noise = None
+            noises: Dict[int, torch.Tensor] = {}  # by number of the output
+            generator = torch.Generator().manual_seed(share.batch)  # per batch, whatever the number of processes
             for start in range(0, image_count(x), _CHUNK):
                 ys.clear()
+                chunk = take(x, slice(start, start + _CHUNK))
                 with torch.enable_grad():
-                    logits = logits_of(model(take(x, slice(start, start + _CHUNK))))
-                    if logits.shape[1] > 1:
-                        logits = logits.float().log_softmax(1)
-                        if noise is None:
-                            noise = -torch.empty(
-                                share.size, logits.shape[1], dtype=torch.float32, device='cpu',
-                            ).exponential_(generator=torch.Generator().manual_seed(share.batch)).log()[share.part]
-                        # Gumbel-max sampling of a class; seeded per batch, whatever the number of processes
-                        drawn = (logits.detach() + noise[start:start + len(logits)].to(logits)).argmax(1)
-                        logits = logits.gather(1, drawn[:, None])
-                    names = [name for name, outputs in ys.items() for _ in outputs]
-                    outputs = [y for outputs in ys.values() for y in outputs]
-                    grads = torch.autograd.grad(logits.sum(), outputs, allow_unused=True)
-                for name, grad in zip(names, grads):
-                    if grad is not None:
-                        ffn = next(ffn for ffn in ffns if ffn.name == name)
-                        g = to_float64(tokens_of(grad, ffn.use_conv))
-                        with torch.autocast(device.type, enabled=False):
-                            information[name] += g.T @ g
+                    outputs = logits_of(model(chunk), image_count(chunk))
+                names = [name for name, values in ys.items() for _ in values]
+                for i, logits in enumerate(outputs):
+                    if not logits.requires_grad:
+                        continue
+                    if logits.shape[1] > 1 and i not in noises:
+                        noises[i] = -torch.empty(
+                            share.size, logits.shape[1], dtype=torch.float32, device='cpu',
+                        ).exponential_(generator=generator).log()[share.part]
+                    with torch.enable_grad():
+                        if i in noises:
+                            logits = _drawn_log_probs(logits, noises[i][start:start + len(logits)])
+                        grads = torch.autograd.grad(
+                            logits.sum(), [y for values in ys.values() for y in values], allow_unused=True,
+                            retain_graph=i + 1 < len(outputs))
+                    for name, grad in zip(names, grads):
+                        if grad is not None:
+                            ffn = next(ffn for ffn in ffns if ffn.name == name)
+                            g = to_float64(tokens_of(grad, ffn.use_conv))
+                            with torch.autocast(device.type, enabled=False):
+                                information[name] += g.T @ g
     finally:
         for hook in hooks:
             hook.remove()
@@ -95,6 +101,13 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
         floor = 1e-3 * f.diagonal().mean() + torch.finfo(f.dtype).tiny ** .5
         metrics[name] = torch.linalg.cholesky(f + floor * torch.eye(len(f)).to(f)).T
     return metrics
+
+
+def _drawn_log_probs(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Log probability of the class of each image that Gumbel noise draws."""
+    log_probs = logits.float().log_softmax(1)
+    drawn = (log_probs.detach() + noise.to(log_probs)).argmax(1)
+    return log_probs.gather(1, drawn[:, None])
 
 
 def allocate(losses: Sequence[torch.Tensor], macs: Sequence[torch.Tensor], budget: float) -> List[int]:

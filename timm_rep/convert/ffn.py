@@ -78,7 +78,8 @@ class Ffn:
     @property
     def drops(self) -> List[nn.Module]:
         """Dropouts after the activation and after the last linear layer."""
-        return self._layers('drop') or [nn.Identity(), nn.Identity()]
+        first, last, *_ = [*self._layers('drop'), nn.Identity(), nn.Identity()]
+        return [first, last]
 
     @property
     def act_name(self) -> str:
@@ -116,6 +117,11 @@ class Ffn:
         norm = getattr(self.blocks[0].module, self.blocks[0].norm)
         if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_plain_batch_norm(norm):
             return f'follows a {type(norm).__name__}, which has an activation'
+        kept = {
+            id(m) for part in ('first', 'act', 'last', 'drop') for layer in self._layers(part) for m in layer.modules()}
+        for name, m in self.module.named_modules():
+            if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and id(m) not in kept:
+                return f'has a dropout that is not registered (drop={name!r})'
         return None
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 A registration names the layers of an FFN; here they are found and checked.
 """
+import inspect
 import re
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
@@ -62,7 +63,17 @@ class FfnSpec(NamedTuple):
         others = [name for name, p in module.named_parameters() if p not in known]
         if others and not self.inline:
             return f'has parameters outside of its registered parts: {others[0]}'
+        if not self.inline and not _takes_tokens_alone(module):
+            return 'has a forward() that requires more than its tokens'
         return unfoldable_reason(module)
+
+
+def _takes_tokens_alone(module: nn.Module) -> bool:
+    try:
+        inspect.signature(module.forward).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def find_linear(layer: nn.Module) -> nn.Module:
@@ -193,7 +204,8 @@ def register_ffn(
         packed: Whether the first linear layer computes gates and values of a gated unit, in this order unless the
             attribute ``gate_last`` of the FFN is True.
         norm: Attribute that holds the LayerNorm of the hidden features; it may hold None or an identity.
-        drop: Dropouts after the activation and after the last linear layer: two names.
+        drop: Dropouts after the activation and after the last linear layer, which a model to train keeps: two names.
+            One name: after the activation.
         before: Layers before the first linear layer; they are kept.
         after: Layers after the last linear layer; they are kept.
         absent: Layer between the linear ones that mixes tokens. The FFN is pointwise where it is None or an identity.
@@ -202,13 +214,15 @@ def register_ffn(
 
     Raises:
         TypeError: cls is not a module class, or a part is not a string.
-        ValueError: cls inherits its ``forward()``.
+        ValueError: cls inherits its ``forward()``, or drop has more than two names.
     """
     spec = FfnSpec(first, act, last, value, packed, norm, drop, before, after, absent, attribute, inline)
     for part, names in spec._asdict().items():
         kind = type(FfnSpec._field_defaults[part])
         if not isinstance(names, kind):
             raise TypeError(f'{part} must be a {kind.__name__}, got {names!r}.')
+    if len(drop.split()) > 2:
+        raise ValueError(f'drop must be at most two names, got {drop!r}.')
     _FFNS[_registered_name(cls)] = spec
 
 

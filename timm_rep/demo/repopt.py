@@ -60,10 +60,10 @@ def run_repopt(
 def _csla_difference(train_set: training.Images, seed: int) -> Dict[str, List[float]]:
     cpu = torch.device('cpu')
     args: Dict[str, Any] = dict(lr=0.1, **_OPTIMIZER_ARGS)
-    csla = training.create_model('repopt_vgg_b1', seed, cpu, structure='csla', **_SMALL_ARGS).double()
+    csla = training.create_model('repopt_vgg_b1', seed, cpu, scales='init', structure='csla', **_SMALL_ARGS).double()
     nets, optimizers = {}, {'csla': SGD([p for p in csla.parameters() if p.requires_grad], **args)}
     for label, cls in (('RepSGD', RepSGD), ('SGD', SGD)):
-        net = training.create_model('repopt_vgg_b1', seed, cpu, **_SMALL_ARGS).double()
+        net = training.create_model('repopt_vgg_b1', seed, cpu, scales='init', **_SMALL_ARGS).double()
         net.load_state_dict({k: v for k, v in csla.state_dict().items() if '.conv.' not in k}, strict=False)
         for name, layer in csla_layers(net).items():
             layer.weight.data = csla_layers(csla)[name].equivalent_kernel()

@@ -42,7 +42,7 @@ def check_keep_float(
 ) -> None:
     """Raise ValueError unless the layers that stay in float and the limits of errors fit together."""
     limits = {'max_error': max_error, 'max_accuracy_loss': max_accuracy_loss}
-    if keep_float is None or (isinstance(keep_float, str) and keep_float != 'auto'):
+    if not isinstance(keep_float, Iterable) or (isinstance(keep_float, str) and keep_float != 'auto'):
         raise ValueError(f"keep_float must be a list of names of layers, or 'auto', got {keep_float!r}.")
     if (keep_float == 'auto') != any(x is not None for x in limits.values()):
         raise ValueError(

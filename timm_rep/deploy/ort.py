@@ -18,7 +18,8 @@ from .formats import onnx_runner, tracing_batch, write_onnx
 from .observers import create_observer
 from .program import Program, QuantizationSettings, output_structure, restore_structure
 
-# operators with int8 kernels, and activations that are absorbed into the quantization of a convolution's output
+# operators with int8 kernels, and activations that are absorbed into the quantization of a convolution's output,
+# whose range always holds 0
 _OPERATORS = ('Conv', 'Gemm', 'MatMul')
 _ACTIVATIONS = ('Relu', 'Clip')
 _CALIBRATION_BATCH = 8  # all activations of a batch are in memory at once
@@ -65,7 +66,8 @@ class OnnxProgram(Program):
         uses = Counter([*(name for node in graph.node for name in node.input), *(x.name for x in graph.output)])
         following = {name for node in layers for name in node.output if uses[name] == 1}
         activations = [
-            node for node in graph.node if node.op_type in _ACTIVATIONS and node.input[0] in following]
+            node for node in graph.node
+            if node.op_type in _ACTIVATIONS and node.input[0] in following and _keeps_zero(node, graph)]
         tensors = dict.fromkeys(
             name for node in (*layers, *activations) for name in (node.input[0], node.output[0]))
         # torchao's calibrators, because ONNX Runtime's 'entropy' covers all values with its default settings
@@ -187,6 +189,14 @@ def _keep_float_inputs(graph: onnx.GraphProto, quantized: Set[str], outputs: Set
         for i, name in enumerate(node.input):
             if name in originals and originals[name] not in outputs:
                 node.input[i] = originals[name]
+
+
+def _keeps_zero(node: onnx.NodeProto, graph: onnx.GraphProto) -> bool:
+    """Whether an activation maps 0 to 0; not, or not for certain, if 0 is outside of the bounds of a Clip."""
+    constants = {x.name: x for x in graph.initializer if x.name in node.input}
+    return all(
+        not name or (name in constants and sign * onnx.numpy_helper.to_array(constants[name]) >= 0)
+        for name, sign in zip(node.input[1:], (-1, 1)))
 
 
 def _ranges(

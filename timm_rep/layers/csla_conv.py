@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Unio
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 
 from .csla import ConvBranch, Csla
 from .fold import Affine, check_foldable, is_plain_batch_norm
@@ -18,6 +19,7 @@ from .grad_mult import GradMult, get_grad_mult, set_grad_mult
 _WRAPPERS = {'module', '_orig_mod', '_checkpoint_wrapped_module', '_fsdp_wrapped_module'}
 
 
+@register_notrace_module  # a copy of a traced model would lose its multipliers
 class CslaConv2d(nn.Conv2d):
     """The target operator of a CSLA block: a convolution that keeps the GradMult of its weight.
 
@@ -157,6 +159,7 @@ class _BranchScales(nn.Module):
         return tuple((name, self[name]) for name in self)
 
 
+@register_notrace_module
 class CslaBlock(nn.Module):
     """A CSLA block with a kernel for each branch and scales (figure 1): the block that Hyper-Search trains.
 
@@ -250,6 +253,7 @@ _STRUCTURE_KEYS = {
 }
 
 
+@register_notrace_module
 class RepOptConv(nn.Sequential):
     """A CSLA layer and a BatchNorm.
 

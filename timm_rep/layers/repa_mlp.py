@@ -9,7 +9,7 @@ from typing import Callable, List, Optional, Type, Union
 
 import torch
 import torch.nn as nn
-from timm.layers import LayerScale, LayerScale2d
+from timm.layers import LayerScale, LayerScale2d, register_notrace_module
 from torch.jit import Final
 
 from .fold import Affine, check_foldable, in_eval_mode, is_plain_batch_norm, unfoldable_reason
@@ -164,6 +164,7 @@ def _linear_layer(use_conv: bool) -> Callable[..., nn.Module]:
     return partial(nn.Conv2d, kernel_size=1) if use_conv else nn.Linear
 
 
+@register_notrace_module  # a traced model folds too
 class RePaMlp(nn.Module):
     """Training structure of the RePaFormer FFN: both norms and the layer scale, without the shortcut (eq. 3).
 

@@ -167,9 +167,12 @@ class _RepOptimizer(_Base):
         plain = [p for p in params if get_grad_mult(p) is None]
         self._models = self._multiplied_models()
         layers = [item for model in self._models for item in model.items()]
+        given = {id(param) for param in params}
+        # only a layer whose own weight is not trained can be trained by a copy of it
         lost = [
             name for name, layer in layers
-            if layer.grad_mult is None or any(_has_equal_values(param, layer.weight) for param in plain)]
+            if layer.grad_mult is None
+            or (id(layer.weight) not in given and any(_has_equal_values(param, layer.weight) for param in plain))]
         if lost:
             raise ValueError(
                 f'Expected a GradMult for every layer that was given one, but {len(lost)} of {len(layers)} have lost '
@@ -420,7 +423,7 @@ class RepAdamW(_RepOptimizer, AdamW):
 
 def _has_equal_values(param: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a parameter has the values of a weight, such as a float32 copy that a trainer made."""
-    if param is weight or param.shape != weight.shape:
+    if param.shape != weight.shape:
         return False
     if any(x.is_meta or to_local(x) is not x for x in (param, weight)):
         return False
