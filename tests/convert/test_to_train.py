@@ -171,7 +171,7 @@ def test_training_and_copies():
     assert torch.equal(again(x), model(x))
     how = 'convert a model with the same arguments, call its reparameterize'
     if recorded_base(build('deit3')[0]):  # timm 1.0.31
-        how = "create it as 'repa_any' with the same arguments and reparameterized=True"
+        how = "create it as 'repa_any' with base='deit3_.*', the same arguments and reparameterized=True"
     with pytest.raises(RuntimeError, match=how):
         again.load_state_dict(model.reparameterize().state_dict())
     assert type(model) is timm.models.VisionTransformer

@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn as nn
 from safetensors.torch import save_file
-from timm.models import VisionTransformer
+from timm.models import VisionTransformer, adapt_input_conv
 from timm.models.levit import Levit
 from timm.models.metaformer import MetaFormer, Pooling
 
@@ -442,6 +442,23 @@ def test_wrapped_models(student, teacher):
         student = vit(**STUDENT)
         timm_rep.weight_select_init(wrap(student), wrap(teacher))
         assert all(torch.equal(v, expected.state_dict()[k]) for k, v in student.state_dict().items())
+
+
+@pytest.mark.parametrize('in_chans', [1, 4])
+def test_students_of_other_images(teacher, in_chans):
+    """As from the teacher that timm adapts to these images; a teacher of grayscale images has too few channels."""
+    student, expected = (vit(**STUDENT, in_chans=in_chans) for _ in range(2))
+    adapted = vit(**TEACHER, in_chans=in_chans)
+    adapted.load_state_dict({
+        **teacher.state_dict(), 'patch_embed.proj.weight': adapt_input_conv(in_chans, teacher.patch_embed.proj.weight)})
+    for settings in (dict(), dict(element_selection='l1'), dict(element_selection='uniform_heads')):
+        timm_rep.weight_select_init(expected, adapted, **settings)
+        for source in (teacher, teacher.state_dict()):
+            report = timm_rep.weight_select_init(student, source, **settings)
+            assert same_weights(student, expected)
+            assert str(report) == str(timm_rep.weight_select_init(expected, adapted, **settings))
+    with pytest.raises(ValueError, match=r'patch_embed\.proj\.weight .*smaller'):
+        timm_rep.weight_select_init(vit(**STUDENT), vit(**TEACHER, in_chans=1))
 
 
 def test_layouts_of_teachers(student, teacher, tmp_path):

@@ -423,7 +423,7 @@ def test_moving_average_and_half(folder, checkpoint):
     assert (folder / 'model.safetensors').read_bytes() == before
 
 
-def test_half_of_weights_that_are_there(tmp_path):
+def test_half_of_weights_that_are_there(tmp_path, capsys):
     """Without a checkpoint; arguments, scales and names of the classes stay, accuracies of other weights go."""
     for name, args in (REPA, REPOPT):
         model = trained(name, args)
@@ -433,8 +433,10 @@ def test_half_of_weights_that_are_there(tmp_path):
         write_folder(folder, model, args, scales=scales, label_names='abcde')
         before = json.loads((folder / 'config.json').read_text())
         write_int8(folder, 'onnxruntime')
-        prepare_folder(folder, half=True)
+        int8 = {file.name for file in quantized_files(folder)}
+        assert main(['card', str(folder), '--half']) == 0
         assert not quantized_files(folder)  # of the float32 weights
+        assert int8 == {*re.search(r'Removed, .*: (.*)', capsys.readouterr().out)[1].split(', ')}
         verify_folder(folder)
         found = load_file(folder / 'model.safetensors')
         assert all(torch.equal(found[key], value.half()) for key, value in model.named_parameters())

@@ -15,7 +15,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         '--recipe', metavar='FILE',
         help='file for train.py --config, in the folder of the checkpoint (default: train.yaml of DIR)')
-    parser.add_argument('--half', action='store_true', help='write parameters as float16, in half the space')
+    parser.add_argument(
+        '--half', action='store_true',
+        help='write parameters as float16, in half the space; these are other weights, without accuracy and int8 form')
     parser.add_argument('--data-dir', metavar='DIR', help='measure the accuracy on these images')
     parser.add_argument(
         '--val-split', default='val', metavar='SPLIT', help='folder in DIR (%(default)s)')
@@ -32,6 +34,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     split_name(args.folder)
     folder = check_writable(args.folder)
+    before = {file.name for file in folder.glob('*')}
     prepare_folder(
         folder,
         args.checkpoint,
@@ -45,4 +48,7 @@ def run(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         measure=args.measure,
     )
+    removed = before - {file.name for file in folder.glob('*')}
+    if removed:
+        print(f'Removed, since the weights are others now: {", ".join(sorted(removed))}')
     print(f'Written: {(folder / CARD_NAME).resolve()}')

@@ -278,8 +278,9 @@ def _advice(found: Tuple[str, ...], own: str, model: nn.Module) -> str:
         if hasattr(type(model), 'reparameterized'):
             how = 'create the model with reparameterized=True to load it.'
         elif 'base' in getattr(model, '_model_args', {}):  # converted, with any number of steps left to anneal
-            name = model.pretrained_cfg['architecture']
-            how = f'create it as {name!r} with the same arguments and reparameterized=True to load it.'
+            name = 'repa_any' if own == 'training' else 'repopt_any'
+            base = model._model_args['base']
+            how = f'create it as {name!r} with base={base!r}, the same arguments and reparameterized=True to load it.'
         return f'A folded checkpoint cannot be unfolded: {how}'
     if own == 'target':
         return (

@@ -4,9 +4,10 @@ timm's save_for_hf() reads them from ``_model_args``, ``pretrained_cfg`` and ``_
 """
 import inspect
 from functools import partial
-from typing import Any, FrozenSet, List, Optional, Sequence, Tuple, Union
+from typing import Any, FrozenSet, List, Optional, Sequence, Set, Tuple, Union
 
 import timm
+import torch
 import torch.nn as nn
 from timm.models import build_model_with_cfg, is_model, model_entrypoint
 
@@ -14,7 +15,7 @@ from timm_rep.layers import csla_layers, is_reparameterized
 from timm_rep.scales import recorded_scales
 from timm_rep.scales._transformers import extend_timm_wrapper
 
-from ._reparameterize import check_loaded_structure, reparameterize
+from ._reparameterize import check_loaded_structure, folds_itself, reparameterize, reparameterize_model
 
 # arguments handled by create_model() and build_model_with_cfg(), not by model classes; some are file names, so they are
 # rejected in a downloaded config.json
@@ -90,11 +91,25 @@ def describe_input(model: nn.Module) -> None:
 
 
 def _unfolded_names(model: nn.Module) -> FrozenSet[str]:
-    """Names of the parameters and buffers of the first layer that ``reparameterize()`` folds."""
+    """Names of parameters and buffers that ``reparameterize()`` removes, of the first layer from which it does."""
     for name, layer in model.named_modules():
-        if name and any(hasattr(layer, method) for method in ('fuse', 'reparameterize', 'switch_to_deploy')):
-            return frozenset(f'{name}.{key}' for key in layer.state_dict())
+        if name and folds_itself(layer):
+            keys = set(layer.state_dict())
+            if not hasattr(layer, 'structure_keys'):  # the method of timm's may have nothing to fold
+                keys -= _keys_without_branches(layer)
+            if keys:
+                return frozenset(f'{name}.{key}' for key in keys)
     return frozenset()
+
+
+@torch.no_grad()
+def _keys_without_branches(layer: nn.Module) -> Set[str]:
+    """Keys of the state dict of a layer that timm folds; none if it cannot be folded."""
+    try:
+        folded, = reparameterize_model(nn.Sequential(layer))
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError):
+        return set()
+    return set(folded.state_dict())
 
 
 def _has(model: nn.Module, names: FrozenSet[str]) -> bool:

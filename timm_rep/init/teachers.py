@@ -8,6 +8,7 @@ import timm
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
+from timm.models import adapt_input_conv
 from timm.utils import unwrap_model
 
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
@@ -86,6 +87,29 @@ def _with_timm_names(teacher: Teacher, student: Collection[str]) -> Teacher:
             new = re.sub(pattern, replacement, new)
         names[new] = name
     return Teacher({new: teacher.shapes[name] for new, name in names.items()}, lambda new: teacher.read(names[new]))
+
+
+def for_input_of(teacher: Teacher, student: nn.Module) -> Teacher:
+    """The teacher for the input channels of a student: convolutions of RGB images are adapted as timm does.
+
+    The student's ``pretrained_cfg`` names these convolutions, as 'first_conv'.
+    """
+    names = (getattr(student, 'pretrained_cfg', None) or {}).get('first_conv') or ()
+    weights = [f'{name}.weight' for name in ((names,) if isinstance(names, str) else names)]
+    state_dict = student.state_dict()
+    channels = {
+        name: state_dict[name].shape[1] for name in weights
+        if name in state_dict and state_dict[name].ndim == len(teacher.shapes.get(name, ())) == 4
+        and teacher.shapes[name][1] == 3 != state_dict[name].shape[1]}
+    shapes = dict(teacher.shapes)
+    for name, in_chans in channels.items():
+        shapes[name] = (shapes[name][0], in_chans, *shapes[name][2:])
+
+    def read(name: str) -> torch.Tensor:
+        tensor = teacher.read(name)
+        return adapt_input_conv(channels[name], tensor) if name in channels else tensor
+
+    return Teacher(shapes, read, teacher.model)
 
 
 def open_teacher(source: TeacherSource, student: Collection[str] = ()) -> Teacher:

@@ -23,7 +23,7 @@ from .matching import (
     matches,
     select_blocks,
 )
-from .teachers import TeacherSource, open_teacher
+from .teachers import TeacherSource, for_input_of, open_teacher
 
 # most tensors that a message about a teacher names
 _NAMED = 20
@@ -113,6 +113,9 @@ def weight_select_init(
     tensor of the same name in it, element selection the entries of that tensor (section 3). The teacher is not needed
     afterwards. After an error, the student is unchanged.
 
+    The first convolution of a teacher of RGB images is adapted to a student with another number of input channels by
+    timm's ``adapt_input_conv``.
+
     Args:
         student: The model to initialize, on any device and of any dtype.
         teacher: A model, a state dict, the path of a checkpoint (``.safetensors`` files are read tensor by tensor), or
@@ -160,7 +163,7 @@ def weight_select_init(
 
     student = unwrap_model(student)
     state_dict = student.state_dict()
-    opened = open_teacher(first, state_dict)
+    opened = for_input_of(open_teacher(first, state_dict), student)
     if isinstance(student, nn.ModuleDict):
         raise ValueError('student must be the plain model, got a ModuleDict (features_only=True), whose names differ.')
     if any(value.is_meta for value in state_dict.values()):
