@@ -718,6 +718,12 @@ def test_budget_by_the_logits_of_each_image():
     assert [ffn.active_features for ffn in found.ffns] == [ffn.active_features for ffn in expected.ffns]
 
 
+def test_budget_of_outputs_without_gradients():
+    """They do not say which FFNs matter."""
+    with pytest.raises(TypeError, match='differentiable'):
+        linearize_ffns(Returning(vit(), torch.Tensor.detach), [images(16, 32)], macs=.7)
+
+
 def test_budget_of_a_model_that_returns_no_class_dimension():
     report = linearize_ffns(Returning(vit(), lambda y: y[:, 0]), [images(16, 32)], macs=.8)
     assert all(ffn.idle_ratio < 1 for ffn in report.ffns)

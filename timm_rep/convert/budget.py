@@ -20,13 +20,13 @@ _IMAGES, _CHUNK = 128, 16  # images in all, and in one backward pass
 
 
 def logits_of(outputs: Any, count: int) -> List[torch.Tensor]:
-    """The outputs with a row for each of ``count`` images, (images, classes)."""
+    """The outputs with a row for each of ``count`` images that have a gradient, (images, classes)."""
     found = [
         x.reshape(count, -1) for x in tree_leaves(outputs)
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim and len(x) == count]
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.ndim and len(x) == count]
     if not found:
         raise TypeError(
-            'Expected the model to return a floating-point tensor with a row for each image, as macs requires, but got '
+            'Expected the model to return a differentiable tensor with a row for each image, as macs requires, but got '
             f'{type(outputs).__name__}. Return the logits, or pass idle_ratio instead of macs. Nothing was changed.')
     return found
 
@@ -68,8 +68,6 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
                     outputs = logits_of(model(chunk), image_count(chunk))
                 names = [name for name, values in ys.items() for _ in values]
                 for i, logits in enumerate(outputs):
-                    if not logits.requires_grad:
-                        continue
                     if logits.shape[1] > 1 and i not in noises:
                         noises[i] = -torch.empty(
                             share.size, logits.shape[1], dtype=torch.float32, device='cpu',
