@@ -17,7 +17,7 @@ def add_parser(commands: Commands) -> None:
         help='file for train.py --config, in the folder of the checkpoint (default: train.yaml of DIR)')
     parser.add_argument(
         '--half', action='store_true',
-        help='write parameters as float16, in half the space; these are other weights, without accuracy and int8 form')
+        help='write parameters as float16, in half the space; this removes accuracy and int8 form of the old weights')
     parser.add_argument('--data-dir', metavar='DIR', help='measure the accuracy on these images')
     parser.add_argument(
         '--val-split', default='val', metavar='SPLIT', help='folder in DIR (%(default)s)')
@@ -50,5 +50,5 @@ def run(args: argparse.Namespace) -> None:
     )
     removed = before - {file.name for file in folder.glob('*')}
     if removed:
-        print(f'Removed, since the weights are others now: {", ".join(sorted(removed))}')
+        print(f'Removed, since the weights have changed: {", ".join(sorted(removed))}')
     print(f'Written: {(folder / CARD_NAME).resolve()}')

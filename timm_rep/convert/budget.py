@@ -2,7 +2,7 @@
 
 FFNs are compared by how much their errors change the outputs of the model, from one backward pass.
 """
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -42,11 +42,11 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
     Returns:
         By name a matrix R with ``R^T R = F``, (out, out), float64.
     """
-    ys: Dict[str, List[torch.Tensor]] = {}
+    ys: List[Tuple[Ffn, torch.Tensor]] = []  # of one forward pass
 
     def record_output(ffn: Ffn, y: torch.Tensor) -> torch.Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()  # the model is frozen
-        ys.setdefault(ffn.name, []).append(y)
+        ys.append((ffn, y))
         return y.clone()  # what follows may modify it in place
 
     device = next(model.parameters()).device
@@ -66,7 +66,6 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
                 chunk = take(x, slice(start, start + _CHUNK))
                 with torch.enable_grad():
                     outputs = logits_of(model(chunk), image_count(chunk))
-                names = [name for name, values in ys.items() for _ in values]
                 for i, logits in enumerate(outputs):
                     if logits.shape[1] > 1 and i not in noises:
                         noises[i] = -torch.empty(
@@ -76,14 +75,12 @@ def output_metrics(model: nn.Module, ffns: Sequence[Ffn], images: CalibrationIma
                         if i in noises:
                             logits = _drawn_log_probs(logits, noises[i][start:start + len(logits)])
                         grads = torch.autograd.grad(
-                            logits.sum(), [y for values in ys.values() for y in values], allow_unused=True,
-                            retain_graph=i + 1 < len(outputs))
-                    for name, grad in zip(names, grads):
+                            logits.sum(), [y for _, y in ys], allow_unused=True, retain_graph=i + 1 < len(outputs))
+                    for (ffn, _), grad in zip(ys, grads):
                         if grad is not None:
-                            ffn = next(ffn for ffn in ffns if ffn.name == name)
                             g = to_float64(tokens_of(grad, ffn.use_conv))
                             with torch.autocast(device.type, enabled=False):
-                                information[name] += g.T @ g
+                                information[ffn.name] += g.T @ g
     finally:
         for hook in hooks:
             hook.remove()
