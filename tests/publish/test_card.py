@@ -20,6 +20,7 @@ from timm_rep.deploy import BACKENDS, load_quantized, read_report
 from timm_rep.deploy.report import REPORT_NAME, QuantizationReport, quantized_files
 from timm_rep.hub import sha256
 from timm_rep.hub._folder import load_folder, verify_folder
+from timm_rep.publish import AccelerationReport
 from timm_rep.publish._card import card_text, figures_table
 from timm_rep.publish.prepare import _create_trained, prepare_folder, write_folded
 from timm_rep.scales import Scales
@@ -376,6 +377,7 @@ def test_int8(folder, checkpoint, images, monkeypatch, capsys):
     assert f"snapshot_download('timm-rep/{NAME}')" in card
     assert '- `model.onnx`: ' in card
     assert '| int8 | ' in card
+    assert ', int8 by ONNX Runtime (' in card
     x = torch.randn(2, 3, 32, 32)
     int8, model = load_quantized(folder), load_folder(folder)
     assert relative(int8(x), model(x).detach()) < .1
@@ -562,15 +564,27 @@ def test_folded_again(tmp_path, folder, checkpoint, images):
 
 def test_the_report_of_earlier_weights(folder, checkpoint):
     """Of a conversion, whose accuracies are not those of the model that is trained further."""
-    for name in 'report.json', 'accuracy.png':
-        (folder / name).write_text('of a conversion')
+    def figures(top1, rate):
+        return {'top1': top1, 'agreement': 97.5, 'params': 4e6, 'gmacs': .25, 'images_per_second': {8: rate}}
+
+    report = AccelerationReport(
+        {'original': figures(78.25, 64.), 'converted': figures(77.5, 96.)}, {}, '', 'a CPU', {'torch': '2.5.0'})
+    report.to_json(folder / 'report.json')
+    (folder / 'accuracy.png').write_text('of a conversion')
     prepare_folder(folder, checkpoint[2])
     assert not {'report.json', 'accuracy.png'} & {path.name for path in folder.iterdir()}
     assert 'report.json' not in (folder / 'README.md').read_text()
-    for name in 'report.json', 'accuracy.png':
-        (folder / name).write_text('of these weights')
+    report.to_json(folder / 'report.json')
+    (folder / 'accuracy.png').write_text('of these weights')
     prepare_folder(folder)
     assert {'report.json', 'accuracy.png'} <= verify_folder(folder).hashes.keys()
+    section = (folder / 'README.md').read_text().split('## Conversion')[1].split('##')[0]
+    assert figures_table(report.figures) in section
+    assert 'a CPU' in section
+    assert 'torch 2.5.0' in section
+    (folder / 'report.json').write_text('damaged')
+    with pytest.raises(RuntimeError, match=r'report\.json'):
+        prepare_folder(folder)
 
 
 def test_saved_by_transformers(folder, checkpoint):

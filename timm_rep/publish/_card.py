@@ -76,7 +76,7 @@ def write_card(folder: Path) -> None:
 
 
 def card_text(folder: StrPath) -> str:
-    """Model card for the Hub, with the measured and cited figures of metrics.json.
+    """Model card for the Hub, with the measured and cited figures of metrics.json and report.json.
 
     Raises:
         FileNotFoundError, RuntimeError: config.json is missing, or a file cannot be read or lacks a field.
@@ -97,7 +97,8 @@ def card_text(folder: StrPath) -> str:
     return _card(name, license_, metrics, [
         _description(variant, config, metrics),
         _accuracy(metrics),
-        _cost(metrics, variant),
+        _conversion(folder),
+        _cost(metrics, variant, folder),
         _int8(folder, name),
         _cited(metrics),
         _usage(name, variant, config),
@@ -110,7 +111,6 @@ def card_text(folder: StrPath) -> str:
 
 def accelerated_card(name: str, config: Mapping[str, Any], report: AccelerationReport, conversion: str) -> str:
     """Card of a folder ``name`` of ``timm-rep accelerate``; ``conversion`` is the report of the conversion as text."""
-    versions = ', '.join(f'{package} {version}' for package, version in report.versions.items())
     return _card(name, config['pretrained_cfg'].get('license') or 'other', Metrics(), [
         f'`{config["model_args"]["base"]}` with its FFNs converted from data by '
         '[timm-rep](https://github.com/timm-rep/timm-rep): some of the hidden channels of each FFN are linear, fitted '
@@ -118,7 +118,7 @@ def accelerated_card(name: str, config: Mapping[str, Any], report: AccelerationR
         "```python\nimport timm, timm_rep\n\n"
         f"model = timm.create_model('local-dir:{name}', pretrained=True).eval()\n```",
         figures_table(report.figures),
-        f'Machine: {report.machine}. {versions}.',
+        _setting(report),
         f'```sh\n{report.command}\n```' if report.command else '',
         f'```text\n{conversion}\n```',
     ])
@@ -201,10 +201,25 @@ def _accuracy(metrics: Metrics) -> str:
         f'| top-1 | top-5 |\n|---|---|\n| {accuracy.top1:.2f}% | {accuracy.top5:.2f}% |')
 
 
-def _cost(metrics: Metrics, variant: str) -> str:
+def _conversion(folder: Path) -> str:
+    if not (folder / REPORT_NAME).is_file():
+        return ''
+    report = AccelerationReport.from_json(folder / REPORT_NAME)
+    return (
+        '## Conversion\n\nConverted from unlabelled images by `timm-rep accelerate`, which measured these figures.\n\n'
+        f'{figures_table(report.figures)}\n\n{_setting(report)}')
+
+
+def _setting(report: AccelerationReport) -> str:
+    versions = ', '.join(f'{package} {version}' for package, version in report.versions.items())
+    return f'Machine: {report.machine}. {versions}.'
+
+
+def _cost(metrics: Metrics, variant: str, folder: Path) -> str:
     cost = metrics.cost
     if not cost:
         return ''
+    int8 = f', int8 by {BACKENDS[read_report(folder).backend].runtime}' if quantized_files(folder) else ''
     names = {} if _is_ours(variant) else {'folded': 'float32'}
     rows = [
         f'| {names.get(form, form)} | {figures.params / 1e6:.2f} M | {figures.gmacs:.3g} G | '
@@ -218,7 +233,7 @@ def _cost(metrics: Metrics, variant: str) -> str:
     return (
         '## Size and speed\n\n'
         f'Measured on {cost.machine}, batch size {cost.batch_size}, {cost.dtype}, torch '
-        f'{cost.versions["torch"]} ({cost.date}).{ratio}\n\n'
+        f'{cost.versions["torch"]}{int8} ({cost.date}).{ratio}\n\n'
         '| form | parameters | multiply-accumulates | images per second |\n|---|---|---|---|\n' + '\n'.join(rows))
 
 
