@@ -22,6 +22,7 @@ from ._repository import (
     sha256,
 )
 from ._resolve import build_model, find_weights, organization
+from ._script_args import separate_overlay
 from .released import load_released, register_released_keys
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     'read_repository',
     'register_released_keys',
     'save_folder',
+    'separate_overlay',
     'sha256',
     'split_name',
     'verify_folder',

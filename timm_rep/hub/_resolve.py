@@ -32,6 +32,7 @@ from timm_rep.utils.checkpoints import read_state_dict
 from timm_rep.utils.files import StrPath, argument_errors
 
 from ._repository import CONFIG_NAME, WEIGHTS_NAME, ModelRepository, read_folder, read_repository
+from ._script_args import separate_overlay
 from .released import DEFAULT_IDLE_RATIO, RELEASED_REPO_ID, fetch_released, has_release, rename_released
 
 _logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ def build_model(
             cannot be reached.
         TypeError: A given argument is unknown.
     """
+    kwargs = separate_overlay(variant, kwargs)
     kwargs = {**model_cfgs[variant], **_resolve(cls, variant, pretrained, model_cfgs, kwargs)}
     if complete is not None:
         kwargs = complete(kwargs)
@@ -223,8 +225,6 @@ def _resolve(
     else:
         tag = _DEFAULT_TAG if tag in (None, 'untrained') else tag
         repo_id = cfg.get('hf_hub_id')
-        if repo_id == f'{_ORGANIZATION}/{variant}.{tag}':  # the registered cfg, as timm's scripts pass it
-            repo_id = None
         repo_id, file = overlay.get('hf_hub_id') or repo_id, overlay.get('hf_hub_filename')
         if file and not repo_id and has_release(variant):
             repo_id = RELEASED_REPO_ID

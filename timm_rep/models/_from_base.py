@@ -10,7 +10,7 @@ import torch.nn as nn
 from timm.models import FeatureDictNet, PretrainedCfg, get_pretrained_cfg, model_entrypoint
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
-from timm_rep.hub import build_model
+from timm_rep.hub import build_model, separate_overlay
 from timm_rep.layers import AnnealedActivation, add_annealing_hooks
 from timm_rep.utils.checkpoints import read_state_dict
 
@@ -44,6 +44,15 @@ def base_cfg(
         pretrained_cfg = dataclasses.asdict(pretrained_cfg)
     given = {} if pretrained_cfg is None or isinstance(pretrained_cfg, str) else pretrained_cfg
     return {**cfg, **{k: v for k, v in given.items() if v is not None}, 'architecture': variant}
+
+
+def _takes_size(base: str, img_size: Any) -> bool:
+    """Whether a base has an argument ``img_size``."""
+    try:
+        timm.create_model(base, img_size=img_size, device='meta')
+    except TypeError:
+        return False
+    return True
 
 
 def _filter_fn(base: str) -> Optional[Callable[..., Dict[str, Any]]]:
@@ -128,6 +137,7 @@ def create_from_base(
         advice: Other ways to start from the weights of the base, for the error of unpublished weights.
         kwargs: Arguments of ``create_model``.
     """
+    kwargs = separate_overlay(variant, kwargs)
     own = {*inspect.signature(build).parameters, *FACTORY_ARGS}
     has_base_weights = (
         pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
@@ -153,6 +163,9 @@ def create_from_base(
             raise RuntimeError(f'Invalid pretrained tag ({cfg}) for {variant}.')  # as timm's build_model_with_cfg
         args['pretrained_cfg'] = base_cfg(variant, base, cfg, has_base_weights)
         args['pretrained_filter_fn'] = _filter_fn(base)
+        size = args.get('img_size')
+        if size is not None and not args['pretrained_cfg'].get('fixed_input_size') and not _takes_size(base, size):
+            del args['img_size']  # timm's scripts pass --img-size if the size of the default base is fixed
         if args.get('features_only'):
             names = args.keys() - own | args.keys() & {'out_indices', 'feature_cls'}
             args['feature_cfg'] = _feature_cfg(base, {name: args[name] for name in names})

@@ -1,0 +1,32 @@
+"""What timm's scripts pass to ``create_model``, as a user would pass it."""
+from dataclasses import fields
+from typing import Any, Dict, Mapping
+
+from timm.models import PretrainedCfg, get_pretrained_cfg
+
+
+def separate_overlay(variant: str, kwargs: Mapping[str, Any]) -> Dict[str, Any]:
+    """Arguments of ``create_model`` with the tag of a registered pretrained_cfg in its place.
+
+    timm's scripts pass all fields of it, with pretrained_cfg_overlay merged into them
+    (``timm.models.resolve_model_input_args``, since 1.0.31). The fields that differ from the registered ones become
+    pretrained_cfg_overlay again, and the tag 'untrained' becomes None. Any other pretrained_cfg stays as it is.
+
+    Args:
+        variant: Name of the model, without tag.
+        kwargs: Arguments of ``create_model``.
+    """
+    cfg = kwargs.get('pretrained_cfg')
+    given = PretrainedCfg(**cfg) if isinstance(cfg, Mapping) else cfg
+    if not isinstance(given, PretrainedCfg) or given.source or given.architecture != variant or not given.tag:
+        return dict(kwargs)
+    try:
+        registered = get_pretrained_cfg(f'{variant}.{given.tag}')
+    except RuntimeError:  # another tag
+        return dict(kwargs)
+    pairs = ((field.name, getattr(registered, field.name), getattr(given, field.name)) for field in fields(given))
+    overlay = {name: value for name, before, value in pairs if value != before}
+    return {
+        **kwargs,
+        'pretrained_cfg': None if given.tag == 'untrained' else given.tag,
+        'pretrained_cfg_overlay': {**overlay, **dict(kwargs.get('pretrained_cfg_overlay') or {})} or None}
