@@ -427,3 +427,12 @@ class TestCommand:
         assert capsys.readouterr().out == 'deit3_small_patch16_224, random images: nothing to fold\n'
         assert main([*args, '--convert-to-repa', 'idle_ratio=0.5']) == 0
         assert '2 folded layers, 1 images' in capsys.readouterr().out
+
+
+def test_compiled_and_empty_models():
+    model = randomize_(tiny('repa_deit_tiny'))
+    x = images(2, 32)
+    assert timm_rep.verify(torch.compile(model, backend='eager'), x).max_difference == timm_rep.verify(
+        model, x).max_difference
+    with pytest.raises(ValueError, match='meta'):
+        timm_rep.verify(tiny('repa_deit_tiny', device='meta'), x)

@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
+from timm.utils import unwrap_model
 
 from timm_rep.convert import folded_copy
 from timm_rep.convert._reparameterize import folds_itself
@@ -102,7 +103,7 @@ def verify(
     conditions that make the folded model differ from the given one elsewhere.
 
     Args:
-        model: Unfolded model. Not modified.
+        model: Unfolded model, also compiled. Not modified.
         images: Images (N, channels, height, width) of a floating-point dtype, normalized as the model expects; compared
             in float32. Default: 8 images of normally distributed values, of the model's input size.
         tolerance: Largest relative error that passes, see :class:`Verification`. Default: a multiple of the rounding
@@ -114,11 +115,12 @@ def verify(
     Raises:
         TypeError: images is not a tensor.
         ValueError: The images are not finite or not (N, channels, height, width), or not given for a model without a
-            pretrained_cfg; the tolerance is negative; the outputs of a layer of the unfolded model are not finite; or
-            a layer cannot be folded.
+            pretrained_cfg; the model is on the meta device; the tolerance is negative; the outputs of a layer of the
+            unfolded model are not finite; or a layer cannot be folded.
     """
     if tolerance is not None:
         check_tolerance(tolerance)
+    model = unwrap_model(model)
     has_real_images = images is not None
     if images is None:
         if getattr(model, 'pretrained_cfg', None) is None:
@@ -127,6 +129,8 @@ def verify(
         images = torch.randn(8, *model_input_size(model), generator=torch.Generator().manual_seed(0), device='cpu')
     check_images(images)
     images = images.detach().cpu()
+    if any(x.is_meta for x in model.state_dict().values()):
+        raise ValueError(f'Expected weights, but {type(model).__name__} is on the meta device: load them first.')
     unfolded = copy.deepcopy(model).cpu().float().eval()
     check_finite(unfolded, images[:1].float())
     folded = folded_copy(unfolded)

@@ -17,7 +17,7 @@ import timm_rep
 from tests.convert.families import CLASSES, KINDS, build
 from tests.convert.test_families import record
 from tests.convert.test_to_train import build as build_to_train
-from tests.helpers import images, needs_recorded_args, relative, same_weights, save_model
+from tests.helpers import images, needs_recorded_args, randomize_, relative, same_weights, save_model
 from tests.models.contract import train
 from tests.models.test_repa_any import CONVNEXT, VIT, plain
 from timm_rep.convert import reparameterize
@@ -228,6 +228,11 @@ def test_feature_extractor():
     assert [m.act.step.item() for m in layers(features)] == [0] * 4
     features.train()(images(4, 32))
     assert [m.act.step.item() for m in layers(features)] == [1] * 4
+    hooked = timm.create_model(
+        'repa_any', base='pit_ti_224', img_size=64, depth=(1, 1, 1), anneal_steps=9, features_only=True)
+    assert hooked.feature_info.module_name()
+    hooked.train()(images(4, 64))
+    assert [m.act.step.item() for m in layers(hooked)] == [1] * 3
     others = annealed(VIT, anneal_steps=0, features_only=True, out_indices=(1, 3))
     assert not others._forward_pre_hooks  # they would walk over the modules in each pass
     model.eval()
@@ -444,6 +449,16 @@ def test_fastvit_folds_twice():
     expected = model(x)
     assert torch.equal(model.reparameterize()(x), expected)
     assert torch.equal(timm_rep.convert.reparameterize(reparameterize_model(model))(x), expected)
+
+
+@torch.no_grad()
+def test_positional_encodings_of_fastvit_fold_twice():
+    model = randomize_(timm.create_model(
+        'fastvit_sa12', num_classes=5, layers=[1, 1, 1, 1], embed_dims=[8, 8, 16, 32])).eval()
+    x = torch.randn(2, 3, 64, 64)
+    expected = model(x)
+    assert timm_rep.verify(reparameterize(model), x).passed
+    torch.testing.assert_close(reparameterize(model)(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def small_fastvit():
@@ -719,3 +734,49 @@ def test_folded_models_are_scripted(tmp_path):
     kept.remove()
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(torch.jit.script(folded)(x), folded(x))
+
+
+def test_frozen_norms_fold_with_timm():
+    """timm's own function, too, folds the batch norms that its ``freeze()`` replaces."""
+    model = timm.create_model('fasternet_t0', depths=(1, 1, 1, 1), embed_dim=16, num_classes=5)
+    timm_rep.convert_to_repa(model, anneal_steps=2)
+    timm.utils.freeze(randomize_(steps(model, 3)).eval())
+    x = torch.randn(2, 3, 64, 64)
+    folded = reparameterize_model(model)
+    assert not layers(folded)
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_traced_features():
+    """By torch.fx, as those of the base."""
+    features = timm.create_model(
+        'repa_any', base='test_convnext', anneal_steps=3, features_only=True, feature_cls='fx').train()
+    assert len(features(images(2, 64))) == 4
+    assert {m.act.step.item() for m in layers(features)} == {1}
+
+
+@pytest.mark.parametrize('base, kwargs', [
+    ('beit_base_patch16_224', {}), ('vit_tiny_patch16_224', {'fix_init': True})])
+def test_initialization_of_timm(base, kwargs):
+    """``init_weights()`` scales the last layer of an FFN by its depth in some models."""
+    args = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5, **kwargs)
+    model, expected = timm.create_model('repa_any', base=base, anneal_steps=5, **args), timm.create_model(base, **args)
+    for m in (model, expected):
+        torch.manual_seed(0)
+        m.init_weights()
+    for layer, block in zip(layers(model), expected.blocks):
+        assert torch.equal(layer.ffn.fc2.weight, block.mlp.fc2.weight)
+
+
+@pytest.mark.parametrize('norm', ['keep', 'batch'])
+def test_to_empty(norm):
+    """The state of annealing is initialized, and takes plain weights."""
+    model = annealed({**VIT, 'norm': norm}, device='meta').to_empty(device='cpu')
+    expected = annealed({**VIT, 'norm': norm})
+    for name, value in expected.state_dict().items():
+        if name.rpartition('.')[2] in ('step', 'idle', 'moments', 'pending', 'importance', 'alpha', 'running_var'):
+            assert torch.equal(model.state_dict()[name], value), name
+    source = plain(VIT).state_dict()
+    model.load_state_dict(source)
+    expected.load_state_dict(source)
+    assert same_weights(model, expected)

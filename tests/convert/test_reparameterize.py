@@ -79,3 +79,109 @@ def test_verify_names_the_layer_inside_a_model():
         'repa_deit_tiny', img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)))})
     assert _folded_layers(model, timm_rep.convert.folded_copy(model)) == [
         'part.0.blocks.0.mlp', 'part.0.blocks.1.mlp']
+
+
+class Lora(nn.Module):
+    """An adapter with the attributes of the layer in it, as peft's."""
+
+    def __init__(self, layer, attributes):
+        super().__init__()
+        self.base_layer = layer
+        self.down = nn.Conv2d(layer.in_channels, 2, layer.kernel_size, layer.stride, layer.padding)
+        self.up = nn.Conv2d(2, layer.out_channels, 1)
+        for name in attributes:
+            setattr(self, name, getattr(layer, name))
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class Doubling(nn.Conv2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+GEOMETRY = ('kernel_size', 'stride', 'padding', 'dilation', 'groups', 'in_channels', 'out_channels')
+
+
+def repvgg():
+    torch.manual_seed(0)
+    model = randomize_(multi_branch.FAMILIES['byobnet, RepVGG']()).eval()
+    model.stages[1][0].requires_grad_(False)
+    return model
+
+
+def assert_unchanged(model, before):
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    assert same_weights(model, before)
+    assert {n: p.requires_grad for n, p in model.named_parameters()} == {
+        n: p.requires_grad for n, p in before.named_parameters()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('adapter', [
+    lambda layer: Lora(layer, GEOMETRY),
+    lambda layer: Lora(layer, ()),
+    lambda layer: Doubling(
+        layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, bias=False),
+])
+def test_adapters_in_blocks_of_timm(adapter):
+    """timm would fold the weight that they show, and drop what they add to it."""
+    model = repvgg()
+    block = model.stages[1][0].conv_kxk
+    block.conv = adapter(block.conv)
+    before, x = copy.deepcopy(model), images(2, 56)
+    expected = model(x)
+    with pytest.raises(ValueError, match=r'stages\.1\.0\.conv_kxk\.conv cannot be folded'):
+        timm_rep.convert.reparameterize(model)
+    assert_unchanged(model, before)
+    assert torch.equal(model(x), expected)
+
+
+@torch.no_grad()
+def test_parametrized_weights():
+    model, x = repvgg(), images(2, 56)
+    nn.utils.parametrizations.weight_norm(model.stages[1][0].conv_kxk.conv)
+    expected = model(x)
+    torch.testing.assert_close(timm_rep.convert.reparameterize(model)(x), expected, rtol=1e-4, atol=1e-4)
+
+
+class Fails(nn.Module):
+    def fuse(self):
+        raise NotImplementedError('not yet')
+
+
+@pytest.mark.parametrize('hooked', [False, True])
+def test_all_or_none(hooked):
+    """What was folded before a module that cannot be is unfolded again, and hooks can still be removed."""
+    model = nn.Sequential(repvgg(), randomize_(timm.create_model(
+        'repa_deit_tiny', img_size=56, patch_size=8, embed_dim=24, depth=2, num_heads=3)), Fails())
+    calls = []
+    handle = model[0].stages[0].register_forward_hook(lambda *args: calls.append(1))
+    if not hooked:
+        handle.remove()
+    model[0].head.fc.register_buffer('own', torch.ones(3), persistent=False)
+    before = copy.deepcopy(model)
+    with pytest.raises(NotImplementedError, match='not yet'):
+        timm_rep.convert.reparameterize(model)
+    assert_unchanged(model, before)
+    assert not model[1].reparameterized
+    model[0](images(1, 56))
+    handle.remove()
+    model[0](images(1, 56))
+    assert len(calls) == hooked
+    del model[2]
+    assert timm_rep.convert.reparameterize(model)[1].reparameterized
+
+
+def test_no_module():
+    with pytest.raises(TypeError, match='Expected a timm model'):
+        timm_rep.convert.reparameterize('repa_deit_tiny')

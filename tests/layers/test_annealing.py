@@ -264,6 +264,28 @@ def test_processes_share_their_batches(tmp_path):
             assert (state[name].double() - value.double()).abs().max() < 1e-12 * (1 + value.double().abs().max())
 
 
+def see_many_tokens(path):
+    """Save the lines of an activation in float16 after a batch of more tokens than float16 can count."""
+    layer = AnnealedActivation(nn.GELU(), 4, 2, 3).half().train()
+    add_annealing_hooks(layer)
+    for _ in range(3):
+        layer(500 * batch(dist.get_rank(), (40000, 4), dtype=torch.float16))
+    torch.save(layer.linear_fit(), f'{path}.{dist.get_rank()}')
+
+
+def test_processes_in_float16(tmp_path):
+    in_processes(2, see_many_tokens, tmp_path / 'lines')
+    x = 500 * torch.cat([batch(rank, (40000, 4), dtype=torch.float16) for rank in range(2)])
+    layer = AnnealedActivation(nn.GELU(), 4, 2, 3).double().train()
+    for _ in range(3):
+        advance_annealing(layer)
+        layer(x.double())
+    advance_annealing(layer)
+    for rank in range(2):
+        for found, expected in zip(torch.load(f'{tmp_path / "lines"}.{rank}', weights_only=True), layer.linear_fit()):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize('norm,use_conv', [
     (LayerNorm(12), False), (LayerNorm(12, affine=False), False), (LayerNorm2d(12), True),
     (GroupNorm1(12), True),

@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 import torchvision
 from timm.layers import BatchNormAct2d, FrozenBatchNormAct2d, SyncBatchNormAct
-from timm.models.fastvit import ReparamLargeKernelConv, RepMixer
+from timm.models.fastvit import ReparamLargeKernelConv, RepConditionalPosEnc, RepMixer
 from timm.utils import unwrap_model
+from torch.nn.utils.parametrize import is_parametrized
 
 from timm_rep.layers import foldable_layers, is_reparameterized, remove_annealing_hooks, structures_in
 from timm_rep.layers.fold import batch_norm_scale_shift
@@ -23,6 +24,10 @@ except ImportError:  # timm < 1.0.31
 
 # methods of a module that timm's reparameterize_model() calls
 _FOLDING = ('fuse', 'reparameterize', 'switch_to_deploy')
+# packages whose convolutions and linear layers compute what their weights say
+_PACKAGES = ('timm', 'timm_rep', 'torch', 'torchvision')
+# blocks of FastViT that cannot be folded twice
+_FASTVIT = (ReparamLargeKernelConv, RepConditionalPosEnc, RepMixer)
 # norms that compute what these classes do in eval mode; some blocks of timm fold only these
 _FOLDED_AS = {
     nn.SyncBatchNorm: nn.BatchNorm2d,
@@ -34,10 +39,15 @@ _FOLDED_AS = {
 _WIDE = (torch.float32, torch.float64)
 
 
-def check_unconverted(model: nn.Module) -> None:
-    """Raise TypeError for anything but a module, ValueError for a wrapped, converted or compiled model."""
+def check_module(model: nn.Module) -> None:
+    """Raise TypeError for anything but a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f'Expected a timm model, but got {model!r}: create it with timm.create_model().')
+
+
+def check_unconverted(model: nn.Module) -> None:
+    """Raise TypeError for anything but a module, ValueError for a wrapped, converted or compiled model."""
+    check_module(model)
     kind = type(model).__name__
     if any(True for _ in foldable_layers(model)):
         raise ValueError(f'Expected an unconverted timm model, but {kind} has foldable layers already.')
@@ -63,14 +73,16 @@ def reparameterize(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
+        TypeError: model is not a module.
         ValueError: A BatchNorm has no running statistics, annealing is not finished, or a layer that folding removes
             has hooks or was replaced by an adapter; the message names the layer. Or timm cannot fold frozen BatchNorms
             in this place. The model is unchanged.
         OverflowError: A folded weight exceeds the range of the model's dtype. The model is unchanged.
     """
+    check_module(model)
     before = {*model.modules()}
-    with keeping_modes(model), _as_batch_norms(model) as renamed:
-        folded = _fold(model.eval(), rehearse=renamed)
+    with keeping_modes(model), as_batch_norms(model), _all_or_none(model):
+        folded = _fold(model.eval())
     for parent in folded.modules():  # parents before their children
         for layer in parent.children():
             if layer not in before:
@@ -80,16 +92,36 @@ def reparameterize(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _as_batch_norms(model: nn.Module) -> Iterator[bool]:
-    """Give the norms of ``_FOLDED_AS`` the class that timm tests for; yields whether there are any."""
+def as_batch_norms(model: nn.Module) -> Iterator[None]:
+    """Give the norms of ``_FOLDED_AS`` the class that timm tests for."""
     others = {module: type(module) for module in model.modules() if type(module) in _FOLDED_AS}
     try:
         for module, kind in others.items():
             module.__class__ = _FOLDED_AS[kind]
-        yield bool(others)
+        yield
     finally:
         for module, kind in others.items():
             module.__class__ = kind
+
+
+@contextlib.contextmanager
+def _all_or_none(model: nn.Module) -> Iterator[None]:
+    """Undo all changes of the structure of a model if an error is raised."""
+    # the same dicts with what was in them, since handles of hooks refer to them
+    contents = [
+        (attributes, copy.copy(attributes)) for module in model.modules()
+        for attributes in (
+            module._modules, module._parameters, module._buffers, module._non_persistent_buffers_set, module.__dict__)]
+    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for now, before in contents:
+            now.clear()
+            now.update(before)
+        for parameter, requires_grad in trainable:
+            parameter.requires_grad_(requires_grad)
+        raise
 
 
 def folds_itself(module: nn.Module) -> bool:
@@ -97,13 +129,13 @@ def folds_itself(module: nn.Module) -> bool:
     return any(hasattr(module, method) for method in _FOLDING)
 
 
-def _fold(model: nn.Module, rehearse: bool) -> nn.Module:
-    """:func:`reparameterize` of a model in eval mode; ``rehearse``: try on a copy first whether timm can fold it."""
+def _fold(model: nn.Module) -> nn.Module:
+    """:func:`reparameterize` of a model in eval mode, which may be half folded after an error."""
     for module in model.modules():
-        if isinstance(module, (ReparamLargeKernelConv, RepMixer)) and module.reparam_conv is not None:
+        if isinstance(module, _FASTVIT) and module.reparam_conv is not None:
             module.reparameterize = _stay_folded  # timm's would fold the module again, and fail
     _check_methods(model)
-    _check_statistics(model)
+    _check_blocks(model)
     fused: Dict[nn.Module, nn.Module] = {}
     for path, layer in model.named_modules():
         if path and hasattr(layer, 'structure_keys') and hasattr(layer, 'fuse'):
@@ -111,26 +143,20 @@ def _fold(model: nn.Module, rehearse: bool) -> nn.Module:
                 fused[layer] = layer.fuse()
             except (ValueError, OverflowError) as e:
                 raise type(e)(f'{path} cannot be folded: {e}') from e
-    # dry run on a copy: which modules with hooks would timm's folding drop, and does a weight overflow?
     hooked, kinds = _hooked(model), _kinds(model)
-    is_half = any(kind.dtype not in _WIDE for kind in kinds.values())
+    replace_modules(model, fused)
     # timm writes the kernels that it folds into new layers of the default dtype
     wide = torch.float64 if any(kind.dtype == torch.float64 for kind in kinds.values()) else torch.float32
     try:
         with default_dtype(wide):
-            rehearsed = reparameterize_model(model) if hooked or is_half or rehearse else None
+            folded = reparameterize_model(model, inplace=True)
     except (AssertionError, AttributeError) as e:
         raise ValueError(f'timm cannot fold this {type(model).__name__}: {type(e).__name__}: {e}') from e
-    lost = sorted(hooked - _hooked(rehearsed)) if rehearsed is not None else ()
+    lost = sorted(hooked - _hooked(folded))
     if lost:
         raise ValueError(
             f'{lost[0]} must have no hooks, and the forward() of its class, since folding would drop its own: remove '
             'hooks by handle.remove(), and merge adapters into the weights.')
-    if rehearsed is not None:
-        _restore_kinds(rehearsed, kinds)
-    replace_modules(model, fused)
-    with default_dtype(wide):
-        folded = reparameterize_model(model, inplace=True)
     _restore_kinds(folded, kinds)
     return folded
 
@@ -194,18 +220,32 @@ def _check_methods(model: nn.Module) -> None:
                     f'calls it, without arguments ({e}): rename it, or fold the modules around it.') from e
 
 
-def _check_statistics(model: nn.Module) -> None:
-    """Raise ValueError if a BatchNorm that timm folds has no statistics or weights: timm would fail half-way."""
+def _check_blocks(model: nn.Module) -> None:
+    """Raise ValueError if a block that timm folds has a BatchNorm without statistics or weights, or an adapter."""
     for name, block in model.named_modules():
         if name and folds_itself(block) and not hasattr(block, 'structure_keys'):
-            for path, norm in block.named_modules(prefix=name):
-                if isinstance(norm, nn.modules.batchnorm._BatchNorm):
-                    if norm.weight is None:
+            for path, layer in block.named_modules(prefix=name):
+                if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                    if layer.weight is None:
                         raise ValueError(f'{path} cannot be folded: timm requires a BatchNorm with affine=True.')
                     try:
-                        batch_norm_scale_shift(norm)
+                        batch_norm_scale_shift(layer)
                     except ValueError as e:
                         raise ValueError(f'{path} cannot be folded: {e}') from e
+                elif _is_adapter(layer):
+                    raise ValueError(
+                        f'{path} cannot be folded: timm would fold its weight only, and a {type(layer).__name__} '
+                        'computes more than that. Merge adapters into the weights.')
+
+
+def _is_adapter(layer: nn.Module) -> bool:
+    """Whether a layer shows the weight of another one, or is a convolution or linear layer with another forward()."""
+    weight = getattr(layer, 'weight', None)
+    own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    is_own = is_parametrized(layer, 'weight') or any(weight is tensor for tensor in own)
+    package = type(layer).forward.__module__.partition('.')[0]
+    is_known = not isinstance(layer, (nn.Conv2d, nn.Linear)) or package in _PACKAGES
+    return isinstance(weight, torch.Tensor) and not (is_own and is_known)
 
 
 def _stay_folded() -> None:

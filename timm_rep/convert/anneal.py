@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
-from timm.layers import LayerScale, LayerScale2d
+from timm.layers import LayerScale, LayerScale2d, register_notrace_module
 
 from timm_rep.layers import (
     Affine,
@@ -19,7 +19,7 @@ from timm_rep.layers import (
 )
 from timm_rep.utils.modes import set_mode_of_others
 
-from ._reparameterize import add_reparameterize, reparameterize
+from ._reparameterize import add_reparameterize, as_batch_norms, reparameterize
 from .ffn import Ffn, ratios_of, replace_module
 from .ffn_classes import find_linear
 from .linearize import check_convertible
@@ -29,6 +29,7 @@ from .to_train import affine_names, batch_norm_like, check_batch_norm, find_trai
 _STRUCTURE_KEYS = {'ffn.': ('annealing',), 'fc_in.weight': ('deploy',), 'fc_idle.weight': ('deploy',)}
 
 
+@register_notrace_module  # what it does depends on the step, and a traced one would not fold
 class AnnealedFfn(nn.Module):
     """A pointwise FFN whose idle channels become linear, see :class:`timm_rep.layers.AnnealedActivation`.
 
@@ -37,6 +38,7 @@ class AnnealedFfn(nn.Module):
     """
     structure = 'annealing'
     structure_keys = _STRUCTURE_KEYS
+    __jit_unused_properties__ = ('fc2',)
 
     def __init__(
             self,
@@ -78,6 +80,11 @@ class AnnealedFfn(nn.Module):
         set_mode_of_others(self, kept, ffn.module.training)
 
     @property
+    def fc2(self) -> nn.Module:
+        """The last layer, by its name in timm's Mlp: timm's ``init_weights()`` of some models scales it."""
+        return self.pointwise.last
+
+    @property
     def act(self) -> AnnealedActivation:
         """The annealed activation."""
         return self.ffn.get_submodule(self.pointwise.act_name)
@@ -98,6 +105,10 @@ class AnnealedFfn(nn.Module):
                 that cannot be folded.
             OverflowError: A folded weight exceeds the range of the model's dtype.
         """
+        with as_batch_norms(self):
+            return self._fused()
+
+    def _fused(self) -> nn.Module:
         ffn, annealed = self.pointwise, self.act
         annealed.check_end()
         reason = ffn.unsupported_reason()

@@ -6,7 +6,7 @@ Normalization`, equations 2 and 3 - https://arxiv.org/abs/2405.11582
 import math
 import numbers
 import warnings
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,16 @@ class _Annealed(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.update_end()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> '_Annealed':
+        was_meta = self.step.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.step.is_meta:  # by to_empty(): no initialization of timm knows these
+            own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+            for name, value in self.initial_state(self.step.device).items():
+                own[name].data.copy_(value)
+            self.update_end()
+        return self
 
     def valid_tokens(self, x: torch.Tensor) -> Optional[torch.Tensor]:
         """Mask (N, tokens) of the tokens of x (N, tokens, channels) that are not padding, None if none are padding."""
@@ -284,6 +294,15 @@ class AnnealedActivation(_Annealed):
                 'model with the idle_ratio of the checkpoint.')
             return
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> '_Annealed':
+        before = {name: self._buffers[name] for name in ('moments', 'pending', 'importance')}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            now = self._buffers[name]
+            if now.dtype in (torch.float16, torch.bfloat16):  # numbers of tokens and their sums exceed float16
+                self._buffers[name] = buffer.to(now.device)
+        return self
 
     def linear_fit(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Slope s and intercept t of every channel, each of shape (channels,)."""

@@ -240,6 +240,12 @@ class RePaMlp(nn.Module):
                 'norm_layer must build a BatchNorm without activation, which folds into a linear layer, got '
                 f'{type(self.norm1).__name__}: pass nn.BatchNorm1d, nn.BatchNorm2d or a partial of them.')
 
+    @torch.jit.ignore
+    def init_weights(self) -> None:
+        """Initialize the norms; timm's ``init_weights()``, which calls this, leaves out BatchNorms of tokens."""
+        for norm in (self.norm1, self.norm2):
+            norm.reset_parameters()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.jit.is_scripting() and self.valid_tokens is not None:
             return self._forward_valid(x, self.valid_tokens)

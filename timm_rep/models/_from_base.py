@@ -11,7 +11,7 @@ from timm.models import FeatureDictNet, PretrainedCfg, get_pretrained_cfg, model
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
 from timm_rep.hub import build_model, separate_overlay
-from timm_rep.layers import AnnealedActivation, add_annealing_hooks
+from timm_rep.layers import AnnealedActivation, add_annealing_hooks, remove_annealing_hooks
 from timm_rep.utils.checkpoints import read_state_dict
 
 # fields of a pretrained_cfg that describe its weights
@@ -184,6 +184,7 @@ def create_from_base(
     if not kwargs.get('features_only'):
         describe_input(model)
     elif any(isinstance(layer, AnnealedActivation) for layer in model.modules()):
+        remove_annealing_hooks(model)  # of the model in it: a step would count twice
         add_annealing_hooks(model)
     return model
 
