@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import timm
 import torch
 from PIL.Image import BICUBIC
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from timm_rep import convert_to_repa
 from timm_rep.cli import main
 from timm_rep.demo import repa, repopt, run_demo, training
 from timm_rep.demo.training import load_split
+from timm_rep.hub import save_folder
 
 STEPS = 8  # of the comparison with the CSLA net
 
@@ -229,6 +231,14 @@ def test_gpu_by_default(monkeypatch, args, expected):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     assert main(['demo', *args]) == 1
     assert devices == [torch.device(expected)]
+
+
+def test_another_model_is_not_overwritten(tmp_path, capsys):
+    save_folder(timm.create_model('test_vit'), tmp_path / 'model')
+    before = (tmp_path / 'model' / 'config.json').read_bytes()
+    assert main(['demo', '-o', str(tmp_path), '--epochs', '1']) == 1
+    assert 'another model' in capsys.readouterr().err
+    assert (tmp_path / 'model' / 'config.json').read_bytes() == before
 
 
 def test_missing_extra(tmp_path, monkeypatch, capsys):

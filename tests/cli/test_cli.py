@@ -6,10 +6,11 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
+import timm
 import torch
 from safetensors import SafetensorError
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, save_model
 from timm_rep.cli import _COMMANDS, main
 from timm_rep.version import __version__
 
@@ -199,6 +200,44 @@ def test_a_model_of_another_library(tmp_path, monkeypatch, capsys, argv):
     error = capsys.readouterr().err
     assert "tf/config.json' must have 'architecture'" in error
     assert error.count('\n') == 1
+
+
+@pytest.mark.parametrize('where, name, value, message', [
+    ('model_args', 'num_heads', 0, 'config.json'),
+    ('model_args', 'patch_size', 0, 'config.json'),
+    ('pretrained_cfg', 'interpolation', 'foo', 'interpolation'),
+    ('pretrained_cfg', 'mean', 'x', 'mean'),
+])
+def test_a_damaged_folder_of_timm(tmp_path, capsys, images, where, name, value, message):
+    folder = tmp_path / 'plain'
+    save_model(timm.create_model('test_vit', num_classes=4, img_size=32).eval(), folder)
+    config = json.loads((folder / 'config.json').read_text())
+    config.setdefault(where, {})[name] = value
+    (folder / 'config.json').write_text(json.dumps(config))
+    assert main(['verify', f'local-dir:{folder}', '--data-dir', str(images), '--val-split', 'validation']) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count('\n') == 1
+
+
+def test_damaged_weights_of_a_folder(tmp_path, capsys):
+    save_model(timm.create_model('test_vit').eval(), tmp_path / 'plain')
+    weights = tmp_path / 'plain' / 'model.safetensors'
+    weights.write_bytes(weights.read_bytes()[:20])
+    assert main(['verify', f'local-dir:{tmp_path / "plain"}']) == 1
+    error = capsys.readouterr().err
+    assert 'plain' in error
+    assert error.count('\n') == 1
+
+
+def test_empty_names_of_checkpoints(capsys):
+    """Of a variable of the shell that is not set: no random weights in their place."""
+    for command in ('verify', 'profile', 'export'):
+        with pytest.raises(SystemExit):
+            main([command, 'repa_deit_tiny', '--checkpoint', ''])
+        assert 'checkpoint' in capsys.readouterr().err
+    assert main(['plot-attention-weights', 'test_vit=']) == 1
+    assert 'checkpoint' in capsys.readouterr().err
 
 
 def test_a_model_without_a_released_layout(tmp_path, capsys):

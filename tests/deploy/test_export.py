@@ -10,16 +10,27 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from timm.optim import create_optimizer_v2
 
 import timm_rep
 from tests.convert.multi_branch import FAMILIES as MULTI_BRANCH
 from tests.deploy.models import MODELS, VIT, build
-from tests.helpers import images, needs_recorded_args, needs_torch_2_6, randomize_, relative, same_weights, tiny
+from tests.helpers import (
+    images,
+    needs_recorded_args,
+    needs_torch_2_6,
+    normal_scales,
+    randomize_,
+    relative,
+    same_weights,
+    tiny,
+)
 from timm_rep.cli import main
 from timm_rep.convert import use_repa_ffns
 from timm_rep.deploy import FORMATS, VERIFICATION_NAME, onnx_runner
 from timm_rep.hub import load_folder
 from timm_rep.layers import RePaMlp, is_reparameterized
+from timm_rep.scales import Scales
 from timm_rep.utils.modes import default_dtype
 
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
@@ -471,3 +482,30 @@ def test_a_folder_with_another_default_dtype(dtype, tmp_path):
         timm_rep.hub.save_folder(model, tmp_path / 'saved')
         assert torch.get_default_dtype() == dtype
     assert same_weights(load_folder(tmp_path / 'saved'), model)
+
+
+def test_scales_of_a_model_to_train_further(tmp_path):
+    """The folder of the unfolded model has those of its optimizer; the folded one has none."""
+    scales = normal_scales(tiny('repopt_vgg_a0'))
+    scales.save(tmp_path / 'scales.safetensors')
+    model = randomize_(tiny('repopt_vgg_a0', scales=str(tmp_path / 'scales.safetensors')))
+    timm_rep.export(model, tmp_path / 'trained', reparameterize=False)
+    timm_rep.export(model, tmp_path / 'folded')
+    (tmp_path / 'scales.safetensors').unlink()
+    loaded = timm.create_model(f'local-dir:{tmp_path / "trained"}', pretrained=True)
+    assert type(create_optimizer_v2(loaded, opt='repsgd', lr=.1)).__name__ == 'RepSGD'
+    assert Scales.load(tmp_path / 'trained' / 'scales.safetensors') == scales
+    assert not (tmp_path / 'folded' / 'scales.safetensors').exists()
+
+
+def test_after_a_killed_export(tmp_path):
+    """What it left in its folder is no content."""
+    folder = tmp_path / 'out'
+    (folder / '.writing').mkdir(parents=True)
+    (folder / '.writing' / 'model.safetensors').write_bytes(b'half')
+    (folder / '.writing.lock').touch()
+    timm_rep.export(deit(), folder)
+    assert {path.name for path in folder.iterdir() if not path.name.startswith('.')} == {
+        'config.json', 'model.safetensors', 'verify.json'}
+    with pytest.raises(FileExistsError, match='not empty'):
+        timm_rep.export(deit(), folder)

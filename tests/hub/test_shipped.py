@@ -60,7 +60,7 @@ def test_folder(name):
     """The folder is whole and small enough for git, and its card has its figures."""
     verify_folder(HUB / name)
     assert (HUB / name / WEIGHTS_NAME).stat().st_size < MEGABYTES * 1e6
-    assert (HUB / name / CARD_NAME).read_text() == card_text(HUB / name)
+    assert (HUB / name / CARD_NAME).read_text() == card_text(HUB / name, 'timm-rep')
     metrics = read_metrics(HUB / name)
     assert None not in (metrics.dataset, metrics.accuracy, metrics.cost)
     model = timm.create_model(name, pretrained=True)
@@ -73,6 +73,8 @@ def test_folder(name):
     assert {form: round(count_macs(model).total / 1e9, 4) for form, model in forms.items()} == {
         form: figures.gmacs for form, figures in metrics.cost.forms.items()}
     x = torch.randn(2, *model.pretrained_cfg['input_size'])
+    features = timm.create_model(name, pretrained=True, features_only=True)
+    assert len(features(x)) == len(features.feature_info.channels()) > 2
     with torch.no_grad():
         assert relative(folded.eval()(x), model.eval()(x)) < 1e-4
         features = model.forward_features(x)

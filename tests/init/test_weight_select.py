@@ -13,6 +13,8 @@ from timm.models.metaformer import MetaFormer, Pooling
 
 import timm_rep
 from tests.helpers import needs_recorded_args, same_weights, save_model
+from tests.hub.published import REPA as PUBLISHED
+from tests.hub.published import publish
 from timm_rep.init import evenly_spaced, open_teacher
 from timm_rep.init.matching import COMPONENTS, component_of
 from timm_rep.init.weight_select import ELEMENT_CHOICES
@@ -635,3 +637,24 @@ def test_the_classifier_of_a_model_without_a_cfg_is_left():
         assert all(torch.equal(v, before[k]) for k, v in student.head.state_dict().items())
     timm_rep.weight_select_init(student, teacher, include_head=True)
     assert torch.equal(student.head.bias, teacher.head.bias)
+
+
+def test_names_that_create_model_knows(tmp_path, monkeypatch):
+    """A tag of TIMM_REP_HUB, and a model of timm beside a folder of its name."""
+    published, _ = publish(tmp_path / 'hub' / 'repa_deit_tiny.mine')
+    monkeypatch.setenv('TIMM_REP_HUB', str(tmp_path / 'hub'))
+    student = timm.create_model('repa_deit_tiny', num_classes=5, **PUBLISHED[1])
+    timm_rep.weight_select_init(student, 'repa_deit_tiny.mine')
+    assert same_weights(student.blocks, published.blocks)
+    with pytest.raises(RuntimeError, match='other'):
+        timm_rep.weight_select_init(student, 'repa_deit_tiny.other')
+    monkeypatch.chdir(tmp_path)
+    for name in ('test_vit', 'no_model'):
+        (tmp_path / name).mkdir()
+    asked = []
+    monkeypatch.setattr('timm_rep.init.teachers._open_cached', asked.append)
+    monkeypatch.setattr(timm, 'create_model', lambda name, pretrained: published)
+    open_teacher('test_vit')
+    assert asked == ['test_vit']
+    with pytest.raises(ValueError, match='got the folder'):
+        open_teacher('no_model')

@@ -101,7 +101,8 @@ def test_card(folder, checkpoint, images, capsys):
     assert forms['folded']['gmacs'] < forms['unfolded']['gmacs']
 
     text = (folder / 'README.md').read_text()
-    assert capsys.readouterr().out == f'Written: {folder / "README.md"}\n'
+    assert capsys.readouterr().out == (
+        f'{path} also has a moving average of the weights: --use-ema loads it.\nWritten: {folder / "README.md"}\n')
     card = ModelCard(text).data
     assert (card.library_name, card.license, card.datasets) == ('timm', None, ['stripes'])
     assert card.eval_results[0].metric_value == metrics['accuracy']['top1']
@@ -350,7 +351,7 @@ def write_int8(folder, backend):
 def test_what_an_int8_form_requires(folder, checkpoint, backend, runtime, extra):
     prepare_folder(folder, checkpoint[2])
     write_int8(folder, backend)
-    card = card_text(folder)
+    card = card_text(folder, 'timm-rep')
     assert f' for {runtime} on a CPU' in card
     assert f"pip install 'timm-rep[{extra}]'" in card
 
@@ -393,6 +394,59 @@ def test_int8(folder, checkpoint, images, monkeypatch, capsys):
     assert '## Int8' not in (folder / 'README.md').read_text()
     assert list(json.loads((folder / 'metrics.json').read_text())['cost']['forms']) == ['unfolded', 'folded']
     verify_folder(folder)
+
+
+def test_weights_that_are_not_finite(folder, checkpoint, tmp_path, capsys):
+    model, _, path = checkpoint
+    prepare_folder(folder, path)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    state = {**model.state_dict(), 'head.weight': model.head.weight.detach() * float('nan')}
+    torch.save({'state_dict': state}, tmp_path / 'nan.pth.tar')
+    assert main(['card', str(folder), '--checkpoint', str(tmp_path / 'nan.pth.tar'), '--half']) == 1
+    assert 'head.weight' in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize('option', ['--checkpoint', '--recipe'])
+def test_empty_names(folder, checkpoint, option, capsys):
+    """Of a variable of the shell that is not set."""
+    prepare_folder(folder, checkpoint[2])
+    with pytest.raises(SystemExit):
+        main(['card', str(folder), option, ''])
+    assert option in capsys.readouterr().err
+
+
+def test_a_comparison_of_earlier_weights(folder, checkpoint):
+    prepare_folder(folder, checkpoint[2])
+    for kwargs in (dict(half=True), dict(checkpoint=checkpoint[2])):
+        (folder / 'verify.json').write_text('{}')
+        prepare_folder(folder, **kwargs)
+        assert not (folder / 'verify.json').exists()
+    (folder / 'verify.json').write_text('{}')
+    prepare_folder(folder)
+    assert 'verify.json' in verify_folder(folder).hashes
+
+
+def test_released_scales_that_cannot_be_had(tmp_path, monkeypatch, capsys):
+    """The initial ones are not recorded in their place."""
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    folder, recipe = tmp_path / 'repopt_vgg_b1.mine', tmp_path / 'r.yaml'
+    args = dict(model_kwargs=dict(depths=[1, 1, 1, 1], widths=[8] * 4, stem_width=8), num_classes=5)
+    recipe.write_text(yaml.safe_dump({'model': 'repopt_vgg_b1', **args}))
+    model = timm.create_model('repopt_vgg_b1', num_classes=5, scales='init', **args['model_kwargs'])
+    torch.save(model.state_dict(), tmp_path / 'b1.pth')
+    command = ['card', str(folder), '--checkpoint', str(tmp_path / 'b1.pth'), '--recipe', str(recipe)]
+    assert main(command) == 1
+    assert 'scales=init' in capsys.readouterr().err
+    assert not folder.exists()
+    torch.save({'state_dict': model.state_dict()}, tmp_path / 'released.pth')
+    assert main(['convert', str(tmp_path / 'b1.pth'), '--model', 'repopt_vgg_b1', '-o', str(folder),
+                 '--model-kwargs', 'depths=[1,1,1,1]', 'widths=[8,8,8,8]', 'stem_width=8', 'num_classes=5']) == 1
+    assert 'scales=init' in capsys.readouterr().err
+    args['model_kwargs']['scales'] = 'init'
+    recipe.write_text(yaml.safe_dump({'model': 'repopt_vgg_b1', **args}))
+    assert main(command) == 0
+    assert Scales.load(folder / 'scales.safetensors') == Scales.initial(model)
 
 
 def test_figures_of_the_file(folder, checkpoint):

@@ -227,3 +227,19 @@ def test_a_folder_without_weights(account, folder):
     with pytest.raises(FileNotFoundError, match=r'model\.safetensors'):
         push_folder(folder, 'we', dry_run=True)
     assert 'model.safetensors' in account.files(REPO)
+
+
+def test_the_card_names_the_repository(account, folder, capsys):
+    """A card of another organization is refused; with --org, it is written for the one that publishes the folder."""
+    publish(folder)
+    assert main(['card', str(folder), '--device', 'cpu', '--org', 'others']) == 0
+    assert main(['push', str(folder)]) == 1
+    assert f'timm-rep card {folder} --org we' in capsys.readouterr().err
+    assert not account.repos
+    assert main(['card', str(folder), '--device', 'cpu', '--org', 'we']) == 0
+    assert main(['push', str(folder)]) == 0
+    card = account.files(REPO)['README.md'].decode()
+    assert f"timm.create_model('hf-hub:{REPO}', pretrained=True)" in card
+    assert 'timm-rep/repa' not in card
+    assert main(['push', str(folder), '--folded', '--org', 'we']) == 0
+    assert f"'hf-hub:{REPO}_folded'" in account.files(f'{REPO}_folded')['README.md'].decode()

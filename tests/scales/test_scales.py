@@ -254,9 +254,11 @@ def test_refusals(tmp_path, monkeypatch):
         Scales.load(path)
     (tmp_path / 'runs' / 'folder').mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for name in ('nowhere.safetensors', 'owner/name.safetensors', 'plain-word', tmp_path / 'nowhere', 'runs/folder'):
+    for name in ('nowhere.safetensors', 'owner/name.safetensors', 'plain-word', tmp_path / 'nowhere'):
         with pytest.raises(FileNotFoundError, match=rf"^scales must be .*'{name}' does not exist"):
             Scales.load(name)
+    with pytest.raises(FileNotFoundError, match=r"^scales must be .*'runs/folder' is a folder"):
+        Scales.load('runs/folder')
     with pytest.raises(ValueError, match="structure='search' or 'csla'"):
         Scales.from_model(tiny())
     with pytest.raises(ValueError, match=r'target operator .*ResNet'):

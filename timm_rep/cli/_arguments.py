@@ -89,6 +89,13 @@ class ModelKwargs(ParseKwargs):
         super().__call__(parser, namespace, values, option_string)
 
 
+def not_empty(text: str) -> str:
+    """A name that is not empty, as that of a variable of the shell that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError('it must not be empty')
+    return text
+
+
 def add_model_kwargs(parser: argparse.ArgumentParser, of: str = 'the model', example: str = 'num_classes=10') -> None:
     """Add --model-kwargs; ``of`` and ``example`` are for the help text."""
     parser.add_argument(
@@ -98,7 +105,7 @@ def add_model_kwargs(parser: argparse.ArgumentParser, of: str = 'the model', exa
 
 def add_checkpoint(parser: argparse.ArgumentParser, text: str) -> None:
     """Add --checkpoint, with a help text, and --use-ema; see :func:`load_from`."""
-    parser.add_argument('--checkpoint', metavar='FILE', help=text)
+    parser.add_argument('--checkpoint', type=not_empty, metavar='FILE', help=text)
     parser.add_argument(
         '--use-ema', action='store_true', help='use the moving average of the weights in the checkpoint')
 
@@ -182,10 +189,15 @@ def load_from(args: argparse.Namespace, model: nn.Module) -> None:
         load_checkpoint(model, args.checkpoint, args.use_ema)
         if not names_weights(args.model):
             model.pretrained_cfg['license'] = None  # timm's entry is of its own weights
-        if not args.use_ema and has_moving_average(args.checkpoint):
-            print(f'{args.checkpoint} also has a moving average of the weights: --use-ema loads it.')
+        note_moving_average(args)
     elif args.use_ema:
         raise ValueError('--checkpoint must be given with --use-ema.')
+
+
+def note_moving_average(args: argparse.Namespace) -> None:
+    """Print a note if --checkpoint has a moving average of the weights that is not used."""
+    if args.checkpoint and not args.use_ema and has_moving_average(args.checkpoint):
+        print(f'{args.checkpoint} also has a moving average of the weights: --use-ema loads it.')
 
 
 def images_from(args: argparse.Namespace, model: nn.Module) -> Optional[torch.Tensor]:

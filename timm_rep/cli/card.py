@@ -5,7 +5,15 @@ from timm_rep.hub import CARD_NAME, split_name
 from timm_rep.publish import prepare_folder
 from timm_rep.utils.atomic import check_writable
 
-from ._arguments import Commands, add_checkpoint, add_device, default_device, positive_int
+from ._arguments import (
+    Commands,
+    add_checkpoint,
+    add_device,
+    default_device,
+    not_empty,
+    note_moving_average,
+    positive_int,
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -13,7 +21,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument('folder', metavar='DIR', help='folder named MODEL.TAG, e.g. hub/repa_any.cifar10')
     add_checkpoint(parser, 'checkpoint of a training run (default: keep the weights)')
     parser.add_argument(
-        '--recipe', metavar='FILE',
+        '--recipe', type=not_empty, metavar='FILE',
         help='file for train.py --config, in the folder of the checkpoint (default: train.yaml of DIR)')
     parser.add_argument(
         '--half', action='store_true',
@@ -28,6 +36,8 @@ def add_parser(commands: Commands) -> None:
         help='batch size to measure the throughput with (that of the known figures, or 8)')
     parser.add_argument(
         '--measure', action='store_true', help='measure size and speed even if they are known with this batch size')
+    parser.add_argument(
+        '--org', metavar='NAME', help='user or organization that will publish it (default: TIMM_REP_ORG, or timm-rep)')
     parser.set_defaults(run=run)
 
 
@@ -47,7 +57,9 @@ def run(args: argparse.Namespace) -> None:
         device=args.device or default_device(),
         batch_size=args.batch_size,
         measure=args.measure,
+        org=args.org,
     )
+    note_moving_average(args)
     removed = before - {file.name for file in folder.glob('*')}
     if removed:
         print(f'Removed, since the weights have changed: {", ".join(sorted(removed))}')

@@ -35,11 +35,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _model(source: str) -> nn.Module:
-    name, _, checkpoint = source.partition('=')
+    name, equals, checkpoint = source.partition('=')
     check_name(name)
     torch.manual_seed(0)
-    if not checkpoint:
+    if not equals:
         return timm.create_model(name, pretrained='.' in name)
+    if not checkpoint:
+        raise ValueError(f'Expected a checkpoint after {source!r}, but the name is empty.')
     teacher = open_teacher(checkpoint)
     model = timm.create_model(name)
     attention = {

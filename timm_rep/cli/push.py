@@ -27,13 +27,13 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     org = args.org or organization()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_folded(args.folder, Path(temporary)) if args.folded else Path(args.folder).resolve()
+        folder = write_folded(args.folder, Path(temporary), org) if args.folded else Path(args.folder).resolve()
         changes = push_folder(
             folder, org, revision=args.revision, private=args.private, dry_run=args.dry_run, message=args.message,
             delete=args.delete)
     for change in changes:
         print(f'{change.action:<8}{change.file}' + (f' ({change.size} bytes)' if change.size else ''))
     changed = [change for change in changes if change.action != 'same']
-    state = 'is up to date' if not changed else f'would have {len(changed)} changes' if args.dry_run else (
+    state = 'has no changed files' if not changed else f'would have {len(changed)} changes' if args.dry_run else (
         f'has {len(changed)} changes in one commit')
     print(f'{org}/{folder.name}: {state}.')

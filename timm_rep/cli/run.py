@@ -22,7 +22,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not os.path.isfile(args.script):
-        raise FileNotFoundError(f'Expected a script, but {args.script!r} does not exist.')
+        raise FileNotFoundError(f'Expected the file of a script, but {args.script!r} is none.')
     command = [sys.executable, args.script, *args.args]
     paths = [os.fspath(_STARTUP), *filter(None, [os.environ.get('PYTHONPATH')])]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}

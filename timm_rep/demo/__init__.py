@@ -8,7 +8,7 @@ from timm_rep.utils.atomic import check_writable, replacing_files
 from timm_rep.utils.files import StrPath
 
 from .picture import draw
-from .repa import RePaResult, run_repa, save_folded
+from .repa import RePaResult, check_replaceable, run_repa, save_folded
 from .repopt import RepOptResult, run_repopt
 from .training import load_split
 
@@ -54,6 +54,7 @@ def _usable_output(output: StrPath) -> Path:
     for file in ('demo.png', 'digit.png', 'model/model.safetensors', 'model/config.json'):
         if (output / file).is_dir():
             raise OSError(f'{str(output / file)!r} must not be a folder: remove it, or name another output folder.')
+    check_replaceable(output / 'model')
     return output
 
 

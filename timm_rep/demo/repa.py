@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.convert import ConversionReport, convert_to_repa, folded_copy
-from timm_rep.hub import save_folder
+from timm_rep.hub import CONFIG_NAME, read_folder, save_folder
 from timm_rep.utils.profiling import count_macs, count_params, measure_throughput
 from timm_rep.utils.training import evaluate
 
@@ -71,6 +71,14 @@ def run_repa(
     plain_classes, converted_classes = (logits[label].argmax(-1) for label in ('plain ViT', 'plain ViT, converted'))
     agreement = 100 * (converted_classes == plain_classes).double().mean().item()
     return RePaResult(rows, difference, agreement, conversion, folded)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise FileExistsError if a folder holds another model than the demo's."""
+    if (folder / CONFIG_NAME).exists():
+        found = read_folder(folder).model_args
+        if any(found.get(name) != value for name, value in _MODEL_ARGS.items()):
+            raise FileExistsError(f'{str(folder)!r} holds another model: name another output folder.')
 
 
 def save_folded(model: nn.Module, folder: Path) -> None:

@@ -11,7 +11,7 @@ from timm.utils import unwrap_model
 
 from timm_rep.convert import folded_copy
 from timm_rep.layers import AnnealedActivation, AnnealedNorm, foldable_layers
-from timm_rep.utils.atomic import check_writable, replacing_files
+from timm_rep.utils.atomic import check_writable, is_empty, recover, replacing_files
 from timm_rep.utils.compare import Difference, check_finite, check_images, check_tolerance, compare
 from timm_rep.utils.files import Sidecar, StrPath
 from timm_rep.utils.profiling import device_name, model_input_size
@@ -67,7 +67,8 @@ def check_target(path: StrPath, format: str) -> Format:
             raise ValueError(
                 f'path must be a folder for format={format!r}, got the file {str(path)!r}: name a folder'
                 + (f', or pass {" or ".join(others)}.' if others else '.'))
-        if path.is_dir() and any(path.iterdir()):
+        recover(path)
+        if path.is_dir() and not is_empty(path):
             raise FileExistsError(f'The folder {str(path)!r} is not empty: choose a new one.')
     elif path.suffix != target.suffix:
         raise ValueError(f'path must end with {target.suffix} for format={format!r}, got {str(path)!r}.')

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 import torch
 import torch.nn as nn
 
-from timm_rep.hub import check_timm_model, load_folder, write_model
+from timm_rep.hub import check_timm_model, load_folder, scales_of, write_model
 from timm_rep.utils.modes import default_dtype
 from timm_rep.utils.profiling import versions
 
@@ -195,7 +195,7 @@ def _load_executorch(path: Path) -> Runner:
 
 
 def _write_folder(model: nn.Module, images: torch.Tensor, folder: Path) -> None:
-    write_model(model, folder)
+    write_model(model, folder, scales=scales_of(model))
 
 
 def _load_folder(folder: Path) -> Runner:

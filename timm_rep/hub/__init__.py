@@ -7,6 +7,7 @@ from ._folder import (
     load_folder,
     published_files,
     save_folder,
+    scales_of,
     split_name,
     verify_folder,
     write_hashes,
@@ -21,13 +22,14 @@ from ._repository import (
     read_repository,
     sha256,
 )
-from ._resolve import build_model, find_weights, organization
+from ._resolve import ORGANIZATION, build_model, find_weights, organization
 from ._script_args import separate_overlay
 from .released import load_released, register_released_keys
 
 __all__ = [
     'CARD_NAME',
     'CONFIG_NAME',
+    'ORGANIZATION',
     'SCALES_NAME',
     'WEIGHTS_NAME',
     'ModelRepository',
@@ -43,6 +45,7 @@ __all__ = [
     'read_repository',
     'register_released_keys',
     'save_folder',
+    'scales_of',
     'separate_overlay',
     'sha256',
     'split_name',

@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 FilterFn = Callable[[Dict[str, torch.Tensor], nn.Module], Dict[str, torch.Tensor]]
 
-_ORGANIZATION = 'timm-rep'
+ORGANIZATION = 'timm-rep'
 # tag of the weights to load if none is named
 _DEFAULT_TAG = 'in1k'
 
@@ -325,7 +325,7 @@ def local_folder() -> Optional[Path]:
 
 def organization() -> str:
     """The organization on the Hub that publishes the models: TIMM_REP_ORG, or this package's."""
-    return os.environ.get('TIMM_REP_ORG') or _ORGANIZATION
+    return os.environ.get('TIMM_REP_ORG') or ORGANIZATION
 
 
 def find_weights(

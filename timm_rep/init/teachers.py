@@ -8,7 +8,7 @@ import timm
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
-from timm.models import adapt_input_conv
+from timm.models import PretrainedCfg, adapt_input_conv
 from timm.utils import unwrap_model
 
 from timm_rep.utils.checkpoints import read_state_dict, state_dict_of
@@ -145,22 +145,31 @@ def open_teacher(source: TeacherSource, student: Collection[str] = ()) -> Teache
     if path.startswith(_SOURCES):
         with config_errors(path):
             return open_teacher(timm.create_model(path, pretrained=True))
-    if os.path.isdir(path):
+    if os.path.isdir(path) and not timm.is_model(path):
         raise ValueError(
             f'teacher must be a file or a timm model, got the folder {path!r}: pass local-dir:{path} for its model.')
     if not timm.is_model(path):
         raise FileNotFoundError(f'teacher must be a file or a timm model, got {path!r}.')
-    if not timm.get_pretrained_cfg(path).has_weights:
+    cfg = _registered_cfg(path)
+    if cfg is not None and not cfg.has_weights:
         raise ValueError(
             f'teacher must have pretrained weights in timm, got {path!r}: name one of its tags, '
             f'timm.list_pretrained({path!r}), or give a model or a checkpoint.')
     return _open_cached(path) or open_teacher(timm.create_model(path, pretrained=True))
 
 
+def _registered_cfg(name: str) -> Optional[PretrainedCfg]:
+    """timm's pretrained_cfg of a model; None for a tag that only TIMM_REP_HUB or the Hub knows."""
+    try:
+        return timm.get_pretrained_cfg(name)
+    except RuntimeError:
+        return None
+
+
 def _open_cached(name: str) -> Optional[Teacher]:
     """The safetensors of a timm model in the Hub's cache; None if there are none in the layout of the model."""
-    cfg = timm.get_pretrained_cfg(name)
-    if not cfg.hf_hub_id or cfg.hf_hub_filename:
+    cfg = _registered_cfg(name)
+    if cfg is None or not cfg.hf_hub_id or cfg.hf_hub_filename:
         return None
     try:
         model = timm.create_model(name, device='meta')

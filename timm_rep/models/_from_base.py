@@ -76,7 +76,14 @@ def _resize(
 
 def _feature_cfg(base: str, args: Dict[str, Any]) -> Dict[str, Any]:
     """timm's ``feature_cfg`` of a base: how its features are extracted, read off its feature extractor."""
-    features = timm.create_model(base, features_only=True, **args, device='meta')
+    try:
+        features = timm.create_model(base, features_only=True, **args, device='meta')
+    except IndexError:  # fewer stages than timm's default out_indices
+        if 'out_indices' in args:
+            raise
+        others = {name: value for name, value in args.items() if name != 'feature_cls'}
+        stages = len(timm.create_model(base, **others, device='meta').feature_info)
+        features = timm.create_model(base, features_only=True, out_indices=tuple(range(stages)), **args, device='meta')
     info = features.feature_info
     cfg = dict(feature_cls=type(features), out_indices=info.out_indices, output_fmt=features.output_fmt)
     if isinstance(features, FeatureDictNet):

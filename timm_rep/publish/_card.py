@@ -9,9 +9,9 @@ from timm_rep.deploy import REPORT_NAME as QUANTIZATION_NAME
 from timm_rep.hub import (
     CARD_NAME,
     CONFIG_NAME,
+    ORGANIZATION,
     SCALES_NAME,
     WEIGHTS_NAME,
-    organization,
     read_folder,
     split_name,
 )
@@ -70,13 +70,17 @@ _FILES = {
 }
 
 
-def write_card(folder: Path) -> None:
+def write_card(folder: Path, org: str) -> None:
     """Write :func:`card_text` into README.md."""
-    (folder / CARD_NAME).write_text(card_text(folder), encoding='utf-8')
+    (folder / CARD_NAME).write_text(card_text(folder, org), encoding='utf-8')
 
 
-def card_text(folder: StrPath) -> str:
+def card_text(folder: StrPath, org: str) -> str:
     """Model card for the Hub, with the measured and cited figures of metrics.json and report.json.
+
+    Args:
+        folder: Folder of the model.
+        org: User or organization on the Hub that will publish it.
 
     Raises:
         FileNotFoundError, RuntimeError: config.json is missing, or a file cannot be read or lacks a field.
@@ -99,9 +103,9 @@ def card_text(folder: StrPath) -> str:
         _accuracy(metrics),
         _conversion(folder),
         _cost(metrics, variant, folder),
-        _int8(folder, name),
+        _int8(folder, f'{org}/{name}'),
         _cited(metrics),
-        _usage(name, variant, config),
+        _usage(name, variant, config, org),
         f'## Files\n\n{files}',
         f'## Recipe\n\n```yaml\n{recipe}\n```' if recipe else '',
         f'## Licence\n\n{license_ or "unknown"}',
@@ -183,7 +187,7 @@ def _description(variant: str, config: Mapping[str, Any], metrics: Metrics) -> s
         f'Trained on {metrics.dataset}.' if metrics.dataset else '',
         f'Input: images of {size} (channels, height, width). Output: logits of {config["num_classes"]} classes.',
     ]
-    shown = {name: value for name, value in args.items() if name != 'scales'}
+    shown = {**{name: value for name, value in args.items() if name != 'scales'}, 'num_classes': config['num_classes']}
     architecture = ', '.join([repr(variant), *(f'{name}={value!r}' for name, value in shown.items())])
     return (
         f'{" ".join(sentence for sentence in sentences if sentence)}\n\n'
@@ -237,7 +241,7 @@ def _cost(metrics: Metrics, variant: str, folder: Path) -> str:
         '| form | parameters | multiply-accumulates | images per second |\n|---|---|---|---|\n' + '\n'.join(rows))
 
 
-def _int8(folder: Path, name: str) -> str:
+def _int8(folder: Path, repository: str) -> str:
     files = quantized_files(folder)
     if not files:
         return ''
@@ -254,7 +258,7 @@ The folded model with int8 weights and activations, for {backend.runtime} on a C
 import timm_rep   # pip install 'timm-rep[{backend.extra}]'
 from huggingface_hub import snapshot_download
 
-int8 = timm_rep.deploy.load_quantized(snapshot_download('{organization()}/{name}'))     # or a folder like this one
+int8 = timm_rep.deploy.load_quantized(snapshot_download('{repository}'))     # or a folder like this one
 ```'''
 
 
@@ -265,8 +269,10 @@ def _cited(metrics: Metrics) -> str:
         f'- {figure.what}: {figure.value} ({figure.source})' for figure in metrics.cited)
 
 
-def _usage(name: str, variant: str, config: Mapping[str, Any]) -> str:
-    source, fold = name, "\nmodel.reparameterize()   # fold: the same outputs up to rounding, less computation"
+def _usage(name: str, variant: str, config: Mapping[str, Any], org: str) -> str:
+    # create_model() looks for models of other organizations only by their full name
+    source = name if org == ORGANIZATION else f'hf-hub:{org}/{name}'
+    fold = "\nmodel.reparameterize()   # fold: the same outputs up to rounding, less computation"
     if not _is_ours(variant):
         source, fold = f'local-dir:{name}', ''
     elif config.get('model_args', {}).get('reparameterized'):
@@ -284,4 +290,4 @@ transform = timm.data.create_transform(**config)
 probabilities = model(transform(image).unsqueeze(0)).softmax(-1)   # image: a PIL image
 ```
 
-Where the model is published on the Hub, its name there is `hf-hub:{organization()}/{name}`.'''
+Where the model is published on the Hub, its name there is `hf-hub:{org}/{name}`.'''

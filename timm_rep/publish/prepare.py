@@ -11,7 +11,7 @@ import yaml
 from timm.layers import get_spatial_dim
 
 from timm_rep.convert.record import is_timm_model
-from timm_rep.deploy import load_quantized, quantized_files
+from timm_rep.deploy import VERIFICATION_NAME, load_quantized, quantized_files
 from timm_rep.hub import (
     CARD_NAME,
     CONFIG_NAME,
@@ -19,14 +19,16 @@ from timm_rep.hub import (
     WEIGHTS_NAME,
     load_folder,
     load_released,
+    organization,
     published_files,
     read_folder,
+    scales_of,
     sha256,
     split_name,
     write_hashes,
     write_model,
 )
-from timm_rep.scales import Scales, attach_grad_mults, resolve_scales
+from timm_rep.scales import RELEASED, RELEASED_PREFIX, Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import load_checkpoint, read_state_dict
 from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, ImageFolder, check_preprocessing, labels_by_index
@@ -89,6 +91,7 @@ def prepare_folder(
         device: Union[str, torch.device] = 'cpu',
         batch_size: Optional[int] = None,
         measure: bool = False,
+        org: Optional[str] = None,
 ) -> None:
     """Bring a folder up to date: weights from a checkpoint, measured figures, model card, hashes.
 
@@ -110,14 +113,16 @@ def prepare_folder(
         device: Device to measure on.
         batch_size: Batch size to measure the throughput with. Default: that of the known speed, or 8.
         measure: Measure size and speed even if they are known with this batch size.
+        org: User or organization on the Hub, for the names in the card. Default: TIMM_REP_ORG, or 'timm-rep'.
 
     Raises:
-        FileNotFoundError: Weights, recipe or checkpoint do not exist.
+        FileNotFoundError: Weights, recipe or checkpoint do not exist; or the released scales of the training cannot be
+            downloaded.
         OverflowError: A weight is outside of the range of float16, with ``half``.
         RuntimeError: The checkpoint does not fit the recipe, or a file cannot be read.
         ValueError: The folder is not named after a model; the recipe is not one of this model, or is elsewhere; the
-            images have other classes or cannot be decoded; the checkpoint has no moving average; or recipe or use_ema
-            are given without a checkpoint.
+            images have other classes or cannot be decoded; the checkpoint has no moving average, or a weight that is
+            not finite; or recipe or use_ema are given without a checkpoint.
     """
     folder, device = Path(folder).resolve(), torch.device(device)
     _, tag = split_name(folder)
@@ -134,9 +139,9 @@ def prepare_folder(
             model, config, before = load_folder(draft), read_folder(draft).config, sha256(draft / WEIGHTS_NAME)
             _set_pool_size(model)
             write_model(
-                model, draft, model_args=config.get('model_args'), scales=_scales(model), tag=tag, half=True)
+                model, draft, model_args=config.get('model_args'), scales=scales_of(model), tag=tag, half=True)
             if sha256(draft / WEIGHTS_NAME) != before:
-                _drop_int8(draft)
+                _drop_measured(draft)
         model, weights, metrics = load_folder(draft), sha256(draft / WEIGHTS_NAME), read_metrics(draft)
         if dataset is not None:
             metrics = replace(metrics, dataset=dataset)
@@ -152,7 +157,7 @@ def prepare_folder(
         if measure or batch_size != known or (on_cpu and ('int8' in measured) != has_int8):
             int8 = load_quantized(draft) if has_int8 else None
             metrics = replace(metrics, cost=measure_cost(model, device, weights, batch_size, int8))
-        _write_documents(draft, metrics)
+        _write_documents(draft, metrics, org)
 
 
 def _draft(folder: Path) -> ContextManager[Path]:
@@ -161,11 +166,11 @@ def _draft(folder: Path) -> ContextManager[Path]:
     return replacing_files(folder, copy=True)
 
 
-def _write_documents(folder: Path, metrics: Metrics) -> None:
+def _write_documents(folder: Path, metrics: Metrics, org: Optional[str]) -> None:
     metrics.to_json(folder / METRICS_NAME)
     if metrics.accuracy is None:
         (folder / PREDICTIONS_NAME).unlink(missing_ok=True)
-    write_card(folder)
+    write_card(folder, org or organization())
     write_hashes(folder)
 
 
@@ -223,12 +228,14 @@ def _write_trained(
             f'Expected images of {model.num_classes} classes, for the model of the recipe, but got {len(classes)}: set '
             'its num_classes.')
     load_checkpoint(model, checkpoint, use_ema)
+    _check_finite(model, checkpoint)
     _drop_weights(draft)
     if recipe.resolve() != own.resolve():
         shutil.copyfile(recipe, draft / RECIPE_NAME)
     _set_pool_size(model)
     write_model(
-        model, draft, model_args=_model_args(settings), scales=_scales(model), label_names=classes, tag=tag, half=half)
+        model, draft, model_args=_model_args(settings), scales=scales_of(model), label_names=classes, tag=tag,
+        half=half)
 
 
 def _model_args(settings: Dict[str, Any]) -> Dict[str, Any]:
@@ -255,8 +262,30 @@ def _create_trained(settings: Dict[str, Any], recipe: Path, name: str) -> torch.
     # the untagged cfg has the licence of other weights
     is_registered = name in timm.list_pretrained(f'{settings["model"]}.*')
     overlay['license'] = timm.get_pretrained_cfg(name).license if is_registered else None
+    _check_default_scales(settings['model'], settings.get('model_kwargs') or {})
     with argument_errors(f'{str(recipe)!r}: model_kwargs'):
         return timm.create_model(settings['model'], pretrained_cfg_overlay=overlay, **_model_args(settings))
+
+
+def _check_finite(model: torch.nn.Module, source: StrPath) -> None:
+    """Raise ValueError if a weight or a running statistic is not finite."""
+    for name, value in model.state_dict().items():
+        if not value.isfinite().all():
+            raise ValueError(f'The weights must be finite, but {name} of {str(source)!r} is not: pass another file.')
+
+
+def _check_default_scales(variant: str, model_args: Mapping[str, Any]) -> None:
+    """Raise FileNotFoundError if the scales are released ones by default, and cannot be had.
+
+    ``create_model`` would take the initial scales in their place.
+    """
+    if 'scales' not in model_args and variant in RELEASED:
+        try:
+            Scales.load(RELEASED_PREFIX + variant)
+        except FileNotFoundError as e:
+            raise FileNotFoundError(
+                f'{e} They are the default of {variant}: if the training had others, name them in the model_kwargs, as '
+                'in scales=init.') from e
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
@@ -275,20 +304,18 @@ def _without_another_int8(metrics: Metrics, folder: Path, published: Mapping[str
     return replace(metrics, cost=replace(metrics.cost, forms=forms))
 
 
-def _scales(model: torch.nn.Module) -> Optional[Scales]:
-    return resolve_scales(model, getattr(model, 'scales_source', None))
-
-
 def _drop_weights(folder: Path) -> None:
-    """Remove weights, and the files made from them: scales, int8 form, report of a conversion, and card."""
+    """Remove weights, and what was made from them: scales, int8 form, comparison, report of a conversion, and card."""
     for name in WEIGHTS_NAME, SCALES_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME:
         (folder / name).unlink(missing_ok=True)
-    _drop_int8(folder)
+    _drop_measured(folder)
 
 
-def _drop_int8(folder: Path) -> None:
+def _drop_measured(folder: Path) -> None:
+    """Remove the int8 form, and the comparison of an export."""
     for path in quantized_files(folder):
         path.unlink()
+    (folder / VERIFICATION_NAME).unlink(missing_ok=True)
 
 
 @torch.no_grad()
@@ -340,6 +367,8 @@ def convert_released(path: StrPath, model_name: str, folder: StrPath, model_args
             if (draft / CONFIG_NAME).is_file():
                 write_hashes(draft)
         return folder / SCALES_NAME
+    if not (folder / SCALES_NAME).is_file():
+        _check_default_scales(model_name, model_args)
     with argument_errors(f'{model_name} with {dict(model_args)}'):
         model = timm.create_model(model_name, **model_args)
     load_released(model, path).eval()
@@ -360,12 +389,13 @@ def convert_released(path: StrPath, model_name: str, folder: StrPath, model_args
     return folder / WEIGHTS_NAME
 
 
-def write_folded(folder: StrPath, parent: StrPath) -> Path:
+def write_folded(folder: StrPath, parent: StrPath, org: Optional[str] = None) -> Path:
     """Write the folded form of a published model, which is smaller and cannot be trained further.
 
     Args:
         folder: Folder of the published model.
         parent: Folder to write ``<name of the folder>_folded`` into.
+        org: As in :func:`prepare_folder`.
 
     Returns:
         The folder that was written.
@@ -398,5 +428,5 @@ def write_folded(folder: StrPath, parent: StrPath) -> Path:
             metrics = replace(metrics, cost=replace(metrics.cost, weights=weights, forms=forms))
         if (folder / RECIPE_NAME).is_file():
             shutil.copyfile(folder / RECIPE_NAME, draft / RECIPE_NAME)
-        _write_documents(draft, metrics)
+        _write_documents(draft, metrics, org)
     return target

@@ -1,4 +1,5 @@
 """Publishing a folder on the Hub."""
+import re
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
@@ -8,12 +9,13 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
 from timm_rep.deploy import BACKENDS, FORMATS
-from timm_rep.hub import CONFIG_NAME, organization, sha256, verify_folder
-from timm_rep.utils.files import StrPath
+from timm_rep.hub import CARD_NAME, CONFIG_NAME, organization, sha256, verify_folder
+from timm_rep.utils.files import StrPath, read_text
 from timm_rep.utils.network import hub_errors
 
 _WEIGHT_SUFFIXES = frozenset({
-    '.safetensors', '.bin', '.pth', '.pt', '.ckpt', '.pkl', '.tar', '.npz', '.h5', '.msgpack', '.gguf', '.tflite',
+    '.safetensors', '.bin', '.pth', '.pt', '.ckpt', '.pkl', '.tar', '.npy', '.npz', '.h5', '.msgpack', '.gguf',
+    '.tflite',
     *(Path(name).suffix for backend in BACKENDS.values() for name in backend.files),
     *(format.suffix for format in FORMATS.values() if format.suffix)})
 
@@ -56,13 +58,15 @@ def push_folder(
 
     Raises:
         FileNotFoundError, RuntimeError: A file is missing, or differs from its hash in config.json; nothing is sent.
-        ValueError: The folder is not named after its model, or has subfolders or links to files elsewhere; or a file of
-            weights would be deleted. Nothing is sent.
+        ValueError: The folder is not named after its model, or has subfolders or links to files elsewhere; its card
+            names another repository; or a file of weights would be deleted. Nothing is sent.
         OSError: The Hub cannot be reached, or refuses.
     """
     folder = Path(folder).resolve()
     names = sorted({CONFIG_NAME, *verify_folder(folder).hashes})
-    repository = f'{org or organization()}/{folder.name}'
+    org = org or organization()
+    repository = f'{org}/{folder.name}'
+    _check_card(folder, org)
     api = HfApi(token=token)
     with hub_errors():
         info, is_new = _branch(api, repository, revision)
@@ -91,6 +95,16 @@ def push_folder(
                     repository, operations, commit_message=message or f'{folder.name}, by timm-rep', revision=revision,
                     parent_commit=info.sha if info else None)
     return changes
+
+
+def _check_card(folder: Path, org: str) -> None:
+    """Raise ValueError if the code in the card of a folder loads the model from another organization."""
+    card = read_text(folder / CARD_NAME) if (folder / CARD_NAME).is_file() else ''
+    others = {*re.findall(rf'hf-hub:([\w.-]+)/{re.escape(folder.name)}(?![\w.-]*\w)', card)} - {org}
+    if others:
+        raise ValueError(
+            f'{CARD_NAME} must load hf-hub:{org}/{folder.name}, but it loads {others.pop()}/{folder.name}: write it '
+            f'for this organization with timm-rep card {folder} --org {org}.')
 
 
 def _branch(api: HfApi, repository: str, revision: str) -> Tuple[Optional[ModelInfo], bool]:

@@ -49,9 +49,10 @@ def locate(source: StrPath) -> str:
         return source
     hub_id = _HUB_ID.fullmatch(source)
     if not hub_id or os.path.exists(source) or source.endswith(('.safetensors', *_PICKLED)):
+        what = 'is a folder' if os.path.isdir(source) else 'does not exist'
         raise FileNotFoundError(
             f"scales must be a file, a Hub repository (owner/name), 'ones', 'init', False for no scales, or a model "
-            f"with packaged scales ({', '.join(packaged_scales())}), but {source!r} does not exist.")
+            f"with packaged scales ({', '.join(packaged_scales())}), but {source!r} {what}.")
     try:
         return hub_download(hub_id['repo'], SCALES_NAME, hub_id['revision'])
     except (OSError, ValueError) as e:

@@ -112,6 +112,11 @@ def _state(path: Path) -> Tuple[int, int, int]:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
+def is_empty(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a process that was killed while it wrote left there."""
+    return {path.name for path in folder.iterdir()} <= {_DRAFT, '.writing.lock', '.lock'}
+
+
 def recover(folder: StrPath) -> bool:
     """Finish the moves of a process that was killed at the end of :func:`replacing_files`; whether there was one."""
     folder = Path(folder)

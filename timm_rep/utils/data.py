@@ -86,7 +86,8 @@ def check_same_classes(classes: Mapping[str, Sequence[Any]]) -> None:
             differing = sorted({*expected} ^ {*found}, key=str) or expected
             raise ValueError(
                 f'Expected the same classes in {first!r} and {split!r}, but they differ in '
-                f'{", ".join(map(str, differing[:5]))}. The order of the classes defines the labels.')
+                f'{", ".join(str(name) or repr(name) for name in differing[:5])}. The order of the classes defines the '
+                'labels.')
 
 
 class ImageFolder(Dataset):
@@ -181,6 +182,8 @@ def image_config(
     given = {name: value for name, value in given.items() if value is not None}
     given['input_size'] = input_size if img_size is None else (channels, img_size, img_size)
     try:
+        own = getattr(model, 'pretrained_cfg', None) or {}
+        check_preprocessing(own, f'The pretrained_cfg of {type(model).__name__}')
         check_preprocessing(given)
     except RuntimeError as e:
         raise ValueError(str(e)) from None

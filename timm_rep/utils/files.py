@@ -25,6 +25,8 @@ from typing import (
     get_type_hints,
 )
 
+from safetensors import SafetensorError
+
 StrPath = Union[str, os.PathLike[str]]
 SidecarType = TypeVar('SidecarType', bound='Sidecar')
 
@@ -175,7 +177,9 @@ def config_errors(name: str) -> Iterator[None]:
         read_config(Path(folder) / 'config.json')
     try:
         yield
-    except (AssertionError, KeyError) as e:
+    except SafetensorError as e:
+        raise RuntimeError(f'The weights of {name!r} cannot be read: {e}') from e
+    except (ArithmeticError, AssertionError, LookupError) as e:
         if e.args == ('architecture',):
             raise ValueError(f"Expected a timm model, but the config.json of {name!r} has no 'architecture'.") from e
         if source not in ('local-dir', 'hf-hub'):
