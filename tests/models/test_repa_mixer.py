@@ -117,3 +117,17 @@ class TestContract(RePaContract):
         (dict(mlp_ratio=2.), (2, 5)),
         (dict(drop_rate=.1, proj_drop_rate=.1, drop_path_rate=.2), (2, 5)),
     )
+
+
+def test_initialization_without_memory():
+    """to_empty() and init_weights() give a model what its creation does, up to the random numbers."""
+    model = tiny(device='meta').to_empty(device='cpu')
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(7)
+    model.init_weights()
+    expected = tiny().state_dict()
+    for name, value in model.state_dict().items():
+        if 'norm' in name:
+            assert torch.equal(value, expected[name]), name
+        assert not (value == 7).all(), name

@@ -16,16 +16,16 @@ def separate_overlay(variant: str, kwargs: Mapping[str, Any]) -> Dict[str, Any]:
         variant: Name of the model, without tag.
         kwargs: Arguments of ``create_model``.
     """
-    cfg = kwargs.get('pretrained_cfg')
-    given = PretrainedCfg(**cfg) if isinstance(cfg, Mapping) else cfg
+    given, names = kwargs.get('pretrained_cfg'), {field.name for field in fields(PretrainedCfg)}
+    if isinstance(given, Mapping) and given.keys() <= names:  # else of another version of timm
+        given = PretrainedCfg(**given)
     if not isinstance(given, PretrainedCfg) or given.source or given.architecture != variant or not given.tag:
         return dict(kwargs)
     try:
         registered = get_pretrained_cfg(f'{variant}.{given.tag}')
     except RuntimeError:  # another tag
         return dict(kwargs)
-    pairs = ((field.name, getattr(registered, field.name), getattr(given, field.name)) for field in fields(given))
-    overlay = {name: value for name, before, value in pairs if value != before}
+    overlay = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(registered, name)}
     return {
         **kwargs,
         'pretrained_cfg': None if given.tag == 'untrained' else given.tag,
