@@ -3,7 +3,7 @@ import pytest
 import timm
 import torch
 
-from tests.helpers import images, save_model
+from tests.helpers import ROOT, images, same_weights, save_model
 from tests.models.test_repa_any import CONVNEXT, VIT, plain
 
 resolve = getattr(timm.models, 'resolve_model_input_args', None)
@@ -87,3 +87,19 @@ def test_image_size(tmp_path):
     with pytest.raises(TypeError, match='patch_dim'):
         timm.create_model('repa_any', patch_dim=3, **CONVNEXT)
 
+
+
+@pytest.mark.parametrize('name', ['repa_any.cifar10', 'repa_any.cifar10_converted', 'repopt_vgg_a0.cifar10'])
+def test_published_weights(name, monkeypatch):
+    """By their tag, and by their folder."""
+    monkeypatch.setenv('TIMM_REP_HUB', str(ROOT / 'hub'))
+    expected = timm.create_model(name, pretrained=True)
+    for source in (name, f'local-dir:{ROOT / "hub" / name}'):
+        model = timm.create_model(**resolve(source, {}, pretrained=True))
+        assert same_weights(model, expected)
+        assert model.pretrained_cfg['mean'] == expected.pretrained_cfg['mean']
+    other = timm.create_model(**resolve(name, {}, pretrained=True, num_classes=3))
+    assert other.num_classes == 3
+    monkeypatch.delenv('TIMM_REP_HUB')
+    with pytest.raises(RuntimeError, match='Cannot find weights'):
+        timm.create_model(**resolve(name, {}, pretrained=True))
