@@ -10,7 +10,7 @@ import timm
 import torch
 from safetensors import SafetensorError
 
-from tests.helpers import ROOT, save_model
+from tests.helpers import ROOT, needs_recorded_args, save_model
 from timm_rep.cli import _COMMANDS, main
 from timm_rep.version import __version__
 
@@ -202,6 +202,7 @@ def test_a_model_of_another_library(tmp_path, monkeypatch, capsys, argv):
     assert error.count('\n') == 1
 
 
+@needs_recorded_args
 @pytest.mark.parametrize('where, name, value, message', [
     ('model_args', 'num_heads', 0, 'config.json'),
     ('model_args', 'patch_size', 0, 'config.json'),
@@ -220,6 +221,7 @@ def test_a_damaged_folder_of_timm(tmp_path, capsys, images, where, name, value, 
     assert error.count('\n') == 1
 
 
+@needs_recorded_args
 def test_damaged_weights_of_a_folder(tmp_path, capsys):
     save_model(timm.create_model('test_vit').eval(), tmp_path / 'plain')
     weights = tmp_path / 'plain' / 'model.safetensors'

@@ -484,6 +484,7 @@ def test_a_folder_with_another_default_dtype(dtype, tmp_path):
     assert same_weights(load_folder(tmp_path / 'saved'), model)
 
 
+@needs_recorded_args
 def test_scales_of_a_model_to_train_further(tmp_path):
     """The folder of the unfolded model has those of its optimizer; the folded one has none."""
     scales = normal_scales(tiny('repopt_vgg_a0'))
@@ -498,6 +499,7 @@ def test_scales_of_a_model_to_train_further(tmp_path):
     assert not (tmp_path / 'folded' / 'scales.safetensors').exists()
 
 
+@needs_recorded_args
 def test_after_a_killed_export(tmp_path):
     """What it left in its folder is no content."""
     folder = tmp_path / 'out'

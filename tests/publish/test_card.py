@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import timm_rep
-from tests.helpers import normal_scales, read_predictions, relative, save_model
+from tests.helpers import needs_recorded_args, normal_scales, read_predictions, relative, save_model
 from tests.hub.published import REPA, REPOPT, trained, write_folder
 from timm_rep.cli import main
 from timm_rep.deploy import BACKENDS, load_quantized, read_report
@@ -170,6 +170,7 @@ def test_multi_branch_network_of_timm(tmp_path):
     assert torch.equal(loaded(x), model(x))
 
 
+@needs_recorded_args
 def test_model_of_timm(tmp_path, monkeypatch):
     """One that was not converted: its card has no line that does not run, and no folded form."""
     folder = tmp_path / 'vit_tiny_patch16_224.mine'
