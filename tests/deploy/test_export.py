@@ -466,6 +466,7 @@ class TestCommand:
         assert not list(tmp_path.iterdir())
 
 
+@needs_torch_2_6
 def test_with_another_default_dtype(tmp_path):
     model, size = build('repa_vit')
     with default_dtype(torch.float64):
@@ -473,6 +474,7 @@ def test_with_another_default_dtype(tmp_path):
     assert torch.export.load(tmp_path / 'model.pt2').module()(images(2, size[1])).dtype == torch.float32
 
 
+@needs_recorded_args
 @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
 def test_a_folder_with_another_default_dtype(dtype, tmp_path):
     """As rebuilt for the comparison with the model."""

@@ -146,7 +146,12 @@ class Contract:
     @torch.no_grad()
     def test_features_only_by_tracing(self, kind):
         """A traced model has the layers that fold, and a copy of it their multipliers."""
-        net = self.build(kind, features_only=True, feature_cls='fx', **self.feature_args).eval()
+        try:
+            net = self.build(kind, features_only=True, feature_cls='fx', **self.feature_args).eval()
+        except TypeError as e:
+            if 'is_causal' not in str(e):
+                raise
+            pytest.skip(f"FX cannot trace the attention of this timm: {e}")
         copied = copy.deepcopy(net).eval()  # otherwise it would run the graph of training
         multiplied = [[get_grad_mult(p) is not None for p in each.parameters()] for each in (net, copied)]
         assert multiplied[0] == multiplied[1]
