@@ -308,6 +308,7 @@ def test_an_int8_form_is_measured(folder, checkpoint, monkeypatch):
     assert len(loaded) == 1
     (folder / 'model.onnx').write_bytes(b'1')
     assert forms(device='cuda') == ['unfolded', 'folded']  # it runs on the CPU
+    assert ', int8 by' not in (folder / 'README.md').read_text()
     assert [forms(), forms()] == [['unfolded', 'folded', 'int8']] * 2
     assert len(loaded) == 2
     write_int8(folder, 'openvino')

@@ -223,7 +223,8 @@ def _cost(metrics: Metrics, variant: str, folder: Path) -> str:
     cost = metrics.cost
     if not cost:
         return ''
-    int8 = f', int8 by {BACKENDS[read_report(folder).backend].runtime}' if quantized_files(folder) else ''
+    has_int8 = 'int8' in cost.forms and quantized_files(folder)  # on a GPU its speed is not measured
+    int8 = f', int8 by {BACKENDS[read_report(folder).backend].runtime}' if has_int8 else ''
     names = {} if _is_ours(variant) else {'folded': 'float32'}
     rows = [
         f'| {names.get(form, form)} | {figures.params / 1e6:.2f} M | {figures.gmacs:.3g} G | '

@@ -31,6 +31,7 @@ from timm_rep.hub import (
 from timm_rep.scales import RELEASED, RELEASED_PREFIX, Scales, attach_grad_mults
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import load_checkpoint, read_state_dict
+from timm_rep.utils.compare import name_of_not_finite
 from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, ImageFolder, check_preprocessing, labels_by_index
 from timm_rep.utils.files import StrPath, argument_errors, parse, read_text
 from timm_rep.utils.profiling import model_input_size
@@ -269,9 +270,9 @@ def _create_trained(settings: Dict[str, Any], recipe: Path, name: str) -> torch.
 
 def _check_finite(model: torch.nn.Module, source: StrPath) -> None:
     """Raise ValueError if a weight or a running statistic is not finite."""
-    for name, value in model.state_dict().items():
-        if not value.isfinite().all():
-            raise ValueError(f'The weights must be finite, but {name} of {str(source)!r} is not: pass another file.')
+    name = name_of_not_finite(model)
+    if name is not None:
+        raise ValueError(f'The weights must be finite, but {name} of {str(source)!r} is not: pass another file.')
 
 
 def _check_default_scales(variant: str, model_args: Mapping[str, Any]) -> None:

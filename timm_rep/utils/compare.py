@@ -59,6 +59,11 @@ def record_outputs(model: nn.Module, names: Sequence[str], x: torch.Tensor) -> D
     return {name: torch.cat(outputs) for name, outputs in found.items()}
 
 
+def name_of_not_finite(model: nn.Module) -> Optional[str]:
+    """Name of the first weight or running statistic of a model that is not finite, None if there is none."""
+    return next((name for name, value in model.state_dict().items() if not value.isfinite().all()), None)
+
+
 def check_finite(model: nn.Module, x: torch.Tensor) -> None:
     """Raise ValueError, with the name of the first such module, if outputs of a model in eval mode are not finite."""
     try:

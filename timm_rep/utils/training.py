@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from .checkpoints import read_training_state, write_training_state
+from .compare import name_of_not_finite
 from .data import PREPROCESSING, Images, Loader, batches_of, labelled_images, world_size_and_rank
 
 
@@ -151,11 +152,11 @@ def _seed_epoch(seed: int, epoch: int, loader: Iterable[Any]) -> None:
 
 def check_not_diverged(model: nn.Module, epochs: int) -> None:
     """Raise RuntimeError if a weight or a running statistic is not finite after the given number of epochs."""
-    for name, value in model.state_dict().items():
-        if not value.isfinite().all():
-            raise RuntimeError(
-                f'The training of {type(model).__name__} diverged in epoch {epochs}: {name} is not finite. Train with '
-                'a smaller lr.')
+    name = name_of_not_finite(model)
+    if name is not None:
+        raise RuntimeError(
+            f'The training of {type(model).__name__} diverged in epoch {epochs}: {name} is not finite. Train with a '
+            'smaller lr.')
 
 
 def check_start(epoch: int) -> None:
