@@ -96,7 +96,10 @@ class Fused(nn.Module):
 def test_count_macs_of_layers_that_are_one_kernel(layer, projections, attention):
     expected = (16 * 3 * 16 * 12 + projections, attention)
     net = Fused(layer).train()
-    assert count_macs(net, (3, 16, 16)) == expected
+    counts = count_macs(net, (3, 16, 16))
+    assert counts.total == sum(expected)
+    if TorchVersion(torch.__version__) >= (2, 6):  # before, the input projection is a batched product
+        assert counts == expected
     assert net.training
     assert not any(value.is_meta for value in net.state_dict().values())
     assert count_macs(Fused(layer, needs_values=True), (3, 16, 16)).projections >= 16 * 3 * 16 * 12
