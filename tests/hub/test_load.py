@@ -22,7 +22,7 @@ from timm_rep.hub import check_saveable, read_repository, save_folder, sha256
 from timm_rep.hub._folder import write_hashes
 from timm_rep.layers import csla_layers
 from timm_rep.models import RePaVisionTransformer
-from timm_rep.publish.prepare import write_folded
+from timm_rep.publish import write_folded
 from timm_rep.scales import Scales
 from timm_rep.utils.network import is_reachable
 

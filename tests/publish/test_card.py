@@ -20,9 +20,9 @@ from timm_rep.deploy import BACKENDS, load_quantized, read_report
 from timm_rep.deploy.report import REPORT_NAME, QuantizationReport, quantized_files
 from timm_rep.hub import sha256
 from timm_rep.hub._folder import load_folder, verify_folder
-from timm_rep.publish import AccelerationReport
+from timm_rep.publish import AccelerationReport, prepare_folder, write_folded
 from timm_rep.publish._card import card_text, figures_table
-from timm_rep.publish.prepare import _create_trained, prepare_folder, write_folded
+from timm_rep.publish._recipe import create_trained
 from timm_rep.scales import Scales
 from timm_rep.utils.profiling import count_params
 
@@ -283,7 +283,7 @@ CONVERTED = dict(model_kwargs=dict(base='fasternet_t0', embed_dim=8), num_classe
 def test_license_of_a_trained_model(tmp_path, name, settings, expected):
     """The license of the weights registered under the tag, otherwise none, although other weights have one."""
     settings = dict(settings, model=name.partition('.')[0])
-    model = _create_trained(settings, tmp_path / 'train.yaml', name)
+    model = create_trained(settings, tmp_path / 'train.yaml', name)
     assert model.pretrained_cfg.get('license') == expected
     assert timm.get_pretrained_cfg('repa_deit_tiny').license
     assert timm.get_pretrained_cfg('fasternet_t0').license

@@ -11,9 +11,8 @@ from tests.hub.published import REPA, REPOPT, publish, same, trained
 from timm_rep.cli import main
 from timm_rep.hub import SCALES_NAME, WEIGHTS_NAME, sha256
 from timm_rep.hub._folder import verify_folder
-from timm_rep.publish import prepare as hub_publish
+from timm_rep.publish import _released, convert_released
 from timm_rep.publish._metrics import PREDICTIONS_NAME, Accuracy, Metrics
-from timm_rep.publish.prepare import convert_released
 from timm_rep.scales import Scales
 
 
@@ -112,7 +111,7 @@ def test_what_was_there_stays_if_the_check_fails(released_vgg, tmp_path, monkeyp
     folder = tmp_path / 'repopt_vgg_a0.in1k'
     convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    monkeypatch.setattr(hub_publish, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
+    monkeypatch.setattr(_released, 'load_folder', lambda folder: trained(*REPOPT, seed=5, classes=1000))
     with pytest.raises(RuntimeError, match='must give the logits'):
         convert_released(path, 'repopt_vgg_a0', folder, REPOPT[1])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

@@ -9,7 +9,8 @@ from ._metrics import (
     Metrics,
     read_metrics,
 )
-from .prepare import convert_released, prepare_folder, write_folded
+from ._released import convert_released
+from .prepare import prepare_folder, write_folded
 from .push import Change, push_folder
 
 __all__ = [
