@@ -249,6 +249,17 @@ def test_unknown_tags(variant):
             timm.create_model(**given)
 
 
+@pytest.mark.parametrize('variant,base', [('repa_any', 'mixer_s32_224'), ('repopt_any', 'mobileone_s1')])
+def test_the_tag_of_no_weights(variant, base):
+    """timm lists it, and its own tests create every model of the list."""
+    assert f'{variant}.untrained' in timm.list_models(f'{variant}*', include_tags=True)
+    for args in {}, dict(base=base):
+        expected = timm.create_model(variant, device='meta', **args)
+        model = timm.create_model(f'{variant}.untrained', device='meta', **args)
+        assert model.pretrained_cfg == expected.pretrained_cfg
+        assert str(model) == str(expected)
+
+
 @pytest.mark.parametrize('given', [
     dict(base='repa_deit_tiny', weight_select='teacher.pth'),
     dict(checkpoint_path='other.pth'), dict(weight_select='teacher.pth'), dict(pretrained_cfg={'file': 'other.pth'}),

@@ -167,7 +167,8 @@ def create_from_base(
         if f'{variant}.{cfg}' in model_cfgs:
             cfg = get_pretrained_cfg(f'{variant}.{cfg}')
         elif isinstance(cfg, str) and cfg and not weights:
-            raise RuntimeError(f'Invalid pretrained tag ({cfg}) for {variant}.')  # as timm's build_model_with_cfg
+            get_pretrained_cfg(f'{variant}.{cfg}')  # raises the error of a tag that is not registered
+            cfg = None  # that of no weights
         args['pretrained_cfg'] = base_cfg(variant, base, cfg, has_base_weights)
         args['pretrained_filter_fn'] = _filter_fn(base)
         size = args.get('img_size')
