@@ -185,3 +185,38 @@ def test_all_or_none(hooked):
 def test_no_module():
     with pytest.raises(TypeError, match='Expected a timm model'):
         timm_rep.convert.reparameterize('repa_deit_tiny')
+
+
+@pytest.mark.parametrize('name,args', [
+    ('repa_deit_tiny', dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)),
+    ('mobileone_s0', {}),
+    ('repa_any', dict(base='fastvit_t8')),
+])
+def test_parameters_of_inference_mode(name, args):
+    """Of a model that was created in it; in it and outside, and if an error is raised."""
+    x = images(2, 32).double()
+    with torch.inference_mode():
+        models = [randomize_(timm.create_model(name, **args).double()).eval() for _ in range(2)]
+        expected = [model(x) for model in models]
+        timm_rep.convert.reparameterize(models[0])
+    with pytest.raises(NotImplementedError, match='not yet'):
+        timm_rep.convert.reparameterize(nn.Sequential(models[1], Fails()))
+    with torch.inference_mode():
+        torch.testing.assert_close(models[1](x), expected[1])
+    timm_rep.convert.reparameterize(models[1])
+    with torch.inference_mode():
+        torch.testing.assert_close([model(x) for model in models], expected)
+        if name == 'repa_any':
+            assert timm.create_model(name, reparameterized=True, **args)(x.float()).shape == (2, 1000)
+
+
+@pytest.mark.parametrize('fold', [timm_rep.convert.reparameterize, timm.utils.reparameterize_model])
+def test_a_converted_fastvit_inside_a_model(fold):
+    """timm visits its modules again after the method that folds all of them."""
+    model = nn.Sequential(randomize_(timm.create_model('repa_any', base='fastvit_t8').double())).eval()
+    x = images(2, 32).double()
+    expected = model(x)
+    folded = fold(model)
+    assert all(block.token_mixer.reparam_conv is not None for block in folded[0].stages[0].blocks)
+    torch.testing.assert_close(folded(x), expected)
+    torch.testing.assert_close(fold(folded)(x), expected)

@@ -120,7 +120,7 @@ def _all_or_none(model: nn.Module) -> Iterator[None]:
             now.clear()
             now.update(before)
         for parameter, requires_grad in trainable:
-            parameter.requires_grad_(requires_grad)
+            _set_requires_grad(parameter, requires_grad)
         raise
 
 
@@ -131,9 +131,7 @@ def folds_itself(module: nn.Module) -> bool:
 
 def _fold(model: nn.Module) -> nn.Module:
     """:func:`reparameterize` of a model in eval mode, which may be half folded after an error."""
-    for module in model.modules():
-        if isinstance(module, _FASTVIT) and module.reparam_conv is not None:
-            module.reparameterize = _stay_folded  # timm's would fold the module again, and fail
+    _keep_folded(model)
     _check_methods(model)
     _check_blocks(model)
     fused: Dict[nn.Module, nn.Module] = {}
@@ -158,6 +156,7 @@ def _fold(model: nn.Module) -> nn.Module:
             f'{lost[0]} must have no hooks, and the forward() of its class, since folding would drop its own: remove '
             'hooks by handle.remove(), and merge adapters into the weights.')
     _restore_kinds(folded, kinds)
+    _keep_folded(folded)
     return folded
 
 
@@ -202,6 +201,11 @@ def _restore_kinds(folded: nn.Module, kinds: Mapping[str, _Kind]) -> None:
             parameter.data = parameter.detach().to(dtype)
         if dtype not in _WIDE and not parameter.isfinite().all():
             raise OverflowError(f'{name} of the folded model must be in the range of {dtype}.')
+        _set_requires_grad(parameter, requires_grad)
+
+
+def _set_requires_grad(parameter: nn.Parameter, requires_grad: bool) -> None:
+    if parameter.requires_grad != requires_grad:  # an inference tensor refuses the value that it has
         parameter.requires_grad_(requires_grad)
 
 
@@ -246,6 +250,16 @@ def _is_adapter(layer: nn.Module) -> bool:
     package = type(layer).forward.__module__.partition('.')[0]
     is_known = not isinstance(layer, (nn.Conv2d, nn.Linear)) or package in _PACKAGES
     return isinstance(weight, torch.Tensor) and not (is_own and is_known)
+
+
+def _keep_folded(model: nn.Module) -> None:
+    """Let modules of FastViT that are folded stay as they are: timm would fold them again, and fail.
+
+    It visits them after the converted model that has them, in a model around it.
+    """
+    for module in model.modules():
+        if isinstance(module, _FASTVIT) and module.reparam_conv is not None:
+            module.reparameterize = _stay_folded
 
 
 def _stay_folded() -> None:
