@@ -13,16 +13,13 @@ from timm_rep.deploy import quantized_files
 from timm_rep.hub import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, check_saveable, read_folder, save_folder
 from timm_rep.publish import PICTURE_NAME, REPORT_NAME, AccelerationReport, accelerated_card, figures_table
 from timm_rep.utils.atomic import recover
+from timm_rep.utils.batches import batch_images
 from timm_rep.utils.compare import check_finite, compare
-from timm_rep.utils.data import (
-    PREPROCESSING,
-    TEST_PREPROCESSING,
-    Images,
-    batch_images,
-    recorded_labels,
-    world_size_and_rank,
-)
+from timm_rep.utils.data import Images
+from timm_rep.utils.distributed import world_size_and_rank
 from timm_rep.utils.files import StrPath
+from timm_rep.utils.labels import recorded_labels
+from timm_rep.utils.preprocessing import PREPROCESSING, TEST_PREPROCESSING
 from timm_rep.utils.profiling import count_macs, count_params, device_name, measure_throughput, versions
 from timm_rep.utils.training import check_distillation, distil, evaluate
 

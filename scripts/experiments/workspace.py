@@ -15,7 +15,7 @@ from timm_rep.demo.training import load_split
 from timm_rep.hub import sha256
 from timm_rep.search import DeviceLoader, create_search_dataset
 from timm_rep.utils.atomic import locking_folder
-from timm_rep.utils.data import check_same_classes
+from timm_rep.utils.labels import check_same_classes
 from timm_rep.utils.profiling import device_name, versions
 
 __all__ = ['Images', 'OutOfTime', 'Workspace', 'digest', 'files_digest', 'num_classes', 'weight_files']

@@ -6,7 +6,7 @@ from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from timm_rep.search import DeviceLoader, create_search_dataset, create_search_loader
-from timm_rep.utils.data import class_names
+from timm_rep.utils.labels import class_names
 
 MEAN, STD = (torch.tensor(x)[:, None, None] for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
 

@@ -9,7 +9,8 @@ from PIL import Image
 from timm.data import dataset_factory
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_rep.utils.data import Images, image_config, open_dataset, read_images
+from timm_rep.utils.data import Images, open_dataset, read_images
+from timm_rep.utils.preprocessing import image_config
 
 
 @pytest.mark.parametrize('count', [1, 7, 11, 19, 20, 30])

@@ -10,7 +10,7 @@ import torch
 from timm.utils import init_distributed_device, is_primary
 
 from timm_rep.search import DeviceLoader, create_search_dataset, create_search_loader, hyper_search
-from timm_rep.utils.data import check_same_classes, class_names
+from timm_rep.utils.labels import check_same_classes, class_names
 
 from ._arguments import Commands, add_model_kwargs, add_seed, check_output_file, count, default_device, positive_int
 

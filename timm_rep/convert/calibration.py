@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
-from timm_rep.utils.data import world_size_and_rank
+from timm_rep.utils.distributed import world_size_and_rank
 
 from .ffn import Ffn
 from .residual import Probe, image_count

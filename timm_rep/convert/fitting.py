@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.layers import Affine, RePaMlpDeploy
-from timm_rep.utils.data import world_size_and_rank
+from timm_rep.utils.distributed import world_size_and_rank
 
 from .ffn import Ffn
 from .least_squares import LeastSquares, Moments

@@ -15,7 +15,7 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from timm_rep.layers import active_channels
-from timm_rep.utils.data import take_images
+from timm_rep.utils.batches import take_images
 from timm_rep.utils.modes import keeping_modes, set_mode_of_others
 from timm_rep.utils.profiling import count_macs
 

@@ -4,7 +4,7 @@ from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 import torch
 import torch.nn as nn
 
-from timm_rep.utils.data import batches_of, labelled_images, take_images
+from timm_rep.utils.batches import batches_of, labelled_images, take_images
 from timm_rep.utils.training import evaluate
 
 from ._export import check_model

@@ -17,8 +17,8 @@ from timm_rep.scales import Scales, resolve_scales
 from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
-from timm_rep.utils.data import recorded_labels
 from timm_rep.utils.files import StrPath, read_config
+from timm_rep.utils.labels import recorded_labels
 from timm_rep.utils.modes import default_dtype
 from timm_rep.utils.profiling import model_input_size
 

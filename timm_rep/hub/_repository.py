@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional
 
 from timm_rep.utils.atomic import recover
-from timm_rep.utils.data import check_preprocessing
 from timm_rep.utils.files import StrPath, read_config
 from timm_rep.utils.network import hub_download
+from timm_rep.utils.preprocessing import check_preprocessing
 
 CONFIG_NAME = 'config.json'
 CARD_NAME = 'README.md'

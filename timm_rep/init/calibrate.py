@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from timm.layers import BatchNormAct2d
 
-from timm_rep.utils.data import batch_images, batches_of
+from timm_rep.utils.batches import batch_images, batches_of
 from timm_rep.utils.modes import keeping_modes
 
 

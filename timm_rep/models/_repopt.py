@@ -4,7 +4,7 @@ from typing import Any, Dict, Mapping, Optional
 
 from timm_rep.convert import ReparameterizeMixin
 from timm_rep.scales import RELEASED, RELEASED_PREFIX, Scales, ScalesLike, packaged_scales, recorded_scales
-from timm_rep.utils.data import world_size_and_rank
+from timm_rep.utils.distributed import world_size_and_rank
 
 _logger = logging.getLogger(__name__)
 

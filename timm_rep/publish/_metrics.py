@@ -11,8 +11,10 @@ import torch.nn as nn
 from timm_rep.convert import folded_copy
 from timm_rep.convert.record import is_folded
 from timm_rep.hub import WEIGHTS_NAME, sha256
-from timm_rep.utils.data import ImageFolder, image_config, load_images, recorded_labels
+from timm_rep.utils.data import ImageFolder, load_images
 from timm_rep.utils.files import Sidecar
+from timm_rep.utils.labels import recorded_labels
+from timm_rep.utils.preprocessing import image_config
 from timm_rep.utils.profiling import (
     count_macs,
     count_params,

@@ -8,8 +8,8 @@ import yaml
 
 from timm_rep.convert.record import is_timm_model
 from timm_rep.scales import RELEASED, RELEASED_PREFIX, Scales
-from timm_rep.utils.data import PREPROCESSING, TEST_PREPROCESSING, check_preprocessing
 from timm_rep.utils.files import argument_errors, parse, read_text
+from timm_rep.utils.preprocessing import PREPROCESSING, TEST_PREPROCESSING, check_preprocessing
 
 # settings of a recipe with which the model is created
 _RECIPE = {

@@ -20,8 +20,9 @@ from timm_rep.hub import (
 )
 from timm_rep.utils.checkpoints import load_checkpoint
 from timm_rep.utils.compare import name_of_not_finite
-from timm_rep.utils.data import ImageFolder, labels_by_index
+from timm_rep.utils.data import ImageFolder
 from timm_rep.utils.files import StrPath
+from timm_rep.utils.labels import labels_by_index
 from timm_rep.utils.profiling import model_input_size
 
 from ._card import RECIPE_NAME

@@ -19,8 +19,9 @@ from timm_rep.layers import CslaBlock
 from timm_rep.scales import Scales
 from timm_rep.scales.scales import check_metadata
 from timm_rep.utils.atomic import check_writable
+from timm_rep.utils.batches import Loader, batches_of, labelled_images
 from timm_rep.utils.checkpoints import write_training_state
-from timm_rep.utils.data import Loader, batches_of, labelled_images, world_size_and_rank
+from timm_rep.utils.distributed import world_size_and_rank
 from timm_rep.utils.files import StrPath
 from timm_rep.utils.training import check_not_diverged, check_start, evaluate, fit, load_training_state
 from timm_rep.version import __version__

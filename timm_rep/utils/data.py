@@ -1,51 +1,25 @@
-"""Datasets, loaders and batch helpers. Unlike timm's, the datasets raise instead of falling back to other images."""
+"""Datasets and loaders. Unlike timm's, the datasets raise instead of falling back to other images."""
 import hashlib
 import os
-from typing import Any, Dict, Iterable, Iterator, List, Literal, Mapping, Optional, Protocol, Sequence, Tuple, Union
+from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
 from PIL import Image
-from timm.data import create_dataset, create_loader, create_transform, resolve_data_config
+from timm.data import create_dataset, create_loader, create_transform
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch.utils.data import Dataset
 from torchvision.datasets import DatasetFolder
 
-from .files import parse
-from .profiling import model_img_size, model_input_size
+from .batches import Loader
+from .distributed import world_size_and_rank
+from .labels import check_same_classes, class_names, recorded_labels
+from .preprocessing import IMAGE_MODES, PREPROCESSING, image_config
 
-# fields of a pretrained_cfg, and of a recipe for train.py, that describe how images are preprocessed
-PREPROCESSING = {
-    'input_size': Tuple[int, int, int],
-    'interpolation': Literal['nearest', 'bilinear', 'bicubic', 'box', 'hamming', 'lanczos'],
-    'mean': Sequence[float],
-    'std': Sequence[float],
-    'crop_pct': float,
-    'crop_mode': Literal['center', 'squash', 'border'],
-}
-# other values of these for validation, which timm's validate.py prefers
-TEST_PREPROCESSING = ('test_input_size', 'test_pool_size', 'test_crop_pct')
-_POSITIVE = ('input_size', 'std', 'crop_pct')
 # prefixes of timm's datasets; it takes names with others as folders of images
 _DATASETS = ('torch', 'hfds', 'hfids', 'tfds', 'wds')
 # timm's names of the training and the validation images of a dataset of torchvision; it takes others as the latter
 _SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
-# Pillow's mode of an image, timm's input_img_mode, by number of channels
-_MODES = {1: 'L', 3: 'RGB'}
-
-
-def check_preprocessing(values: Mapping[str, Any], source: str = '') -> None:
-    """Raise RuntimeError if a setting of :data:`PREPROCESSING` in a mapping is invalid; ``source`` is its file."""
-    for name, kind in PREPROCESSING.items():
-        value = values.get(name)
-        if value is None:
-            continue
-        where = f'{source}: {name}' if source else name
-        parse(kind, value, where)
-        if value in ([], ()):
-            raise RuntimeError(f'{where} must have one value, or one for each channel, got {value!r}.')
-        if name in _POSITIVE and min(value if isinstance(value, (list, tuple)) else [value]) <= 0:
-            raise RuntimeError(f'{where} must be positive, got {value!r}.')
 
 
 def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> Dataset:
@@ -72,24 +46,6 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
     return dataset
 
 
-def class_names(dataset: Dataset) -> Optional[Sequence[Any]]:
-    """The classes of a dataset, by index; None if unknown."""
-    indices = getattr(getattr(dataset, 'reader', None), 'class_to_idx', None)
-    return sorted(indices, key=indices.get) if indices else getattr(dataset, 'classes', None)
-
-
-def check_same_classes(classes: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError unless the splits, by name, have the same classes in the same order."""
-    (first, expected), *others = classes.items()
-    for split, found in others:
-        if list(found) != list(expected):
-            differing = sorted({*expected} ^ {*found}, key=str) or expected
-            raise ValueError(
-                f'Expected the same classes in {first!r} and {split!r}, but they differ in '
-                f'{", ".join(str(name) or repr(name) for name in differing[:5])}. The order of the classes defines the '
-                'labels.')
-
-
 class ImageFolder(Dataset):
     """Images in folders by class, in the order of their paths; an image that cannot be decoded is an error.
 
@@ -113,7 +69,7 @@ class ImageFolder(Dataset):
         Raises:
             FileNotFoundError: The folder does not exist.
         """
-        self.mode = _MODES[channels]
+        self.mode = IMAGE_MODES[channels]
         dataset = open_dataset('', root, split)
         self.classes: List[str] = list(class_names(dataset) or ())
         self.filename = dataset.reader.filename
@@ -137,75 +93,9 @@ class ImageFolder(Dataset):
         return (image if self.transform is None else self.transform(image)), target
 
 
-def recorded_labels(model: nn.Module) -> Optional[Sequence[str]]:
-    """Names of the classes by index that a model was trained with, if its pretrained_cfg lists one for each."""
-    names = labels_by_index(model.pretrained_cfg.get('label_names'))
-    return names if names is not None and len(names) == model.num_classes else None
-
-
-def labels_by_index(names: Union[Sequence[str], Mapping[Any, str], None]) -> Optional[Sequence[str]]:
-    """timm's label_names as a list; None if they are a mapping from numbers that has gaps."""
-    if not isinstance(names, Mapping):
-        return names if isinstance(names, (list, tuple)) else None
-    by_number, numbers = {str(index): name for index, name in names.items()}, [str(i) for i in range(len(names))]
-    return [by_number[i] for i in numbers] if by_number.keys() == {*numbers} else None
-
-
-def image_config(
-        model: nn.Module,
-        img_size: Optional[int] = None,
-        mean: Optional[Sequence[float]] = None,
-        std: Optional[Sequence[float]] = None,
-        interpolation: Optional[str] = None,
-        crop_pct: Optional[float] = None,
-) -> Dict[str, Any]:
-    """timm's ``resolve_data_config`` for the size and the number of channels that a model takes.
-
-    If mean or standard deviation in the pretrained_cfg have a different number of channels, each channel gets their
-    average, as in timm's scripts.
-
-    Args:
-        model: timm model.
-        img_size: Height and width, of a model that takes any. Default: the model's, as for the following.
-        mean: Mean of each channel, or of all.
-        std: Standard deviation of each channel, or of all.
-        interpolation: Interpolation of resized images.
-        crop_pct: Fraction of the image that is kept.
-    """
-    input_size = model_input_size(model)
-    channels = input_size[0]
-    if channels not in _MODES:
-        raise ValueError(
-            f'Expected a model of images with 3 channels (RGB) or 1 (grayscale), as files are read, but '
-            f'{type(model).__name__} takes {channels}: use the Python API with your own tensors.')
-    given: Dict[str, Any] = {'mean': mean, 'std': std, 'interpolation': interpolation, 'crop_pct': crop_pct}
-    given = {name: value for name, value in given.items() if value is not None}
-    given['input_size'] = input_size if img_size is None else (channels, img_size, img_size)
-    try:
-        own = getattr(model, 'pretrained_cfg', None) or {}
-        check_preprocessing(own, f'The pretrained_cfg of {type(model).__name__}')
-        check_preprocessing(given)
-    except RuntimeError as e:
-        raise ValueError(str(e)) from None
-    built = model_img_size(model)
-    if img_size is not None and built not in (None, (img_size, img_size)):
-        raise ValueError(
-            f'img_size must be that of the model, {built[0]} x {built[1]}, got {img_size}: create it with '
-            f'img_size={img_size}.')
-    for name in ('mean', 'std'):
-        if name in given and len(given[name]) not in (1, channels):
-            raise ValueError(
-                f'{name} must have 1 or {channels} values for images of {channels} channels, got {given[name]!r}.')
-    config = resolve_data_config({'in_chans': channels, **given}, model=model)
-    for name in ('mean', 'std'):
-        if len(config[name]) != channels:
-            config[name] = (sum(config[name]) / len(config[name]),) * channels
-    return config
-
-
 def load_images(
         dataset: Dataset, config: Mapping[str, Any], batch_size: int, workers: int = 0, **kwargs: Any,
-) -> 'Loader':
+) -> Loader:
     """timm's ``create_loader`` with the preprocessing of :func:`image_config`, and further arguments of it."""
     return create_loader(
         dataset, batch_size=batch_size, num_workers=workers, persistent_workers=False, use_prefetcher=False,
@@ -219,101 +109,6 @@ def read_images(model: nn.Module, root: str, split: str, count: int) -> torch.Te
     dataset.transform = create_transform(**config)
     count = min(count, len(dataset))
     return torch.stack([dataset[i * len(dataset) // count][0] for i in range(count)])
-
-
-def batches_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over the batches of a loader; TypeError for a path, a tensor or anything else without batches."""
-    if isinstance(loader, (str, bytes, torch.Tensor)) or not hasattr(loader, '__iter__'):
-        found = f'a tensor {tuple(loader.shape)}' if isinstance(loader, torch.Tensor) else f'{loader!r:.100}'
-        raise TypeError(
-            'Expected an iterable of batches of images (N, C, H, W), such as a DataLoader or a list of tensors, but '
-            f'got {found}.')
-    return iter(loader)
-
-
-def world_size_and_rank() -> Tuple[int, int]:
-    """Number of processes in the default process group and index of this one, (1, 0) without a group."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return 1, 0
-
-
-def batch_images(batch: Any) -> torch.Tensor:
-    """The images (N, C, H, W) of a batch: a tensor, a tuple or list with it first, or a dict with one such tensor."""
-    images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if isinstance(batch, Mapping):
-        images = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim == 4]
-        images = images[0] if len(images) == 1 else batch
-    if not isinstance(images, torch.Tensor):
-        raise TypeError(
-            'Expected a batch that is a tensor of images, has one as its first item, or is a dict with one, but got '
-            f'{images!r:.100}.')
-    if not images.is_floating_point():
-        raise TypeError(
-            f'The images of a batch must be floating-point numbers, got {images.dtype}: normalize them as for the '
-            'model, see timm.data.create_transform.')
-    return images
-
-
-def labelled_images(batch: Any) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The images (N, C, H, W) and labels (N,) of a batch, which is a tuple or list of both."""
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, torch.Tensor) for x in batch):
-        images, labels = batch_images(batch), batch[1]
-        if images.ndim == 4 and labels.shape == images.shape[:1]:
-            return images, labels
-    parts = batch if isinstance(batch, (tuple, list)) else [batch]
-    found = ', '.join(str(tuple(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__ for x in parts)
-    raise TypeError(
-        'Expected a batch of images (N, C, H, W) and labels (N,), to train or to measure the accuracy, but got '
-        f'{found}.')
-
-
-def take_images(loader: Iterable[Any], max_images: int, naflex: bool = False) -> List[Any]:
-    """List the first batches of a loader, to pass them more than once.
-
-    Args:
-        loader: Batches as for :func:`batch_images`.
-        max_images: Largest number of images.
-        naflex: Whether a batch may also be, or have as its first item, a dict of timm's NaFlex loader with 'patches',
-            'patch_coord' and 'patch_valid'.
-
-    Returns:
-        The images of the batches, at most ``max_images`` in all: tensors (N, C, H, W), or dicts with these three keys.
-
-    Raises:
-        TypeError: The loader has no batches, or a batch has no floating-point images.
-        ValueError: ``max_images`` is not an integer >= 1, images are not (N, C, H, W), or there are none.
-    """
-    if not isinstance(max_images, int) or max_images < 1:
-        raise ValueError(f'max_images must be an integer >= 1, got {max_images!r}.')
-    batches: List[Any] = []
-    for batch in batches_of(loader):
-        first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-        if naflex and isinstance(first, Mapping) and 'patch_valid' in first:
-            images = {name: first[name][:max_images].detach() for name in ('patches', 'patch_coord', 'patch_valid')}
-            count = len(images['patches'])
-        else:
-            images = batch_images(batch)[:max_images].detach()
-            count = len(images)
-            if images.ndim != 4:
-                raise ValueError(f'The images of a batch must have the shape (N, C, H, W), got {tuple(images.shape)}.')
-        if count:
-            batches.append(images)
-        max_images -= count
-        if max_images <= 0:
-            break
-    if not batches:
-        raise ValueError(
-            'Expected a calibration loader with images, but got none: pass some of the training set.')
-    return batches
-
-
-class Loader(Protocol):
-    """Batches, and their number: a DataLoader or a list."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __len__(self) -> int: ...
 
 
 class Images:

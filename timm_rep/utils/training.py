@@ -16,9 +16,12 @@ from timm.utils import AverageMeter, accuracy, random_seed
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from .batches import Loader, batches_of, labelled_images
 from .checkpoints import read_training_state, write_training_state
 from .compare import name_of_not_finite
-from .data import PREPROCESSING, Images, Loader, batches_of, labelled_images, world_size_and_rank
+from .data import Images
+from .distributed import world_size_and_rank
+from .preprocessing import PREPROCESSING
 
 
 def fit(
