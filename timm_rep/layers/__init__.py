@@ -6,6 +6,7 @@ from .annealing import (
     check_annealing,
     remove_annealing_hooks,
 )
+from .channel_idle import ChannelIdle, active_channels, idle_ratios
 from .csla import ConvBranch, Csla, IdentityBranch
 from .csla_conv import CslaBlock, CslaConv2d, RepOptConv, RepOptConvDeploy, csla_layers
 from .fold import (
@@ -20,7 +21,7 @@ from .fold import (
 )
 from .fused_idle import set_fused_idle, use_fused_idle
 from .pooling import WindowAvgPool2d
-from .repa_mlp import ChannelIdle, GatedUnit, RePaMlp, RePaMlpDeploy, active_channels, idle_ratios
+from .repa_mlp import GatedUnit, RePaMlp, RePaMlpDeploy
 
 __all__ = [
     'Affine',
