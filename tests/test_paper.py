@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from timm_rep.paper import PAPER_ROWS, _agreement, count_row
+from timm_rep.paper import PAPER_ROWS, _agreement, _count, count_row
 from timm_rep.utils.profiling import Macs
 
 # the first table's rows of one model of each family; building the others takes a minute
@@ -51,3 +51,10 @@ def test_agreement():
     assert _agreement(1.19, macs) == 'with attention'
     assert _agreement(1.1, macs) is None
     assert _agreement(0.6, Macs(640_000_000, 180_000_000)) == 'without attention, rounded'
+
+
+def test_counting_downloads_nothing(hub):
+    _count.cache_clear()
+    for row in [row for row in PAPER_ROWS if row.model.startswith('repopt_')]:
+        count_row(row)
+    assert not hub.requests

@@ -313,3 +313,14 @@ def test_a_given_cfg_without_a_value_leaves_the_bases(given):
     assert cfg['std'] == (.1, .2, .3)
     assert cfg['input_size'] == base.input_size
     assert cfg['mean'] is not None
+
+
+@needs_recorded_args
+def test_another_annealing_of_published_weights(tmp_path):
+    """Their idle channels would be activated again."""
+    model = timm.create_model('repa_any', **VIT, anneal_steps=2)
+    save_model(model, tmp_path)
+    for given in (dict(anneal_steps=9), dict(anneal_schedule='cosine')):
+        with pytest.raises(ValueError, match=f'{next(iter(given))} must be'):
+            timm.create_model(f'local-dir:{tmp_path}', pretrained=True, **given)
+    assert timm.create_model(f'local-dir:{tmp_path}', pretrained=True, anneal_steps=2)

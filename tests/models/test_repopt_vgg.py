@@ -670,3 +670,20 @@ def test_weights_for_gray_images(tmp_path, folded):
     gray = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, in_chans=1).eval()
     x = images()[:, :1]
     assert relative(gray(x), model(x.expand(-1, 3, -1, -1))) < 1e-5
+
+
+@torch.no_grad()
+def test_a_file_of_weights_for_gray_images(tmp_path):
+    model = trained()
+    torch.save(model.state_dict(), tmp_path / 'training.pth')
+    torch.save(model.reparameterize().state_dict(), tmp_path / 'folded.pth')
+
+    def load(name, **kwargs):
+        return tiny(
+            reparameterized=True, pretrained=True, **kwargs,
+            pretrained_cfg_overlay=dict(file=str(tmp_path / name), num_classes=model.num_classes)).eval()
+
+    x = images()[:, :1]
+    assert relative(load('folded.pth', in_chans=1)(x), model(x.expand(-1, 3, -1, -1))) < 1e-5
+    with pytest.raises(RuntimeError, match=r'deploy structure, but it has the target structure'):
+        load('training.pth')

@@ -178,7 +178,7 @@ def test_refused_before_anything_is_sent(account, folder, tmp_path, capsys):
     (folder / 'stray.txt').unlink()
     weights = (folder / 'model.safetensors').read_bytes()
     (folder / 'model.safetensors').write_bytes(weights[:-1])
-    with pytest.raises(RuntimeError, match=r'expected sha256 .* run timm-rep card on the folder'):
+    with pytest.raises(RuntimeError, match=r'expected sha256 .* write the model again with timm_rep\.export'):
         push_folder(folder, 'we')
     (folder / 'model.safetensors').unlink()
     with pytest.raises(FileNotFoundError, match=r'model\.safetensors'):

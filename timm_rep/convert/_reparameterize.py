@@ -146,7 +146,8 @@ def _fold(model: nn.Module) -> nn.Module:
     # timm writes the kernels that it folds into new layers of the default dtype
     wide = torch.float64 if any(kind.dtype == torch.float64 for kind in kinds.values()) else torch.float32
     try:
-        with default_dtype(wide):
+        is_meta = any(p.is_meta for p in model.parameters())
+        with default_dtype(wide), torch.device('meta') if is_meta else contextlib.nullcontext():
             folded = reparameterize_model(model, inplace=True)
     except (AssertionError, AttributeError) as e:
         raise ValueError(f'timm cannot fold this {type(model).__name__}: {type(e).__name__}: {e}') from e
@@ -332,7 +333,7 @@ def _advice(found: Tuple[str, ...], own: str, model: nn.Module) -> str:
         if hasattr(type(model), 'reparameterized'):
             how = 'create the model with reparameterized=True to load it.'
         elif 'base' in getattr(model, '_model_args', {}):  # converted, with any number of steps left to anneal
-            name = 'repa_any' if own == 'training' else 'repopt_any'
+            name = 'repopt_any' if own in ('target', 'search', 'csla') else 'repa_any'
             base = model._model_args['base']
             how = f'create it as {name!r} with base={base!r}, the same arguments and reparameterized=True to load it.'
         return f'A folded checkpoint cannot be unfolded: {how}'

@@ -22,7 +22,7 @@ from ._repository import (
     read_repository,
     sha256,
 )
-from ._resolve import ORGANIZATION, build_model, find_weights, organization
+from ._resolve import ORGANIZATION, build_model, find_weights, organization, published_architecture
 from ._script_args import separate_overlay
 from .released import load_released, register_released_keys
 
@@ -40,6 +40,7 @@ __all__ = [
     'load_folder',
     'load_released',
     'organization',
+    'published_architecture',
     'published_files',
     'read_folder',
     'read_repository',

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional
 
+from timm_rep.scales.files import SCALES_NAME
 from timm_rep.utils.atomic import recover
 from timm_rep.utils.files import StrPath, read_config
 from timm_rep.utils.network import hub_download
@@ -35,7 +36,10 @@ def check_sha256(path: StrPath, expected: str, source: str, own: bool = False) -
     found = sha256(path)
     if found != expected:
         real = os.path.realpath(path)
-        delete = 'If you changed it, run timm-rep card on the folder; otherwise delete' if own else 'Delete'
+        write = 'write the model again with timm_rep.export(model, folder)'
+        if os.path.basename(path) not in (WEIGHTS_NAME, SCALES_NAME):
+            write = 'run timm-rep card on the folder'
+        delete = f'If you changed it, {write}; otherwise delete' if own else 'Delete'
         raise RuntimeError(
             f'{os.fspath(path)!r} is not the file that {source} published, or is damaged: expected sha256 {expected}, '
             f'found {found} ({os.path.getsize(path)} bytes). Nothing was loaded. {delete} {real!r} and get it again.')

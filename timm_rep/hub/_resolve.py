@@ -177,9 +177,10 @@ def _parameters(cls: Callable[..., nn.Module]) -> Dict[str, Any]:
 def _check_idle_channels(
         cls: Callable[..., nn.Module], args: Mapping[str, Any], trained_with: Mapping[str, Any],
 ) -> None:
-    # no shape of the training structure depends on which channels are idle
+    # no shape of the training structure depends on which channels are idle, or on how they become so
     defaults = _parameters(cls)
-    for name in [name for name in ('idle_ratio', 'idle_schedule') if name in defaults]:
+    trained_by = ('idle_ratio', 'idle_schedule', 'anneal_steps', 'anneal_schedule')
+    for name in [name for name in trained_by if name in defaults]:
         value, trained = (mapping.get(name, defaults[name]) for mapping in (args, trained_with))
         if (list(value) if isinstance(value, tuple) else value) != trained:  # config.json has lists
             raise ValueError(
@@ -326,6 +327,21 @@ def local_folder() -> Optional[Path]:
 def organization() -> str:
     """The organization on the Hub that publishes the models: TIMM_REP_ORG, or this package's."""
     return os.environ.get('TIMM_REP_ORG') or ORGANIZATION
+
+
+def published_architecture(repo_id: str, cache_dir: Optional[StrPath] = None) -> Optional[str]:
+    """The architecture in the config.json of a repository on the Hub, None if there is none.
+
+    Raises:
+        OSError: The Hub cannot be reached.
+        RuntimeError: The config.json cannot be read.
+    """
+    try:
+        return read_repository(repo_id, cache_dir).config.get('architecture')
+    except OSError as e:
+        if not _is_absent(e):
+            raise
+        return None
 
 
 def find_weights(

@@ -1,18 +1,18 @@
 """Registered architectures that are any model of timm, converted: ``create_model('repa_any', base=...)``."""
 import dataclasses
 import inspect
-import sys
 from functools import partial
 from typing import Any, Callable, Dict, Mapping, Optional, Union
 
 import timm
 import torch.nn as nn
-from timm.models import FeatureDictNet, PretrainedCfg, get_pretrained_cfg, model_entrypoint
+from timm.models import FeatureDictNet, PretrainedCfg, get_pretrained_cfg
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
 from timm_rep.hub import build_model, separate_overlay
 from timm_rep.layers import AnnealedActivation, add_annealing_hooks, remove_annealing_hooks
-from timm_rep.utils.checkpoints import read_state_dict
+
+from ._own_weights import are_own_weights, filter_of
 
 # fields of a pretrained_cfg that describe its weights
 _DESCRIPTION = ('license', 'description', 'origin_url', 'paper_name', 'paper_ids', 'notes')
@@ -57,7 +57,7 @@ def _takes_size(base: str, img_size: Any) -> bool:
 
 def _filter_fn(base: str) -> Optional[Callable[..., Dict[str, Any]]]:
     """timm's ``checkpoint_filter_fn`` of a base, which resizes position embeddings, or None."""
-    filter_fn = getattr(sys.modules[model_entrypoint(base).__module__], 'checkpoint_filter_fn', None)
+    filter_fn = filter_of(base)
     return filter_fn and partial(_resize, filter_fn)
 
 
@@ -91,37 +91,6 @@ def _feature_cfg(base: str, args: Dict[str, Any]) -> Dict[str, Any]:
     return cfg
 
 
-def _is_own_file(
-        build: Callable[..., nn.Module],
-        variant: str,
-        model_cfgs: Mapping[str, Mapping[str, Any]],
-        kwargs: Dict[str, Any],
-) -> bool:
-    """Whether the pretrained_cfg_overlay names a file of the converted model, not of its base.
-
-    Raises:
-        ValueError: The file is of the model before folding, but the folded one is to be created.
-    """
-    file = dict(kwargs.get('pretrained_cfg_overlay') or {}).get('file')
-    if not file:
-        return False
-    names = read_state_dict(file).keys()
-    others = ('pretrained_cfg_overlay', 'features_only', 'out_indices', 'weight_select', 'device', 'reparameterized')
-    args = {name: value for name, value in kwargs.items() if name not in others}
-
-    def is_of(**structure: Any) -> bool:
-        own = create_from_base(build, variant, model_cfgs, **args, **structure, device='meta')
-        return own.state_dict().keys() <= names
-
-    if not kwargs.get('reparameterized'):
-        return is_of()
-    if is_of():
-        raise ValueError(
-            f'reparameterized must be False with {file!r}, weights of {variant} before folding: fold the model by '
-            'model.reparameterize().')
-    return is_of(reparameterized=True)
-
-
 def create_from_base(
         build: Callable[..., nn.Module],
         variant: str,
@@ -146,12 +115,17 @@ def create_from_base(
     """
     kwargs = separate_overlay(variant, kwargs)
     own = {*inspect.signature(build).parameters, *FACTORY_ARGS}
-    has_base_weights = (
-        pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
-        and not _is_own_file(build, variant, model_cfgs, kwargs))
+    has_base_weights = pretrained and start_from_base is not None and not kwargs.get('pretrained_cfg')
+    overlay = dict(kwargs.get('pretrained_cfg_overlay') or {})
+    if has_base_weights and overlay:
+        others = 'pretrained_cfg_overlay', 'features_only', 'out_indices', 'weight_select', 'device', 'reparameterized'
+        args = {name: value for name, value in kwargs.items() if name not in others}
+        create = partial(create_from_base, build, variant, model_cfgs, **args)
+        has_base_weights = not are_own_weights(
+            variant, create, own, overlay, kwargs.get('reparameterized', False), kwargs.get('cache_dir'))
     if has_base_weights and start_from_base is not None:
-        overlay = kwargs.pop('pretrained_cfg_overlay', None)
-        build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay, **start_from_base)
+        kwargs.pop('pretrained_cfg_overlay', None)
+        build = partial(build, pretrained=True, pretrained_cfg_overlay=overlay or None, **start_from_base)
         pretrained = False
         if kwargs.pop('reparameterized', False):
             build = partial(_fold, build)

@@ -238,6 +238,9 @@ def _create_repopt_vgg(variant: str, /, pretrained: bool = False, **kwargs: Any)
         strides = args['strides']
         features = 1 + sum(stride != 1 for stride in strides[1:]) if isinstance(strides, Sequence) else 0
         scales = choose_scales(variant, args, model_cfgs[variant])
+        if args.get('reparameterized') and 'weights' not in args:  # others are loaded before folding
+            args = {**args, 'pretrained_cfg_overlay': {
+                'first_conv': 'stem.conv', **(args.get('pretrained_cfg_overlay') or {})}}
         return {'out_indices': tuple(range(features)), **args, 'scales': scales}
 
     return build_model(

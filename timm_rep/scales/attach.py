@@ -56,7 +56,8 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
         raise ValueError(
             f'Expected scales of {type(model).__name__}, but {scales!r} fit {len(fitting)} of its {len(layers)} '
             f'layers{": " if fitting else ""}{", ".join(fitting)}. Scales belong to an architecture: search again '
-            'for other depths or widths.\n  '
+            'for other depths or widths. If only the names of the layers differ, as with features_only=True or in a '
+            'larger model, pass a mapping from the names here to the vectors.\n  '
             + '\n  '.join(f'{name}: {problem}' for name, problem in problems.items()))
     return scales
 
