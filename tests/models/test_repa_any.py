@@ -14,6 +14,7 @@ import timm_rep
 from tests.helpers import images, needs_recorded_args, relative, save_model, wild_
 from tests.models.contract import train
 from timm_rep.layers import RePaMlp, RePaMlpDeploy
+from timm_rep.models._from_base import _resize
 
 VIT = dict(base='vit_tiny_patch16_224', img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
 CONVNEXT = dict(base='convnext_atto', dims=(8, 16, 16, 24), depths=(1, 1, 1, 1), num_classes=5)
@@ -129,6 +130,19 @@ def test_weights_of_another_base(tmp_path):
     save_model(timm.create_model('repa_any', **VIT), tmp_path)
     with pytest.raises(ValueError, match=r"base must be 'vit_tiny_patch16_224'.*'deit_tiny_patch1"):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=True, base='deit_tiny_patch16_224')
+
+
+def test_filters_only_resize():
+    """A filter of timm may rename by the order of the keys, as NextViT's did: it takes any weights for the authors'."""
+    model = torch.nn.Linear(3, 2)
+    given = dict(weight=torch.ones(2, 5), bias=torch.ones(2), other=torch.ones(2))
+
+    def filter_fn(state_dict, model):
+        return dict(weight=state_dict['weight'][:, :3], bias=state_dict['other'] * 2, other=state_dict['bias'])
+
+    resized = _resize(filter_fn, given, model)
+    assert resized['weight'].shape == (2, 3)
+    assert all(resized[name] is given[name] for name in ('bias', 'other'))
 
 
 @pytest.mark.parametrize('base,args', [

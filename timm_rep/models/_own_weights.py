@@ -98,7 +98,7 @@ def _is_of_base(
     if filter_fn is not None and not needed <= state_dict.keys():
         with contextlib.suppress(Exception):  # filters raise many types for checkpoints that they do not know
             found.append(filter_fn(dict(state_dict), base).keys())
-    return any(needed <= keys and not (own_keys - base_keys) & keys for keys in found)
+    return any(needed <= keys for keys in found)
 
 
 def _refuse_structure(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
