@@ -736,6 +736,31 @@ def test_folded_models_are_scripted(tmp_path):
     assert torch.equal(torch.jit.script(folded)(x), folded(x))
 
 
+@pytest.mark.parametrize('args', [
+    VIT, dict(base='fastvit_t8', layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64))], ids=['vit', 'fastvit'])
+def test_folding_inside_another_module(args):
+    """The hooks of annealing go with it; after an error they are there as before."""
+    model = annealed({**args, 'num_classes': 5}, anneal_steps=2).train()
+    x = images(4, 64 if args is not VIT else 32)
+    for _ in range(2):
+        model(x)
+    averaged = torch.optim.swa_utils.AveragedModel(model.eval())
+    unfinished = copy.deepcopy(averaged)
+    expected, folded = model(x), reparameterize(copy.deepcopy(averaged))
+    assert not layers(folded)
+    assert relative(folded(x), expected) < 1e-5
+    for layer in layers(unfinished)[1:]:
+        layer.act.step.zero_()
+    with pytest.raises(ValueError, match='finished'):
+        reparameterize(unfinished)
+    assert len(unfinished.module._forward_pre_hooks) == len(unfinished.module._forward_hooks) == 1
+    for layer in layers(unfinished):
+        layer.act.step.zero_()
+        layer.act.update_end()
+    unfinished.train()(x)
+    assert {layer.act.step.item() for layer in layers(unfinished)} == {1}
+
+
 def test_frozen_norms_fold_with_timm():
     """timm's own function, too, folds the batch norms that its ``freeze()`` replaces."""
     model = timm.create_model('fasternet_t0', depths=(1, 1, 1, 1), embed_dim=16, num_classes=5)

@@ -198,7 +198,42 @@ class Shortcut(UserFfn):
         return x + super().forward(x)
 
 
-@pytest.mark.parametrize('cls', [Scaled, Shortcut])
+class OnMaps(UserFfn):
+    def forward(self, x):
+        batch, height, width, channels = x.shape
+        return super().forward(x.reshape(batch, height * width, channels)).reshape(x.shape)
+
+
+class AssertsMaps(UserFfn):
+    def forward(self, x):
+        assert x.ndim == 4
+        return super().forward(x)
+
+
+class ShortcutOnMaps(AssertsMaps):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Pair(UserFfn):
+    def forward(self, x):
+        return super().forward(x), None
+
+
+class OnTokens(UserFfn):
+    def forward(self, x):
+        tokens, channels = x.shape
+        return super().forward(x.view(tokens, channels))
+
+
+@pytest.mark.parametrize('cls', [OnMaps, AssertsMaps, OnTokens])
+def test_ffns_of_other_dimensions(cls):
+    register_ffn(cls, **REGISTRATIONS[UserFfn])
+    ffns, others = find_ffns(nn.ModuleList([cls(4, 8)]))
+    assert ([ffn.name for ffn in ffns], others) == (['0'], {})
+
+
+@pytest.mark.parametrize('cls', [Scaled, Shortcut, ShortcutOnMaps, Pair])
 @pytest.mark.parametrize('training', [False, True])
 def test_ffns_that_compute_something_else(cls, training):
     """The parts of these FFNs alone would be another function."""

@@ -174,6 +174,23 @@ def test_other_inputs_and_classes(kind, fold, tmp_path):
 
 
 @needs_recorded_args
+@pytest.mark.parametrize(
+    'convert', [annealed, lambda model, x: timm_rep.convert_to_repopt(model)], ids=['repa', 'repopt'])
+@pytest.mark.parametrize('fold', FOLDS)
+@torch.no_grad()
+def test_other_classes_where_folding_renames_the_classifier(fold, convert, tmp_path):
+    """RepViT has two, with BatchNorms, which fold into one linear layer."""
+    model, x = build('repvit')
+    with torch.enable_grad():
+        convert(model, x)
+    model = FOLDS[fold](model.eval())
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, num_classes=7).eval()
+    assert torch.equal(loaded.forward_features(x), model.forward_features(x))
+    assert loaded(x).shape == (64, 7)
+
+
+@needs_recorded_args
 def test_copies(tmp_path):
     model, x = build('repvit')
     timm_rep.convert_to_repa(model, calibration=[x])

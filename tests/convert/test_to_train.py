@@ -271,3 +271,19 @@ def test_norms_with_an_activation_are_refused(kwargs):
     with pytest.raises(ValueError, match=r'mlp follows a BatchNormAct2d, .* Nothing was changed'):
         timm_rep.convert_to_repa(model, **kwargs)
     assert list(model.state_dict()) == before
+
+
+@pytest.mark.parametrize('part', ['ls2', 'norm2'])
+@pytest.mark.parametrize('kwargs', [{}, dict(anneal_steps=2, norm='batch')], ids=['to train', 'annealed'])
+def test_hooks_on_what_moves_into_the_ffn(part, kwargs):
+    """They would be lost, and with them what they compute; those on other parts stay."""
+    model, x = build('deit3')
+    hook = getattr(model.blocks[0], part).register_forward_hook(lambda module, args, y: y * 3)
+    before = model(x)
+    with pytest.raises(ValueError, match=rf'blocks\.0\.mlp .*{part} has hooks'):
+        timm_rep.convert_to_repa(model, **kwargs)
+    assert torch.equal(model(x), before)
+    hook.remove()
+    model.blocks[0].norm1.register_forward_hook(lambda module, args, y: y * 3)
+    timm_rep.convert_to_repa(model, **kwargs)
+    assert model.blocks[0].norm1._forward_hooks

@@ -13,7 +13,13 @@ from timm.models.fastvit import ReparamLargeKernelConv, RepConditionalPosEnc, Re
 from timm.utils import unwrap_model
 from torch.nn.utils.parametrize import is_parametrized
 
-from timm_rep.layers import foldable_layers, is_reparameterized, remove_annealing_hooks, structures_in
+from timm_rep.layers import (
+    foldable_layers,
+    has_other_hooks,
+    is_reparameterized,
+    remove_annealing_hooks,
+    structures_in,
+)
 from timm_rep.layers.fold import batch_norm_scale_shift
 from timm_rep.utils.modes import default_dtype, keeping_modes
 
@@ -106,12 +112,13 @@ def as_batch_norms(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_or_none(model: nn.Module) -> Iterator[None]:
-    """Undo all changes of the structure of a model if an error is raised."""
+    """Undo all changes of the structure and the hooks of a model if an error is raised."""
     # the same dicts with what was in them, since handles of hooks refer to them
     contents = [
         (attributes, copy.copy(attributes)) for module in model.modules()
         for attributes in (
-            module._modules, module._parameters, module._buffers, module._non_persistent_buffers_set, module.__dict__)]
+            module._modules, module._parameters, module._buffers, module._non_persistent_buffers_set,
+            module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module.__dict__)]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
@@ -274,10 +281,10 @@ def add_reparameterize(model: nn.Module) -> None:
 
 
 def _hooked(model: nn.Module) -> Set[str]:
-    """Names of parts of a model with forward hooks or a replaced ``forward()``."""
+    """Names of parts of a model with forward hooks, but for those of annealing, or a replaced ``forward()``."""
     return {
         name for name, module in model.named_modules()
-        if name and (module._forward_hooks or module._forward_pre_hooks or 'forward' in module.__dict__)}
+        if name and (has_other_hooks(module) or 'forward' in module.__dict__)}
 
 
 @torch.inference_mode(False)

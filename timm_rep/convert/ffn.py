@@ -114,7 +114,13 @@ class Ffn:
         if len(self.blocks) != 1:
             return 'is shared by several blocks' if self.blocks else (
                 'is in a block of a class that is not registered with timm_rep.convert.register_block()')
-        norm = getattr(self.blocks[0].module, self.blocks[0].norm)
+        block = self.blocks[0].module
+        norm = getattr(block, self.blocks[0].norm)
+        for part in (self.blocks[0].norm, self.blocks[0].ls):  # both move into the FFN
+            moved = getattr(block, part or '', None)
+            reason = unfoldable_reason(moved) if isinstance(moved, nn.Module) else None
+            if reason:
+                return f'is in a block whose {part} {reason}'
         if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_plain_batch_norm(norm):
             return f'follows a {type(norm).__name__}, which has an activation'
         kept = {
@@ -128,22 +134,25 @@ class Ffn:
     def matches_registered_parts(self) -> bool:
         """Whether the FFN equals the composition of its registered parts, checked on two random tokens in eval mode.
 
-        True where this cannot be checked: on the meta device, for inline FFNs, or if the forward pass of the tokens
-        fails.
+        The tokens are in a sequence, a map or alone, whichever the FFN takes. True where this cannot be checked: on the
+        meta device, for inline FFNs, or if it takes none of these.
         """
         like = find_linear(self.first).weight
         if like.is_meta or self._spec.inline:
             return True
         copied = self.around(self.exact())
-        shape = (1, self.in_features, 2, 1) if self.use_conv else (1, 2, self.in_features)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device='cpu').to(like)
-        with keeping_modes(self.module):
-            try:
-                y, expected = self.module.eval()(x.clone()), copied.eval()(x.clone())
-            except (RuntimeError, TypeError):
-                return True
-        tolerance = torch.finfo(like.dtype).eps ** 0.5
-        return y.shape == expected.shape and bool((y - expected).abs().max() <= tolerance * expected.abs().max())
+        shapes = [(1, 2), (1, 2, 1), (2,)]
+        tokens = torch.randn(2, self.in_features, generator=torch.Generator().manual_seed(0), device='cpu').to(like)
+        for x in [tokens.T[None, :, :, None]] if self.use_conv else [tokens.view(*s, self.in_features) for s in shapes]:
+            with keeping_modes(self.module):
+                try:
+                    y, expected = self.module.eval()(x.clone()), copied.eval()(x.clone())
+                except Exception:  # an FFN of the user may assert, or unpack, the shape of its input
+                    continue
+            tolerance = torch.finfo(like.dtype).eps ** 0.5
+            return isinstance(y, torch.Tensor) and y.shape == expected.shape and bool(
+                (y - expected).abs().max() <= tolerance * expected.abs().max())
+        return True
 
     def _affine(self, part: str) -> Affine:
         try:

@@ -82,12 +82,33 @@ def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Un
     return unique if len(unique) > 1 else next(iter(unique), None)
 
 
-def describe_input(model: nn.Module) -> None:
-    """Record in a model's config which layers receive the images; timm adapts their weights to other input channels."""
-    first_conv = input_layers(model, model.pretrained_cfg.get('first_conv'))
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'first_conv': first_conv}
+def classifier_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Sequence[str], None]:
+    """The classifiers of these names, or the linear layers that they were folded into; the names if there are none."""
+    modules = dict(model.named_modules())
+    found: List[str] = []
+    for name in (names,) if isinstance(names, str) else names or ():
+        place = name
+        while place not in modules:
+            place = place.rpartition('.')[0]
+        if place == name or isinstance(modules[place], nn.Linear):
+            found.append(place)
+    unique = list(dict.fromkeys(found))
+    return names if not unique else unique if len(unique) > 1 else unique[0]
+
+
+def describe_layers(model: nn.Module) -> None:
+    """Record in a model's config which layers receive the images and which are classifiers.
+
+    timm adapts the weights of the first to other input channels, and drops those of the others for other classes.
+    """
+    cfg = model.pretrained_cfg
+    layers = {
+        'first_conv': input_layers(model, cfg.get('first_conv')),
+        'classifier': classifier_layers(model, cfg.get('classifier')),
+    }
+    model.pretrained_cfg = model.default_cfg = {**cfg, **layers}
     if hasattr(model, '_traits'):  # since timm 1.0.31
-        model._traits = {**model._traits, 'first_conv': first_conv}
+        model._traits = {**model._traits, **layers}
 
 
 def _unfolded_names(model: nn.Module) -> FrozenSet[str]:
@@ -134,7 +155,7 @@ def _describe(model: nn.Module, *hook_args: Any) -> None:
         args['scales'] = recorded_scales(model.scales_source, layer.structure)
     if not _has(model, model._unfolded):
         args['reparameterized'] = True
-        describe_input(model)
+        describe_layers(model)
     if args != model._model_args:
         model._model_args = args
 
@@ -158,7 +179,7 @@ def make_foldable(model: nn.Module, folded: bool = False) -> None:
     """
     model._unfolded = frozenset() if folded else _unfolded_names(model)
     if _is_recorded(model):
-        describe_input(model)
+        describe_layers(model)
     _describe(model)
     model.register_state_dict_pre_hook(_describe)
     model.register_load_state_dict_pre_hook(check_loaded_structure)

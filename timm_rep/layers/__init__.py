@@ -4,6 +4,7 @@ from .annealing import (
     add_annealing_hooks,
     advance_annealing,
     check_annealing,
+    has_other_hooks,
     remove_annealing_hooks,
 )
 from .channel_idle import ChannelIdle, active_channels, idle_ratios
@@ -47,6 +48,7 @@ __all__ = [
     'check_foldable',
     'csla_layers',
     'foldable_layers',
+    'has_other_hooks',
     'holds_structure',
     'idle_ratios',
     'is_reparameterized',

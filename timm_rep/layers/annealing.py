@@ -114,6 +114,12 @@ def remove_annealing_hooks(model: nn.Module) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+def has_other_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks other than those of :func:`add_annealing_hooks`."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(hook is not advance_annealing and hook is not _collect_moments for hook in hooks)
+
+
 def advance_annealing(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
     """Count a step of all annealed layers of a model in training mode.
 

@@ -8,7 +8,7 @@ import timm
 import torch.nn as nn
 from timm.models import FeatureDictNet, PretrainedCfg, get_pretrained_cfg
 
-from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_input, is_timm_model
+from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, describe_layers, is_timm_model
 from timm_rep.hub import build_model, separate_overlay
 from timm_rep.layers import AnnealedActivation, add_annealing_hooks, remove_annealing_hooks
 
@@ -164,7 +164,7 @@ def create_from_base(
     model._model_args = {
         **getattr(model, '_model_args', {}), **{k: v for k, v in resolved.items() if k not in FACTORY_ARGS}}
     if not kwargs.get('features_only'):
-        describe_input(model)
+        describe_layers(model)
     elif any(isinstance(layer, AnnealedActivation) for layer in model.modules()):
         remove_annealing_hooks(model)  # of the model in it: a step would count twice
         add_annealing_hooks(model)
