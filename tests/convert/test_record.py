@@ -188,6 +188,7 @@ def test_other_classes_where_folding_renames_the_classifier(fold, convert, tmp_p
     loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, num_classes=7).eval()
     assert torch.equal(loaded.forward_features(x), model.forward_features(x))
     assert loaded(x).shape == (64, 7)
+    assert (model.pretrained_cfg['classifier'] == 'head') == (fold != 'unfolded')  # for other readers of config.json
 
 
 @needs_recorded_args
