@@ -166,7 +166,7 @@ def _reparameterize(model: nn.Module) -> nn.Module:
     return model
 
 
-def make_foldable(model: nn.Module, folded: bool = False) -> None:
+def make_foldable(model: nn.Module) -> None:
     """Add ``reparameterize()`` to a converted model, and refuse checkpoints of a different structure.
 
     The next ``state_dict()``, which timm's save_for_hf() calls before it reads the arguments, records for config.json
@@ -174,10 +174,9 @@ def make_foldable(model: nn.Module, folded: bool = False) -> None:
     calling ``reparameterize()``, scales are attached.
 
     Args:
-        model: Converted model.
-        folded: Whether it is folded already; timm's folded layers look like unfolded ones.
+        model: Converted model, which may be folded already.
     """
-    model._unfolded = frozenset() if folded else _unfolded_names(model)
+    model._unfolded = _unfolded_names(model)
     if _is_recorded(model):
         describe_layers(model)
     _describe(model)

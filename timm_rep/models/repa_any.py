@@ -55,7 +55,7 @@ def _build(
             model, idle_ratio, idle_schedule, bn_momentum, bn_eps, reparameterized)  # type: ignore[arg-type]
     if reparameterized:
         reparameterize(model)  # including the layers that timm folds
-    make_foldable(model, reparameterized)
+    make_foldable(model)
     return model
 
 

@@ -44,7 +44,7 @@ def _build(
                     part.reset_parameters()
         set_scales(model, scales, reinit)
     refuse_branches(model, names)  # registered first, because a RepGhostNet checkpoint also contains plain names
-    make_foldable(model, reparameterized)
+    make_foldable(model)
     return model
 
 
