@@ -114,10 +114,10 @@ class Ffn:
         if len(self.blocks) != 1:
             return 'is shared by several blocks' if self.blocks else (
                 'is in a block of a class that is not registered with timm_rep.convert.register_block()')
-        block = self.blocks[0].module
-        norm = getattr(block, self.blocks[0].norm)
-        for part in (self.blocks[0].norm, self.blocks[0].ls):  # both move into the FFN
-            moved = getattr(block, part or '', None)
+        block, = self.blocks
+        norm = getattr(block.module, block.norm)
+        for part in (block.norm, block.ls):  # both move into the FFN
+            moved = getattr(block.module, part, None)
             reason = unfoldable_reason(moved) if isinstance(moved, nn.Module) else None
             if reason:
                 return f'is in a block whose {part} {reason}'

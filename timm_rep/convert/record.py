@@ -4,7 +4,7 @@ timm's save_for_hf() reads them from ``_model_args``, ``pretrained_cfg`` and ``_
 """
 import inspect
 from functools import partial
-from typing import Any, FrozenSet, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import timm
 import torch
@@ -60,7 +60,14 @@ def _is_recorded(model: nn.Module) -> bool:
     return 'base' in getattr(model, '_model_args', {})
 
 
-def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
+def _nearest(modules: Mapping[str, nn.Module], name: str) -> str:
+    """The name, or that of its nearest parent that exists: folding may leave a layer where there was a block."""
+    while name not in modules:
+        name = name.rpartition('.')[0]
+    return name
+
+
+def _input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Tuple[str, ...], None]:
     """The layers that images enter: the layers of these names, or the convolutions in their places.
 
     Without those that have no weight of their own, as in the structures of Hyper-Search; None if there is no other.
@@ -68,9 +75,7 @@ def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Un
     modules = dict(model.named_modules())
     found: List[str] = []
     for name in (names,) if isinstance(names, str) else names or ():
-        place = name
-        while place not in modules:
-            place = place.rpartition('.')[0]
+        place = _nearest(modules, name)
         if place == name:
             found += [name] if hasattr(modules[name], 'weight') else []
             continue
@@ -82,31 +87,34 @@ def input_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Un
     return unique if len(unique) > 1 else next(iter(unique), None)
 
 
-def classifier_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Sequence[str], None]:
+def _classifier_layers(model: nn.Module, names: Union[str, Sequence[str], None]) -> Union[str, Sequence[str], None]:
     """The classifiers of these names, or the linear layers that they were folded into; the names if there are none."""
     modules = dict(model.named_modules())
     found: List[str] = []
     for name in (names,) if isinstance(names, str) else names or ():
-        place = name
-        while place not in modules:
-            place = place.rpartition('.')[0]
+        place = _nearest(modules, name)
         if place == name or isinstance(modules[place], nn.Linear):
             found.append(place)
     unique = list(dict.fromkeys(found))
     return names if not unique else unique if len(unique) > 1 else unique[0]
 
 
-def describe_layers(model: nn.Module) -> None:
-    """Record in a model's config which layers receive the images and which are classifiers.
+def adapted_layers(model: nn.Module, cfg: Mapping[str, Any]) -> Dict[str, Any]:
+    """``first_conv`` and ``classifier`` of a pretrained_cfg, with the names that these layers have in a model.
 
-    timm adapts the weights of the first to other input channels, and drops those of the others for other classes.
+    timm adapts the weights of the former to the number of input channels, and drops those of the latter where the
+    number of classes differs.
     """
-    cfg = model.pretrained_cfg
-    layers = {
-        'first_conv': input_layers(model, cfg.get('first_conv')),
-        'classifier': classifier_layers(model, cfg.get('classifier')),
+    return {
+        'first_conv': _input_layers(model, cfg.get('first_conv')),
+        'classifier': _classifier_layers(model, cfg.get('classifier')),
     }
-    model.pretrained_cfg = model.default_cfg = {**cfg, **layers}
+
+
+def describe_layers(model: nn.Module) -> None:
+    """Record the names of :func:`adapted_layers` in a model's config."""
+    layers = adapted_layers(model, model.pretrained_cfg)
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **layers}
     if hasattr(model, '_traits'):  # since timm 1.0.31
         model._traits = {**model._traits, **layers}
 

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, resolve_pretrained_cfg
 
-from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, classifier_layers, input_layers
+from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, adapted_layers
 from timm_rep.init import weight_select_init
 from timm_rep.scales import RELEASED_PREFIX, Scales, recorded_scales
 from timm_rep.scales._transformers import extend_timm_wrapper
@@ -153,10 +153,7 @@ def _create_with_weights(
     try:
         load_pretrained(
             model,
-            # a folded model has a different first layer, and may have a different last one
-            dict(
-                cfg, source='', state_dict=state_dict, first_conv=input_layers(model, cfg.get('first_conv')),
-                classifier=classifier_layers(model, cfg.get('classifier'))),
+            dict(cfg, source='', state_dict=state_dict, **adapted_layers(model, cfg)),
             num_classes=model.num_classes,
             in_chans=model_args.get('in_chans', 3),
             filter_fn=filter_fn,
