@@ -11,6 +11,7 @@ import timm_rep
 from tests.convert import families, multi_branch
 from tests.helpers import images, randomize_, same_weights
 from timm_rep._verify import _folded_layers
+from timm_rep.layers import RePaMlp
 
 NEXTVIT, EFFICIENTVIM = 'nextvit', 'FFN: efficientvim'
 MOVING = [name for name in (NEXTVIT, EFFICIENTVIM) if name in families.FAMILIES]  # the latter is newer than timm 1.0.26
@@ -185,6 +186,15 @@ def test_all_or_none(hooked):
 def test_no_module():
     with pytest.raises(TypeError, match='Expected a timm model'):
         timm_rep.convert.reparameterize('repa_deit_tiny')
+
+
+def test_one_layer():
+    """It has no parent in which its folded form could take its place."""
+    layer = RePaMlp(8, 16)
+    with pytest.raises(ValueError, match=r'RePaMlp is one layer.* fuse'):
+        timm_rep.convert.reparameterize(layer)
+    folded = layer.fuse()
+    assert timm_rep.convert.reparameterize(folded) is folded
 
 
 @pytest.mark.parametrize('name,args', [

@@ -82,10 +82,13 @@ def reparameterize(model: nn.Module) -> nn.Module:
         TypeError: model is not a module.
         ValueError: A BatchNorm has no running statistics, annealing is not finished, or a layer that folding removes
             has hooks or was replaced by an adapter; the message names the layer. Or timm cannot fold frozen BatchNorms
-            in this place. The model is unchanged.
+            in this place, or the model is one layer. The model is unchanged.
         OverflowError: A folded weight exceeds the range of the model's dtype. The model is unchanged.
     """
     check_module(model)
+    if _fuses(model):
+        kind = type(model).__name__
+        raise ValueError(f'Expected a model, but {kind} is one layer, which is not folded in place: use its fuse().')
     before = {*model.modules()}
     with keeping_modes(model), as_batch_norms(model), _all_or_none(model):
         folded = _fold(model.eval())
@@ -136,6 +139,11 @@ def folds_itself(module: nn.Module) -> bool:
     return any(hasattr(module, method) for method in _FOLDING)
 
 
+def _fuses(module: nn.Module) -> bool:
+    """Whether a module is a foldable layer that is not folded."""
+    return hasattr(module, 'structure_keys') and hasattr(module, 'fuse')
+
+
 def _fold(model: nn.Module) -> nn.Module:
     """:func:`reparameterize` of a model in eval mode, which may be half folded after an error."""
     _keep_folded(model)
@@ -143,7 +151,7 @@ def _fold(model: nn.Module) -> nn.Module:
     _check_blocks(model)
     fused: Dict[nn.Module, nn.Module] = {}
     for path, layer in model.named_modules():
-        if path and hasattr(layer, 'structure_keys') and hasattr(layer, 'fuse'):
+        if _fuses(layer):
             try:
                 fused[layer] = layer.fuse()
             except (ValueError, OverflowError) as e:
