@@ -11,7 +11,7 @@ from timm.models.metaformer import MetaFormer
 from timm_rep import convert_to_repa
 from timm_rep.convert.ffn import find_ffns
 from timm_rep.convert.repopt import set_scales, use_repopt_convs
-from timm_rep.layers import ChannelIdle, csla_layers
+from timm_rep.layers import ChannelIdle, RepOptConv
 from timm_rep.scales import ScalesLike
 
 __all__ = [
@@ -123,9 +123,10 @@ def mobileone_small(
         set_scales(model, 'init', reinit=False)
     elif scales is not None:
         use_repopt_convs(model)
-        if scales is False:
-            for layer in csla_layers(model).values():
-                layer.reset_parameters()
+        for layer in (m for m in model.modules() if isinstance(m, RepOptConv)):
+            layer[1].reset_parameters()
+            if scales is False:
+                layer[0].reset_parameters()
         set_scales(model, scales, reinit=True)
     return model
 

@@ -55,6 +55,62 @@ def test_function_and_fold(family):
     assert relative(timms(x), before) < 1e-5
 
 
+def new_norms(model):
+    return [module[1] for module in model.modules() if isinstance(module, RepOptConv)]
+
+
+@pytest.mark.parametrize('family', [family for family in FAMILIES if family not in (
+    'repvit',  # whose sums have a norm of their own
+    'iformer', 'fastvit')])  # whose position encodings have none
+@pytest.mark.parametrize('active', [0, -1])
+@torch.no_grad()
+def test_function_in_training(family, active):
+    """A new norm has the mean and variance of a sum with one branch that is not constant, so that the first step of a
+    training meets the same function.
+    """
+    original, x = build(family).double(), images(8, 64).double()
+    for linear_sum in find_linear_sums(original)[0]:
+        norms = [term.norm for term in linear_sum.terms if term.norm is not None]
+        for norm in norms:
+            if len(norms) < len(linear_sum.terms) or norm is not norms[active]:
+                norm.weight.zero_()
+    timm_rep.calibrate_batchnorm(original, [x])
+    model = copy.deepcopy(original)
+    timm_rep.convert_to_repopt(model, scales=False)
+    before = [(norm.running_mean.clone(), norm.running_var.clone()) for norm in new_norms(model)]
+    for norm in new_norms(model):
+        norm.momentum = 1.
+    expected = original.train()(x)
+    assert relative(expected, expected.roll(1, dims=0)) > .01  # it depends on the images
+    assert relative(model.train()(x), expected) < 1e-2
+    for norm, (mean, variance) in zip(new_norms(model), before):
+        std = variance.sqrt().clamp(min=1e-2)
+        assert ((norm.running_mean - mean).abs() < 1e-2 * std).all()
+        assert ((norm.running_var - variance).abs() < 1e-2 * std ** 2).all()
+
+
+@torch.no_grad()
+def test_variance_of_several_branches():
+    """Between that of uncorrelated and that of equal branches. Extreme values leave the function as it was."""
+    original, x = build('byobnet, RepVGG'), images(2, 64)
+    block = original.stages[0][1]
+    norms = [block.conv_kxk.bn, block.conv_1x1.bn, block.identity]
+    for norm in norms:
+        norm.weight[0] = 0
+        norm.running_var[1] = 0
+    norms[0].weight[2] *= 1e30
+    expected = original(x)
+    stds = torch.stack([
+        norm.weight.double().abs() * (norm.running_var.double() / (norm.running_var.double() + norm.eps)).sqrt()
+        for norm in norms])
+    timm_rep.convert_to_repopt(original)
+    variance = original.stages[0][1].reparam_conv[1].running_var
+    assert relative(variance[3:], ((stds ** 2).sum(0).sqrt() * stds.sum(0))[3:].float()) < 1e-6
+    assert variance.isfinite().all()
+    assert variance[:2].tolist() == [0, 0]
+    assert relative(original(x), expected) < 1e-5
+
+
 def copies(family, scales_seed=1):
     """The CSLA structure of a family with random, also negative, scales, and the target structure with its kernels."""
     csla, target = build(family).double(), build(family).double()

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from timm_rep.layers import Affine, ConvBranch, Csla, IdentityBranch, unfoldable_reason
+from timm_rep.layers.fold import batch_norm_scale_shift, to_float64
 
 
 class Term(NamedTuple):
@@ -106,6 +107,58 @@ class LinearSum:
             weight += F.pad(term.weight.reshape(out, inputs, *size), (columns, columns, rows, rows))
             bias += term.bias
         return Affine(weight.flatten(1), bias)
+
+
+    def output_statistics(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Mean and variance of the channels of the sum in training, as the BatchNorms of its branches tell them.
+
+        The mean is the sum of the branches' means. The variance is the geometric mean of two: that of uncorrelated
+        branches, ``sum(std ** 2)``, and the largest, ``sum(std) ** 2``. Where no BatchNorm tells the statistics of an
+        identity's input, its mean is taken as 0 and its variance as 1; the output of a convolution without BatchNorm
+        is taken as its bias.
+
+        Returns:
+            Two tensors of shape (out_channels,), float64.
+        """
+        inputs = self._input_statistics()
+        means, stds = [], []
+        for conv, norm, gain in self.terms:
+            if norm is not None:
+                mean, std = _norm_statistics(norm)
+            elif conv is not None:
+                mean = Affine.from_linear(conv).bias
+                std = torch.zeros_like(mean)
+            else:
+                mean, std = inputs[0], inputs[1].sqrt()
+            factor = 1. if gain is None else to_float64(gain).flatten()
+            means.append(mean * factor)
+            stds.append((std * factor).abs())
+        std = torch.stack(stds)
+        return sum(means), std.square().sum(dim=0).sqrt() * std.sum(dim=0)
+
+    def _input_statistics(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Mean and variance of the input channels, from a BatchNorm of the input or of its channels' multiples."""
+        for conv, norm, _ in self.terms:
+            is_depthwise = conv is None or (conv.kernel_size == (1, 1) and conv.groups == conv.out_channels)
+            if norm is None or not is_depthwise:
+                continue
+            mean, variance = to_float64(norm.running_mean), to_float64(norm.running_var)
+            if conv is None:
+                return mean, variance
+            weight, bias = Affine.from_linear(conv)
+            factor = weight.flatten()
+            return (
+                torch.where(factor == 0, 0., (mean - bias) / factor),
+                torch.where(factor == 0, 1., variance / factor.square()))
+        ones = torch.ones(self.convs[0].out_channels, dtype=torch.float64, device=self.convs[0].weight.device)
+        return torch.zeros_like(ones), ones
+
+
+def _norm_statistics(norm: nn.modules.batchnorm._BatchNorm) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of the output of a BatchNorm in training."""
+    scale, _ = batch_norm_scale_shift(norm)
+    mean = torch.zeros_like(scale) if norm.bias is None else to_float64(norm.bias)
+    return mean, scale.abs() * to_float64(norm.running_var).sqrt()
 
 
 def _conv_norms(layers: Sequence[nn.Module], norm: str = 'bn', **kwargs: Any) -> List[Term]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 
 from timm_rep.layers import Affine, Csla, RepOptConv, RepOptConvDeploy, csla_layers
+from timm_rep.layers.fold import to_float64
 from timm_rep.scales import ScalesLike, attach_grad_mults, resolve_scales, stage_of
 
 from ._reparameterize import check_unconverted, reparameterize, replace_modules
@@ -58,7 +59,8 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
     """Replace the sums of linear branches in a timm model by CSLA layers followed by a BatchNorm, in place.
 
     The target structure computes the sum as in eval mode: its kernel is the sum of the folded kernels, and the
-    BatchNorm adds their bias. The other structures are newly initialized. GradMults are not attached.
+    BatchNorm adds their bias. A new BatchNorm has the mean and an estimate of the variance of the sum. The other
+    structures are newly initialized. GradMults are not attached.
 
     Args:
         model: timm model with its multi-branch blocks.
@@ -168,13 +170,20 @@ def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
 
 @torch.no_grad()
 def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> None:
-    """Set a target structure to the kernel and bias of a sum."""
+    """Set a target structure to the kernel and bias of a sum.
+
+    The running statistics of a new BatchNorm are those of the sum, since in training it divides by them: the first
+    steps from a pretrained network would otherwise meet another function, at another scale in each layer.
+    """
     conv, norm = layer
     kernel, bias = affine
     conv.weight.copy_(kernel.reshape(conv.weight.shape))
     if linear_sum.norm is None:
-        nn.init.constant_(norm.weight, (1 + norm.eps) ** .5)  # running_var is 1
-        norm.bias.copy_(bias)
+        mean, variance = linear_sum.output_statistics()
+        norm.running_var.copy_(variance.clamp(max=torch.finfo(norm.running_var.dtype).max))
+        norm.running_mean.copy_(mean - bias)
+        norm.weight.copy_((to_float64(norm.running_var) + norm.eps).sqrt())  # of what was rounded
+        norm.bias.copy_(to_float64(norm.running_mean) + bias)
     else:
         norm.running_mean = (norm.running_mean - bias).to(norm.running_mean)
 
@@ -232,7 +241,9 @@ def convert_to_repopt(model: nn.Module, scales: ScalesLike = 'init') -> RepOptRe
 
     Each sum of linear branches (MobileOne, RepVGG, FastViT, RepViT, RepGhostNet, GhostNetV3, LCNetV2, iFormer) becomes
     one convolution with a GradMult, followed by one BatchNorm; everything else stays timm's, and the function in eval
-    mode is unchanged. Train it with ``RepSGD`` or ``RepAdamW`` (``--opt repsgd``), created after the conversion;
+    mode is unchanged. In train mode it is close to that of the branches, since the running statistics of the new
+    BatchNorms come from theirs; not where these tell nothing of a shortcut, in the position encodings of iFormer and
+    FastViT. Train it with ``RepSGD`` or ``RepAdamW`` (``--opt repsgd``), created after the conversion;
     ``model.reparameterize()`` then folds it into timm's own folded model. timm's save_for_hf() and
     ``timm_rep.export(model, 'folder')`` write the result as a ``repopt_any``, folded or not, if the model was created
     with ``timm.create_model`` of timm 1.0.31 or newer.
