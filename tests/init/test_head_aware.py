@@ -12,7 +12,7 @@ from timm.layers import MultiQueryAttention2d, resample_abs_pos_embed, resize_re
 from timm.layers.halo_attn import HaloAttn
 
 import timm_rep
-from tests.helpers import relative
+from tests.helpers import randomize_, relative, same_weights
 from timm_rep.init import evenly_spaced
 from timm_rep.init.attention import AttentionLayout
 from timm_rep.init.head_aware import ModelLayout, Unselectable, head_aware_indices, interpolate_positions
@@ -125,8 +125,37 @@ def test_position_embeddings_are_interpolated():
         expected = resample_abs_pos_embed(teacher.pos_embed, [size // 8] * 2)[..., kept]
         assert torch.equal(student.pos_embed, expected)
         assert torch.equal(student.pos_embed[:, 0], teacher.pos_embed[:, 0][:, kept])
-    with pytest.raises(ValueError, match='smaller'):  # by index it cannot be larger
-        timm_rep.weight_select_init(student, teacher)
+
+
+@pytest.mark.parametrize('element_selection', ['uniform', 'consecutive', 'random', 'l1', 'uniform_heads'])
+@torch.no_grad()
+def test_positions_are_interpolated_by_every_selection(element_selection):
+    """Only channels and heads are selected, by index."""
+    teacher = build(1, **TEACHER)
+    for size in (16, 48):
+        student = build(0, **dict(STUDENT, img_size=size))
+        resized = build(1, **dict(TEACHER, img_size=size))
+        resized.load_state_dict({
+            **teacher.state_dict(), 'pos_embed': resample_abs_pos_embed(teacher.pos_embed, [size // 8] * 2)})
+        expected = build(0, **dict(STUDENT, img_size=size))
+        timm_rep.weight_select_init(expected, resized, element_selection)
+        report = timm_rep.weight_select_init(student, teacher, element_selection)
+        assert same_weights(student, expected)
+        assert next(s for s in report.selections if s.name == 'pos_embed').indices[1] is None
+    no_grid = build(0, **dict(STUDENT, img_size=(32, 16), reg_tokens=1))
+    with pytest.raises(ValueError, match='10 positions cannot be interpolated to 10: expected grids'):
+        timm_rep.weight_select_init(no_grid, build(1, **dict(TEACHER, img_size=24)), element_selection)
+
+
+@torch.no_grad()
+def test_windows_are_interpolated_by_every_selection():
+    student, teacher = (randomize_(timm.create_model(
+        'swin_tiny_patch4_window7_224', img_size=64, depths=(1, 1), num_heads=(heads, 2 * heads), embed_dim=8 * heads,
+        window_size=window, num_classes=0)) for heads, window in ((1, 4), (2, 8)))
+    name = 'layers.0.blocks.0.attn.relative_position_bias_table'
+    timm_rep.weight_select_init(student, teacher)
+    expected = resize_rel_pos_bias_table(teacher.get_parameter(name), (4, 4), (49, 2))[:, :1]
+    assert torch.equal(student.get_parameter(name), expected)
 
 
 @pytest.mark.parametrize('size,known', [((48, 96), True), ((48, 96), False), ((72, 32), True)])

@@ -257,13 +257,10 @@ def head_aware_indices(
         The positions along each axis, None where the axis is kept whole or interpolated.
     """
     shape = student.shapes[name]
-    position_axes = _position_axes(name, shape)
+    interpolated = interpolated_axes(name, shape, teacher_shape, student.grid, teacher.grid)
     indices: Indices = []
     for dim, (length, teacher_length) in enumerate(zip(shape, teacher_shape)):
-        if dim in position_axes and (length != teacher_length or _differ(student.grid, teacher.grid)):
-            grids = _grids(teacher_length, length, teacher.grid, student.grid) if dim else _window(length)
-            if len(position_axes) == 1 and grids is None:
-                raise Unselectable(f'{teacher_length} positions cannot be interpolated to {length}: expected grids')
+        if dim in interpolated:
             indices.append(None)
             continue
         positions = torch.empty(length, dtype=torch.long)
@@ -282,6 +279,24 @@ def _position_axes(name: str, shape: Shape) -> Tuple[int, ...]:
     return (0,) if len(shape) == 2 else (1, 2)  # (positions, heads), in MaxViT also (heads, height, width)
 
 
+def interpolated_axes(
+        name: str, shape: Shape, teacher_shape: Shape, grid: Optional[Grid] = None, teacher_grid: Optional[Grid] = None,
+) -> Tuple[int, ...]:
+    """The axes that :func:`interpolate_positions` fits, with its arguments; none if the positions are the same.
+
+    Raises:
+        Unselectable: The positions differ and are not those of grids.
+    """
+    axes = _position_axes(name, shape)
+    lengths = [(teacher_shape[axis], shape[axis]) for axis in axes]
+    if all(old == new for old, new in lengths) and not (axes == (1,) and _differ(grid, teacher_grid)):
+        return ()
+    (old, new), *others = lengths
+    if not others and not (_window(new) if axes == (0,) else _grids(old, new, teacher_grid, grid)):
+        raise Unselectable(f'{old} positions cannot be interpolated to {new}: expected grids')
+    return axes
+
+
 def interpolate_positions(
         tensor: torch.Tensor, name: str, shape: Shape, grid: Optional[Grid] = None, teacher_grid: Optional[Grid] = None,
 ) -> torch.Tensor:
@@ -298,10 +313,12 @@ def interpolate_positions(
 
     Returns:
         The tensor with the student's number of positions and the teacher's number of channels or heads.
+
+    Raises:
+        Unselectable: The positions differ and are not those of grids.
     """
-    axes = _position_axes(name, shape)
-    same = all(tensor.shape[axis] == shape[axis] for axis in axes)
-    if same and not (axes == (1,) and _differ(grid, teacher_grid)):
+    axes = interpolated_axes(name, shape, tuple(tensor.shape), grid, teacher_grid)
+    if not axes:
         return tensor
     if axes == (1, 2):
         window, table = [(length + 1) // 2 for length in shape[1:]], (tensor.shape[0], *shape[1:])

@@ -11,7 +11,14 @@ import torch.nn as nn
 from timm.utils import unwrap_model
 
 from .elements import ELEMENT_SELECTIONS, Indices, index_axes, select_elements
-from .head_aware import HEADS, ModelLayout, Unselectable, head_aware_indices, interpolate_positions
+from .head_aware import (
+    HEADS,
+    ModelLayout,
+    Unselectable,
+    head_aware_indices,
+    interpolate_positions,
+    interpolated_axes,
+)
 from .matching import (
     COMPONENTS,
     Shape,
@@ -113,8 +120,9 @@ def weight_select_init(
     tensor of the same name in it, element selection the entries of that tensor (section 3). The teacher is not needed
     afterwards. After an error, the student is unchanged.
 
-    The first convolution of a teacher of RGB images is adapted to a student with another number of input channels by
-    timm's ``adapt_input_conv``.
+    Position embeddings and tables of relative positions are first interpolated to the student's grid or window, if the
+    teacher's differs. The first convolution of a teacher of RGB images is adapted to a student with another number of
+    input channels by timm's ``adapt_input_conv``.
 
     Args:
         student: The model to initialize, on any device and of any dtype.
@@ -124,8 +132,8 @@ def weight_select_init(
             names of timm models.
         element_selection: 'uniform', evenly spaced along every axis (algorithm 1); 'consecutive'; 'random', the same
             positions for axes of the same length; 'random_inconsistent'; the baselines 'l1' and 'magnitude'; see
-            :func:`timm_rep.init.select_elements`. Or 'uniform_heads', which respects heads, projections, groups and
-            positions, see :func:`timm_rep.init.head_aware.head_aware_indices`.
+            :func:`timm_rep.init.select_elements`. Or 'uniform_heads', which respects heads, projections and groups,
+            see :func:`timm_rep.init.head_aware.head_aware_indices`.
         layer_selection: 'first', 'uniform', 'mid' or 'last' blocks of the teacher, in each stage separately.
         include: Components ('patch_embed', 'pos_embed', 'attention', 'norm', 'mlp', 'head', 'other') or patterns of
             names to select; None for all.
@@ -191,6 +199,7 @@ def weight_select_init(
                 continue
             tensor = opened.read(s.teacher_name).reshape(match_outer_ones(s.teacher_shape, s.shape))
             if of_heads is None:
+                tensor = interpolate_positions(tensor, s.name, s.shape, layout.grid, teacher_layout.grid)
                 tensor, indices = select_elements(
                     tensor, s.shape, element_selection, seed, key=s.name, parts=layout.projections(s.name))
             else:
@@ -290,13 +299,16 @@ def _why_impossible(
     teacher_shape = match_outer_ones(teacher.shapes[teacher_name], shape)
     if len(shape) != len(teacher_shape):
         reason = 'with a different number of axes'
-    elif heads is not None:
+    else:
         try:
-            head_aware_indices(name, teacher_name, teacher_shape, student, teacher, heads)
+            if heads is not None:
+                head_aware_indices(name, teacher_name, teacher_shape, student, teacher, heads)
+            else:
+                interpolated = interpolated_axes(name, shape, teacher_shape, student.grid, teacher.grid)
+                if any(shape[i] > length for i, length in enumerate(teacher_shape) if i not in interpolated):
+                    reason = 'smaller'
         except Unselectable as e:
             reason = str(e)
-    elif any(a > b for a, b in zip(shape, teacher_shape)):
-        reason = 'smaller'
     return reason and f'{teacher_name} of the teacher is {teacher.shapes[teacher_name]}, {reason}'
 
 
