@@ -121,6 +121,41 @@ def test_all_parameters_were_replaced_later(model, optimizer):
     existing.step()
 
 
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_the_optimizer_got_copies_later(model, optimizer):
+    """A trainer keeps copies of the parameters in the optimizer, and the model has its own."""
+    existing = optimizer(model.parameters())
+    for group in existing.param_groups:
+        group['params'] = [nn.Parameter(p.detach().clone()) for p in group['params']]
+        for param in group['params']:
+            param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match='the model were replaced'):
+        existing.step()
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_one_parameter_was_replaced_later(model, optimizer):
+    """In its layer and in the optimizer."""
+    name, conv = layer(model)
+    existing, relaxed = optimizer(model.parameters()), optimizer(model.parameters(), strict=False)
+    old, new = conv.weight, nn.Parameter(conv.weight.detach().clone())
+    conv._parameters['weight'] = new
+    for group in (*existing.param_groups, *relaxed.param_groups):
+        group['params'] = [new if p is old else p for p in group['params']]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=name) as e:
+        existing.step()
+    assert not any(other in str(e.value) for other in csla_layers(model) if other != name)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    relaxed.step()
+    timm_rep.attach_grad_mults(model, 'ones')
+    existing.step()
+    conv.set_scales(None)  # on purpose
+    existing.step()
+
+
 def test_a_compiled_layer_is_copied(model):
     """Without its compiled call, which has the weights of the original."""
     _, conv = layer(model)

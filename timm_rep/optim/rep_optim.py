@@ -83,8 +83,8 @@ class _RepOptimizer(_Base):
 
         Raises:
             RuntimeError: A gradient is sparse or complex where a dense real one is needed.
-            ValueError: With strict, all GradMults were lost since the last step; or a parameter with a GradMult has
-                another shape, or is no longer the weight of its layer.
+            ValueError: With strict, GradMults were lost since the last step; or a parameter with a GradMult has another
+                shape, or its layer now computes the weight from others.
             OverflowError: A multiplier exceeds the range of the dtype of its parameter.
         """
         if 'capturable' in self.defaults:  # the check reads this option
@@ -94,17 +94,11 @@ class _RepOptimizer(_Base):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._models:
-            models = self._multiplied_models()
-            if not models and any(self._models):  # removed multipliers are not in a model
-                raise ValueError(
-                    f'The parameters of {type(self).__name__} were replaced by others without a GradMult, for example '
-                    "by accelerate's prepare() with FSDP2: call timm_rep.attach_grad_mults(model, scales) after it.")
-            self._models = models
         groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
         for group, params in groups:
             for param in params:
                 self._check(param, group)
+        self._check_not_lost()
         if self._scalers['found_inf'] is not None:
             # GradScaler sums over devices, but torch's fused kernels skip a step only for exactly 1
             self.found_inf = (self.found_inf != 0).to(torch.float32)
@@ -163,7 +157,7 @@ class _RepOptimizer(_Base):
             raise ValueError(
                 f'Expected parameters with a GradMult, but {type(self).__name__} was given none, so it would train '
                 f"like torch's optimizer. Create a RepOpt model with scales (timm.create_model('repopt_vgg_b1')), or "
-                f'{how}. Pass strict=False for a plain optimizer.')
+                f'{how}. Pass strict=False for a plain optimizer, or if the kernels are frozen for now.')
         plain = [p for p in params if get_grad_mult(p) is None]
         self._models = self._multiplied_models()
         layers = [item for model in self._models for item in model.items()]
@@ -178,6 +172,20 @@ class _RepOptimizer(_Base):
                 f'Expected a GradMult for every layer that was given one, but {len(lost)} of {len(layers)} have lost '
                 f'theirs: {", ".join(lost)}. Their parameters were replaced or copied, or a parametrization computes '
                 f'them: remove it and {how}. Pass strict=False to train these layers as plain ones.')
+
+    def _check_not_lost(self) -> None:
+        """With strict, raise ValueError if a layer has lost its GradMult since the last step."""
+        if not self._models:
+            return
+        models = self._multiplied_models()
+        # removed multipliers are not in a model
+        lost = [name for model in models or self._models for name, layer in model.items() if layer.grad_mult is None]
+        if lost or (not models and any(self._models)):
+            raise ValueError(
+                f'The parameters of {", ".join(lost) or "the model"} were replaced by others without a GradMult, for '
+                "example by accelerate's prepare() with FSDP2: call timm_rep.attach_grad_mults(model, scales) after "
+                'it.')
+        self._models = models
 
     def _check(self, param: torch.Tensor, group: Dict[str, Any]) -> None:
         """Raise the errors of step() if a parameter cannot be updated."""
