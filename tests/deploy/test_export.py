@@ -3,6 +3,7 @@ import copy
 import importlib.util
 import json
 import multiprocessing
+import pickle
 import sys
 from functools import partial
 
@@ -29,8 +30,8 @@ from timm_rep.cli import main
 from timm_rep.convert import use_repa_ffns
 from timm_rep.deploy import FORMATS, VERIFICATION_NAME, onnx_runner
 from timm_rep.hub import load_folder
-from timm_rep.layers import RePaMlp, is_reparameterized
-from timm_rep.scales import Scales
+from timm_rep.layers import RePaMlp, csla_layers, is_reparameterized
+from timm_rep.scales import Scales, attached_scales
 from timm_rep.utils.modes import default_dtype
 
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
@@ -499,6 +500,62 @@ def test_scales_of_a_model_to_train_further(tmp_path):
     assert type(create_optimizer_v2(loaded, opt='repsgd', lr=.1)).__name__ == 'RepSGD'
     assert Scales.load(tmp_path / 'trained' / 'scales.safetensors') == scales
     assert not (tmp_path / 'folded' / 'scales.safetensors').exists()
+
+
+def _from_a_file(folder):
+    model = tiny('repopt_vgg_a0')
+    path = folder / 's.safetensors'
+    normal_scales(model).save(path)
+    return tiny('repopt_vgg_a0', scales=str(path)), path
+
+
+def _overwritten(folder):
+    model, path = _from_a_file(folder)
+    normal_scales(model, seed=1).save(path)
+    return model
+
+
+def _deleted(folder):
+    model, path = _from_a_file(folder)
+    path.unlink()
+    return model
+
+
+def _of_one_layer(folder):
+    model = tiny('repopt_vgg_a0', scales='init')
+    layer = model.stages[0][0].conv[0]
+    layer.set_scales({branch: 2 * scale for branch, scale in layer.grad_mult.scales.items()})
+    return model
+
+
+def _copied(folder):
+    model, path = _from_a_file(folder)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    path.unlink()
+    return copied
+
+
+@needs_recorded_args
+@pytest.mark.parametrize('create', [
+    _overwritten, _deleted, _of_one_layer, _copied,
+    lambda folder: tiny('repopt_vgg_a0', scales=normal_scales(tiny('repopt_vgg_a0'))),
+    lambda folder: tiny('repopt_vgg_a0', scales={
+        layer: dict(branches) for layer, branches in normal_scales(tiny('repopt_vgg_a0')).items()}),
+    lambda folder: tiny('repopt_vgg_a0', scales=normal_scales(tiny('repopt_vgg_a0')).mean_over_channels()),
+    lambda folder: timm_rep.attach_grad_mults(
+        nn.ModuleDict(dict(backbone=tiny('repopt_vgg_a0', scales='init'))), 'ones')['backbone'],
+], ids=['overwritten', 'deleted', 'of one layer', 'copied', 'object', 'mapping', 'averaged', 'around the model'])
+def test_the_saved_scales_are_the_attached_ones(tmp_path, create):
+    """Wherever they came from, and whatever their file holds now; by timm's function, the same or none."""
+    model = create(tmp_path)
+    timm_rep.export(model, tmp_path / 'out', reparameterize=False)
+    loaded = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True)
+    for (name, layer), other in zip(csla_layers(model).items(), csla_layers(loaded).values()):
+        assert torch.equal(layer.grad_mult.dense('squared'), other.grad_mult.dense('squared')), name
+    recorded = model._model_args['scales']
+    if recorded:
+        again = timm_rep.attach_grad_mults(copy.deepcopy(model), recorded)
+        assert attached_scales(again) == attached_scales(model)
 
 
 @needs_recorded_args

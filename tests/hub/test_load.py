@@ -23,7 +23,7 @@ from timm_rep.hub._folder import write_hashes
 from timm_rep.layers import csla_layers
 from timm_rep.models import RePaVisionTransformer
 from timm_rep.publish import write_folded
-from timm_rep.scales import Scales
+from timm_rep.scales import Scales, attached_scales
 from timm_rep.utils.network import is_reachable
 
 NAME = 'repa_deit_tiny.mine'
@@ -166,7 +166,7 @@ def test_scales_go_with_their_model(folder):
     publish(path, REPOPT)
     save_folder(trained(*REPOPT, scales='init'), path, model_args=REPOPT[1])
     assert not (path / 'scales.safetensors').exists()
-    assert timm.create_model(f'local-dir:{path}', pretrained=True).scales_source == 'init'
+    assert attached_scales(timm.create_model(f'local-dir:{path}', pretrained=True)).source == 'init'
     (path / 'scales.safetensors').write_bytes(b'searched')
     save_folder(trained(*REPOPT, scales='init'), path, model_args=REPOPT[1])
     assert (path / 'scales.safetensors').read_bytes() == b'searched'

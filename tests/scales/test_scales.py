@@ -18,7 +18,7 @@ from timm.utils import ParseKwargs
 import timm_rep
 from timm_rep.layers import ConvBranch, Csla, CslaConv2d, IdentityBranch, csla_layers
 from timm_rep.optim import RepSGD, get_grad_mult
-from timm_rep.scales import Scales
+from timm_rep.scales import Scales, attached_scales
 from timm_rep.utils.modes import default_dtype
 
 TINY = dict(depths=(1, 2, 2, 1), widths=(8, 16, 24, 32), stem_width=8, num_classes=5)
@@ -312,7 +312,8 @@ def test_attaching_around_the_model_is_recorded(wrap):
     model = tiny(scales='init')
     for scales, recorded in ('ones', 'ones'), (None, None), ('init', 'init'):
         timm_rep.attach_grad_mults(wrap(model), scales)
-        assert model.scales_source == recorded
+        attached = attached_scales(model)
+        assert (attached and attached.source) == recorded
 
 
 def test_attach_to_identity_branches_alone(tmp_path):

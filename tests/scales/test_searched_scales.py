@@ -14,7 +14,7 @@ import torch
 import timm_rep
 import timm_rep.scales.packaged as packaged
 from timm_rep.layers import csla_layers
-from timm_rep.scales import RELEASED, Scales, locate_released, packaged_scales, released
+from timm_rep.scales import RELEASED, Scales, attached_scales, locate_released, packaged_scales, released
 
 CARD = Path(packaged.__file__).with_name('README.md')
 
@@ -168,7 +168,7 @@ def test_create_model(server, released_scales, monkeypatch):
         checked.clear()
         model = timm.create_model('repopt_vgg_b1', device='meta', **kwargs)
         assert len(checked) == 1  # its hash is computed once
-        assert model.scales_source == 'released:repopt_vgg_b1'
+        assert attached_scales(model).source == 'released:repopt_vgg_b1'
         first = next(iter(expected))
         layer = model.get_submodule(first)
         torch.testing.assert_close(
@@ -176,7 +176,7 @@ def test_create_model(server, released_scales, monkeypatch):
         assert model._model_args['scales'] == 'released:repopt_vgg_b1'  # recorded when the model is saved
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)  # it is cached
     model = timm.create_model('repopt_vgg_b1', scales='released', device='meta')
-    assert model.scales_source == 'released:repopt_vgg_b1'
+    assert attached_scales(model).source == 'released:repopt_vgg_b1'
 
 
 def test_without_download(server, monkeypatch, caplog):
@@ -187,7 +187,7 @@ def test_without_download(server, monkeypatch, caplog):
             timm.create_model('repopt_vgg_l1', scales='released', **_SMALL)
         caplog.clear()
         model = timm.create_model('repopt_vgg_l1', device='meta')
-        assert model.scales_source == 'init'
+        assert attached_scales(model).source == 'init'
         assert len([r for r in caplog.records if r.levelname == 'WARNING' and 'repopt_vgg_l1' in r.message]) == 1
 
 
@@ -206,15 +206,16 @@ def test_a_saved_model_loads_without_its_scales(server, tmp_path, caplog):
     from timm.models import save_for_hf
 
     model = timm.create_model('repopt_vgg_b1', scales='init', num_classes=3, **_SMALL).eval()
-    model.scales_source = 'released:repopt_vgg_b1'
+    attached_scales(model).source = 'released:repopt_vgg_b1'
     save_for_hf(model, tmp_path / 'saved')
-    assert json.loads((tmp_path / 'saved' / 'config.json').read_text())['model_args']['scales'] == model.scales_source
+    config = json.loads((tmp_path / 'saved' / 'config.json').read_text())
+    assert config['model_args']['scales'] == 'released:repopt_vgg_b1'
     caplog.clear()
     again = timm.create_model(f'local-dir:{tmp_path / "saved"}', pretrained=True)
     assert ['repopt_vgg_b1' in r.message for r in caplog.records if r.levelname == 'WARNING'] == [True]
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(again.eval()(x), model(x))
-    assert again.scales_source is None
+    assert attached_scales(again) is None
     with pytest.raises(ValueError, match='GradMult'):
         timm.optim.create_optimizer_v2(again, opt='repsgd')
     folded = timm.create_model(f'local-dir:{tmp_path / "saved"}', pretrained=False, reparameterized=True)
@@ -254,11 +255,12 @@ def test_a_server_that_does_not_answer(server, monkeypatch):
 
 def test_other_models_download_nothing(server, caplog):
     _, requests = server
-    assert timm.create_model('repopt_vgg_b1', **_SMALL).scales_source == 'init'  # another architecture
+    assert attached_scales(timm.create_model('repopt_vgg_b1', **_SMALL)).source == 'init'  # another architecture
     assert [record.levelname for record in caplog.records] == ['WARNING']  # searched scales exist
-    assert timm.create_model('repopt_vgg_b1', scales='init', device='meta').scales_source == 'init'
+    assert attached_scales(timm.create_model('repopt_vgg_b1', scales='init', device='meta')).source == 'init'
     timm.create_model('repopt_vgg_b1', reparameterized=True, device='meta')
-    assert timm.create_model('repopt_ghostnet_050', device='meta').scales_source == 'repopt_ghostnet_050'  # packaged
+    packaged = timm.create_model('repopt_ghostnet_050', device='meta')
+    assert attached_scales(packaged).source == 'repopt_ghostnet_050'
     assert not requests
     with pytest.raises(ValueError, match='repopt_vgg_a1'):
         timm.create_model('repopt_vgg_a1', scales='released')

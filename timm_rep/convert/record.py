@@ -159,8 +159,8 @@ def _describe(model: nn.Module, *hook_args: Any) -> None:
     if not _is_recorded(model) or model._model_args.get('reparameterized'):
         return
     args = {name: value for name, value in model._model_args.items() if name != 'scales'}
-    for layer in csla_layers(model).values():
-        args['scales'] = recorded_scales(model.scales_source, layer.structure)
+    if csla_layers(model):
+        args['scales'] = recorded_scales(model)
     if not _has(model, model._unfolded):
         args['reparameterized'] = True
         describe_layers(model)

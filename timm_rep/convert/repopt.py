@@ -202,8 +202,6 @@ def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:
 def set_scales(model: nn.Module, scales: Optional[ScalesLike], reinit: bool) -> None:
     """Attach GradMults to the target operators of a model, or set the scales of its search or CSLA layers.
 
-    ``model.scales_source`` becomes their source.
-
     Args:
         model: Model with CSLA layers.
         scales: As for :func:`timm_rep.attach_grad_mults`; False for none.
@@ -225,7 +223,6 @@ def set_scales(model: nn.Module, scales: Optional[ScalesLike], reinit: bool) -> 
     if reinit and resolved is not None:
         for name, layer in targets.items():
             layer.reset_kernel(resolved[name])
-    model.scales_source = resolved and resolved.source
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:

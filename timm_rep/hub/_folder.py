@@ -13,7 +13,7 @@ from timm.models._hub import save_config_for_hf  # save_for_hf() writes contiguo
 from torch.utils._pytree import tree_leaves
 
 from timm_rep.convert.record import is_folded, is_timm_model
-from timm_rep.scales import Scales, resolve_scales
+from timm_rep.scales import Scales, attached_scales
 from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import replacing_files
 from timm_rep.utils.checkpoints import write_safetensors
@@ -89,12 +89,8 @@ def _earlier_scales(folder: Path) -> List[Path]:
 
 
 def scales_of(model: nn.Module) -> Optional[Scales]:
-    """The scales of a model's GradMults, to train it further; None for a folded model, or one without scales.
-
-    Raises:
-        FileNotFoundError: Their file does not exist any more.
-    """
-    return None if is_folded(model) else resolve_scales(model, getattr(model, 'scales_source', None))
+    """The scales of a model's GradMults, to train it further; None for a folded model, or one without scales."""
+    return None if is_folded(model) else attached_scales(model)
 
 
 def write_model(

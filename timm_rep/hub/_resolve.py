@@ -24,7 +24,7 @@ from timm.models import PretrainedCfg, build_model_with_cfg, load_pretrained, re
 
 from timm_rep.convert.record import FACTORY_ARGS, WEIGHT_SOURCE, adapted_layers
 from timm_rep.init import weight_select_init
-from timm_rep.scales import RELEASED_PREFIX, Scales, recorded_scales
+from timm_rep.scales import RELEASED_PREFIX, Scales, has_name
 from timm_rep.scales._transformers import extend_timm_wrapper
 from timm_rep.scales.files import SCALES_IN_FOLDER, SCALES_NAME
 from timm_rep.utils.atomic import recover
@@ -284,7 +284,7 @@ def _model_args(cls: Callable[..., nn.Module], repo: ModelRepository) -> Dict[st
     scales = args.get('scales')
     if scales is False:
         args['scales'] = None
-    elif scales not in (None, SCALES_IN_FOLDER) and recorded_scales(scales) != scales:  # a path, or a repository
+    elif scales not in (None, SCALES_IN_FOLDER) and not (isinstance(scales, str) and has_name(scales)):
         others.add('scales')
     if others:
         raise RuntimeError(

@@ -21,7 +21,14 @@ class MultipliedLayers(weakref.WeakValueDictionary[str, nn.Module]):
 
     The optimizers compare these layers with the parameters they are given. The layers are not kept alive. A copied or
     unpickled model gets an empty mapping, to which its layers add themselves.
+
+    Attributes:
+        scales: What the layers were given, vectors by branch by name of the layer; None for no scales.
     """
+
+    def __init__(self, scales: Optional[Mapping[str, Mapping[str, torch.Tensor]]] = None):
+        super().__init__()
+        self.scales = scales
 
     def add(self, name: str, layer: nn.Module) -> None:
         """Add a layer whose weight has a GradMult."""
@@ -29,10 +36,10 @@ class MultipliedLayers(weakref.WeakValueDictionary[str, nn.Module]):
         layer.grad_mult.name, layer.grad_mult.layers = name, self
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        return type(self), ()
+        return type(self), (self.scales,)
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
-        return type(self)()
+        return type(self)(self.scales)
 
 
 class GradMult:

@@ -1,6 +1,6 @@
 """Parts shared by the models that RepOptimizers train: structures, scales, folding."""
 import logging
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Mapping
 
 from timm_rep.convert import ReparameterizeMixin
 from timm_rep.scales import RELEASED, RELEASED_PREFIX, Scales, ScalesLike, packaged_scales, recorded_scales
@@ -59,12 +59,7 @@ def _as_lists(value: Any) -> Any:
 
 
 class RepOptMixin(ReparameterizeMixin):
-    """Adds scales and ``reparameterize()`` to a timm model with CSLA layers.
-
-    Attributes:
-        scales_source: Source of the attached scales: 'ones', 'init', a path or a name; None for others.
-    """
-    scales_source: Optional[str] = None
+    """Adds scales and ``reparameterize()`` to a timm model with CSLA layers."""
 
     # a property with the inherited setter; only the getter differs
     @ReparameterizeMixin._model_args.getter  # type: ignore[attr-defined]
@@ -72,5 +67,5 @@ class RepOptMixin(ReparameterizeMixin):
         args = ReparameterizeMixin._model_args.__get__(self)
         args.pop('scales', None)
         if not self.reparameterized:
-            args['scales'] = recorded_scales(self.scales_source, args.get('structure', 'target'))
+            args['scales'] = recorded_scales(self)
         return args

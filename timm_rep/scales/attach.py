@@ -15,6 +15,9 @@ from .scales import Scales
 
 ScalesLike = Union[Scales, Mapping[str, Mapping[str, torch.Tensor]], StrPath, Literal[False]]
 
+# scales that follow from the layers of a model
+_RULES = ('ones', 'init')
+
 
 def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[Scales]:
     """Load scales and check that they fit the CSLA layers of a model.
@@ -35,7 +38,7 @@ def resolve_scales(model: nn.Module, scales: Optional[ScalesLike]) -> Optional[S
     initial = Scales.initial(model)  # refuses a model without CSLA layers
     if isinstance(scales, Mapping):
         scales = scales if isinstance(scales, Scales) else Scales(scales)
-    elif scales in ('ones', 'init'):
+    elif scales in _RULES:
         source, scales = scales, initial.ones_like() if scales == 'ones' else initial
         scales.source = source
     elif isinstance(scales, (str, os.PathLike)):
@@ -97,27 +100,43 @@ def attach_grad_mults(model: nn.Module, scales: Optional[ScalesLike]) -> nn.Modu
             layer.check_weight()
         except ValueError as e:
             raise ValueError(f'{name}: {e}') from None
-    layers = MultipliedLayers()
+    layers = MultipliedLayers(scales)
     for name, layer in targets.items():
         layer.set_scales(None if scales is None else scales.get(name, {}))
         if scales is not None:
             layers.add(name, layer)
-    for owner in model.modules():
-        if hasattr(owner, 'scales_source'):  # recorded when the model is saved
-            owner.scales_source = scales and scales.source
     return model
 
 
-def recorded_scales(source: Optional[str], structure: str = 'target') -> Union[str, bool]:
+def attached_scales(model: nn.Module) -> Optional[Scales]:
+    """Scales of the GradMults of a model, whatever they were read from; None unless all target operators have one."""
+    layers = csla_layers(model)
+    grad_mults = [layer.grad_mult for layer in layers.values() if isinstance(layer, CslaConv2d) and layer.grad_mult]
+    if not layers or len(grad_mults) < len(layers):
+        return None
+    together, *others = {id(grad_mult.layers): grad_mult.layers for grad_mult in grad_mults}.values()
+    given = None if together is None or others else together.scales
+    scales = Scales({name: grad_mult.scales for name, grad_mult in zip(layers, grad_mults)})
+    if isinstance(given, Scales):
+        if given.keys() == scales.keys():
+            return given
+        if given.source in _RULES:  # given to a model around this one
+            scales.source = given.source
+    return scales
+
+
+def has_name(scales: str) -> bool:
+    """Whether scales are known by name on every machine, so that config.json may name them."""
+    return scales in (*_RULES, *packaged_scales()) or scales.startswith(RELEASED_PREFIX)
+
+
+def recorded_scales(model: nn.Module) -> Union[str, bool]:
     """Value of ``scales`` in config.json: the name of the attached scales, or False if they have none.
 
     With False, RepSGD refuses to train the loaded model without scales. The weights of a search or CSLA structure hold
-    its scales.
-
-    Args:
-        source: Source of the scales, see :class:`Scales`.
-        structure: 'target', 'search' or 'csla'.
+    its scales: 'init' stands for them.
     """
-    if source and (source in ('ones', 'init', *packaged_scales()) or source.startswith(RELEASED_PREFIX)):
-        return source
-    return False if structure == 'target' else 'init'
+    if not any(isinstance(layer, CslaConv2d) for layer in csla_layers(model).values()):
+        return 'init'
+    scales = attached_scales(model)
+    return scales.source if scales is not None and scales.source and has_name(scales.source) else False
