@@ -415,6 +415,24 @@ def test_moving_average(data, tmp_path, capsys):
     assert 'model.pth' in capsys.readouterr().err
 
 
+@needs_recorded_args
+def test_names_of_the_classes_are_those_of_the_checkpoint(data, tmp_path):
+    """Not those of the folder that the architecture comes from, which has as many."""
+    model = original(data)
+    model.pretrained_cfg['label_names'] = ['cat', 'dog', 'emu']
+    folder = tmp_path / 'vit'
+    timm_rep.export(model, folder)
+    given = ['--checkpoint', str(data / 'model.pth')]
+    argv = command(data, tmp_path / 'out', '--images', '16')
+    argv = [x for x in argv if x != '--model-kwargs' and x not in KWARGS]
+    argv[argv.index('vit_tiny_patch16_224')] = f'local-dir:{folder}'
+    assert main([*argv, *given]) == 0
+    config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert config['label_names'] == sorted(path.name for path in (data / 'val').iterdir())
+    assert main(['export', f'local-dir:{folder}', '-o', str(tmp_path / 'e'), *given]) == 0
+    assert 'label_names' not in json.loads((tmp_path / 'e' / 'config.json').read_text())
+
+
 def test_settings_for_validation(data, tmp_path):
     """The folder has those that everything was measured with, not other ones of the source for its validation."""
     model = original(data)

@@ -53,6 +53,14 @@ def test_moving_average(tmp_path):
         has_moving_average(path)
 
 
+def test_a_program_is_no_checkpoint(tmp_path):
+    """As OpenAI distributes CLIP; torch would advise to load it without weights_only."""
+    torch.jit.script(nn.Linear(2, 2)).save(tmp_path / 'c.pt')
+    with pytest.raises(RuntimeError, match=r"c\.pt' is a TorchScript program") as e:
+        read_state_dict(tmp_path / 'c.pt')
+    assert 'weights_only' not in str(e.value)
+
+
 def test_a_missing_file_is_named(tmp_path):
     for read in (read_state_dict, has_moving_average, partial(load_checkpoint, nn.Linear(2, 2))):
         with pytest.raises(FileNotFoundError, match=r"'.*c\.pth'"):

@@ -6,10 +6,10 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from timm.data import dataset_factory
+from timm.data import add_img_extensions, dataset_factory, del_img_extensions
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_rep.utils.data import Images, open_dataset, read_images
+from timm_rep.utils.data import ImageFolder, Images, open_dataset, read_images
 from timm_rep.utils.preprocessing import image_config
 
 
@@ -27,6 +27,45 @@ def test_evenly_spaced_images(count, tmp_path):
     n = min(count, 20)
     assert found.tolist() == [20 * i // n for i in range(n)]
     assert images.shape == torch.Size((n, 3, 16, 16))
+
+
+@pytest.mark.parametrize('name', ['b.webp', 'b.BMP', 'b.tif', 'b.gif'])
+def test_types_that_timm_skips(tmp_path, name):
+    """They are an error; other files are not, and a type is read once timm knows it."""
+    for folder in 'cats', 'dogs':
+        (tmp_path / 'val' / folder).mkdir(parents=True)
+        Image.new('RGB', (8, 8)).save(tmp_path / 'val' / folder / 'a.png')
+        (tmp_path / 'val' / folder / 'notes.txt').write_text('x')
+        (tmp_path / 'val' / folder / 'boxes.json').write_text('{}')
+    assert len(ImageFolder(str(tmp_path), 'val')) == 2
+    Image.new('RGB', (8, 8)).save(tmp_path / 'val' / 'dogs' / name)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        ImageFolder(str(tmp_path), 'val')
+    extension = name[1:].lower()
+    add_img_extensions(extension)
+    try:
+        assert len(ImageFolder(str(tmp_path), 'val')) == 3
+    finally:
+        del_img_extensions(extension)
+
+
+@pytest.mark.parametrize('mode,name', [('I;16', 'a.png'), ('I', 'a.tif'), ('F', 'a.tif')])
+def test_images_of_more_than_8_bits(tmp_path, mode, name):
+    """Pillow makes nearly all of their values white."""
+    (tmp_path / 'val' / '0').mkdir(parents=True)
+    Image.new(mode, (8, 8), 1000).save(tmp_path / 'val' / '0' / name)
+    add_img_extensions('.tif')
+    try:
+        with pytest.raises(ValueError, match=f'{name}.*8 bits'):
+            ImageFolder(str(tmp_path), 'val')[0]
+    finally:
+        del_img_extensions('.tif')
+
+
+def test_no_images(tmp_path):
+    (tmp_path / 'val' / '0').mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match='Found 0 images'):
+        ImageFolder(str(tmp_path), 'val')
 
 
 @pytest.fixture(scope='module')

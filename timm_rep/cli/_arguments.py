@@ -187,6 +187,7 @@ def load_from(args: argparse.Namespace, model: nn.Module) -> None:
     """Load --checkpoint, if given; print a note if it has a moving average that is not used."""
     if args.checkpoint:
         load_checkpoint(model, args.checkpoint, args.use_ema)
+        model.pretrained_cfg.pop('label_names', None)  # another training may have other classes
         if not names_weights(args.model):
             model.pretrained_cfg['license'] = None  # timm's entry is of its own weights
         note_moving_average(args)

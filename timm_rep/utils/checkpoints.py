@@ -23,6 +23,10 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # torch and safetensors raise many types for damaged files
+        if 'TorchScript' in str(e):  # torch's message advises weights_only=False
+            raise RuntimeError(
+                f'Expected a checkpoint, but {path!r} is a TorchScript program: write the state_dict() of '
+                'torch.jit.load() to a file of its own, or use another file of these weights.') from e
         raise RuntimeError(
             'Expected a checkpoint (.safetensors, or torch.save() loaded with weights_only=True), but reading '
             f'{path!r} failed: {type(e.__cause__ or e).__name__}: {" ".join(str(e.__cause__ or e).split())}') from e

@@ -6,8 +6,8 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
 import torch
 import torch.nn as nn
 from PIL import Image
-from timm.data import create_dataset, create_loader, create_transform
-from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.data import create_dataset, create_loader, create_transform, get_img_extensions
+from timm.data.readers.reader_image_folder import ReaderImageFolder, find_images_and_targets
 from torch.utils.data import Dataset
 from torchvision.datasets import DatasetFolder
 
@@ -36,7 +36,12 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
         raise FileNotFoundError(f'Expected images in {root}/{split}/CLASS/IMAGE, but {root!r} does not exist.')
     if '[' in split and prefix.lower() in ('', 'torch'):
         raise ValueError(f'A split of this dataset must be its name, without a slice, got {split!r}.')
-    dataset = create_dataset(name, root=root, split=split, **kwargs)
+    try:
+        dataset = create_dataset(name, root=root, split=split, **kwargs)
+    except RuntimeError as e:
+        if not name and str(e).startswith('Found 0 images'):
+            raise FileNotFoundError(f'Expected images in {root}/{split}/CLASS/IMAGE: {e}') from e
+        raise
     if hasattr(dataset, 'train') and split not in _SPLITS:  # a dataset of torchvision with two splits
         raise ValueError(f'The split of {name!r} must be one of {", ".join(_SPLITS)}, got {split!r}.')
     folder = getattr(dataset, 'reader', dataset)
@@ -46,10 +51,24 @@ def open_dataset(name: str, root: Optional[str], split: str, **kwargs: Any) -> D
     return dataset
 
 
+def _check_types(folder: str) -> None:
+    """Raise ValueError if a folder has images of types that timm skips."""
+    types = get_img_extensions(as_set=True)
+    readable = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    skipped, _ = find_images_and_targets(folder, types=readable - types, sort=False)
+    if skipped:
+        path = min(path for path, _ in skipped)
+        raise ValueError(
+            f'Expected images of the types {", ".join(sorted(types))}, but {folder!r} has {len(skipped)} of others, '
+            f'such as {path!r}, which timm skips: convert or remove them, or in Python call '
+            'timm.data.add_img_extensions() before.')
+
+
 class ImageFolder(Dataset):
     """Images in folders by class, in the order of their paths; an image that cannot be decoded is an error.
 
-    timm's ImageDataset silently returns the next image and its target instead.
+    So are images of other types, which timm's ImageDataset skips, and of more than 8 bits a channel, of which most
+    values become white. In place of a damaged image, it returns the next one and its target.
 
     Attributes:
         classes: Names of the classes, by index: of the folders in timm's order (1, 2, 10), or ``labels``.
@@ -67,10 +86,12 @@ class ImageFolder(Dataset):
             labels: Names of the classes by index, of a model; ignored unless they are the names of the folders.
 
         Raises:
-            FileNotFoundError: The folder does not exist.
+            FileNotFoundError: The folder does not exist, or has no images.
+            ValueError: It has images of types that timm does not read.
         """
         self.mode = IMAGE_MODES[channels]
         dataset = open_dataset('', root, split)
+        _check_types(dataset.reader.root)
         self.classes: List[str] = list(class_names(dataset) or ())
         self.filename = dataset.reader.filename
         self.samples = dataset.reader.samples
@@ -87,6 +108,8 @@ class ImageFolder(Dataset):
         path, target = self.samples[index]
         try:
             with Image.open(path) as file:
+                if file.mode.startswith(('I', 'F')):  # Pillow clips them
+                    raise ValueError(f'its mode is {file.mode}, not of 8 bits a channel')
                 image = file.convert(self.mode)
         except Exception as e:  # decoders raise many types for damaged files
             raise ValueError(f'Expected an image, but decoding {path!r} failed: {type(e).__name__}: {e}') from e
