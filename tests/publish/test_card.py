@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import timm_rep
-from tests.helpers import needs_recorded_args, normal_scales, read_predictions, relative, save_model
+from tests.helpers import needs_recorded_args, normal_scales, read_predictions, relative, same_weights, save_model
 from tests.hub.published import REPA, REPOPT, trained, write_folder
 from timm_rep.cli import main
 from timm_rep.deploy import BACKENDS, load_quantized, read_report
@@ -235,6 +235,42 @@ def test_arguments_of_the_model_and_of_its_validation(tmp_path):
         prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'args.yaml')
         cfg = json.loads((folder / 'config.json').read_text())['pretrained_cfg']
         assert {'test_input_size', 'test_crop_pct'} - cfg.keys() == {*gone}
+
+
+@pytest.mark.parametrize('named', [f'vit_base_patch16_224{tag}' for tag in ('', '.augreg_in1k', '.dino')])
+def test_a_recipe_that_started_from_a_tag(tmp_path, named):
+    """The preprocessing is that of the tag, the licence not."""
+    small = dict(embed_dim=24, depth=1, num_heads=2)
+    model = timm.create_model(named, num_classes=4, **small).eval()
+    torch.save(model.state_dict(), tmp_path / 'c.pth')
+    (tmp_path / 'args.yaml').write_text(yaml.safe_dump(dict(model=named, num_classes=4, model_kwargs=small, mean=None)))
+    folder = tmp_path / 'vit_base_patch16_224.mine'
+    prepare_folder(folder, tmp_path / 'c.pth', tmp_path / 'args.yaml')
+    loaded = timm.create_model(f'local-dir:{folder}', pretrained=True)
+    for name in 'mean', 'std', 'crop_pct', 'interpolation':
+        expected = model.pretrained_cfg[name]
+        assert loaded.pretrained_cfg[name] == (list(expected) if isinstance(expected, tuple) else expected)
+    assert not loaded.pretrained_cfg.get('license')
+    assert same_weights(loaded, model)
+
+
+def test_private_arguments_of_a_recipe(folder, checkpoint, images, tmp_path):
+    """Names of folders and accounts of args.yaml are not published. The classes of the same recipe stay known."""
+    path = checkpoint[2].parent / 'args.yaml'
+    private = dict(
+        data_dir='/home/me/images', output='/home/me/out', experiment='e', wandb_project='p', wandb_tags=['t'],
+        resume='/home/me/last.pth.tar', initial_checkpoint='/home/me/first.pth', pretrained_path='/home/me/p.pth')
+    path.write_text(yaml.safe_dump({**RECIPE, **private}))
+    prepare_folder(folder, checkpoint[2], path, data_dir=str(images), split='validation')
+    assert yaml.safe_load((folder / 'train.yaml').read_text()) == RECIPE
+    for file in folder.iterdir():
+        assert b'/home/me' not in file.read_bytes(), file
+    names = json.loads((folder / 'config.json').read_text())['label_names']
+    prepare_folder(folder, checkpoint[2], path)
+    assert json.loads((folder / 'config.json').read_text())['label_names'] == names
+    path.write_text('# a comment\n' + yaml.safe_dump(RECIPE))
+    prepare_folder(folder, checkpoint[2], path)
+    assert (folder / 'train.yaml').read_text() == path.read_text()
 
 
 def test_labels_in_the_order_of_the_model(folder, checkpoint, images):

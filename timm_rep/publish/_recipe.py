@@ -42,6 +42,20 @@ _TRAIN_ARGS = set('''
 '''.split())
 
 
+# those that name folders, files and accounts of their author
+_PRIVATE_ARGS = (
+    'data', 'data_dir', 'experiment', 'initial_checkpoint', 'output', 'pretrained_path', 'resume', 'wandb_project',
+    'wandb_resume_id', 'wandb_tags')
+
+
+def public_recipe(path: Path) -> str:
+    """The text of a recipe without arguments that name folders, files and accounts; as it is if it has none."""
+    text = read_text(path)
+    settings = yaml.safe_load(text)
+    private = [name for name in _PRIVATE_ARGS if settings.get(name)]
+    return yaml.safe_dump({k: v for k, v in settings.items() if k not in _PRIVATE_ARGS}) if private else text
+
+
 def read_recipe(path: Path, variant: str) -> Dict[str, Any]:
     """Arguments of timm's train.py by name; raises an error that names the file if it is not a recipe of the model."""
     if not path.is_file():
@@ -52,8 +66,9 @@ def read_recipe(path: Path, variant: str) -> Dict[str, Any]:
         settings = yaml.safe_load(read_text(path))
     except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: an impossible date
         raise RuntimeError(f'{source} must be valid YAML: {" ".join(str(e).split())}') from e
-    if not isinstance(settings, dict) or settings.get('model') != variant:
-        raise ValueError(f'Expected a recipe of {variant}, but got {source}.')
+    model = settings.get('model') if isinstance(settings, dict) else None
+    if str(model).partition('.')[0] != variant:
+        raise ValueError(f'Expected a recipe of {variant}, with or without a tag, but {source} is of {model!r}.')
     unknown = [str(name) for name in settings if name not in _TRAIN_ARGS]
     if unknown:
         raise ValueError(f'{source} must have arguments of train.py only, got {", ".join(unknown[:5])}.')
@@ -88,9 +103,10 @@ def create_trained(settings: Dict[str, Any], recipe: Path, name: str) -> torch.n
         if ('crop_pct' if key == 'test_crop_pct' else 'input_size') in overlay:
             overlay[key] = None
     # the untagged cfg has the licence of other weights
-    is_registered = name in timm.list_pretrained(f'{settings["model"]}.*')
+    variant = settings['model'].partition('.')[0]
+    is_registered = name in timm.list_pretrained(f'{variant}.*')
     overlay['license'] = timm.get_pretrained_cfg(name).license if is_registered else None
-    check_default_scales(settings['model'], settings.get('model_kwargs') or {})
+    check_default_scales(variant, settings.get('model_kwargs') or {})
     with argument_errors(f'{str(recipe)!r}: model_kwargs'):
         return timm.create_model(settings['model'], pretrained_cfg_overlay=overlay, **model_arguments(settings))
 

@@ -21,14 +21,14 @@ from timm_rep.hub import (
 from timm_rep.utils.checkpoints import load_checkpoint
 from timm_rep.utils.compare import name_of_not_finite
 from timm_rep.utils.data import ImageFolder
-from timm_rep.utils.files import StrPath
+from timm_rep.utils.files import StrPath, read_text
 from timm_rep.utils.labels import labels_by_index
 from timm_rep.utils.profiling import model_input_size
 
 from ._card import RECIPE_NAME
 from ._draft import draft_of, drop_measured, drop_weights, write_documents
 from ._metrics import PREDICTIONS_NAME, Metrics, measure_accuracy, measure_cost, read_metrics, write_predictions
-from ._recipe import create_trained, model_arguments, read_recipe
+from ._recipe import create_trained, model_arguments, public_recipe, read_recipe
 
 
 def prepare_folder(
@@ -134,10 +134,11 @@ def _write_trained(
             'are the classes.')
     if recipe.resolve().parent not in (folder, checkpoint.resolve().parent):
         raise ValueError(f'The recipe must be in the folder of the checkpoint, got {str(recipe)!r}: copy it there.')
+    published = read_text(recipe) if recipe.resolve() == own.resolve() else public_recipe(recipe)
     classes: Optional[Sequence[str]] = None
     if data_dir is not None:
         classes = ImageFolder(data_dir, split).classes
-    elif own.is_file() and recipe.read_bytes() == own.read_bytes():  # a different recipe may have different classes
+    elif own.is_file() and read_text(own) == published:  # a different recipe may have different classes
         classes = labels_by_index(_config(folder).get('label_names'))
     model = create_trained(settings, recipe, f'{variant}.{tag}')
     if classes is not None and len(classes) != model.num_classes:
@@ -147,8 +148,7 @@ def _write_trained(
     load_checkpoint(model, checkpoint, use_ema)
     _check_finite(model, checkpoint)
     drop_weights(draft)
-    if recipe.resolve() != own.resolve():
-        shutil.copyfile(recipe, draft / RECIPE_NAME)
+    (draft / RECIPE_NAME).write_text(published, encoding='utf-8')
     _set_pool_size(model)
     write_model(
         model, draft, model_args=model_arguments(settings), scales=scales_of(model), label_names=classes, tag=tag,
