@@ -1,9 +1,10 @@
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IterableImageDataset
 
 from timm_rep.search import DeviceLoader, create_search_dataset, create_search_loader
 from timm_rep.utils.labels import class_names
@@ -123,6 +124,14 @@ def test_a_data_set_of_the_hub(root, tmp_path, monkeypatch):
         assert torch.equal(image, other_image)
         assert target == other_target
     assert class_names(dataset) == ['0', '1', '2']
+
+
+def test_a_stream_of_images(monkeypatch):
+    """timm's 'wds/', 'tfds/' and 'hfids/' have no index."""
+    stream = IterableImageDataset('.', reader=SimpleNamespace(), split='train')
+    monkeypatch.setattr('timm_rep.search.data.open_dataset', lambda *args, **kwargs: stream)
+    with pytest.raises(ValueError, match=r'wds/x.* as a stream'):
+        create_search_dataset('wds/x', 'root', 'train', 8, False)
 
 
 def test_class_names(root):

@@ -218,6 +218,9 @@ def test_refused_before_anything_is_trained(tmp_path):
     ]:
         with pytest.raises(ValueError, match=f"got '{name}'"):
             timm_rep.hyper_search(name, KilledLoader(0), **kwargs)
+    for kwargs in dict(TINY, features_only=True), dict(TINY, num_classes=0):
+        with pytest.raises(ValueError, match='no classes'):
+            timm_rep.hyper_search('repopt_vgg_a0', KilledLoader(0), **kwargs)
     searched = timm.create_model('repopt_vgg_a0', structure='search', **TINY)
     with pytest.raises(TypeError, match='learning_rate'):
         timm_rep.hyper_search(searched, KilledLoader(0), learning_rate=.1)

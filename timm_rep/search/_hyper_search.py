@@ -268,6 +268,8 @@ def _search_model(model: Union[str, nn.Module], model_args: Mapping[str, Any]) -
     layers = [layer for layer in model.modules() if isinstance(layer, CslaBlock) and layer.structure == 'search']
     if not layers:
         raise ValueError(f"Expected scales to search, but {name} has none: create it with structure='search'.")
+    if model_args.get('features_only') or getattr(model, 'num_classes', None) == 0:
+        raise ValueError(f'Expected a classifier to train, but {name} has no classes: create it with num_classes.')
     params = [p for layer in layers for p in layer.parameters()]
     if any(p.is_meta for p in params):
         raise ValueError(f"Expected weights to train, but {name} is on 'meta': create it on another device.")

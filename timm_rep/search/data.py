@@ -4,7 +4,15 @@ from typing import Iterator, Optional, Tuple, Union
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from timm_rep.utils.data import ImageFolder, open_dataset
 
@@ -52,6 +60,8 @@ def create_search_dataset(
             *(crop_and_flip if is_training and not raw else []),
             *([transforms.PILToTensor()] if raw else normalize),
         ])
+        if isinstance(dataset, IterableDataset):
+            raise TypeError('it is read as a stream, but a search needs the images by index')
         image, _ = dataset[0]
     except Exception as e:  # every kind of dataset has errors of its own
         raise ValueError(
