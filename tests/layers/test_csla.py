@@ -210,6 +210,27 @@ def test_scales_are_copied():
     assert torch.equal(blocks[0].equivalent_kernel(), expected[1])
 
 
+def test_reset_parameters():
+    """As after to_empty(): with a multiplier the kernel follows the rule of initialization, without torch's."""
+    csla = Csla(6, 6, (ConvBranch(3), ConvBranch(1), IdentityBranch()))
+    scales = {name: torch.randn(6) for name in csla.scaled_branches}
+    conv = CslaConv2d(csla)
+    conv.set_scales(scales)
+    torch.manual_seed(0)
+    conv.reset_parameters()
+    kernel = conv.weight.detach().clone()
+    torch.manual_seed(0)
+    nn.Conv2d(**csla.conv_args, bias=False)  # as many random numbers
+    conv.reset_kernel(scales)
+    assert torch.equal(conv.weight, kernel)
+    assert conv.grad_mult is not None
+    conv.set_scales(None)
+    torch.manual_seed(0)
+    conv.reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(conv.weight, nn.Conv2d(**csla.conv_args, bias=False).weight)
+
+
 def test_scales_of_another_dtype():
     """The kernel has the dtype of the weights."""
     csla = CSLAS['RepOpt-VGG']

@@ -69,6 +69,13 @@ class CslaConv2d(nn.Conv2d):
         if old is not None and old.layers is not None:
             old.layers.pop(old.name, None)
 
+    def reset_parameters(self) -> None:
+        """Initialize as torch.nn.Conv2d does; with a multiplier attached, the kernel by the rule of initialization."""
+        super().reset_parameters()
+        grad_mult = self.grad_mult
+        if grad_mult is not None:
+            self.reset_kernel(grad_mult.scales)
+
     def check_weight(self) -> None:
         """Raise ValueError unless the weight is a parameter, which a multiplier can be attached to."""
         if self._parameters.get('weight') is None:
