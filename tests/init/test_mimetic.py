@@ -162,3 +162,14 @@ def test_a_position_embedding_without_a_grid_is_refused(patch_embed):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     timm_rep.mimetic_init_(model, pos_embed=False)
     assert not torch.equal(model.blocks[0].attn.proj.weight, before['blocks.0.attn.proj.weight'])
+
+
+@torch.no_grad()
+def test_another_layout_of_position_embeddings():
+    """PiT's has its channels first: it stays, and the attention is initialized."""
+    model = timm.create_model(
+        'pit_ti_224', img_size=232, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(1, 1, 1), num_classes=0)
+    before = copy.deepcopy(model)
+    timm_rep.mimetic_init_(model)
+    assert torch.equal(model.pos_embed, before.pos_embed)
+    assert not torch.equal(next(attentions(model))[1].qkv.weight, next(attentions(before))[1].qkv.weight)

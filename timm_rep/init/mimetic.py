@@ -59,8 +59,8 @@ def mimetic_init_(
         model: A timm model. Only the attentions that :func:`attentions` yields are initialized.
         qk: (alpha, beta) for queries and keys.
         v_proj: (alpha, beta) for values and projection.
-        pos_embed: Replace a learned position embedding, (1, tokens, C) or (1, rows, columns, C), by a sinusoidal one,
-            with zeros for the tokens before the grid, as in the paper.
+        pos_embed: Replace a learned position embedding, (1, tokens, C) or (1, rows, columns, C) with the C channels of
+            the first attention, by a sinusoidal one, with zeros for the tokens before the grid, as in the paper.
         generator: Random number generator on the CPU; torch's default one if None.
 
     Returns:
@@ -81,7 +81,8 @@ def mimetic_init_(
                 f'{attention.qkv.out_features // 3} channels and an input of {attention.qkv.in_features}. Nothing was '
                 'changed.')
     table = getattr(getattr(inner, 'embeds', inner), 'pos_embed', None) if pos_embed else None  # of a NaFlexViT
-    if not isinstance(table, nn.Parameter) or table.dim() not in (3, 4):
+    channels = next(iter(found.values())).qkv.in_features
+    if not isinstance(table, nn.Parameter) or table.dim() not in (3, 4) or table.shape[-1] != channels:
         table = None
     if table is not None and table.shape[-1] % 4:
         raise ValueError(
