@@ -9,7 +9,7 @@ from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d
 
 import timm_rep
 from tests.convert import families, multi_branch
-from tests.helpers import images, randomize_, same_weights
+from tests.helpers import images, randomize_, relative, same_weights
 from timm_rep._verify import _folded_layers
 from timm_rep.layers import RePaMlp
 
@@ -181,6 +181,30 @@ def test_all_or_none(hooked):
     assert len(calls) == hooked
     del model[2]
     assert timm_rep.convert.reparameterize(model)[1].reparameterized
+
+
+@pytest.mark.parametrize('converted', [False, True])
+@pytest.mark.parametrize('name', ['stages.0.blocks.0.norm', 'stages.2.blocks.4.norm2'])
+@torch.no_grad()
+def test_all_or_none_within_parameters(name, converted):
+    """NextViT's blocks multiply their weights in place."""
+    model, x = build(NEXTVIT)
+    if converted:
+        timm_rep.convert_to_repa(model, idle_ratio=.5, anneal_steps=2)
+        with torch.enable_grad():
+            for _ in range(3):
+                model.train()(x).sum().backward()
+        model.zero_grad()
+        model.eval()
+    before = copy.deepcopy(model)
+    handle = model.get_submodule(name).register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match='hooks'):
+        timm_rep.convert.reparameterize(model)
+    handle.remove()
+    assert_unchanged(model, before)
+    expected = before(x)
+    assert torch.equal(model(x), expected)
+    assert relative(timm_rep.convert.reparameterize(model)(x), expected) < 1e-4
 
 
 def test_no_module():

@@ -115,7 +115,7 @@ def as_batch_norms(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_or_none(model: nn.Module) -> Iterator[None]:
-    """Undo all changes of the structure and the hooks of a model if an error is raised."""
+    """Undo all changes of a model's structure, hooks and weights if an error is raised."""
     # the same dicts with what was in them, since handles of hooks refer to them
     contents = [
         (attributes, copy.copy(attributes)) for module in model.modules()
@@ -123,9 +123,16 @@ def _all_or_none(model: nn.Module) -> Iterator[None]:
             module._modules, module._parameters, module._buffers, module._non_persistent_buffers_set,
             module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module.__dict__)]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    # the blocks of NextViT are folded within their parameters
+    weights = [
+        (parameter, parameter.detach().clone()) for module in model.modules() if hasattr(module, 'is_fused')
+        for parameter in module.parameters()]
     try:
         yield
     except BaseException:
+        for parameter, weight in weights:
+            if not weight.is_meta and not torch.equal(parameter, weight):
+                parameter.copy_(weight)
         for now, before in contents:
             now.clear()
             now.update(before)
