@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 import zipfile
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +17,18 @@ import torch.nn as nn
 
 import timm_rep
 from tests.helpers import images, randomize_, relative, run, same_weights, tiny
-from timm_rep.deploy import BACKENDS, REPORT_NAME, Quantized, load_quantized, quantize_qat, quantized_files, read_report
+from timm_rep.deploy import (
+    BACKENDS,
+    REPORT_NAME,
+    VERIFICATION_NAME,
+    Exported,
+    Quantized,
+    check_target,
+    load_quantized,
+    quantize_qat,
+    quantized_files,
+    read_report,
+)
 from timm_rep.deploy.formats import package_versions
 from timm_rep.deploy.program import QuantizationSettings, output_structure, restore_structure
 from timm_rep.utils.data import Images
@@ -278,6 +290,30 @@ def test_the_model_of_another_backend_goes(quantized, tmp_path):
     (tmp_path / REPORT_NAME).write_text('damaged')
     quantized.save(tmp_path)
     assert read_report(tmp_path) == quantized.report
+
+
+def test_exported_files_beside_it(model, quantized, tmp_path):
+    """None takes the place of the int8 model, and where it takes the place of one, that one's report goes."""
+    quantized = Quantized(Written(), quantized.report)
+    for name in 'model.pt2.verify.json', 'other.pt2.verify.json', 'verify.json':
+        (tmp_path / name).write_text('{}')
+    quantized.save(tmp_path)
+    names = {'model.pt2', REPORT_NAME, 'other.pt2.verify.json', 'verify.json'}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match=r'model\.pt2.* int8 model'):
+        timm_rep.export(model, tmp_path / 'model.pt2', format='pt2')
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    check_target(tmp_path / 'other.pt2', 'pt2')
+    check_target(tmp_path / 'model.onnx', 'onnx')  # that of another backend
+
+
+def test_a_folder_that_openvino_was_exported_to(quantized, tmp_path):
+    report = Exported('openvino', 'resnet18', True, ['batch', 3, 8, 8], 1e-4, {}, {}, 'cpu', {})
+    for backend, left in ('inductor', True), ('openvino', False):
+        report.to_json(tmp_path / VERIFICATION_NAME)
+        Quantized(Written(), replace(quantized.report, backend=backend)).save(tmp_path)
+        assert (tmp_path / VERIFICATION_NAME).exists() == left
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from timm_rep.utils.files import Sidecar, StrPath
 from timm_rep.utils.profiling import device_name, model_input_size
 
 from .formats import FORMATS, Format, check_format, package_versions
+from .report import REPORT_NAME, is_quantized
 
 # name of the JSON file with the measured differences; for a single file, after its name and a dot
 VERIFICATION_NAME = 'verify.json'
@@ -74,6 +75,9 @@ def check_target(path: StrPath, format: str) -> Format:
         raise ValueError(f'path must end with {target.suffix} for format={format!r}, got {str(path)!r}.')
     elif path.is_dir():
         raise IsADirectoryError(f'path must be a file for format={format!r}, got the folder {str(path)!r}.')
+    elif is_quantized(path):
+        raise FileExistsError(
+            f'{str(path)!r} is the int8 model that {REPORT_NAME} beside it describes: choose another name.')
     return target
 
 
@@ -123,7 +127,8 @@ def export(
 
     Raises:
         ModuleNotFoundError: The format requires a package that is not installed.
-        OSError: The path cannot be written, is a folder where a file is expected, or a folder that is not empty.
+        OSError: The path cannot be written, is a folder where a file is expected, a folder that is not empty, or the
+            file of a quantized model.
         RuntimeError: The exporter fails; the outputs differ by more than the tolerance; or the format requires a newer
             torch or a C++ compiler.
         TypeError: model is not a module, or images is not a tensor.

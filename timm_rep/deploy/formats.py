@@ -207,8 +207,8 @@ def _load_folder(folder: Path) -> Runner:
             'Expected a model that timm.create_model builds from config.json, but it builds another structure. It '
             'rebuilds timm models whose arguments timm recorded (timm >= 1.0.31) and what timm_rep.convert_to_repa and '
             'convert_to_repopt make of them, but not blocks that timm folds itself, for example in MobileOne and '
-            'RepVGG: export with reparameterize=False (--no-reparam), convert the model first, or choose another '
-            'format') from e
+            'RepVGG, nor models that were changed after their creation: export with reparameterize=False '
+            '(--no-reparam), convert the model first, or choose another format') from e
 
 
 FORMATS: Dict[str, Format] = {

@@ -24,6 +24,7 @@ from timm_rep.utils.profiling import device_name, time_calls
 from timm_rep.utils.training import check_distillation, distil, evaluate
 
 from ._checks import check_float_model, check_keep_float, check_layers, float_accuracy, read_images
+from ._export import VERIFICATION_NAME, Exported
 from .equalize import equalize_ranges
 from .formats import BACKENDS, check_packages, package_versions
 from .program import Program, QuantizationSettings, layers_with_weights, trace
@@ -74,17 +75,22 @@ class Quantized(nn.Module):
     def save(self, folder: StrPath) -> None:
         """Write the files of the backend and quantization.json, for :func:`load_quantized`.
 
-        Existing files of these names are replaced. If the folder has a report, the files of its backend are removed.
+        Existing files of these names are replaced, and the reports of :func:`timm_rep.export` on them removed. If the
+        folder has a report, the files of its backend are removed.
 
         Raises:
             OSError: The folder cannot be written.
         """
-        folder, outdated = Path(folder), []
+        folder, files = Path(folder), BACKENDS[self.report.backend].files
         recover(folder)
-        with contextlib.suppress(OSError, RuntimeError):  # the report is missing or damaged
-            outdated = [folder / name for name in BACKENDS[read_report(folder).backend].files]
+        outdated = [folder / f'{name}.{VERIFICATION_NAME}' for name in files]  # of exported files that are replaced
+        with contextlib.suppress(OSError, RuntimeError):  # it is missing or damaged
+            outdated += [folder / name for name in BACKENDS[read_report(folder).backend].files]
+        with contextlib.suppress(OSError, RuntimeError):
+            if Exported.from_json(folder / VERIFICATION_NAME).format == self.report.backend:  # OpenVINO writes a folder
+                outdated.append(folder / VERIFICATION_NAME)
         with replacing_files(folder, outdated=outdated) as draft:
-            self.program.write(draft / BACKENDS[self.report.backend].files[0])
+            self.program.write(draft / files[0])
             self.report.to_json(draft / REPORT_NAME)
 
 

@@ -95,6 +95,14 @@ class QuantizationReport(Sidecar):
         return '\n'.join(lines)
 
 
+def is_quantized(path: Path) -> bool:
+    """Whether a file is the program of the quantized model of its folder."""
+    try:
+        return path.name in BACKENDS[read_report(path.parent).backend].files
+    except (OSError, RuntimeError):  # there is no report, or it is damaged
+        return False
+
+
 def quantized_files(folder: Path) -> List[Path]:
     """Files of the quantized model in a folder, of every backend; none without a report.
 
