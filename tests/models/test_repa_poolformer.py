@@ -15,6 +15,7 @@ from tests.helpers import images, randomize_, relative
 from tests.models import contract
 from tests.models.contract import RePaContract
 from tests.reference import ffn, pooling
+from timm_rep.utils.profiling import count_macs
 
 VARIANTS = [f'repa_poolformer_{size}' for size in ('m36', 'm48', 's12', 's24', 's36')]
 tiny = partial(helpers.tiny, 'repa_poolformer_s12')
@@ -125,6 +126,21 @@ def test_refusals():
     for kwargs in (dict(), dict(reparameterized=True)):
         with pytest.raises(ValueError, match='odd'):
             tiny(pool_size=4, **kwargs)
+
+
+@pytest.mark.parametrize('pool_size', [3, 7])
+def test_multiply_accumulates(pool_size):
+    """Pooling has none, as in timm's PoolFormer, also where it runs as a convolution."""
+    counts = [count_macs(tiny(pool_size=pool_size, **kwargs)) for kwargs in ({}, dict(device='meta'))]
+    assert counts[0] == counts[1]
+    model = tiny(pool_size=pool_size).eval()
+    assert count_macs(model) == counts[0]
+    with torch.no_grad():
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(F, 'avg_pool2d', lambda *args, **kwargs: calls.append(1))
+            model(images(1, 32))
+        assert not calls  # afterwards it is a convolution again
 
 
 class TestContract(RePaContract):

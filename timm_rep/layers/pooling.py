@@ -6,7 +6,7 @@ from torch.jit import Final
 
 
 def _is_eager_on_cpu(x: torch.Tensor) -> bool:
-    """Whether x is processed in eager mode on a CPU in float32 or float64: not traced, compiled or exported.
+    """Whether x is processed in eager mode on a CPU in float32 or float64: not traced, compiled, exported or counted.
 
     Half precision is excluded: a convolution rounds more often than a pooling, and is not faster there.
     """
@@ -14,6 +14,8 @@ def _is_eager_on_cpu(x: torch.Tensor) -> bool:
         isinstance(x, torch.Tensor) and x.device.type == 'cpu' and x.ndim == 4
         and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled('cpu')
         and not torch.jit.is_tracing() and not torch.compiler.is_compiling()
+        # a pooling has no multiply-accumulates in torch's FlopCounterMode
+        and not torch._C._len_torch_dispatch_stack()
     )
 
 
