@@ -174,6 +174,15 @@ def causes(model, *args):
     return set(result.causes)
 
 
+def test_other_outputs_in_train_mode():
+    """Token labels, for which there is no difference to tell."""
+    model = randomize_(tiny('repa_lvvit_s')).train()
+    model.set_token_labeling()
+    result = timm_rep.verify(model)
+    assert set(result.causes) == {'train mode'}
+    assert 'inf' not in result.causes['train mode']
+
+
 def test_train_mode_is_a_cause():
     model = randomize_(tiny('repa_deit_tiny'))
     assert causes(model) == set()

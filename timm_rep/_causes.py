@@ -51,13 +51,14 @@ def _train_mode(model: nn.Module, unfolded: nn.Module, images: torch.Tensor) -> 
     with torch.random.fork_rng(devices=()):
         try:
             difference = compare(unfolded(images), trained(images)).relative_rms
+            differ = f'differ by {difference:.2g} (relative rms) from eval mode' if difference >= 1e-6 else ''
         except ValueError:  # auxiliary outputs in train mode; BatchNorm with a single value per channel
-            difference = float('inf')
-    if difference < 1e-6:
+            differ = 'cannot be compared with those of eval mode'
+    if not differ:
         return ''
     return (
-        f'the model is in train mode, in which its outputs differ by {difference:.2g} (relative rms) from eval mode. '
-        'Folding reproduces eval mode: call model.eval() before comparing or deploying.')
+        f'the model is in train mode, in which its outputs {differ}. Folding reproduces eval mode: call model.eval() '
+        'before comparing or deploying.')
 
 
 def _statistics(unfolded: nn.Module, images: torch.Tensor) -> str:

@@ -20,7 +20,8 @@ def test_compare():
 
 
 @pytest.mark.parametrize('images, error, expected', [
-    ([1], TypeError, 'list'), (torch.zeros(3, 8, 8), ValueError, r'\(3, 8, 8\)'),
+    ([1], TypeError, 'list'), (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), TypeError, 'uint8'),
+    (torch.zeros(3, 8, 8), ValueError, r'\(3, 8, 8\)'),
     (torch.zeros(0, 3, 8, 8), ValueError, r'\(0, 3, 8, 8\)'),
     (torch.full((2, 3, 8, 8), float('nan')), ValueError, 'NaN'),
     (torch.full((1, 3, 8, 8), float('inf')), ValueError, 'NaN'),

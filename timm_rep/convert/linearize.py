@@ -88,7 +88,7 @@ def linearize_ffns(
     The target restores the residual stream of the original model: where an FFN's output is added to the stream, with or
     without a layer scale, the errors that earlier FFNs left in the stream are part of the target. This correction has a
     damping of its own, chosen for each FFN on the held-out images. Elsewhere the target is the output of the FFN on its
-    new input. The block keeps its norm, layer scale and shortcut.
+    new input. The block keeps its norm, layer scale and shortcut; dropouts within the FFN are left out.
 
     Memory: all batches are in the model at once and hold about four activations per image; the recorded tokens take
     ``images * tokens * out_features`` numbers per FFN. For a ViT-B/16 at 224 pixels the two add up to 3.3 MB per image

@@ -87,6 +87,10 @@ def check_images(images: Any) -> None:
     """Raise TypeError or ValueError unless images are a finite tensor (N, channels, height, width) with N >= 1."""
     if not isinstance(images, torch.Tensor):
         raise TypeError(f'images must be a tensor (N, channels, height, width), got {type(images).__name__}.')
+    if not images.is_floating_point():
+        raise TypeError(
+            f'images must be floating-point, got {images.dtype}: normalize them as the model expects, with '
+            'timm.data.create_transform.')
     if images.ndim != 4 or not len(images):
         raise ValueError(f'images must be (N, channels, height, width), N >= 1, got {tuple(images.shape)}.')
     if not images.isfinite().all():
