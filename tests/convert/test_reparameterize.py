@@ -184,7 +184,8 @@ def test_all_or_none(hooked):
 
 
 @pytest.mark.parametrize('converted', [False, True])
-@pytest.mark.parametrize('name', ['stages.0.blocks.0.norm', 'stages.2.blocks.4.norm2'])
+@pytest.mark.parametrize('name', [
+    'stages.0.blocks.0.norm', pytest.param('stages.2.blocks.4.norm2', marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_all_or_none_within_parameters(name, converted):
     """NextViT's blocks multiply their weights in place."""

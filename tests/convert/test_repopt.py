@@ -59,9 +59,11 @@ def new_norms(model):
     return [module[1] for module in model.modules() if isinstance(module, RepOptConv)]
 
 
-@pytest.mark.parametrize('family', [family for family in FAMILIES if family not in (
-    'repvit',  # whose sums have a norm of their own
-    'iformer', 'fastvit')])  # whose position encodings have none
+@pytest.mark.parametrize('family', [
+    family if family in (*KINDS, 'repvit, legacy') else pytest.param(family, marks=pytest.mark.slow)
+    for family in FAMILIES if family not in (
+        'repvit',  # whose sums have a norm of their own
+        'iformer', 'fastvit')])  # whose position encodings have none
 @pytest.mark.parametrize('active', [0, -1])
 @torch.no_grad()
 def test_function_in_training(family, active):
