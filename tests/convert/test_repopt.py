@@ -92,6 +92,22 @@ def test_function_in_training(family, active):
 
 
 @torch.no_grad()
+def test_dead_channels_of_a_depthwise_branch():
+    """Of which nothing is left but residues of the statistics: they tell nothing of the input."""
+    model, x = build('repvit, legacy'), images(2, 64)
+    convs = [module.conv1 for module in model.modules() if type(module).__name__ == 'RepVggDw']
+    for conv in convs:
+        conv.c.weight[:3] = torch.tensor([0., 1e-30, -1e-12])[:, None, None, None]
+        conv.bn.running_mean[:3] = 1e-3
+        conv.bn.running_var[:3] = 1e-15
+    expected = model(x)
+    timm_rep.convert_to_repopt(model)
+    assert len(convs) > 1
+    assert all(norm.running_mean.abs().max() < 100 for norm in new_norms(model))
+    assert relative(model(x), expected) < 1e-5
+
+
+@torch.no_grad()
 def test_variance_of_several_branches():
     """Between that of uncorrelated and that of equal branches. Extreme values leave the function as it was."""
     original, x = build('byobnet, RepVGG'), images(2, 64)

@@ -108,7 +108,6 @@ class LinearSum:
             bias += term.bias
         return Affine(weight.flatten(1), bias)
 
-
     def output_statistics(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance of the channels of the sum in training, as the BatchNorms of its branches tell them.
 
@@ -147,9 +146,11 @@ class LinearSum:
                 return mean, variance
             weight, bias = Affine.from_linear(conv)
             factor = weight.flatten()
+            # a constant channel tells nothing: quotients of tiny numbers would drown the function in rounding errors
+            is_constant = (variance < norm.eps) | (factor == 0)
             return (
-                torch.where(factor == 0, 0., (mean - bias) / factor),
-                torch.where(factor == 0, 1., variance / factor.square()))
+                torch.where(is_constant, 0., (mean - bias) / factor),
+                torch.where(is_constant, 1., variance / factor.square()))
         ones = torch.ones(self.convs[0].out_channels, dtype=torch.float64, device=self.convs[0].weight.device)
         return torch.zeros_like(ones), ones
 
