@@ -1,4 +1,5 @@
 """Datasets and loaders. Unlike timm's, the datasets raise instead of falling back to other images."""
+import copy
 import hashlib
 import os
 from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
@@ -181,10 +182,13 @@ class Images:
             raise ValueError(
                 f'Expected a model of timm, with a pretrained_cfg that says how to prepare images, but '
                 f'{type(model).__name__} has none.')
-        self.root, self.splits, self.labels = root, (train_split, val_split), recorded_labels(model)
+        self.root = root
         self.config = image_config(model, **data_config)
         self.workers, self.device, self.seed = workers, torch.device(device), seed
-        train, val = (self._folder(split) for split in self.splits)
+        channels, labels = self.config['input_size'][0], recorded_labels(model)
+        # read once; loaders get copies, whose samples and transforms are their own
+        self._train, self._val = (ImageFolder(root, split, channels, labels) for split in (train_split, val_split))
+        train, val = self._train, self._val
         world_size = world_size_and_rank()[0]
         self.batch_size = min(batch_size, -(-len(train) // world_size))  # timm's loader drops an incomplete batch
         if len(val.classes) != classes or val.classes == ['']:
@@ -196,21 +200,18 @@ class Images:
             check_same_classes({train_split: train.classes, val_split: val.classes})
         self.classes: Sequence[str] = val.classes
 
-    def _folder(self, split: str) -> ImageFolder:
-        return ImageFolder(self.root, split, self.config['input_size'][0], self.labels)
-
     def _loader(self, dataset: ImageFolder, **kwargs: Any) -> Loader:
         return load_images(dataset, self.config, self.batch_size, self.workers, **kwargs)
 
     @property
     def digest(self) -> str:
         """A digest of the names of the images for calibration and distillation."""
-        names = sorted(os.path.relpath(path, self.root) for path, _ in self._folder(self.splits[0]).samples)
+        names = sorted(os.path.relpath(path, self.root) for path, _ in self._train.samples)
         return f'sha256:{hashlib.sha256(os.fsencode(chr(0).join(names))).hexdigest()[:12]}'
 
     def calibration(self, count: int) -> Loader:
         """Loader of ``count`` random images of the training split, preprocessed as for validation."""
-        dataset = self._folder(self.splits[0])
+        dataset = copy.copy(self._train)
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self.seed), device='cpu')
         dataset.samples = [dataset.samples[i] for i in order[:count].tolist()]
         return self._loader(dataset)
@@ -218,9 +219,9 @@ class Images:
     def training(self) -> Loader:
         """Loader of the training split, of this rank's part in a process group, with random crops and flips."""
         return self._loader(
-            self._folder(self.splits[0]), is_training=True, scale=(0.7, 1.), color_jitter=None,
+            copy.copy(self._train), is_training=True, scale=(0.7, 1.), color_jitter=None,
             distributed=world_size_and_rank()[0] > 1)
 
     def validation(self) -> Loader:
         """Loader of the validation split."""
-        return self._loader(self._folder(self.splits[1]))
+        return self._loader(copy.copy(self._val))
