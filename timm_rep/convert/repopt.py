@@ -55,7 +55,12 @@ class RepOptReport:
         return '\n'.join([*rows, *(f'kept {name}: {reason}' for name, reason in self.kept.items())])
 
 
-def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterized: bool = False) -> RepOptReport:
+def use_repopt_convs(
+        model: nn.Module,
+        structure: str = 'target',
+        reparameterized: bool = False,
+        reinit: bool = False,
+) -> RepOptReport:
     """Replace the sums of linear branches in a timm model by CSLA layers followed by a BatchNorm, in place.
 
     The target structure computes the sum as in eval mode: its kernel is the sum of the folded kernels, and the
@@ -66,6 +71,7 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         model: timm model with its multi-branch blocks.
         structure: 'target', 'search' or 'csla'.
         reparameterized: Use the deploy structure, with new weights, for checkpoints of a folded model.
+        reinit: Initialize the target structure too.
 
     Returns:
         The report.
@@ -95,7 +101,9 @@ def use_repopt_convs(model: nn.Module, structure: str = 'target', reparameterize
         # the initial scales of Hyper-Search, in layer l of a stage
         cslas.append(linear_sum.csla(initial_scale=(2 / depths[stage]) ** .5))
     synchronized = next((m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)), None)
-    kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if structure == 'target' and not reparameterized else None
+    has_values = not any(conv.weight.is_meta for linear_sum in sums for conv in linear_sum.convs)
+    take_function = structure == 'target' and not reparameterized and not reinit and has_values
+    kernels = [_kernel(*pair) for pair in zip(sums, cslas)] if take_function else None
     for i, (linear_sum, csla) in enumerate(zip(sums, cslas)):
         weight = linear_sum.convs[0].weight
         dd = {'device': weight.device, 'dtype': weight.dtype}
@@ -158,10 +166,10 @@ def _kernel(linear_sum: LinearSum, csla: Csla) -> Affine:
         kernel = linear_sum.kernel(csla)
     except ValueError as e:  # from a BatchNorm
         raise ValueError(f'{linear_sum.name}: {e}') from e
-    if not all(x.is_meta or x.isfinite().all() for x in kernel):
+    if not all(x.isfinite().all() for x in kernel):
         raise ValueError(f'The weights of {linear_sum.name} must be finite: load a different checkpoint.')
     dtype = linear_sum.convs[0].weight.dtype
-    if not all(x.is_meta or x.to(dtype).isfinite().all() for x in kernel):
+    if not all(x.to(dtype).isfinite().all() for x in kernel):
         raise OverflowError(
             f'The sum of the kernels of {linear_sum.name} must be in the range of {dtype}, up to '
             f'{torch.finfo(dtype).max:.3g}: convert the model to float32 or bfloat16 first.')

@@ -10,7 +10,6 @@ from timm.models import generate_default_cfgs, register_model
 
 from timm_rep.convert.record import make_foldable
 from timm_rep.convert.repopt import refuse_branches, set_scales, use_repopt_convs
-from timm_rep.layers import RepOptConv
 from timm_rep.scales import ScalesLike
 
 from ._from_base import base_cfg, create_from_base
@@ -36,12 +35,8 @@ def _build(
     model = timm.create_model(base, **kwargs)
     model._model_args = dict(base=base)  # create_model adds the others
     names = list(model.state_dict())
-    use_repopt_convs(model, structure, reparameterized)
+    use_repopt_convs(model, structure, reparameterized, reinit)
     if not reparameterized:
-        if reinit:
-            for layer in [m for m in model.modules() if isinstance(m, RepOptConv)]:
-                for part in layer:
-                    part.reset_parameters()
         set_scales(model, scales, reinit)
     refuse_branches(model, names)  # registered first, because a RepGhostNet checkpoint also contains plain names
     make_foldable(model)
