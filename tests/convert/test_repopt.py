@@ -450,8 +450,10 @@ def test_scales_of_the_registered_architecture(tmp_path):
         timm.create_model('repopt_any', base='repopt_vgg_a0')
 
 
-@pytest.mark.parametrize('num_classes', [5, 7])
-@pytest.mark.parametrize('fold', [False, True])
+@pytest.mark.parametrize('fold, num_classes', [
+    (False, 5), (True, 7), pytest.param(False, 7, marks=pytest.mark.slow),
+    pytest.param(True, 5, marks=pytest.mark.slow),
+])
 def test_a_file_of_its_own(tmp_path, fold, num_classes):
     """Not taken for one of the base, whose weights would then be random: timm loads other classes without a check."""
     args = dict(FASTVIT, base='fastvit_t8', reparameterized=fold)
@@ -564,7 +566,8 @@ def test_folding_is_exact_with_another_default_dtype(name):
     assert relative(folded(x), expected) < 1e-5
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', [
+    family if family in KINDS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES])
 @pytest.mark.parametrize('folded', [False, True])
 def test_a_checkpoint_with_branches(family, folded):
     original = build(family)

@@ -20,7 +20,8 @@ def overlay(state_dict, tmp_path, **kwargs):
     return dict(file=str(tmp_path / 'weights.pth'), **kwargs)
 
 
-@pytest.mark.parametrize('num_classes', [-1, 7])  # timm's train.py passes -1 for --pretrained-path
+@pytest.mark.parametrize('num_classes', [
+    -1, pytest.param(7, marks=pytest.mark.slow)])  # timm's train.py passes -1 for --pretrained-path
 @pytest.mark.parametrize('variant,args,found,asked', [
     ('repopt_any', FASTVIT, 'folded', {}),
     ('repopt_any', FASTVIT, dict(structure='csla'), {}),
