@@ -17,7 +17,7 @@ from timm_rep.utils.files import Sidecar, StrPath
 from timm_rep.utils.profiling import device_name, model_input_size
 
 from .formats import FORMATS, Format, check_format, package_versions
-from .report import REPORT_NAME, is_quantized
+from .report import REPORT_NAME, is_quantized_file
 
 # name of the JSON file with the measured differences; for a single file, after its name and a dot
 VERIFICATION_NAME = 'verify.json'
@@ -75,7 +75,7 @@ def check_target(path: StrPath, format: str) -> Format:
         raise ValueError(f'path must end with {target.suffix} for format={format!r}, got {str(path)!r}.')
     elif path.is_dir():
         raise IsADirectoryError(f'path must be a file for format={format!r}, got the folder {str(path)!r}.')
-    elif is_quantized(path):
+    elif is_quantized_file(path):
         raise FileExistsError(
             f'{str(path)!r} is the int8 model that {REPORT_NAME} beside it describes: choose another name.')
     return target

@@ -95,7 +95,7 @@ class QuantizationReport(Sidecar):
         return '\n'.join(lines)
 
 
-def is_quantized(path: Path) -> bool:
+def is_quantized_file(path: Path) -> bool:
     """Whether a file is the program of the quantized model of its folder."""
     try:
         return path.name in BACKENDS[read_report(path.parent).backend].files
