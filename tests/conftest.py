@@ -1,4 +1,5 @@
 """Fixtures of several folders, and how many processes run the tests."""
+import gc
 import importlib
 import os
 import sys
@@ -42,6 +43,11 @@ def pytest_configure(config):
             import torchao  # noqa: F401
     except AttributeError:
         sys.modules['torchao'] = None  # skips its tests
+
+
+def pytest_collection_finish(session):
+    """Leave what was imported to the end of the process: each pass of the garbage collector would visit it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
