@@ -1,4 +1,4 @@
-"""From the recipe of a training to its model."""
+"""The recipe of a training, which is the args.yaml of timm's train.py, and the model that it trains."""
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional
 

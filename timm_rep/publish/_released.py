@@ -1,4 +1,4 @@
-"""From a released file to a folder that can be published."""
+"""Making a folder to publish from a file that the authors released."""
 import os
 from pathlib import Path
 from typing import Any, Dict

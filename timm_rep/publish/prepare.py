@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that can be published, and to its folded form."""
+"""Making a folder to publish, and its folded form, from a checkpoint."""
 import shutil
 from dataclasses import replace
 from pathlib import Path
