@@ -46,7 +46,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """Leave what was imported to the end of the process: each pass of the garbage collector would visit it."""
+    """Exclude from garbage collection what is imported by now; full collections would traverse it each time."""
     gc.freeze()
 
 

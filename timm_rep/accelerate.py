@@ -173,7 +173,7 @@ def accelerate(
     if rank:
         return Accelerated(folded[last], report, {})
     figures = measure(folded, images)
-    names = ['original', 'converted', *labels, *folded]  # a label without a model is that of the converted one
+    names = ['original', 'converted', *labels, *folded]  # labels without a model mean the converted one
     return Accelerated(folded[last], report, {name: figures.get(name, figures['converted']) for name in names})
 
 

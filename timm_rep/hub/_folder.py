@@ -56,8 +56,8 @@ def save_folder(
         model: Model of this package or of timm.
         folder: Folder, created if it does not exist.
         model_args: Arguments of ``create_model`` that determine the structure. Default: those that timm recorded.
-        scales: Scales of the model's GradMults, to train it further. Default: no scales; those of the model
-            that the folder held are removed.
+        scales: Scales of the model's GradMults, to train it further. Default: none; the scales of
+            an earlier model in the folder are removed.
         label_names: Names of the classes, by index. Default: from the model's pretrained_cfg, if it has any.
         tag: Tag of the weights, as in MODEL.TAG.
         half: Write parameters as float16; the statistics of a BatchNorm stay float32.
