@@ -56,6 +56,12 @@ def no_download(monkeypatch):
     monkeypatch.setattr('timm_rep.scales.released.RELEASE_URL', 'http://127.0.0.1:9/')
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    """Throughput is of two rounds where a caller does not say how many: what it is does not matter."""
+    monkeypatch.setattr('timm_rep.utils.profiling.measure_throughput.__defaults__', (2, 0))
+
+
 def _reference(*parts):
     path = _REFERENCE.joinpath(*parts)
     if not path.is_file():

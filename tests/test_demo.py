@@ -125,6 +125,7 @@ def test_reproducible_by_seed(demo, no_picture, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ['demo.png', 'digit.png', 'model']
 
 
+@pytest.mark.slow
 def test_seed_and_device_of_the_training(small, no_picture, tmp_path, monkeypatch):
     seeds = {seed: [list(part.targets) for part in load_split(seed)] for seed in (3, 4)}
     assert seeds[3] != seeds[4]

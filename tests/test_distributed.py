@@ -19,7 +19,7 @@ def one_process(tmp_path_factory):
     return functools.cache(lambda opt: states(tmp_path_factory.mktemp('one') / 'state', 1, opt, 'ddp')[0])
 
 
-@pytest.mark.parametrize('opt', ['repsgd', 'repadamw'])
+@pytest.mark.parametrize('opt', ['repsgd', pytest.param('repadamw', marks=pytest.mark.slow)])
 class TestTwoProcesses:
     """Equal one process with twice the batch, BatchNorm frozen; every rank checks that it has GradMults."""
 

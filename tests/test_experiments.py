@@ -99,7 +99,8 @@ def built():
 
 
 @pytest.mark.parametrize('scale', ['cpu', pytest.param('gpu', marks=pytest.mark.slow)])
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.slow) if name == 'pretrained-teachers' else name for name in NAMES])
 def test_data_files(load_script, built, name, scale):
     """Every row can begin: its models can be built, and start from each other; all names exist."""
     module, train = load_script('experiments/experiment'), load_script('experiments/train')

@@ -829,8 +829,9 @@ def run_until_files_moved(rank, arguments, output, moves):
     main(arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs a process that can be killed')
-@pytest.mark.parametrize('moves', [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize('moves', [0, 2])
 def test_resumed_after_a_kill_while_files_move(data, tmp_path, moves):
     """The result is complete, and --resume ends with it."""
     output = tmp_path / 'out'

@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_model(folder, capsys):
     (b'a: [', ['must be valid YAML']),
     (b'root:x:0:0:root:/root:/bin/bash', []),
     (b'\xff\xfe', ['UTF-8']),
-    (b'[' * 3_000, ['must be valid YAML']),
+    pytest.param(b'[' * 3_000, ['must be valid YAML'], marks=pytest.mark.slow),
     (b'{"model": "repa_deit_tiny", "password": "x"}', ['password']),
     (b'{"model": "repa_deit_tiny", "model_kwargs": [1]}', ['model_kwargs', '[1]']),
     (b'{"model": "repa_deit_tiny", "num_classes": "many"}', ['num_classes', "'many'"]),

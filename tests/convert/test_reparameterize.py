@@ -224,7 +224,7 @@ def test_one_layer():
 
 @pytest.mark.parametrize('name,args', [
     ('repa_deit_tiny', dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)),
-    ('mobileone_s0', {}),
+    pytest.param('mobileone_s0', {}, marks=pytest.mark.slow),
     ('repa_any', dict(base='fastvit_t8')),
 ])
 def test_parameters_of_inference_mode(name, args):

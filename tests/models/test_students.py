@@ -33,7 +33,7 @@ def test_sizes_and_teachers(name, millions, teacher):
     ('repa_mixer_s32', dict(img_size=64, num_blocks=1)),
     ('repa_lvvit_s', dict(img_size=32, depth=1, num_heads=2)),
     ('repopt_vgg_a0', dict(depths=(1, 1, 1, 1), widths=(8, 8, 8, 8), stem_width=8)),
-    ('repopt_ghostnet_050', dict()),
+    pytest.param('repopt_ghostnet_050', dict(), marks=pytest.mark.slow),
 ])
 def test_create_model_from_a_teacher(name, args):
     width = {'repa_poolformer_s12': 'dims', 'repopt_vgg_a0': None, 'repopt_ghostnet_050': None}.get(name, 'embed_dim')
