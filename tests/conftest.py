@@ -58,7 +58,7 @@ def no_download(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
-    """Throughput is of two rounds where a caller does not say how many: what it is does not matter."""
+    """Throughput is measured in two rounds by default: no test depends on its value."""
     monkeypatch.setattr('timm_rep.utils.profiling.measure_throughput.__defaults__', (2, 0))
 
 
