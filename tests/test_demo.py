@@ -48,8 +48,9 @@ def demo(small, tmp_path_factory):
     return run_demo(tmp_path_factory.mktemp('demo') / 'new folder', epochs=2, seed=3)
 
 
-def test_no_warnings_of_scales(small, caplog):
+def test_no_warnings_of_scales(small, caplog, monkeypatch):
     """The networks of the demo have no searched scales, and it does not ask for them."""
+    monkeypatch.setattr(repopt, '_STEPS', 1)
     repopt._csla_difference(small(0)[0], 0)
     assert not caplog.records
 

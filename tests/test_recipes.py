@@ -67,7 +67,8 @@ def test_one_for_each_model():
     assert batches == {model: row[0] for model, row in {**TABLE_7, **REPOPT}.items()}
 
 
-@pytest.mark.parametrize('model', MODELS)
+@pytest.mark.parametrize('model', [
+    model if re.search('tiny|s12|050|b1$', model) else pytest.param(model, marks=pytest.mark.slow) for model in MODELS])
 def test_model_and_optimizer(model):
     """Both are registered, and the model has the drop path of the recipe."""
     recipe = read(model)

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import zipfile
 
@@ -72,14 +73,20 @@ JUNK = {
 }
 
 
+@pytest.fixture(scope='module')
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('published') / NAME
+    publish(folder)
+    recipe = {'model': 'repa_deit_tiny', 'num_classes': 5, 'model_kwargs': REPA[1]}
+    (folder / 'train.yaml').write_text(json.dumps(recipe))  # JSON is YAML
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(published, tmp_path, monkeypatch):
     """A published folder with a recipe, in the current directory."""
     monkeypatch.chdir(tmp_path)
-    publish(tmp_path / NAME)
-    recipe = {'model': 'repa_deit_tiny', 'num_classes': 5, 'model_kwargs': REPA[1]}
-    (tmp_path / NAME / 'train.yaml').write_text(json.dumps(recipe))  # JSON is YAML
-    return tmp_path / NAME
+    return shutil.copytree(published, tmp_path / NAME)
 
 
 def check_error(capsys, argv, *parts):

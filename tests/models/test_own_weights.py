@@ -48,7 +48,7 @@ def test_neither(tmp_path):
                 other.state_dict(), tmp_path, num_classes=-1))
 
 
-@pytest.mark.parametrize('fold', [False, True])
+@pytest.mark.parametrize('fold', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_base_with_all_names_of_the_converted_model(tmp_path, fold):
     """A RepGhostNet has them besides its branches."""
     base = randomize_(timm.create_model('repghostnet_050', num_classes=5)).eval()

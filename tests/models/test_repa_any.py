@@ -263,7 +263,8 @@ def test_unknown_tags(variant):
             timm.create_model(**given)
 
 
-@pytest.mark.parametrize('variant,base', [('repa_any', 'mixer_s32_224'), ('repopt_any', 'mobileone_s1')])
+@pytest.mark.parametrize('variant,base', [
+    ('repa_any', 'mixer_s32_224'), pytest.param('repopt_any', 'mobileone_s1', marks=pytest.mark.slow)])
 def test_the_tag_of_no_weights(variant, base):
     """timm lists it, and its own tests create every model of the list."""
     assert f'{variant}.untrained' in timm.list_models(f'{variant}*', include_tags=True)

@@ -135,7 +135,7 @@ def server(monkeypatch, tmp_path):
 
     requests = []
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as http_server:
-        threading.Thread(target=http_server.serve_forever, daemon=True).start()
+        threading.Thread(target=http_server.serve_forever, args=[0.05], daemon=True).start()
         monkeypatch.setattr(released, 'RELEASE_URL', f'http://127.0.0.1:{http_server.server_port}/')
         monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'cache'))
         yield folder, requests
