@@ -108,7 +108,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def url(site):
     """Address of the site on loopback."""
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), functools.partial(_Quiet, directory=site.parent)) as server:
-        threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f'http://127.0.0.1:{server.server_address[1]}/timm-rep/'
         server.shutdown()
 
