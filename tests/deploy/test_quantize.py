@@ -121,8 +121,8 @@ class Clamped(nn.Module):
 
 
 @pytest.mark.parametrize('bounds', [
-    (-.5, .7),
-    *(pytest.param(bounds, marks=pytest.mark.slow) for bounds in ((.5,), (None, -.3), (.1, 1.), (-2., -.1), (0., 6.))),
+    (.1, 1.),
+    *(pytest.param(bounds, marks=pytest.mark.slow) for bounds in ((-.5, .7), (.5,), (None, -.3), (-2., -.1), (0., 6.))),
 ], ids=str)
 def test_clamps_whose_bounds_exclude_zero(bounds):
     """The range of an int8 tensor has 0 in it, so it cannot stand for these bounds."""
