@@ -108,6 +108,24 @@ def test_dead_channels_of_a_depthwise_branch():
 
 
 @torch.no_grad()
+def test_small_channels_of_a_depthwise_branch():
+    """They tell the same of the input as large ones."""
+    statistics = []
+    for is_small in False, True:
+        model = build('repvit, legacy')
+        for conv in [module.conv1 for module in model.modules() if type(module).__name__ == 'RepVggDw']:
+            conv.bn.weight.zero_()
+            if is_small:
+                factor = (.01 * conv.bn.eps / conv.bn.running_var).sqrt()
+                conv.c.weight *= factor[:, None, None, None]
+                conv.bn.running_mean *= factor
+                conv.bn.running_var *= factor.square()
+        timm_rep.convert_to_repopt(model)
+        statistics.append(torch.cat([x for norm in new_norms(model) for x in (norm.running_mean, norm.running_var)]))
+    assert relative(statistics[1], statistics[0]) < 1e-5
+
+
+@torch.no_grad()
 def test_variance_of_several_branches():
     """Between that of uncorrelated and that of equal branches. Extreme values leave the function as it was."""
     original, x = build('byobnet, RepVGG'), images(2, 64)
