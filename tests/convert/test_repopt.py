@@ -91,11 +91,15 @@ def test_function_in_training(family, active):
         assert ((norm.running_var - variance).abs() < 1e-2 * std ** 2).all()
 
 
+def depthwise_branches(model):
+    return [module.conv1 for module in model.modules() if type(module).__name__ == 'RepVggDw']
+
+
 @torch.no_grad()
 def test_dead_channels_of_a_depthwise_branch():
     """Of which nothing is left but residues of the statistics: they tell nothing of the input."""
     model, x = build('repvit, legacy'), images(2, 64)
-    convs = [module.conv1 for module in model.modules() if type(module).__name__ == 'RepVggDw']
+    convs = depthwise_branches(model)
     for conv in convs:
         conv.c.weight[:3] = torch.tensor([0., 1e-30, -1e-12])[:, None, None, None]
         conv.bn.running_mean[:3] = 1e-3
@@ -113,7 +117,7 @@ def test_small_channels_of_a_depthwise_branch():
     statistics = []
     for is_small in False, True:
         model = build('repvit, legacy')
-        for conv in [module.conv1 for module in model.modules() if type(module).__name__ == 'RepVggDw']:
+        for conv in depthwise_branches(model):
             conv.bn.weight.zero_()
             if is_small:
                 factor = (.01 * conv.bn.eps / conv.bn.running_var).sqrt()
