@@ -660,7 +660,8 @@ def test_the_report_of_earlier_weights(folder, checkpoint):
         return {'top1': top1, 'agreement': 97.5, 'params': 4e6, 'gmacs': .25, 'images_per_second': {8: rate}}
 
     report = AccelerationReport(
-        {'original': figures(78.25, 64.), 'converted': figures(77.5, 96.)}, {}, '', 'a CPU', {'torch': '2.5.0'})
+        {'original': figures(78.25, 64.), 'converted': figures(77.5, 96.)}, {}, 'timm-rep accelerate m --macs 0.9',
+        'a CPU', {'torch': '2.5.0'})
     report.to_json(folder / 'report.json')
     (folder / 'accuracy.png').write_text('of a conversion')
     prepare_folder(folder, checkpoint[2])
@@ -674,6 +675,7 @@ def test_the_report_of_earlier_weights(folder, checkpoint):
     assert figures_table(report.figures) in section
     assert 'a CPU' in section
     assert 'torch 2.5.0' in section
+    assert '\ntimm-rep accelerate m --macs 0.9\n' in section
     (folder / 'report.json').write_text('damaged')
     with pytest.raises(RuntimeError, match=r'report\.json'):
         prepare_folder(folder)

@@ -60,6 +60,7 @@ _FILES = {
     WEIGHTS_NAME: 'weights',
     SCALES_NAME: 'scales of the GradMults, the argument `scales` of `timm.create_model`',
     RECIPE_NAME: "recipe for `--config` of timm's `train.py`",
+    'base.yaml': 'recipe of the original model, before its conversion',
     METRICS_NAME: 'figures of this card, with machine, versions and dates',
     PREDICTIONS_NAME: 'predictions for a sample of the validation images',
     REPORT_NAME: 'figures and report of the conversion',
@@ -123,7 +124,6 @@ def accelerated_card(name: str, config: Mapping[str, Any], report: AccelerationR
         f"model = timm.create_model('local-dir:{name}', pretrained=True).eval()\n```",
         figures_table(report.figures),
         _setting(report),
-        f'```sh\n{report.command}\n```' if report.command else '',
         f'```text\n{conversion}\n```',
     ])
 
@@ -216,7 +216,8 @@ def _conversion(folder: Path) -> str:
 
 def _setting(report: AccelerationReport) -> str:
     versions = ', '.join(f'{package} {version}' for package, version in report.versions.items())
-    return f'Machine: {report.machine}. {versions}.'
+    command = f'\n\n```sh\n{report.command}\n```' if report.command else ''
+    return f'Machine: {report.machine}. {versions}.{command}'
 
 
 def _cost(metrics: Metrics, variant: str, folder: Path) -> str:

@@ -23,7 +23,8 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # torch and safetensors raise many types for damaged files
-        if 'TorchScript' in str(e):  # torch's message advises weights_only=False
+        # torch's message advises weights_only=False; before 2.6 it loads the program, which has no items
+        if 'TorchScript' in str(e) or 'ScriptModule' in str(e):
             raise RuntimeError(
                 f'Expected a checkpoint, but {path!r} is a TorchScript program: write the state_dict() of '
                 'torch.jit.load() to a file of its own, or use another file of these weights.') from e
