@@ -14,7 +14,7 @@ def add_parser(commands: Commands) -> None:
     add_device(parser)
     add_seed(parser)
     parser.add_argument(
-        '--epochs', type=positive_int, default=12, metavar='N',
+        '--epochs', type=positive_int, default=10, metavar='N',
         help='training epochs of the first part; the second part trains half as many (%(default)s)')
     parser.set_defaults(run=run)
 

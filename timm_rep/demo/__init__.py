@@ -62,7 +62,7 @@ def run_demo(
         output: StrPath = 'timm-rep-demo',
         device: Union[str, torch.device] = 'cpu',
         seed: int = 0,
-        epochs: int = 12,
+        epochs: int = 10,
 ) -> DemoResult:
     """Train, fold and compare small models on handwritten digits.
 
@@ -78,7 +78,7 @@ def run_demo(
     Args:
         output: Folder to write to, created if it does not exist.
         device: Device for training and measurements.
-        seed: Seed for the split, the initialization and the augmentation, 0 to 2 ** 32 - 1.
+        seed: Seed for the split, the initialization and the order of the images, 0 to 2 ** 32 - 1.
         epochs: Training epochs of the first part, at least 1; the second part trains half as many.
 
     Returns:

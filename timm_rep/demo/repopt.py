@@ -15,7 +15,7 @@ from . import training
 
 # as many convolutions as in RepOpt-VGG-B1, 28, but narrow and at low resolution for two CPU cores
 _MODEL_ARGS = dict(depths=(4, 6, 16, 1), widths=(16, 24, 32, 64), stem_width=16, strides=(2, 1, 2, 1, 2))
-_LEARNING_RATES = (0.01, 0.03, 0.1, 0.3)  # with the best of each: SGD is worse below, RepSGD above
+_LEARNING_RATES = (0.02, 0.06, 0.2, 0.6)  # around the best of each: SGD is worse below, RepSGD above
 # optimizer and scales by label; with scales, the kernels start as the sums of the branches of the CSLA net
 _TRAININGS = {'SGD': ('sgd', False), 'SGD, kernels of RepSGD': ('sgd', 'init'), 'RepSGD': ('repsgd', 'init')}
 _OPTIMIZER_ARGS = dict(momentum=0.9, weight_decay=4e-5)  # as in the paper
