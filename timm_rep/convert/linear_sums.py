@@ -90,12 +90,11 @@ class LinearSum:
         The kernel has the shape (out_channels, in_channels / groups * height * width).
         """
         out, inputs, height, width = csla.kernel_shape
-        like = self.convs[0].weight
-        weight = torch.zeros(csla.kernel_shape, dtype=torch.float64, device=like.device)
+        weight = to_float64(self.convs[0].weight).new_zeros(csla.kernel_shape)
         bias = weight.new_zeros(out)
         for conv, norm, gain in self.terms:
             if conv is None:
-                kernel = torch.eye(inputs, dtype=torch.float64, device=like.device).repeat(csla.groups, 1)
+                kernel = torch.eye(inputs, dtype=weight.dtype, device=weight.device).repeat(csla.groups, 1)
                 term, size = Affine(kernel, bias.new_zeros(out)), (1, 1)
             else:
                 term, size = Affine.from_linear(conv), conv.kernel_size
@@ -152,7 +151,7 @@ class LinearSum:
             return (
                 torch.where(is_constant, 0., (mean - bias) / factor),
                 torch.where(is_constant, 1., variance / factor.square()))
-        ones = torch.ones(self.convs[0].out_channels, dtype=torch.float64, device=self.convs[0].weight.device)
+        ones = to_float64(self.convs[0].weight).new_ones(self.convs[0].out_channels)
         return torch.zeros_like(ones), ones
 
 

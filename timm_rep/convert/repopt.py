@@ -193,7 +193,7 @@ def _take_function(layer: RepOptConv, linear_sum: LinearSum, affine: Affine) -> 
         norm.weight.copy_((to_float64(norm.running_var) + norm.eps).sqrt())  # of what was rounded
         norm.bias.copy_(to_float64(norm.running_mean) + bias)
     else:
-        norm.running_mean = (norm.running_mean - bias).to(norm.running_mean)
+        norm.running_mean = (to_float64(norm.running_mean) - bias).to(norm.running_mean)
 
 
 def _install(model: nn.Module, linear_sum: LinearSum, layer: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 
 from .csla import ConvBranch, Csla
-from .fold import Affine, check_foldable, is_plain_batch_norm
+from .fold import Affine, check_foldable, is_plain_batch_norm, to_float64
 from .grad_mult import GradMult, get_grad_mult, set_grad_mult
 
 # names that torch's wrappers insert into the names of modules
@@ -98,7 +98,7 @@ class CslaConv2d(nn.Conv2d):
 
     def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """The kernel, detached, in a dtype or its own; the same method as CslaBlock's."""
-        return self.weight.detach().to(dtype or self.weight.dtype)
+        return _detached(self.weight, dtype)
 
     # torch replaces the parameter in the methods below
     def _restore_grad_mult(self, grad_mult: Optional[GradMult]) -> None:
@@ -240,11 +240,17 @@ class CslaBlock(nn.Module):
         )
 
     def equivalent_kernel(self, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """The kernel of the one convolution with the same output (eq. 4), detached, in a dtype or the weights'."""
+        """The kernel of the one convolution with the same output (eq. 4), detached, in a dtype or the weights'.
+
+        In float64 it is on the CPU if the weights' device has no float64.
+        """
         weights, scales = (
-            {name: x.detach().to(dtype or x.dtype) for name, x in group.items()}
-            for group in (self.weights, self.scales))
+            {name: _detached(x, dtype) for name, x in group.items()} for group in (self.weights, self.scales))
         return self.csla.kernel(weights, scales)
+
+
+def _detached(x: torch.Tensor, dtype: Optional[torch.dtype]) -> torch.Tensor:
+    return to_float64(x) if dtype == torch.float64 else x.detach().to(dtype or x.dtype)
 
 
 _LAYERS: Dict[str, Callable[..., nn.Module]] = {
