@@ -1,4 +1,4 @@
-"""Folding and conversion on a device without float64, Apple's MPS, which a mode of torch imitates on the CPU."""
+"""Folding, and the sums of branches, on Apple's MPS, which has no float64; a TorchFunctionMode imitates it."""
 import copy
 
 import pytest
@@ -25,15 +25,14 @@ class Mps(TorchFunctionMode):
     """Keeps the tensors of 'mps' there, and refuses float64 and operands on both devices, as torch does there."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = func.__name__
-        values = tree_flatten((args, kwargs or {}))[0]
+        name, everything = func.__name__, (args, kwargs or {})
+        values = tree_flatten(everything)[0]
         devices = {x.type for x in values if isinstance(x, torch.device)}
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         ours = any(isinstance(x, OnMps) for x in tensors)
         if name not in ('copy_', 'to') and ours and any(x.ndim and not isinstance(x, OnMps) for x in tensors):
             raise RuntimeError(f'{name}: expected all tensors to be on the same device, mps or cpu')
-        args, kwargs = tree_map(
-            lambda x: torch.device('cpu') if isinstance(x, torch.device) else x, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: torch.device('cpu') if isinstance(x, torch.device) else x, everything)
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
         if name in ('copy_', '__set__') or not isinstance(result, torch.Tensor):
